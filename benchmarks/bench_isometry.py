@@ -54,7 +54,7 @@ from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.retrain import RetrainConfig, retrain
 from nasfast.runtime.files import write_atomic
-from nasfast.settings.supernet import Init
+from nasfast.settings import Init
 from nasfast.spaces import (
     Arch,
     Block,

@@ -35,7 +35,7 @@ from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.rank import kendall_tau, rank
 from nasfast.indicators.scores import Evidence, score_table, with_structure
 from nasfast.indicators.table import IndicatorTable
-from nasfast.settings.supernet import METHODS, SupernetConfig, default_lr
+from nasfast.settings import METHODS, SupernetConfig, default_lr
 from nasfast.spaces import Arch, FairSampler, SearchSpace, mobilenet_v2, nas_bench_macro
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig, train_supernet

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nasfast.retrain import classify, load_model
     from nasfast.runtime.memory import keep_freed_memory
     from nasfast.search import search_table
-    from nasfast.settings.run import RunConfig
+    from nasfast.settings import RunConfig
     from nasfast.supernet import Supernet, build, inherit
     from nasfast.train import train_supernet
 
@@ -36,7 +36,7 @@ _MODULES = (
 )
 _HOMES = {
     "IndicatorTable": "nasfast.indicators.table",
-    "RunConfig": "nasfast.settings.run",
+    "RunConfig": "nasfast.settings",
     "Supernet": "nasfast.supernet",
     "build": "nasfast.supernet",
     "classify": "nasfast.retrain",

@@ -22,7 +22,7 @@ from nasfast.config import ConfigError, difference, portable
 from nasfast.display import Tabular
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.refine import refine
-from nasfast.indicators.scores import score_table, untrained_table
+from nasfast.indicators.scores import gives_table, score_of, score_table, untrained_table
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, TableError
 from nasfast.measure.doctor import environment
 from nasfast.report import at_chance, write_report
@@ -39,9 +39,8 @@ from nasfast.runtime.termination import Terminated
 from nasfast.runtime.tracking import tracked
 from nasfast.search import Candidate, History, Limits, evolve, pareto_front, run_search, save_candidates
 from nasfast.search.candidate import ARCHS_FILE
-from nasfast.settings.files import CONFIG_FILE, SPACE_FILE
-from nasfast.settings.run import RunConfig
-from nasfast.settings.tasks import TaskSettings
+from nasfast.search.limits import read_limits
+from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig, TaskSettings
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, format_arch, get_space, read_cost_table, space_kind
 from nasfast.stages.apart import FOLDER as TASKS_FOLDER
 from nasfast.stages.apart import retrain_apart
@@ -203,7 +202,7 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
     check_same_run(cfg.run_dir / CONFIG_FILE, cfg)
     check_search(cfg, saved_space(cfg))  # the settings are kept, and a search that takes them would refuse them
     settings = cfg.score.resolved(cfg.method)
-    if not settings.gives_table:
+    if not gives_table(settings):
         _LOG.info("%s scores whole paths during the search: no table is written", settings.name)
         return None
     if settings.table is not None:
@@ -213,7 +212,7 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
     else:
         evidence, checkpoint = evidence_of(cfg)
         meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"], "settings": _scored_with(cfg)}
-        table = score_table(settings.score.name, evidence, structure=settings.structure or 0.0, meta=meta)
+        table = score_table(settings.label, evidence, structure=settings.structure or 0.0, meta=meta)
     table.save(cfg.run_dir / TABLE_FILE)
     _save_config(cfg)
     beside = f" + {settings.structure:g} sqrt_size" if settings.structure and settings.table is None else ""
@@ -249,7 +248,7 @@ def score_untrained(cfg: RunConfig, *, num_classes: int | None = None) -> Indica
         table = IndicatorTable.load(file)
         if table.space == space and {key: table.meta.get(key) for key in meta} == meta:
             return table
-    table = untrained_table(settings.score.name, space, structure=settings.structure or 0.0, seed=cfg.seed, meta=meta)
+    table = untrained_table(settings.label, space, structure=settings.structure or 0.0, seed=cfg.seed, meta=meta)
     write_atomic(cfg.run_dir / SPACE_FILE, space.to_yaml().encode())
     table.save(file)
     _save_config(cfg)
@@ -293,18 +292,18 @@ def search(cfg: RunConfig) -> list[Candidate]:
     check_same_run(cfg.run_dir / CONFIG_FILE, cfg, supernet=not without_supernet(cfg))
     space, run_dir, settings = saved_space(cfg), cfg.run_dir, cfg.resolved().search
     check_search(cfg, space)
-    limits, front, fronts = settings.limits_in(space), [], []
+    limits, front, fronts = read_limits(settings, space), [], []
     for sentence in limits.met_by_all(space, allow_identity=settings.allow_identity):
         _LOG.info("%s", sentence)
     scoring = cfg.score.resolved(cfg.method)
-    if not scoring.gives_table:
+    if not gives_table(scoring):
         evidence, checkpoint = evidence_of(cfg)
         # the name has all that a score depends on, so that scores of another supernet are not taken for this one's
         scorer = f"accuracy of {checkpoint.digest}, recalibration {cfg.recalibration_batches}"
         if scoring.name != "recalibrated_accuracy":
             scorer = f"{scoring.name} of {checkpoint.digest}, {scoring.images} images"
         history = History(run_dir / "history.jsonl", space, scorer=scorer)
-        score_path = functools.partial(scoring.score.function, evidence)
+        score_path = functools.partial(score_of(scoring).function, evidence)
         candidates = evolve(space, score_path, settings, history=history)
         # what refined an earlier search says nothing about this one
         (run_dir / REFINED_FILE).unlink(missing_ok=True)
@@ -327,7 +326,7 @@ def search(cfg: RunConfig) -> list[Candidate]:
         pareto=front,
         table_fronts=fronts,
         settings=settings,
-        scored_with=None if scoring.gives_table else _scored_with(cfg),
+        scored_with=None if gives_table(scoring) else _scored_with(cfg),
     )
     _save_config(cfg)
     proof = "highest score proven" if candidates[0].optimal else candidates[0].status

@@ -6,17 +6,16 @@ from pathlib import Path
 import nasfast
 
 PARTS = """
-config display extensions seeds runtime settings spaces ops supernet fusion engine data train tasks indicators search
-settings.run retrain measure report stages pipeline stability cli research __main__
+config display extensions seeds runtime spaces settings ops supernet fusion engine data train tasks indicators search
+retrain measure report stages pipeline stability cli research __main__
 """.split()
 ROOT = Path(nasfast.__file__).parent
 
 
 def place(module: str) -> int:
-    """Place of a module's part: of `settings.run` or `settings` the longer name that fits. -1 for other names."""
-    return max(
-        ((len(part), i) for i, part in enumerate(PARTS) if f"{module}.".startswith(f"{part}.")), default=(0, -1)
-    )[1]
+    """Place of a module's part; -1 for other names."""
+    part = module.split(".")[0]
+    return PARTS.index(part) if part in PARTS else -1
 
 
 def violations(module: str, source: str) -> list[str]:

@@ -44,7 +44,7 @@ from nasfast.ops.cuda_times import Chain
 from nasfast.ops.plan import read_plan
 from nasfast.ops.triton import bn as bn_triton
 from nasfast.ops.triton import training as training_triton
-from nasfast.settings.train import TrainConfig
+from nasfast.settings import TrainConfig
 from nasfast.spaces import Arch, get_space, mean_path
 from nasfast.supernet import Supernet
 from nasfast.train.loop import make_optimizer

@@ -29,9 +29,7 @@ from nasfast.runtime.distributed import World, start
 from nasfast.runtime.launcher import environment_size
 from nasfast.runtime.termination import Terminated, stopped_at
 from nasfast.search import load_candidates
-from nasfast.settings.files import CONFIG_FILE
-from nasfast.settings.run import RunConfig
-from nasfast.settings.tasks import TaskSettings
+from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
 from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
 from nasfast.stability.estimate import plan_seeds
 from nasfast.stability.page import STABILITY_FILE, sentences, write_stability_page

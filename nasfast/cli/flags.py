@@ -18,9 +18,7 @@ from nasfast.config import ConfigError, flatten, load_yaml, local, nearest
 from nasfast.indicators.rank import MIN_RESAMPLES
 from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
 from nasfast.runtime.imports import import_modules
-from nasfast.settings.files import CONFIG_FILE
-from nasfast.settings.run import RunConfig
-from nasfast.settings.tasks import TaskSettings
+from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
 
 _RECIPES = Path(__file__).parents[1] / "recipes"
 

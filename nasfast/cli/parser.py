@@ -14,7 +14,7 @@ import jsonargparse
 import yaml
 
 from nasfast.config import ConfigBase, ConfigError, dump_yaml, expand_suffix, flatten
-from nasfast.settings.run import RunConfig
+from nasfast.settings import RunConfig
 
 
 def _chosen(cfg: RunConfig) -> str:

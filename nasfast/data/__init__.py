@@ -16,8 +16,7 @@ from nasfast.data.datasets import (
 from nasfast.data.digits import ClutteredDigitsSource, DigitsSource
 from nasfast.data.loader import Loader, make_loader, make_loaders
 from nasfast.data.preprocess import preprocess
-from nasfast.settings.data import DataConfig
-from nasfast.settings.images import ImageInfo
+from nasfast.settings import DataConfig, ImageInfo
 
 __all__ = [
     "Augmentation",

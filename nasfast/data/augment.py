@@ -20,7 +20,7 @@ from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as F
 
 from nasfast.seeds import AUTO_AUGMENT, derive_seed
-from nasfast.settings.data import AutoAugment
+from nasfast.settings import AutoAugment
 
 _PADDING = {"cifar": 4, "shift": 2, "none": 0}
 """Number of pixels by which a window of the whole image may be moved over its border."""

@@ -22,8 +22,7 @@ from nasfast.data.datasets import DataError, DatasetSource, ImageSource, open_fi
 from nasfast.data.digits import ClutteredDigitsSource, DigitsSource
 from nasfast.data.preprocess import normalise, scale_and_offset
 from nasfast.seeds import derive_seed
-from nasfast.settings.data import AutoAugment, DataConfig, check_policy
-from nasfast.settings.images import ImageInfo
+from nasfast.settings import AutoAugment, DataConfig, ImageInfo, check_policy
 
 _LOG = logging.getLogger(__name__)
 

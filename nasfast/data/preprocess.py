@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nasfast.data.augment import Augmentation, render
 from nasfast.data.datasets import DataError, open_image, to_rgb
-from nasfast.settings.images import ImageInfo
+from nasfast.settings import ImageInfo
 
 
 def scale_and_offset(mean: tuple[float, ...], std: tuple[float, ...]) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from nasfast.indicators.evidence import Evidence, NetworkEvidence, space_of_layers
 from nasfast.indicators.registry import ScoreError, register
 from nasfast.indicators.table import IndicatorTable
-from nasfast.settings.supernet import Init
+from nasfast.settings import Init
 from nasfast.spaces import SKIP, SearchSpace
 from nasfast.spaces.cost import output_size
 from nasfast.supernet import InitScheme, Supernet, initialize

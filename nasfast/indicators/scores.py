@@ -33,6 +33,7 @@ from nasfast.indicators.registry import (
 )
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import IndicatorTable
+from nasfast.settings import ScoreConfig
 from nasfast.spaces import Arch, SearchSpace, format_arch
 
 __all__ = [
@@ -45,16 +46,35 @@ __all__ = [
     "available",
     "check_score",
     "get_score",
+    "gives_table",
     "parts_of",
     "rank_sum",
     "register",
     "score_networks",
+    "score_of",
     "score_paths",
     "score_table",
     "summed",
     "untrained_table",
     "with_structure",
 ]
+
+
+def score_of(cfg: ScoreConfig) -> Score:
+    """The score of resolved settings.
+
+    Raises:
+        ScoreError: there is no such score; the text names the nearest.
+        ValueError: the settings have no name.
+    """
+    if cfg.name is None:
+        raise ValueError("the name of the score is null: call resolved(method), which takes that of the method")
+    return get_score(cfg.name)
+
+
+def gives_table(cfg: ScoreConfig) -> bool:
+    """Whether resolved settings make a table, which the exact search needs."""
+    return cfg.table is not None or score_of(cfg).additive or bool(cfg.distill)
 
 
 def score_table(

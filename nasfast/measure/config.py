@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nasfast.config import ConfigBase, ConfigError
-from nasfast.settings.checks import check_common, check_device
-from nasfast.settings.supernet import MethodName
+from nasfast.settings import MethodName, check_common, check_device
 from nasfast.spaces import Arch, SearchSpace, get_space, mean_path, parse_arch
 from nasfast.spaces.cost import output_size
 
@@ -150,7 +149,7 @@ class ProfileConfig(StepConfig):
 
     Attributes:
         out: folder of the trace.
-        method: method of `nasfast.settings.supernet.METHODS`, which decides what trains and the initial weights.
+        method: method of `nasfast.settings.METHODS`, which decides what trains and the initial weights.
         tracer: `torch` fills the tables and writes trace.json; `nvtx` only emits the ranges, for a run under nsys.
         top: number of rows of the table of operators.
     """

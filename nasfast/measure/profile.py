@@ -19,7 +19,7 @@ from nasfast.measure.config import ProfileConfig
 from nasfast.measure.timing import TrainingStep, measuring, random_batch
 from nasfast.ops.autograd import WRAPPER
 from nasfast.runtime.device import torch_device
-from nasfast.settings.supernet import METHODS
+from nasfast.settings import METHODS
 from nasfast.spaces import Arch
 from nasfast.supernet import Supernet
 

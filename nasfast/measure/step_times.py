@@ -24,7 +24,7 @@ from nasfast.measure.timing import (
 )
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
-from nasfast.settings.supernet import METHODS, MethodName
+from nasfast.settings import METHODS, MethodName
 from nasfast.spaces import Arch, SearchSpace, format_arch
 from nasfast.supernet import Supernet
 
@@ -62,7 +62,7 @@ class StepTimesRow:
 
     Attributes:
         name: name of the row.
-        method: method of `nasfast.settings.supernet.METHODS`.
+        method: method of `nasfast.settings.METHODS`.
         trainable: what trains.
         times: phase (`forward`, `backward`, `step`) -> `median_ms`, `q20_ms`, `q80_ms`; rows on CUDA graphs have only
             `step`.

@@ -23,7 +23,7 @@ from nasfast.report.run_files import NotRun, RunFiles, body_of
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.progress import duration
 from nasfast.search import sample_under
-from nasfast.settings.retrain import CHOICES
+from nasfast.settings import CHOICES
 from nasfast.spaces import SAMPLERS, Arch, format_arch
 
 _MARKERS = "osD^v<>P*X"

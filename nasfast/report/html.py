@@ -14,6 +14,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from nasfast.config import ConfigError, load_yaml, portable
+from nasfast.indicators.scores import gives_table
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import plots
 from nasfast.report.evidence import Comparison, compare, is_peer, repeats_of, worth_of_score
@@ -32,8 +33,8 @@ from nasfast.report.page import (
 from nasfast.report.run_files import NotRun, RunFiles, body_of
 from nasfast.runtime.files import write_atomic
 from nasfast.search import SearchConfig, pareto_front, sample_under
-from nasfast.settings.retrain import RetrainConfig
-from nasfast.settings.run import RunConfig
+from nasfast.search.limits import read_limits
+from nasfast.settings import RetrainConfig, RunConfig
 from nasfast.spaces import Arch, SearchSpace, format_arch
 
 # Number of random architectures in the figure of score against MACs.
@@ -312,7 +313,7 @@ def _table_costs(run: RunFiles) -> tuple[list[str], Callable[[Arch], list[str]]]
     limits = None
     # a file may be gone, or a table of another space
     with contextlib.suppress(ConfigError):
-        limits = search.limits_in(space)
+        limits = read_limits(search, space)
     if limits and [(t.quantity, t.unit) for t, _ in limits.tables] != [(t.quantity, t.unit) for t in result.tables]:
         limits = None
 
@@ -364,7 +365,7 @@ def _how_to_repeat(run: RunFiles) -> str:
     config = run.folder / "config.yaml"
     cfg = RunConfig.load(config)
     score = cfg.score.resolved(cfg.method)
-    if not score.gives_table:
+    if not gives_table(score):
         return (
             "<code>nasfast run --seeds</code> compares tables of scores, and this run has none, because "
             f"{escape(score.name)} scores whole paths.</p>"

@@ -7,8 +7,7 @@ plug-in gives it to timm.
 from nasfast.retrain.export import export_onnx, load_model, save_model
 from nasfast.retrain.inference import classify
 from nasfast.retrain.retrain import RetrainResult, retrain
-from nasfast.settings.images import ImageInfo
-from nasfast.settings.retrain import RetrainConfig
+from nasfast.settings import ImageInfo, RetrainConfig
 
 __all__ = [
     "ImageInfo",

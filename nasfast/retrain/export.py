@@ -12,8 +12,7 @@ import torch
 from nasfast.config import nearest
 from nasfast.runtime.files import temporary_beside, write_atomic
 from nasfast.runtime.onnx import INPUT, OUTPUT, open_session, require_onnx, write_onnx
-from nasfast.settings.files import SPACE_FILE
-from nasfast.settings.images import ImageInfo
+from nasfast.settings import SPACE_FILE, ImageInfo
 from nasfast.spaces import arch_to_json, format_arch, load_arch, read_space
 from nasfast.supernet import ArchNetwork, standalone_network
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint

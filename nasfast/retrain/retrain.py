@@ -23,8 +23,7 @@ from nasfast.runtime.arguments import check_type
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import answers_from_hex, answers_to_hex, write_atomic
 from nasfast.runtime.lock import run_lock
-from nasfast.settings.retrain import RetrainConfig
-from nasfast.settings.supernet import ALL_LR
+from nasfast.settings import ALL_LR, RetrainConfig
 from nasfast.spaces import Arch, ArchSpace, Cost, arch_file_text
 from nasfast.supernet import ArchNetwork, Supernet, build, inherit
 from nasfast.train import Evaluation, TrainExtras, TrainStage, evaluate, recalibrate_bn

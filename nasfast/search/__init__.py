@@ -19,13 +19,13 @@ from nasfast.search.candidate import (
     load_candidates,
     save_candidates,
 )
-from nasfast.search.config import SearchConfig
 from nasfast.search.evolution import evolve
 from nasfast.search.exact import option_scores, top_k
 from nasfast.search.history import History
-from nasfast.search.limits import InfeasibleConstraintError, Limits, arch_sum, option_costs
+from nasfast.search.limits import InfeasibleConstraintError, Limits, arch_sum, option_costs, read_limits
 from nasfast.search.pareto import pareto_front
 from nasfast.search.sampling import equal_cost_peers, equal_cost_random, sample_under, stratified_sample
+from nasfast.settings import SearchConfig
 from nasfast.spaces import SearchSpace
 
 __all__ = [
@@ -116,7 +116,7 @@ def run_search(
             f"{space.name!r} ({space.fingerprint}): score again, or load the space of the table"
         )
     if config.method != "evolution":
-        return _top_k(table, space, config.limits_in(space), k=config.top_k, allow_identity=config.allow_identity)
+        return _top_k(table, space, read_limits(config, space), k=config.top_k, allow_identity=config.allow_identity)
     scores = option_scores(table, allow_identity=config.allow_identity)
     record = None
     if history is not None:

@@ -10,8 +10,8 @@ from typing import Any
 from nasfast.config import ConfigBase, ConfigError, portable
 from nasfast.display import Tabular
 from nasfast.runtime.files import seal, unseal, write_atomic
-from nasfast.search.config import SearchConfig
 from nasfast.search.limits import Limits
+from nasfast.settings import SearchConfig
 from nasfast.spaces import Arch, SearchSpace, format_arch
 
 ARCHS_FILE = "archs.json"

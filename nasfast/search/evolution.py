@@ -11,10 +11,10 @@ import random
 from collections.abc import Callable
 
 from nasfast.search.candidate import Candidate
-from nasfast.search.config import SearchConfig
 from nasfast.search.history import History
-from nasfast.search.limits import Limits, option_costs
+from nasfast.search.limits import Limits, option_costs, read_limits
 from nasfast.search.sampling import sample_under
+from nasfast.settings import SearchConfig
 from nasfast.spaces import Arch, SearchSpace
 
 _LOG = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def evolve(
         InfeasibleConstraintError: no architecture meets the limits.
         ValueError: `score` returned NaN.
     """
-    limits = config.limits_in(space)
+    limits = read_limits(config, space)
     limits.check(space, allow_identity=config.allow_identity)
     evolution = _Evolution(space, config, limits)
     for generation in range(config.generations):

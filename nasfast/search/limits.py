@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from nasfast.config import ConfigError
 from nasfast.search.milp import ChoiceProgram
-from nasfast.spaces import SKIP, Arch, Cost, CostTable, SearchSpace
+from nasfast.settings import SearchConfig
+from nasfast.spaces import SKIP, Arch, Cost, CostTable, SearchSpace, read_cost_table
 
 CostName = Literal["macs", "params"]
 
@@ -185,3 +187,37 @@ def option_costs(space: SearchSpace, *, allow_identity: bool = False) -> tuple[d
 def arch_sum(table: Sequence[Mapping[int, float]], arch: Arch) -> float:
     """Sum over layers of the entries of `table` that `arch` chooses."""
     return sum(row[choice] for row, choice in zip(table, arch, strict=True))
+
+
+def read_limits(config: SearchConfig, space: SearchSpace) -> Limits:
+    """The limits of a search in a space, with its tables read.
+
+    Raises:
+        ConfigError: a table cannot be read or does not fit the space; or that of latencies has another unit, device or
+            batch.
+    """
+    tables: list[tuple[CostTable, float | None]] = []
+    if config.latency_table is not None:
+        tables.append((_read_latencies(config, config.latency_table, space), config.max_latency_ms))
+    tables += [(read_cost_table(file, space), maximum) for file, maximum in config.table_limits]
+    return Limits(config.max_macs, config.max_params, tuple(tables))
+
+
+def _read_latencies(config: SearchConfig, path: str, space: SearchSpace) -> CostTable:
+    table = read_cost_table(path, space)
+    if (table.quantity, table.unit) != ("latency", "ms"):
+        raise ConfigError(
+            f"{path}: latency_table must have the quantity 'latency' in 'ms', and this has {table.quantity!r} in "
+            f"{table.unit!r}: convert its values to ms, or give it in search.tables"
+        )
+    wanted = {"device": config.latency_device, "batch": config.latency_batch}
+    wanted = {name: value for name, value in wanted.items() if value is not None}
+    others = {name: given for name in wanted if (given := getattr(table, name)) != wanted[name]}
+    if others:
+        given = " and ".join(
+            f"no {name} is given" if value is None else f"its {name} is {value!r}" for name, value in others.items()
+        )
+        asked = " and ".join(f"search.latency_{name} is {wanted[name]!r}" for name in others)
+        flags = " ".join(f"--{name} {value}" for name, value in wanted.items())
+        raise ConfigError(f"{path}: {given}, and {asked}: measure a table with `nasfast latency {flags}`")
+    return table

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from nasfast.runtime.device import use_threads
-from nasfast.settings.run import RunConfig
-from nasfast.settings.tasks import TaskSettings
+from nasfast.settings import RunConfig, TaskSettings
 from nasfast.stability.room import check_room
 from nasfast.stability.run import check_seeds, with_threads
 from nasfast.stability.work import seeds_at_a_time

@@ -17,7 +17,7 @@ from nasfast.report.page import cards_of, embedded, escape, folded, interval_of,
 from nasfast.report.plots import SERIES, new_figure
 from nasfast.report.style import INK
 from nasfast.runtime.files import read_metrics, unseal, write_atomic
-from nasfast.settings.files import CONFIG_FILE
+from nasfast.settings import CONFIG_FILE
 from nasfast.spaces import format_arch
 from nasfast.stability.agreement import GOAL, STABLE_TAU
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 
 from nasfast.data.cache_store import size_text
-from nasfast.settings.run import RunConfig
+from nasfast.settings import RunConfig
 from nasfast.spaces import SearchSpace
 from nasfast.stages.inputs import checked_space
 from nasfast.train import CheckpointError

@@ -12,12 +12,12 @@ from typing import Any
 
 from nasfast.config import ConfigError
 from nasfast.data import DataError
+from nasfast.indicators.scores import gives_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import TABLE_FILE
 from nasfast.runtime.files import seal, write_atomic
-from nasfast.settings.files import CONFIG_FILE, SPACE_FILE
-from nasfast.settings.run import RunConfig
-from nasfast.settings.tasks import TaskSettings
+from nasfast.search.limits import read_limits
+from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig, TaskSettings
 from nasfast.spaces import Arch, SearchSpace
 from nasfast.stability.agreement import Agreement, agreement
 from nasfast.stability.page import STABILITY_FILE, write_stability_page
@@ -52,7 +52,7 @@ def check_seeds(cfg: RunConfig, seeds: int) -> None:
     if seeds < LEAST_SEEDS:
         raise ConfigError(f"--seeds must be at least {LEAST_SEEDS}, to compare them, got {seeds}")
     score = cfg.score.resolved(cfg.method)
-    if not score.gives_table:
+    if not gives_table(score):
         raise ConfigError(
             f"--seeds compares tables of scores, and {score.name!r} scores whole paths: set score.distill=true"
         )
@@ -159,7 +159,7 @@ def _run(cfg: RunConfig, seeds: int, runner: TaskRunner) -> Path:
     if len(good) >= LEAST_SEEDS:
         tables = [IndicatorTable.load(cfg.run_dir / name / TABLE_FILE) for name in good]
         search = cfg.search
-        limits = search.limits_in(tables[0].space)
+        limits = read_limits(search, tables[0].space)
         found = agreement(tables, limits, k=search.top_k, allow_identity=search.allow_identity)
         answer, space = found.top[0].arch, tables[0].space
         others = rivals(cfg, space, answer)

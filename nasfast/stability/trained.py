@@ -26,7 +26,7 @@ from nasfast.engine.eager import EagerEngine
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.compare import ScoreComparison, attainable_tau, compare_scores
 from nasfast.indicators.rank import rank
-from nasfast.indicators.scores import ScoreError, all_scores, parts_of, score_paths, summed
+from nasfast.indicators.scores import ScoreError, all_scores, parts_of, score_of, score_paths, summed
 from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.measure.timing import seconds_of
@@ -36,10 +36,8 @@ from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.progress import duration
 from nasfast.search import stratified_sample
-from nasfast.settings.retrain import RetrainConfig
-from nasfast.settings.run import RunConfig
-from nasfast.settings.tasks import TaskSettings
-from nasfast.settings.train import TrainConfig
+from nasfast.search.limits import read_limits
+from nasfast.settings import RetrainConfig, RunConfig, TaskSettings, TrainConfig
 from nasfast.spaces import Arch, SearchSpace, arch_file_text, format_arch
 from nasfast.stages.inputs import evidence_for, evidence_to_rank, image_loaders, space_of, supernet_to_rank
 from nasfast.supernet import build
@@ -114,7 +112,7 @@ def train_sample(
         if len(done) < len(tasks):
             _LOG.warning("%d of %d architectures are trained: the same command continues", len(done), len(tasks))
         space = space_of(cfg)
-        limits = cfg.search.limits_in(space)
+        limits = read_limits(cfg.search, space)
         within = {a: 100 * form["top1"] for a, form in done.items() if limits.admits(space.cost(a), a)}
         if len(within) < MIN_ARCHITECTURES:
             raise AccuracyError(
@@ -137,7 +135,7 @@ def plan_sample(cfg: RunConfig, count: int, *, epochs: int | None = None) -> lis
             f"--train {count}: at least {MIN_ARCHITECTURES} architectures are needed to compare rankings"
         )
     space = space_of(cfg)
-    limits = cfg.search.limits_in(space)
+    limits = read_limits(cfg.search, space)
     archs = stratified_sample(space, count, limits=limits, allow_identity=cfg.search.allow_identity, seed=cfg.seed)
     _check_images(cfg, space, count)
     # a folder is named after its architecture
@@ -273,7 +271,7 @@ def check_names(cfg: RunConfig, names: Sequence[str]) -> None:
     supernet = functools.cache(functools.partial(supernet_to_rank, cfg))
     for part in [part for name in names for _, part in parts_of(name)]:
         named = _named(cfg, part)
-        evidence_for(named, supernet(trained=named.score.resolved(cfg.method).score.trained))
+        evidence_for(named, supernet(trained=score_of(named.score.resolved(cfg.method)).trained))
 
 
 def _named(cfg: RunConfig, score: str) -> RunConfig:

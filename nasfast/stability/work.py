@@ -15,8 +15,9 @@ from nasfast.indicators.structure import structure_table
 from nasfast.retrain import retrain
 from nasfast.runtime.tracking import tracked
 from nasfast.search import InfeasibleConstraintError, equal_cost_peers, top_k
+from nasfast.search.limits import read_limits
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
-from nasfast.settings.run import RunConfig
+from nasfast.settings import RunConfig
 from nasfast.spaces import Arch, SearchSpace, arch_file_text
 from nasfast.stages.checks import MACHINE_DATA
 from nasfast.stages.inputs import retrain_loaders
@@ -124,7 +125,7 @@ def rivals(cfg: RunConfig, space: SearchSpace, answer: Arch) -> dict[str, Arch]:
     """
     search = cfg.search
     macs = space.cost(answer).macs * (1 + EQUAL_COST_TOLERANCE)
-    given = search.limits_in(space)
+    given = read_limits(search, space)
     limits = dataclasses.replace(given, max_macs=min(macs, given.max_macs or macs))
     table = structure_table(space, "sqrt_size")
     found = {}

@@ -16,8 +16,7 @@ from nasfast.retrain import RetrainResult, retrain
 from nasfast.retrain.retrain import RESULT_FILE, check_not_begun
 from nasfast.runtime.distributed import SINGLE
 from nasfast.runtime.tracking import tracked
-from nasfast.settings.run import RunConfig
-from nasfast.settings.tasks import TaskSettings
+from nasfast.settings import RunConfig, TaskSettings
 from nasfast.spaces import Arch, ArchSpace, space_kind
 from nasfast.stages.inputs import load_supernet, retrain_loaders
 from nasfast.tasks import Task, TaskRunner, check_done, gpus_for

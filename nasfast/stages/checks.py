@@ -7,9 +7,9 @@ from pathlib import Path
 
 from nasfast.config import ConfigError, difference
 from nasfast.indicators.accuracies import read_accuracies
-from nasfast.indicators.scores import check_score
-from nasfast.settings.run import RunConfig
-from nasfast.settings.tasks import TaskSettings
+from nasfast.indicators.scores import check_score, gives_table, score_of
+from nasfast.search.limits import read_limits
+from nasfast.settings import RunConfig, TaskSettings
 from nasfast.spaces import SearchSpace
 from nasfast.supernet import Supernet
 from nasfast.train import CheckpointError
@@ -30,7 +30,7 @@ def without_supernet(cfg: RunConfig) -> bool:
     """Whether a search with these settings needs no supernet: the score knows the space alone, and none was trained."""
     scoring = cfg.score.resolved(cfg.method)
     trained = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").paths()
-    return scoring.table is None and scoring.score.untrained and not trained
+    return scoring.table is None and score_of(scoring).untrained and not trained
 
 
 def check_same_run(path: Path, cfg: RunConfig, *, supernet: bool = True) -> None:
@@ -100,7 +100,7 @@ def check_scoring(cfg: RunConfig, net: Supernet) -> None:
         ScoreError: there is no such score, or this supernet cannot have it.
         ConfigError: it needs images that the supernet is not trained on, and there are none.
     """
-    score = cfg.score.resolved(cfg.method).score
+    score = score_of(cfg.score.resolved(cfg.method))
     check_score(score, net)
     if score.held_out and not cfg.holds_out:
         raise ConfigError(
@@ -118,16 +118,16 @@ def check_search(cfg: RunConfig, space: SearchSpace) -> None:
         InfeasibleConstraintError: no architecture meets the limits.
     """
     score = cfg.score.resolved(cfg.method)
-    if not score.gives_table and cfg.search.method == "exact":
+    if not gives_table(score) and cfg.search.method == "exact":
         raise ConfigError(
             f"search.method='exact' needs additive scores, and {score.name!r} scores whole paths: set "
             "search.method='evolution', or score.distill=true"
         )
     if cfg.search.refine is not None:
-        if not score.gives_table:
+        if not gives_table(score):
             raise ConfigError(
                 f"search.refine refines a table, and {score.name!r} scores whole paths: set score.distill=true, or "
                 "search.refine=null"
             )
         read_accuracies(cfg.search.refine, space)
-    cfg.search.limits_in(space).check(space, allow_identity=cfg.search.allow_identity)
+    read_limits(cfg.search, space).check(space, allow_identity=cfg.search.allow_identity)

@@ -11,8 +11,8 @@ from nasfast.config import ConfigError
 from nasfast.retrain.export import ARCH_FILE
 from nasfast.search import SearchResult, equal_cost_peers, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
-from nasfast.settings.files import CONFIG_FILE, SPACE_FILE
-from nasfast.settings.run import RunConfig
+from nasfast.search.limits import read_limits
+from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, arch_file_text, format_arch, load_arch, read_space
 from nasfast.stages.checks import check_same_run, without_supernet
 from nasfast.stages.inputs import saved_space, space_of_cells
@@ -117,7 +117,7 @@ def _best(found: SearchResult) -> dict[str, Arch]:
 def _of_layers(cfg: RunConfig, space: SearchSpace, found: SearchResult) -> dict[str, Arch]:
     """The best architectures of a search, and random ones of the cost of the first."""
     chosen = dict(list(_best(found).items())[: cfg.retrain.top_k])
-    limits = cfg.search.limits_in(space)
+    limits = read_limits(cfg.search, space)
     if cfg.retrain.random_architectures:
         limits.check(space, allow_identity=cfg.search.allow_identity)
     peers = equal_cost_peers(

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 
 from nasfast.data import Loader
-from nasfast.indicators.scores import Evidence
+from nasfast.indicators.scores import Evidence, gives_table, score_of
 from nasfast.retrain import retrain
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.progress import duration
-from nasfast.settings.run import RunConfig
-from nasfast.settings.tasks import TaskSettings
+from nasfast.search.limits import read_limits
+from nasfast.settings import RunConfig, TaskSettings
 from nasfast.spaces import SearchSpace
 from nasfast.stages.apart import training_task
 from nasfast.stages.checks import check_scoring
@@ -152,7 +152,7 @@ def _notes(cfg: RunConfig, trial: Trial, timed: Sequence[Estimate]) -> tuple[str
         sum(extreme(cost.macs for cost in row.values()) for row in space.cost_table) + space.fixed_cost.macs
         for extreme in (min, max)
     ]
-    limits = cfg.search.limits_in(space)
+    limits = read_limits(cfg.search, space)
     given = " and ".join(f"{name} {value:,.10g}" for name, value in limits.given.items()) or "none"
     notes = [
         f"{space.name}: {len(space)} layers, {space.cardinality:.3g} architectures of {macs[0]:,} to {macs[1]:,} MACs",
@@ -215,7 +215,7 @@ class Trial:
     def score_seconds(self) -> float:
         """Seconds of the table of scores; 0 if they take seconds, or if the search scores whole paths."""
         score = self.cfg.score
-        if score.table is not None or score.score.additive or not score.gives_table:
+        if score.table is not None or score_of(score).additive or not gives_table(score):
             return 0.0
         _LOG.info("timing the scores of a few paths")
         evidence = evidence_for(self.cfg, self.net)
@@ -224,7 +224,7 @@ class Trial:
     def search_seconds(self) -> float:
         """Seconds of a search that scores whole paths; 0 for one over a table, which takes seconds."""
         search = self.cfg.search
-        if self.cfg.score.gives_table:
+        if gives_table(self.cfg.score):
             return 0.0
         _LOG.info("timing the scores of a few architectures of the search")
         return self._path_seconds(evidence_for(self.cfg, self.net)) * search.population * search.generations
@@ -255,7 +255,7 @@ class Trial:
 
     def _path_seconds(self, evidence: Evidence) -> float:
         """Seconds of the score of a path."""
-        score = self.cfg.score.score
+        score = score_of(self.cfg.score)
         paths = list(dict.fromkeys(evidence.sample(3)))
         score.function(evidence, paths[0])  # reads the images, too
         begin = time.perf_counter()

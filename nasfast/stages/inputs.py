@@ -9,11 +9,10 @@ import torch
 from nasfast.config import ConfigError, load_yaml
 from nasfast.data import ImageSource, Loader, make_loader, make_loaders, random_subset
 from nasfast.data.loader import open_images
-from nasfast.indicators.scores import Evidence
+from nasfast.indicators.scores import Evidence, score_of
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
-from nasfast.settings.files import SPACE_FILE
-from nasfast.settings.run import RunConfig
+from nasfast.settings import SPACE_FILE, RunConfig
 from nasfast.spaces import ArchSpace, SearchSpace, get_space, read_cost_table, read_space, space_kind
 from nasfast.stages.checks import check_scoring, check_search
 from nasfast.supernet import Supernet
@@ -172,7 +171,7 @@ def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
         ConfigError, ScoreError: the supernet cannot have this score.
     """
     use_threads(cfg.threads)
-    score = cfg.score.resolved(cfg.method).score
+    score = score_of(cfg.score.resolved(cfg.method))
     net, checkpoint = load_supernet(cfg)
     return evidence_for(cfg, net if score.trained else _untrained_supernet(cfg, net.space)), checkpoint
 
@@ -180,7 +179,7 @@ def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
 def evidence_to_rank(cfg: RunConfig) -> Evidence:
     """As `evidence_of`, but a score of untrained weights needs only the settings: they say space and weights."""
     use_threads(cfg.threads)
-    return evidence_for(cfg, supernet_to_rank(cfg, trained=cfg.score.resolved(cfg.method).score.trained))
+    return evidence_for(cfg, supernet_to_rank(cfg, trained=score_of(cfg.score.resolved(cfg.method)).trained))
 
 
 def supernet_to_rank(cfg: RunConfig, *, trained: bool) -> Supernet:
@@ -202,7 +201,7 @@ def evidence_for(cfg: RunConfig, net: Supernet) -> Evidence:
     """What the score of the settings is computed from, for a supernet."""
     check_scoring(cfg, net)
     settings = cfg.score.resolved(cfg.method)
-    score = settings.score
+    score = score_of(settings)
     images: Loader | tuple[()] = ()
     loaders = None
     if score.images:

@@ -3,7 +3,7 @@
 `build` and `inherit` give the standalone network of one architecture.
 """
 
-from nasfast.settings.supernet import Init, Trainable
+from nasfast.settings import Init, Trainable
 from nasfast.supernet.blocks import UnitFactory, block_builder
 from nasfast.supernet.init import InitScheme, initialize
 from nasfast.supernet.standalone import ArchNetwork, StandaloneNetwork, build, inherit, standalone_network, untrained

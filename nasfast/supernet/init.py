@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from nasfast.config import nearest
 from nasfast.ops.modules import ACTIVATION_MODULES, InvertedResidual
 from nasfast.ops.orthogonal import Target, draw_gaussians, fill_orthogonal, orthogonalize_draws
-from nasfast.settings.supernet import DEEP_LAYERS, Init
+from nasfast.settings import DEEP_LAYERS, Init
 from nasfast.supernet.aligned import align
 from nasfast.supernet.norms import begin_norms
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast import extensions
-from nasfast.settings.images import ImageInfo
-from nasfast.settings.supernet import Init
+from nasfast.settings import ImageInfo, Init
 from nasfast.spaces import SKIP, Arch, ArchSpace, SearchSpace
 from nasfast.supernet.blocks import UnitFactory, build_block
 from nasfast.supernet.init import InitScheme, initialize

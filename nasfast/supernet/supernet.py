@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from nasfast.config import nearest
 from nasfast.ops.nhwc import pixel_mean
 from nasfast.runtime.arguments import check_type
-from nasfast.settings.supernet import Init, Trainable
+from nasfast.settings import Init, Trainable
 from nasfast.spaces import SKIP, Layer, SearchSpace
 from nasfast.supernet.blocks import UnitFactory, build_block
 from nasfast.supernet.init import InitScheme, initialize

@@ -4,7 +4,7 @@ A task is a function by name, JSON arguments and a folder: files in, files out. 
 exists. A task that was interrupted continues in its folder, wherever it runs next.
 """
 
-from nasfast.settings.tasks import TaskSettings
+from nasfast.settings import TaskSettings
 from nasfast.tasks.room import MEMORY, gpus_for, threads_for
 from nasfast.tasks.runner import TaskRunner
 from nasfast.tasks.task import Task, TaskError, TaskResult, check_done

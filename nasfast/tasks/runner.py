@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from nasfast.runtime.lock import run_lock
-from nasfast.settings.tasks import TaskSettings
+from nasfast.settings import TaskSettings
 from nasfast.tasks.cluster import Cluster
 from nasfast.tasks.processes import Processes
 from nasfast.tasks.room import workers_for

@@ -3,7 +3,7 @@
 `train` is the loop; `train_supernet` trains a supernet along sampled paths with the presets of the methods.
 """
 
-from nasfast.settings.train import TrainConfig
+from nasfast.settings import TrainConfig
 from nasfast.train.checkpoint import CheckpointError
 from nasfast.train.config import TrainExtras, TrainStage
 from nasfast.train.evaluate import Evaluation, evaluate, recalibrate_bn

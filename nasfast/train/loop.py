@@ -26,7 +26,7 @@ from nasfast.runtime.device import torch_device
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.termination import Terminated, noticed
-from nasfast.settings.train import TrainConfig
+from nasfast.settings import TrainConfig
 from nasfast.spaces import Sampler
 from nasfast.train.batches import EpochLoader, to_learn_from
 from nasfast.train.checkpoint import SUFFIX, CheckpointError, CheckpointFolder, CheckpointWriter, load_checkpoint

@@ -14,9 +14,7 @@ from nasfast.runtime.device import torch_device
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
-from nasfast.settings.files import CONFIG_FILE, SPACE_FILE
-from nasfast.settings.supernet import SupernetConfig, default_lr
-from nasfast.settings.train import TrainConfig
+from nasfast.settings import CONFIG_FILE, SPACE_FILE, SupernetConfig, TrainConfig, default_lr
 from nasfast.spaces import SAMPLERS, Sampler, SearchSpace, read_space
 from nasfast.supernet import Init, InitScheme, Supernet
 from nasfast.supernet.init import SCHEMES, aligned_scheme

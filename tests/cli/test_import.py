@@ -10,7 +10,7 @@ from tiny import tiny_space
 import nasfast.runtime.imports as imports
 from nasfast.cli.main import main
 from nasfast.runtime.imports import import_modules, imported
-from nasfast.settings.tasks import TaskSettings
+from nasfast.settings import TaskSettings
 from nasfast.spaces import Block, SearchSpace, blocks
 from nasfast.supernet import blocks as modules
 from nasfast.tasks import Task, TaskRunner

@@ -7,7 +7,7 @@ import yaml
 
 from nasfast.cli.flags import parse
 from nasfast.cli.main import main
-from nasfast.settings.run import RunConfig
+from nasfast.settings import RunConfig
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from torchvision.transforms import v2
 from nasfast.config import ConfigError
 from nasfast.data import DataConfig, DigitsSource, FolderSource, make_loader, make_loaders
 from nasfast.seeds import AUTO_AUGMENT, derive_seed
-from nasfast.settings.retrain import RetrainConfig
-from nasfast.settings.run import RunConfig
+from nasfast.settings import RetrainConfig, RunConfig
 
 PLAIN = DataConfig(
     batch_size=5, augment="none", loader="torchvision", workers=0, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0)

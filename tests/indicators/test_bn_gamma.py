@@ -13,7 +13,7 @@ from tiny import batches, tiny_space
 from nasfast.indicators.bn_gamma import score
 from nasfast.indicators.scores import SCORES
 from nasfast.indicators.table import IndicatorTable, TableError
-from nasfast.settings.supernet import METHODS, MethodName
+from nasfast.settings import METHODS, MethodName
 from nasfast.spaces import SKIP, Block, FixedLayer, SearchSpace, Stage
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig

@@ -15,12 +15,11 @@ from torch.nn import functional as F
 
 from nasfast import extensions
 from nasfast.indicators import bn_gamma, registry
-from nasfast.indicators.config import ScoreConfig
 from nasfast.indicators.registry import SCORES, ScoreError, all_scores, available, get_score, register
-from nasfast.indicators.scores import Evidence, score_paths, score_table
+from nasfast.indicators.scores import Evidence, score_of, score_paths, score_table
 from nasfast.indicators.structure import structure_table
 from nasfast.search import search_table
-from nasfast.settings.supernet import METHODS
+from nasfast.settings import METHODS, ScoreConfig
 from nasfast.spaces import FairSampler
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig, train_supernet
@@ -181,9 +180,9 @@ def test_a_new_score_is_one_function(trained, monkeypatch):
 
 
 def test_a_config_whose_score_is_null_must_be_resolved():
-    assert ScoreConfig().resolved("dinas").score is SCORES["path_loss"]
+    assert score_of(ScoreConfig().resolved("dinas")) is SCORES["path_loss"]
     weights = [ScoreConfig(name=name).resolved("dinas").structure for name in (None, "path_loss", "gamma")]
     assert weights == [METHODS["dinas"].structure, METHODS["dinas"].structure, 0.0]
     assert ScoreConfig(name="gamma", structure=1.0).resolved("dinas").structure == 1.0
     with pytest.raises(ValueError, match=r"call resolved\(method\)"):
-        _ = ScoreConfig().score
+        score_of(ScoreConfig())

@@ -8,7 +8,7 @@ from tiny import batches, tiny_space
 import nasfast
 from nasfast.config import ConfigError
 from nasfast.retrain import retrain
-from nasfast.settings.run import RunConfig
+from nasfast.settings import RunConfig
 from nasfast.spaces import ArchError, FairSampler
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig, train_supernet

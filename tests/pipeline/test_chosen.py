@@ -18,8 +18,7 @@ from nasfast.cli.main import main
 from nasfast.retrain import ImageInfo, load_model, save_model
 from nasfast.runtime import tracking
 from nasfast.search import Candidate, Limits, ParetoPoint, save_candidates
-from nasfast.settings.run import RunConfig
-from nasfast.settings.tasks import TaskSettings
+from nasfast.settings import RunConfig, TaskSettings
 from nasfast.spaces import SKIP, CostTable
 from nasfast.stages import apart
 from nasfast.supernet import build

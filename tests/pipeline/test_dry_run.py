@@ -12,7 +12,7 @@ from tiny import tiny_space
 
 from nasfast.cli.main import main
 from nasfast.runtime.termination import Terminated
-from nasfast.settings.tasks import TaskSettings
+from nasfast.settings import TaskSettings
 from nasfast.stages import estimate
 from nasfast.stages.estimate import Estimate, Plan
 

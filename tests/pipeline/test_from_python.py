@@ -15,7 +15,7 @@ from nasfast.data import DataConfig, make_loaders
 from nasfast.retrain import RetrainConfig, load_model, retrain
 from nasfast.runtime.lock import RunDirectoryError
 from nasfast.search import load_candidates
-from nasfast.settings.run import RunConfig
+from nasfast.settings import RunConfig
 from nasfast.spaces import FairSampler, SearchSpace
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig, TrainStage, train_supernet

@@ -18,7 +18,7 @@ from nasfast.retrain import retrain
 from nasfast.runtime.distributed import World
 from nasfast.runtime.lock import RunDirectoryError
 from nasfast.search import InfeasibleConstraintError
-from nasfast.settings.tasks import TaskSettings
+from nasfast.settings import TaskSettings
 from nasfast.spaces import FairSampler
 from nasfast.stages import inputs
 from nasfast.supernet import Supernet

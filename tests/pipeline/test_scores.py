@@ -21,7 +21,7 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import RunConfig
 from nasfast.research.zero_cost import gradient_norm
 from nasfast.search import load_candidates
-from nasfast.settings.supernet import METHODS
+from nasfast.settings import METHODS
 from nasfast.supernet import inherit
 from nasfast.train.supernet import make_supernet
 

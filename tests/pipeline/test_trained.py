@@ -18,7 +18,8 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import RunConfig
 from nasfast.retrain import load_model
 from nasfast.search import stratified_sample
-from nasfast.settings.tasks import TaskSettings
+from nasfast.search.limits import read_limits
+from nasfast.settings import TaskSettings
 from nasfast.stability import trained
 from nasfast.stability.trained import train_one, train_sample
 from nasfast.stages import inputs
@@ -50,7 +51,7 @@ def test_a_sample_is_trained_once_and_grows(settings, capsys, monkeypatch):
     assert main([*command, "--train", "10"]) == 0
     first = read_accuracies(out / "accuracies.json", trained.space_of(settings))
     space = trained.space_of(settings)
-    assert list(first) == stratified_sample(space, 10, limits=settings.search.limits_in(space), seed=3)
+    assert list(first) == stratified_sample(space, 10, limits=read_limits(settings.search, space), seed=3)
     assert all(0 < accuracy < 100 for accuracy in first.values()) and len(set(first.values())) > 3
     shown = capsys.readouterr().out
     assert "10 trained architectures" in shown and "naswot" in shown and "sqrt_size" in shown

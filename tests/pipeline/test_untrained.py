@@ -14,8 +14,7 @@ from nasfast.config import ConfigError
 from nasfast.indicators.scores import untrained_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.search import load_candidates
-from nasfast.settings.run import RunConfig, SpaceConfig
-from nasfast.settings.supernet import SupernetConfig
+from nasfast.settings import RunConfig, SpaceConfig, SupernetConfig
 from nasfast.spaces import SearchSpace
 from nasfast.stages.checks import check_same_run
 from nasfast.train import CheckpointError

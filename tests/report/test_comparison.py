@@ -16,7 +16,7 @@ from nasfast.cli.main import main
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report import comparison, write_comparison
 from nasfast.search import SearchConfig, load_candidates, save_candidates
-from nasfast.settings.retrain import RetrainConfig
+from nasfast.settings import RetrainConfig
 from nasfast.spaces import digits_mini
 
 

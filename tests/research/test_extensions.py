@@ -25,7 +25,7 @@ def test_the_core_runs_without_the_research_package():
         import sys
         sys.modules["nasfast.research"] = None
         import nasfast.cli.commands, nasfast.pipeline, nasfast.stability.run
-        from nasfast.settings.run import RunConfig
+        from nasfast.settings import RunConfig
         from nasfast.supernet import build
         cfg = RunConfig.from_dict({"score": {"name": "gamma"}, "space": {"name": "digits_mini"}}).resolved()
         space = nasfast.spaces.get_space(cfg.space.name)

@@ -22,6 +22,7 @@ from nasfast.search import (
     search_table,
     top_k,
 )
+from nasfast.search.limits import read_limits
 from nasfast.spaces import SKIP, nas_bench_macro, read_cost_table
 
 
@@ -165,7 +166,7 @@ def test_tables_of_the_settings(small_space, make_table, write):
     """Each is limited by the number behind it, or only reported; K, M and G are understood."""
     files = [write(form_of(small_space, n, quantity="energy", unit="mJ"), f"{n}.json") for n in range(3)]
     config = SearchConfig(tables=(f"{files[0]} <= 7", f"{files[1]}<=0.0071K", str(files[2])), top_k=2)
-    assert [maximum for _, maximum in config.limits_in(small_space).tables] == [7.0, 7.1, None]
+    assert [maximum for _, maximum in read_limits(config, small_space).tables] == [7.0, 7.1, None]
     for candidate in run_search(make_table(small_space, 0), small_space, config):
         forms = [json.loads(file.read_text()) for file in files]
         assert candidate.values == tuple(float(exact_cost(form, candidate.arch)) for form in forms)
@@ -291,7 +292,7 @@ def test_files_that_are_no_table(small_space, tmp_path):
 def test_latencies_of_another_unit_device_or_batch(small_space, write, form, settings, message):
     path = write({**form_of(small_space), **form})
     with pytest.raises(ConfigError, match=message):
-        SearchConfig(latency_table=str(path), max_latency_ms=3, **settings).limits_in(small_space)
+        read_limits(SearchConfig(latency_table=str(path), max_latency_ms=3, **settings), small_space)
 
 
 @pytest.mark.parametrize(

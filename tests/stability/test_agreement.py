@@ -16,7 +16,7 @@ from nasfast.indicators.scores import with_structure
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report.evidence import compare, compare_runs
 from nasfast.search import Limits
-from nasfast.settings.run import RunConfig
+from nasfast.settings import RunConfig
 from nasfast.spaces import SKIP
 from nasfast.stability import page
 from nasfast.stability.agreement import STABLE_TAU, agreement, mean_tau, random_architectures

@@ -10,7 +10,7 @@ from tiny import batches
 from nasfast.cli.main import main
 from nasfast.retrain import retrain
 from nasfast.search import InfeasibleConstraintError
-from nasfast.settings.run import RunConfig
+from nasfast.settings import RunConfig
 from nasfast.spaces import digits_mini
 from nasfast.stability import room, run, work
 from nasfast.train import CheckpointError

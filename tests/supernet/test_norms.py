@@ -10,7 +10,7 @@ from tiny import CHOICES, tiny_space
 from torch import nn
 from torch.nn import functional as F
 
-from nasfast.settings.supernet import SupernetConfig
+from nasfast.settings import SupernetConfig
 from nasfast.spaces import Block, FairSampler, Stage, nas_bench_macro
 from nasfast.supernet import InitScheme, Supernet
 from nasfast.train.supernet import make_supernet

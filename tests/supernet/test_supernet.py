@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from nasfast.ops import reference
 from nasfast.ops.modules import ACTIVATION_MODULES
-from nasfast.settings.supernet import SupernetConfig
+from nasfast.settings import SupernetConfig
 from nasfast.spaces import SKIP, ArchError, FairSampler, Stage, mobilenet_v2
 from nasfast.spaces.blocks import Activation
 from nasfast.supernet import Supernet, build, inherit, init

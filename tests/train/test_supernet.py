@@ -7,8 +7,7 @@ import torch
 from tiny import CHOICES, batches, tiny_space
 
 from nasfast.config import ConfigError
-from nasfast.settings.run import RunConfig, SpaceConfig
-from nasfast.settings.supernet import METHODS, SupernetConfig, default_lr
+from nasfast.settings import METHODS, RunConfig, SpaceConfig, SupernetConfig, default_lr
 from nasfast.spaces import SearchSpace, Stage
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig

@@ -12,7 +12,7 @@ from nasfast.cli.flags import add_task_flags, take_hours, task_settings
 from nasfast.cli.parser import Parser
 from nasfast.config import ConfigBase, ConfigError, load_yaml
 from nasfast.research.studies import registry
-from nasfast.settings.tasks import TaskSettings
+from nasfast.settings import TaskSettings
 
 Config = TypeVar("Config", bound=ConfigBase)
 

@@ -21,7 +21,7 @@ from nasfast.measure.timing import machine, measuring
 from nasfast.research.studies import registry
 from nasfast.research.studies.report import StudyReport
 from nasfast.runtime.device import torch_device
-from nasfast.settings.tasks import TaskSettings
+from nasfast.settings import TaskSettings
 
 _LOG = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nasfast.config import ConfigBase
-from nasfast.settings.checks import check_common
+from nasfast.settings import check_common
 from nasfast.spaces import SearchSpace, get_space
 
 # Larger inputs change nothing but the borders, and cost in proportion to their area.

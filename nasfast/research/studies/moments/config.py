@@ -8,7 +8,7 @@ from typing import Literal
 
 from nasfast.config import ConfigBase
 from nasfast.research.analysis.moments.config import NetConfig, Padding
-from nasfast.settings.checks import check_common, check_device
+from nasfast.settings import check_common, check_device
 
 
 @dataclass(frozen=True)

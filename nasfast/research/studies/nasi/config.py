@@ -10,7 +10,7 @@ from nasfast.config import ConfigBase, nearest
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES
 from nasfast.research.cells.config import Rule
 from nasfast.research.nasi.config import Constraint, Gates, NasiConfig
-from nasfast.settings.checks import check_common, check_device
+from nasfast.settings import check_common, check_device
 from nasfast.spaces import named_space
 
 MODES: dict[str, dict[str, Any]] = {

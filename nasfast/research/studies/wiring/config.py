@@ -9,8 +9,7 @@ from nasfast.config import ConfigBase
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.costs import SKIP_CONNECT
 from nasfast.research.cells.space import CELLS, Cell, CellSpace, Norm, Order, at_thirds
-from nasfast.settings.checks import check_common, check_device
-from nasfast.settings.train import TrainConfig
+from nasfast.settings import TrainConfig, check_common, check_device
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from nasfast.research.studies.wiring.config import CostConfig, ExperimentConfig
 from nasfast.research.studies.wiring.images import folder_of
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
-from nasfast.settings.tasks import TaskSettings
+from nasfast.settings import TaskSettings
 from nasfast.tasks import Task as WorkerTask
 from nasfast.tasks import TaskRunner, check_done, gpus_for
 

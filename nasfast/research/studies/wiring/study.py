@@ -37,7 +37,7 @@ from nasfast.research.studies.wiring.measure import (
     sign_window,
 )
 from nasfast.research.studies.wiring.theorems import check_theorems
-from nasfast.settings.tasks import TaskSettings
+from nasfast.settings import TaskSettings
 
 Experiment = TypeVar("Experiment", bound=ExperimentConfig)
 
