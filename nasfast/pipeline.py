@@ -5,6 +5,7 @@ supernet -> checkpoints/   score -> indicators.json   search -> archs.json   ret
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -244,7 +245,7 @@ def score_untrained(cfg: RunConfig, *, num_classes: int | None = None) -> Indica
     check_search(cfg, space)
     settings, file = cfg.score.resolved(cfg.method), cfg.run_dir / TABLE_FILE
     meta = {"seed": cfg.seed, "settings": _scored_with(cfg)}
-    if file.exists():
+    with contextlib.suppress(FileNotFoundError, TableError):  # a damaged table is computed again
         table = IndicatorTable.load(file)
         if table.space == space and {key: table.meta.get(key) for key in meta} == meta:
             return table

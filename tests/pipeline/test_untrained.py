@@ -53,6 +53,10 @@ def test_one_command_finds_the_best_within_the_limit(space_file, tmp_path, capsy
     assert main([*command, str(2 * limit)]) == 0
     assert (out / "indicators.json").stat().st_mtime_ns == before
     assert SearchSpace.load(out / "space.yaml") == space
+    # a damaged one is computed again
+    (out / "indicators.json").write_text("{")
+    assert main([*command, str(limit)]) == 0
+    assert IndicatorTable.load(out / "indicators.json").scores == table.scores
     assert main([*command, str(limit), "--num_classes", "6"]) == 1
     assert "is another space: num_classes" in capsys.readouterr().err
     # another seed is another table
