@@ -20,7 +20,11 @@ import torch
 from killable import at_call, die
 from tiny import batches, tiny_space
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torchvision.transforms import v2
 
 import nasfast.cli.commands
@@ -29,6 +33,7 @@ import nasfast.train.loop as loop_module
 from benchmarks.captures import EagerCapture
 from nasfast.cli import main as cli
 from nasfast.engine import GraphEngine
+from nasfast.fusion import fuse
 from nasfast.runtime.distributed import RankError, World, start
 from nasfast.runtime.termination import Terminated
 from nasfast.spaces import FairSampler
@@ -126,6 +131,39 @@ def _talk(out: Path, world: World) -> None:
     )
 
 
+def _fused(out: Path, world: World) -> None:
+    """A fused model has under DDP and FSDP2 the mean of the gradients that it has of each rank's batch alone."""
+
+    def made() -> nn.Module:
+        # large maps and smooth activations, so that rounding decides nothing
+        torch.manual_seed(0)
+        convs = nn.Conv2d(3, 8, 3, 1, 1), nn.Conv2d(8, 16, 1, bias=False), nn.Conv2d(16, 16, 3, 1, 1, groups=16)
+        net = nn.Sequential(*(m for conv in convs for m in (conv, nn.BatchNorm2d(conv.out_channels), nn.Tanh())))
+        for module in net:
+            module.requires_grad_(isinstance(module, nn.BatchNorm2d))
+        return net
+
+    def gradients(net: nn.Module, rank: int) -> list[Tensor]:
+        net.zero_grad()
+        x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(rank))
+        net(x).square().mean().backward()
+        found = [p.grad for p in net.parameters() if p.requires_grad]
+        return [grad.full_tensor() if isinstance(grad, DTensor) else grad.clone() for grad in found]
+
+    alone = made()
+    assert "3 of 3 convolutions" in str(fuse(alone, only_faster=False))
+    mean = [(a + b) / 2 for a, b in zip(*(gradients(alone, rank) for rank in range(world.size)), strict=True)]
+    first, second, sharded, late = made(), DistributedDataParallel(made()), made(), made()
+    for net in (first, second, sharded):
+        assert "3 of 3 convolutions" in str(fuse(net, only_faster=False))
+    mesh = init_device_mesh("cpu", (world.size,))
+    fully_shard(sharded, mesh=mesh)
+    assert "FSDP does not support deepcopy" in str(fuse(fully_shard(late, mesh=mesh)))  # said, and left as it was
+    for net in (DistributedDataParallel(first), second, sharded, late):
+        for grad, wanted in zip(gradients(net, world.rank), mean, strict=True):
+            torch.testing.assert_close(grad, wanted, rtol=1e-4, atol=1e-6)
+
+
 def _gone(out: Path, world: World) -> None:
     if world.rank == 1:
         os._exit(7)
@@ -168,6 +206,7 @@ def _command(*argv: str) -> Callable[[Path, World], None]:
 CASES = {
     "talk": (3, _talk, _nothing, False),
     "gone": (2, _gone, _nothing, False),
+    "fused": (2, _fused, _nothing, False),
     "other settings": (2, _other_settings, _nothing, False),
     "supernet": (2, supernet, _nothing, False),
     "supernet terminated": (2, supernet, terminated_at(4, 1), True),

@@ -117,6 +117,11 @@ def test_all_ranks_end_with_the_same_bits(done, case):
     assert len(set(digests)) == 1
 
 
+def test_a_fused_model_is_trained_by_ddp_and_fsdp(done):
+    """The job itself compares the gradients."""
+    assert done[1]["fused"] == [0, 0]
+
+
 def test_the_engine_of_graphs_exchanges_the_same_gradients(done):
     names = ("supernet", "supernet as graphs")
     one, other = ((done[0] / name / "weights 1").read_text() for name in names)
