@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nasfast.retrain import classify, load_model
     from nasfast.search import search_table
     from nasfast.settings.run import RunConfig
-    from nasfast.supernet import Supernet, build, inherit
+    from nasfast.supernet import Choice, Supernet, build, inherit
     from nasfast.train import train_supernet
 
 _MODULES = (
@@ -34,6 +34,7 @@ _MODULES = (
     "train",
 )
 _HOMES = {
+    "Choice": "nasfast.supernet",
     "IndicatorTable": "nasfast.indicators.table",
     "RunConfig": "nasfast.settings.run",
     "Supernet": "nasfast.supernet",
@@ -53,6 +54,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Choice",
     "IndicatorTable",
     "RunConfig",
     "Supernet",

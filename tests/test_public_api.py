@@ -11,7 +11,7 @@ import pytest
 import nasfast
 
 NAMES = """
-    IndicatorTable RunConfig Supernet __version__ build classify data fuse inherit load_model ops orthogonalize_
+    Choice IndicatorTable RunConfig Supernet __version__ build classify data fuse inherit load_model ops orthogonalize_
     rank retrain run score search search_table spaces supernet train train_supernet unfuse use_backend
 """.split()
 
@@ -24,7 +24,9 @@ def test_names():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(AttributeError, match="has no attribute 'supernett'; it exports IndicatorTable, RunConfig"):
+    with pytest.raises(
+        AttributeError, match="has no attribute 'supernett'; it exports Choice, IndicatorTable, RunConfig"
+    ):
         _ = nasfast.supernett
 
 

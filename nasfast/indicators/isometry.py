@@ -22,7 +22,7 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.settings.supernet import Init
 from nasfast.spaces import SKIP, SearchSpace
 from nasfast.spaces.cost import output_size
-from nasfast.supernet import InitScheme, Supernet, initialize
+from nasfast.supernet import InitScheme, ModuleSupernet, Supernet, initialize
 
 PATHS = 10
 """Untrained networks that a table is averaged over."""
@@ -169,7 +169,11 @@ def isometry_table(
     return IndicatorTable.of_rows(space, rows, {"method": "isometry", **settings})
 
 
-@register("isometry", additive=True, trained=False, images=False, networks=True)
+def _refusal(net: Supernet) -> str | None:
+    return "it needs blocks that it can build" if isinstance(net, ModuleSupernet) else None
+
+
+@register("isometry", additive=True, trained=False, images=False, networks=True, refusal=_refusal)
 def isometry(evidence: Evidence | NetworkEvidence) -> IndicatorTable:
     """Minus the mean log of the largest singular value of each untrained block's mean channel Jacobian."""
     activation = evidence.net.activation if isinstance(evidence, Evidence) else None

@@ -8,7 +8,7 @@ from typing import Literal
 
 from nasfast.config import ConfigBase, ConfigError, expand_suffix
 from nasfast.search.limits import Limits
-from nasfast.spaces import CostTable, SearchSpace, read_cost_table
+from nasfast.spaces import CostTable, LayerSpace, read_cost_table
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class SearchConfig(ConfigBase):
                 f"max_latency_ms={self.max_latency_ms:g} needs latency_table, a file that `nasfast latency` writes"
             )
 
-    def limits_in(self, space: SearchSpace) -> Limits:
+    def limits_in(self, space: LayerSpace) -> Limits:
         """The limits of a search in a space, with the tables read.
 
         Raises:
@@ -112,7 +112,7 @@ class SearchConfig(ConfigBase):
                 raise ValueError(f"tables: expected 'FILE <= NUMBER' or 'FILE', got {text!r}") from None
         return found
 
-    def _latencies(self, path: str, space: SearchSpace) -> CostTable:
+    def _latencies(self, path: str, space: LayerSpace) -> CostTable:
         table = read_cost_table(path, space)
         if (table.quantity, table.unit) != ("latency", "ms"):
             raise ConfigError(

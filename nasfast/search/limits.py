@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nasfast.search.milp import ChoiceProgram
-from nasfast.spaces import SKIP, Arch, Cost, CostTable, SearchSpace
+from nasfast.spaces import SKIP, Arch, Cost, CostTable, LayerSpace
 
 CostName = Literal["macs", "params"]
 
@@ -50,7 +50,7 @@ class LayerCosts:
         return self.fixed + sum(row[choice] for row, choice in zip(self.rows, arch, strict=True))
 
 
-def layer_costs(space: SearchSpace, cost: CostName | CostTable, *, allow_identity: bool = False) -> LayerCosts:
+def layer_costs(space: LayerSpace, cost: CostName | CostTable, *, allow_identity: bool = False) -> LayerCosts:
     """MACs, parameters or a table of the user's, for every option of every layer."""
     options = option_costs(space, allow_identity=allow_identity)
     if isinstance(cost, CostTable):
@@ -109,7 +109,7 @@ class Limits:
         """The cost of an architecture by each table."""
         return tuple(table.cost(arch) for table, _ in self.tables)
 
-    def costs(self, space: SearchSpace, *, allow_identity: bool = False) -> list[tuple[str, LayerCosts, int]]:
+    def costs(self, space: LayerSpace, *, allow_identity: bool = False) -> list[tuple[str, LayerCosts, int]]:
         """For each limit its name, the costs, and the largest sum over the searchable layers."""
         found = []
         for name, which, value in self._costs:
@@ -118,11 +118,11 @@ class Limits:
             found.append((name, costs, top))
         return found
 
-    def program(self, space: SearchSpace, *, allow_identity: bool = False) -> ChoiceProgram:
+    def program(self, space: LayerSpace, *, allow_identity: bool = False) -> ChoiceProgram:
         """The integer program of the architectures within the limits."""
         return _program(space, self.costs(space, allow_identity=allow_identity), allow_identity)
 
-    def met_by_all(self, space: SearchSpace, *, allow_identity: bool = False) -> list[str]:
+    def met_by_all(self, space: LayerSpace, *, allow_identity: bool = False) -> list[str]:
         """A sentence for each limit that every architecture of the space meets, with the range of its cost."""
         found = []
         for name, costs, maximum in self.costs(space, allow_identity=allow_identity):
@@ -135,7 +135,7 @@ class Limits:
                 )
         return found
 
-    def check(self, space: SearchSpace, *, allow_identity: bool = False) -> None:
+    def check(self, space: LayerSpace, *, allow_identity: bool = False) -> None:
         """Refuse limits that no architecture meets.
 
         Raises:
@@ -167,14 +167,14 @@ class Limits:
         )
 
 
-def _program(space: SearchSpace, limits: Sequence[tuple[str, LayerCosts, int]], allow_identity: bool) -> ChoiceProgram:
+def _program(space: LayerSpace, limits: Sequence[tuple[str, LayerCosts, int]], allow_identity: bool) -> ChoiceProgram:
     program = ChoiceProgram([tuple(row) for row in option_costs(space, allow_identity=allow_identity)])
     for _, costs, maximum in limits:
         program.limit(costs.rows, maximum)
     return program
 
 
-def option_costs(space: SearchSpace, *, allow_identity: bool = False) -> tuple[dict[int, Cost], ...]:
+def option_costs(space: LayerSpace, *, allow_identity: bool = False) -> tuple[dict[int, Cost], ...]:
     """For each layer a dict from value to cost, values ascending; `allow_identity` adds the skip, which is free."""
     return tuple(
         dict(sorted(({**row, SKIP: Cost()} if allow_identity and layer.indicator_choice == SKIP else row).items()))
