@@ -79,7 +79,7 @@ class ModuleSpace(LayerSpace):
         name: shown in files and errors.
         choices: the choices in the order of `module.named_modules()`.
         fixed_macs, fixed_params: cost of the module outside of the choices.
-        in_channels, resolution: channels and height of the traced images; 0 where the first argument is no image.
+        in_channels, resolution: channels and side of the traced images; 0 where the first argument is no square image.
         num_classes: width of the traced logits; 0 where the module returns something else.
     """
 

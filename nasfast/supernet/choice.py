@@ -166,7 +166,8 @@ def trace_space(module: nn.Module, example: tuple[Any, ...], *, name: str) -> Mo
         if not called:
             raise ValueError(f"the example does not call choice {key!r}, so its cost is unknown: give one that does")
     inside = {p for choice in choices.values() for p in choice.parameters()}
-    image = example[0] if example and isinstance(example[0], Tensor) and example[0].ndim == 4 else None
+    # (N, C, H, H)
+    image = next((x for x in example[:1] if isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] == x.shape[3]), None)
     return ModuleSpace(
         name=name,
         choices=tuple(
