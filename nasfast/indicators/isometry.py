@@ -21,7 +21,7 @@ from nasfast.indicators.evidence import Evidence, NetworkEvidence, space_of_laye
 from nasfast.indicators.registry import ScoreError, register
 from nasfast.indicators.table import IndicatorTable
 from nasfast.settings.supernet import Init
-from nasfast.spaces import SKIP, SearchSpace
+from nasfast.spaces import SKIP, LayerSpace, SearchSpace
 from nasfast.spaces.cost import output_size
 from nasfast.supernet import InitScheme, ModuleSupernet, Supernet, initialize
 
@@ -138,34 +138,41 @@ def choice_maps(
     """The same of a supernet of a module, on a copy in eval mode: what each choice gets at its first call of a path.
 
     Raises:
-        ScoreError: the module or a choice takes something else than one map (N, C, H, W).
+        ScoreError: the module takes something else than square images, or a choice than one map (N, C, H, W).
     """
     space = net.space
-    if not space.in_channels or any(len(choice.inputs[0]) != 3 for choice in space.choices):
-        raise ScoreError(f"{space.name} or one of its choices takes something else than one square image or map")
-    net = copy.deepcopy(net).requires_grad_(False).eval()
+    if not space.in_channels:
+        raise ScoreError(f"{space.name} was not traced with square images (N, C, H, H), so noise cannot stand for them")
+    net = copy.deepcopy(net).cpu().requires_grad_(False).eval()
     generator = torch.Generator().manual_seed(seed)
     met: dict[nn.Module, tuple[Tensor, int]] = {}
+
+    def meet(choice: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or not all(isinstance(value, Tensor) and value.ndim == 4 for value in (*given, y)):
+            raise ScoreError(f"a choice of {space.name} does not map one (N, C, H, W) to another: take another score")
+        # a copy, because what follows may work in place
+        met.setdefault(choice, (given[0].clone(), math.prod(y.shape[2:])))
+
     for choice in net.layers:
-        choice.register_forward_hook(lambda one, args, y: met.setdefault(one, (args[0], math.prod(y.shape[2:]))))
+        choice.register_forward_hook(meet, with_kwargs=True)
     for path in range(paths):
         initialize(net.module, init, seed=int(torch.randint(2**31, (), generator=generator)) if path else seed)
         noise = torch.randn((batch, space.in_channels, space.resolution, space.resolution), generator=generator)
         met.clear()
+        arch = [options[int(torch.randint(len(options), (), generator=generator))] for options in space.options]
         with torch.no_grad():
-            net(
-                noise, [options[int(torch.randint(len(options), (), generator=generator))] for options in space.options]
-            )
+            net(noise, arch)
         for place, (choice, layer) in enumerate(zip(net.layers, space.layers, strict=True)):
             x, size = met[choice]
             leaf = x[: max(2, math.ceil(pixels / size))].detach().requires_grad_()
             for value in layer.options:
                 if value != layer.indicator_choice:
-                    yield place, value, leaf, choice.candidates[value](leaf)
+                    yield place, value, leaf, choice.candidates[value](leaf.clone())
 
 
 def isometry_table(
-    space: SearchSpace | ModuleSupernet,
+    of: SearchSpace | ModuleSupernet,
     *,
     activation: str | None = None,
     init: Init | InitScheme = "gaussian",
@@ -179,7 +186,7 @@ def isometry_table(
     Norms use the statistics of the batch, so the size of the weights before them has no influence.
 
     Args:
-        space: a space of blocks, or the supernet of a module, which stays as it is.
+        of: a space of blocks, or the supernet of a module, which stays as it is.
         activation: activation of the blocks of layers that have none of their own; None takes the space's.
         init: initial weights; `gaussian` is He's scheme, up to scales that norms cancel.
         paths: number of paths, see `candidate_maps`; each gives every candidate one draw of signs.
@@ -195,10 +202,12 @@ def isometry_table(
         raise ValueError(f"paths and pixels must be at least 1 and batch at least 2, got {paths}, {pixels} and {batch}")
     settings: dict[str, Any] = {"paths": paths, "batch": batch, "pixels": pixels, "seed": seed}
     generator = torch.Generator().manual_seed(seed)
-    if isinstance(space, ModuleSupernet):
-        maps, space = choice_maps(space, init=init, **settings), space.space
+    if isinstance(of, ModuleSupernet):
+        space: LayerSpace = of.space
+        maps = choice_maps(of, init=init, **settings)
     else:
-        maps = candidate_maps(space, activation=activation, init=init, **settings)
+        space = of
+        maps = candidate_maps(of, activation=activation, init=init, **settings)
     rows = [dict.fromkeys(options, 0.0) for options in space.options]
     for place, choice, x, y in maps:
         block = f"{space.place(place)}, {space.label(place, choice)}"

@@ -3,7 +3,7 @@
 Every candidate is timed alone at its shapes. What that adds or hides is fitted to the times of a few whole networks:
 T = scale * (sum of the parts) + (number of parts) * per_part. Both numbers go into the entries, so that the table stays
 additive. In a module with choices, what is outside of them cannot be timed alone, so all of it is one more part, whose
-time is the second number: T = scale * (sum of the candidates) + outside. docs/latency.md says what such a table can tell.
+time is the second number: T = scale * (sum of the candidates) + outside. docs/latency.md says what such a table tells.
 """
 
 from __future__ import annotations
@@ -343,24 +343,12 @@ def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = N
             networks run as their modules are: PyTorch folds only the BatchNorms of nasfast's own units.
 
     Raises:
-        ConfigError: the table of `net` cannot be made (`parts_of_module`), or `cfg.calibrate` is 0, which leaves unknown
-            what is outside of its choices.
         ConfigError: the space is unknown or too small for the networks asked for, the device does not exist, or
-            onnxruntime has no such provider.
+            onnxruntime has no such provider; with `net`, `cfg.calibrate` is 0, or see `parts_of_module`.
         RuntimeError: the extra `onnx` is missing, a network cannot be exported or compiled, or the times contradict
             each other.
     """
-    space: LayerSpace
-    network_of: Callable[[Arch], nn.Module]
-    if net is None:
-        space = of_layers = cfg.resolve()
-        parts, network_of = parts_of(of_layers, seed=cfg.seed), lambda arch: _network(of_layers, arch, cfg.seed)
-    else:
-        if not cfg.calibrate:
-            raise ConfigError(
-                "calibrate must be at least 4 for a module, whose part outside of choices is fitted, got 0"
-            )
-        space, parts, network_of = net.space, parts_of_module(net), functools.partial(inherit, net)
+    space, parts, network_of = _subject(cfg, net)
     if cfg.device == "onnx":
         check_provider(cfg.provider)
     else:
@@ -403,6 +391,16 @@ def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = N
         form["validation"] = _validation(table_of(form, space), space, fitted, validated, times)
     form["about"] = _about(form)
     return LatencyReport(form, space)
+
+
+def _subject(cfg: LatencyConfig, net: ModuleSupernet | None) -> tuple[LayerSpace, Parts, Callable[[Arch], nn.Module]]:
+    """What is timed: the space, its parts, and what makes the network of an architecture."""
+    if net is None:
+        space = cfg.resolve()
+        return space, parts_of(space, seed=cfg.seed), lambda arch: _network(space, arch, cfg.seed)
+    if not cfg.calibrate:
+        raise ConfigError("calibrate must be at least 4 for a module, whose part outside of choices is fitted, got 0")
+    return net.space, parts_of_module(net), functools.partial(inherit, net)
 
 
 def _images(cfg: LatencyConfig, shape: tuple[int, int, int]) -> Tensor:

@@ -128,65 +128,69 @@ def trace_space(module: nn.Module, example: tuple[Any, ...], *, name: str) -> Mo
         ValueError: see `find_choices`; or the call does not reach a choice, or its candidates give other shapes.
         RuntimeError: a candidate cannot run on the input of its choice.
     """
-    choices = find_choices(module)
-    names = {choice: key for key, choice in choices.items()}
-    macs = {key: [0] * len(choice.candidates) for key, choice in choices.items()}
-    inputs: dict[str, list[tuple[int, ...]]] = {key: [] for key in choices}
-    repeated = 0
-
-    def run_candidates(choice: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        nonlocal repeated
-        assert isinstance(choice, Choice)
-        key, shapes = names[choice], []
-        first = next((value for value in _leaves((args, kwargs)) if isinstance(value, Tensor)), None)
-        inputs[key].append(() if first is None else tuple(first.shape[1:]))
-        for i, candidate in enumerate(choice.candidates):
-            try:
-                counted, result = _counted(candidate, args, kwargs)
-            except Exception as error:
-                raise RuntimeError(f"choice {key!r}, {choice.labels[i]} cannot run on its input: {error}") from error
-            macs[key][i] += counted
-            # the active one has run outside, too
-            repeated += counted * (2 if i == choice.active else 1)
-            shapes.append(_shapes(result))
-        for i, shape in enumerate(shapes):
-            if shape != shapes[0]:
-                raise ValueError(
-                    f"choice {key!r}: {choice.labels[0]} gives {shapes[0]} and {choice.labels[i]} gives {shape}: "
-                    "candidates must give equal shapes, so that what follows costs the same"
-                )
-
-    handles = [choice.register_forward_hook(run_candidates, with_kwargs=True) for choice in choices.values()]
+    traces = {name: _Trace(name, choice) for name, choice in find_choices(module).items()}
+    handles = [trace.choice.register_forward_hook(trace.run_all, with_kwargs=True) for trace in traces.values()]
     try:
         total, result = _counted(module, example, {})
     finally:
         for handle in handles:
             handle.remove()
-    for key, called in inputs.items():
-        if not called:
-            raise ValueError(f"the example does not call choice {key!r}, so its cost is unknown: give one that does")
-    inside = {p for choice in choices.values() for p in choice.parameters()}
+    if missed := [key for key, trace in traces.items() if not trace.inputs]:
+        raise ValueError(f"the example does not call choice {missed[0]!r}, so its cost is unknown: give one that does")
+    inside = {p for trace in traces.values() for p in trace.choice.parameters()}
     # (N, C, H, H)
     image = next((x for x in example[:1] if isinstance(x, Tensor) and x.ndim == 4 and x.shape[2] == x.shape[3]), None)
     return ModuleSpace(
         name=name,
-        choices=tuple(
-            ModuleChoice(
-                key,
-                tuple(
-                    Branch(label, count, sum(p.numel() for p in candidate.parameters()), type(candidate) is nn.Identity)
-                    for label, count, candidate in zip(choice.labels, macs[key], choice.candidates, strict=True)
-                ),
-                tuple(inputs[key]),
-            )
-            for key, choice in choices.items()
-        ),
-        fixed_macs=total - repeated,
+        choices=tuple(trace.result() for trace in traces.values()),
+        fixed_macs=total - sum(trace.counted_outside for trace in traces.values()),
         fixed_params=sum(p.numel() for p in module.parameters() if p not in inside),
         in_channels=0 if image is None else image.shape[1],
         resolution=0 if image is None else image.shape[2],
         num_classes=result.shape[1] if isinstance(result, Tensor) and result.ndim == 2 else 0,
     )
+
+
+class _Trace:
+    """What one choice does in the traced call."""
+
+    def __init__(self, name: str, choice: Choice) -> None:
+        self.name, self.choice = name, choice
+        self.macs = [0] * len(choice.candidates)
+        self.inputs: list[tuple[int, ...]] = []
+
+    def run_all(self, choice: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Run all candidates behind the active one; a forward hook."""
+        first = next((value for value in _leaves((args, kwargs)) if isinstance(value, Tensor)), None)
+        self.inputs.append(() if first is None else tuple(first.shape[1:]))
+        labels, shapes = self.choice.labels, []
+        for i, candidate in enumerate(self.choice.candidates):
+            try:
+                macs, result = _counted(candidate, args, kwargs)
+            except Exception as error:
+                raise RuntimeError(f"choice {self.name!r}: {labels[i]} cannot run on its input: {error}") from error
+            self.macs[i] += macs
+            shapes.append(_shapes(result))
+        for label, shape in zip(labels, shapes, strict=True):
+            if shape != shapes[0]:
+                raise ValueError(
+                    f"choice {self.name!r}: {labels[0]} gives {shapes[0]} and {label} gives {shape}: candidates must "
+                    "give equal shapes, so that what follows costs the same"
+                )
+
+    @property
+    def counted_outside(self) -> int:
+        """MACs that the count of the whole call has: of the active candidate, and then of all."""
+        return self.macs[self.choice.active] + sum(self.macs)
+
+    def result(self) -> ModuleChoice:
+        """The layer of the space."""
+        parts = zip(self.choice.labels, self.macs, self.choice.candidates, strict=True)
+        branches = [
+            Branch(label, macs, sum(p.numel() for p in candidate.parameters()), type(candidate) is nn.Identity)
+            for label, macs, candidate in parts
+        ]
+        return ModuleChoice(self.name, tuple(branches), tuple(self.inputs))
 
 
 def _counted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
