@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from nasfast.spaces import Branch, ModuleChoice, ModuleSpace
 
@@ -63,7 +62,7 @@ class Choice(nn.Module):
     def indicator_bn(self, choice: int) -> nn.BatchNorm2d | None:
         """The BatchNorm that scores a candidate: its `last_bn` if it has one, else the last that it registers."""
         candidate = self.candidates[choice]
-        norms = [module for module in candidate.modules() if isinstance(module, nn.BatchNorm2d)]
+        norms = [module for module in candidate.modules() if isinstance(module, nn.BatchNorm2d) and module.affine]
         return getattr(candidate, "last_bn", norms[-1] if norms else None)
 
 
@@ -195,6 +194,9 @@ class _Trace:
 
 def _counted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
     """MACs of a call, which torch's counter doubles, and its result."""
+    # imported here, because it takes 0.15 seconds
+    from torch.utils.flop_counter import FlopCounterMode
+
     with FlopCounterMode(display=False) as counter:
         result = module(*args, **kwargs)
     return counter.get_total_flops() // 2, result

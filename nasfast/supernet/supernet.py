@@ -75,6 +75,7 @@ class Supernet(nn.Module):
 
     BatchNorms use the statistics of the batch in training and in evaluation. They keep no running statistics, because
     those of one path do not fit another; `nasfast.inherit` gives a path's standalone network, which keeps them.
+    `from_module` makes the supernet of a module with choices.
 
     Args:
         space: the search space.
