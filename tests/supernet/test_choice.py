@@ -95,6 +95,7 @@ def test_the_network_of_an_architecture_is_the_path_without_choices():
         for norm in (network.get_submodule("b.1"), network.get_submodule("neck")):
             assert norm.running_mean.abs().sum() > 0 and norm.num_batches_tracked == 3
         state["fc.weight"].zero_()
+    assert before.keys() == model.state_dict().keys() and model.training
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(torch.equal(value, before[key.removeprefix("module.")]) for key, value in net.state_dict().items())
 
@@ -231,6 +232,28 @@ def test_fuse_keeps_every_path():
         torch.testing.assert_close(run(arch), want, rtol=1e-3, atol=1e-4)
         network = nasfast.inherit(net, arch)
         torch.testing.assert_close(network(x), want[0], rtol=1e-4, atol=1e-5)
+
+
+class Around(nn.Module):
+    """The choice is of bare convolutions, and what normalises them stands behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choice = nasfast.Choice(None, [nn.Conv2d(8, 8, 1, bias=False), nn.Conv2d(8, 8, 1, bias=False)])
+        self.norm = nn.BatchNorm2d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.norm(self.choice(x)))
+
+
+def test_fuse_takes_no_candidate_for_the_choice():
+    net = nasfast.Supernet.from_module(Around(), torch.randn(1, 8, 64, 64))
+    net.freeze("bn")
+    x = torch.randn(8, 8, 64, 64).contiguous(memory_format=torch.channels_last)
+    plain = [net(x, (value,)) for value in (0, 1)]
+    report = nasfast.fuse(net)
+    assert not report.chains and {part.name for part in report.left} >= {"module.choice.candidates.1"}
+    torch.testing.assert_close([net(x, (value,)) for value in (0, 1)], plain)
 
 
 class Levels(nn.Module):
