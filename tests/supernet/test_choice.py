@@ -126,7 +126,7 @@ def test_only_what_may_train_trains_and_every_candidate_does(sampler, tmp_path):
     changed = {key for key, value in net.state_dict().items() if not torch.equal(value, before[key])}
     # the candidates of all choices have had gradients in six steps of these seeds
     trains = {name for name, p in net.named_parameters() if p.requires_grad}
-    assert changed == trains and {"module.a.candidates.0.1.bias", "module.fc.bias"} < changed
+    assert changed == trains and {"module.a.candidates.0.1.bias", "module.neck.bias", "module.fc.bias"} < changed
     assert read_space(tmp_path / "space.yaml") == net.space
 
 
@@ -154,8 +154,8 @@ def test_scores_and_exact_search():
 
 
 def test_scores_of_a_path_do_not_depend_on_dropout():
-    net = supernet()
-    one, other = (Evidence(net, batches()).outcome((0, 0)) for _ in range(2))
+    net, images = supernet(), batches()
+    one, other = (Evidence(net, images).outcome((0, 0)) for _ in range(2))
     assert one == other and net.module.drop.training
 
 
