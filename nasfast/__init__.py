@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nasfast.runtime.memory import keep_freed_memory
     from nasfast.search import search_table
     from nasfast.settings import RunConfig
-    from nasfast.supernet import Supernet, build, inherit
+    from nasfast.supernet import Choice, Supernet, build, inherit
     from nasfast.train import train_supernet
 
 _MODULES = (
@@ -35,6 +35,7 @@ _MODULES = (
     "train",
 )
 _HOMES = {
+    "Choice": "nasfast.supernet",
     "IndicatorTable": "nasfast.indicators.table",
     "RunConfig": "nasfast.settings",
     "Supernet": "nasfast.supernet",
@@ -55,6 +56,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "Choice",
     "IndicatorTable",
     "RunConfig",
     "Supernet",

@@ -11,8 +11,9 @@ import pytest
 import nasfast
 
 NAMES = """
-    IndicatorTable RunConfig Supernet __version__ build classify data fuse inherit keep_freed_memory load_model ops
-    orthogonalize_ rank retrain run score search search_table spaces supernet train train_supernet unfuse use_backend
+    Choice IndicatorTable RunConfig Supernet __version__ build classify data fuse inherit keep_freed_memory load_model
+    ops orthogonalize_ rank retrain run score search search_table spaces supernet train train_supernet unfuse
+    use_backend
 """.split()
 
 
@@ -24,7 +25,9 @@ def test_names():
 
 
 def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(AttributeError, match="has no attribute 'supernett'; it exports IndicatorTable, RunConfig"):
+    with pytest.raises(
+        AttributeError, match="has no attribute 'supernett'; it exports Choice, IndicatorTable, RunConfig"
+    ):
         _ = nasfast.supernett
 
 

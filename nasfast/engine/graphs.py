@@ -37,7 +37,7 @@ from nasfast.ops.modules import FusedConvBNAct, run_in_order
 from nasfast.ops.plan import stage_kind
 from nasfast.ops.rounded import Rounded
 from nasfast.spaces import Arch
-from nasfast.supernet import Supernet
+from nasfast.supernet import ModuleSupernet, Supernet
 from nasfast.supernet.classify import Classify
 from nasfast.supernet.supernet import ChoiceLayer
 
@@ -427,10 +427,11 @@ def make_engine(model: nn.Module, name: str, *, batch: tuple[int, ...], label_sm
     if name == "eager":
         return eager
     on_cuda = next(model.parameters()).device.type == "cuda"
-    if name == "auto" and not (isinstance(model, Supernet) and on_cuda):
+    of_blocks = isinstance(model, Supernet) and not isinstance(model, ModuleSupernet)
+    if name == "auto" and not (of_blocks and on_cuda):
         return eager
     try:
-        if not isinstance(model, Supernet):
+        if not isinstance(model, Supernet) or not of_blocks:
             raise EngineError(f"graphs are captured per candidate of a Supernet, got {type(model).__name__}")
         return GraphEngine(model, tuple(batch), label_smoothing, bf16, strict=name == "graphs")
     except (EngineError, torch.cuda.OutOfMemoryError) as error:

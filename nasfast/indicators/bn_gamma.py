@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from nasfast.indicators.evidence import Evidence
-from nasfast.indicators.registry import register
+from nasfast.indicators.registry import ScoreError, register
 from nasfast.indicators.table import IndicatorTable
 from nasfast.runtime.arguments import check_type
 from nasfast.supernet import Supernet
@@ -30,9 +30,12 @@ def score(net: Supernet, *, meta: dict[str, Any] | None = None) -> IndicatorTabl
 
     Raises:
         TableError: a gamma is not finite.
+        ScoreError: a candidate has no BatchNorm.
         TypeError: `net` is not a supernet.
     """
     check_type("net", net, Supernet, advice="nasfast.Supernet(space) makes one")
+    if why := _refusal(net):
+        raise ScoreError(f"{net.space.name} has no gammas to score by: {why}")
     block, layer_scores = [], []
     for layer in net.layers:
         norms = {choice: layer.indicator_bn(choice) for choice in range(len(layer.candidates))}
@@ -41,7 +44,15 @@ def score(net: Supernet, *, meta: dict[str, Any] | None = None) -> IndicatorTabl
     return IndicatorTable(net.space, tuple(block), tuple(layer_scores), meta or {})
 
 
-@register("gamma", additive=True, images=False)
+def _refusal(net: Supernet) -> str | None:
+    for i, (layer, options) in enumerate(zip(net.layers, net.space.layers, strict=True)):
+        for choice in range(len(layer.candidates)):
+            if choice != options.indicator_choice and layer.indicator_bn(choice) is None:
+                return f"{net.space.place(i)}, {net.space.label(i, choice)}, has no BatchNorm2d"
+    return None
+
+
+@register("gamma", additive=True, images=False, refusal=_refusal)
 def gamma(evidence: Evidence) -> IndicatorTable:
     """Mean |gamma| of a candidate's last BN, times that of the layer indicator (BN-NAS; DI-NAS, Algorithm 2)."""
     return score(evidence.net)

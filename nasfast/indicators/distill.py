@@ -11,13 +11,13 @@ import numpy as np
 from nasfast.indicators.rank import kendall_tau
 from nasfast.indicators.registry import ScoreError
 from nasfast.indicators.table import IndicatorTable
-from nasfast.spaces import SKIP, Arch, SearchSpace
+from nasfast.spaces import SKIP, Arch, LayerSpace
 
 _FOLDS = 5
 
 
 def distill(
-    space: SearchSpace, scores: Mapping[Arch, float], values: Sequence[Sequence[int]], *, meta: dict[str, Any]
+    space: LayerSpace, scores: Mapping[Arch, float], values: Sequence[Sequence[int]], *, meta: dict[str, Any]
 ) -> IndicatorTable:
     """The additive table that is nearest to the scores of sampled paths.
 
@@ -116,7 +116,7 @@ def _fit(values: Sequence[Sequence[int]], x: np.ndarray, y: np.ndarray) -> tuple
     return np.array(weights), float(solution[-1])
 
 
-def _check_finite(space: SearchSpace, columns: list[tuple[int, int]], x: np.ndarray, y: np.ndarray) -> None:
+def _check_finite(space: LayerSpace, columns: list[tuple[int, int]], x: np.ndarray, y: np.ndarray) -> None:
     """Refuse scores y that are not finite; see `distill`."""
     bad = ~np.isfinite(y)
     if not bad.any():

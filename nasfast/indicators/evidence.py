@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.indicators.registry import ScoreError
-from nasfast.spaces import Arch, ArchSpace, FairSampler, SearchSpace
+from nasfast.spaces import Arch, ArchSpace, FairSampler, LayerSpace
 from nasfast.supernet import Supernet, inherit, untrained
 from nasfast.train.batches import as_epochs
+from nasfast.train.evaluate import in_mode
 
 _LEAST_PATHS = 300
 """Number of sampled paths where none is given; spaces with more candidates take more, see `Evidence`."""
@@ -52,7 +53,7 @@ class Evidence:
         self.paths = max(_LEAST_PATHS, 4 * free) if paths is None else paths
 
     @property
-    def space(self) -> SearchSpace:
+    def space(self) -> LayerSpace:
         """The supernet's space."""
         return self.net.space
 
@@ -101,11 +102,12 @@ class Evidence:
         """
         if path not in self._outcomes:
             loss, correct, images = 0.0, 0, 0
-            for x, y in self.batches:
-                logits = self.logits(x, path)
-                loss += F.cross_entropy(logits, y, reduction="sum").item()
-                correct += int((logits.argmax(1) == y).sum())
-                images += len(y)
+            with in_mode(self.net, training=False):  # a module of the user's may have dropout
+                for x, y in self.batches:
+                    logits = self.logits(x, path)
+                    loss += F.cross_entropy(logits, y, reduction="sum").item()
+                    correct += int((logits.argmax(1) == y).sum())
+                    images += len(y)
             self._outcomes[path] = (loss / images, correct / images)
         return self._outcomes[path]
 
@@ -139,13 +141,13 @@ class NetworkEvidence:
         return untrained(self.space, arch, seed=self.seed)
 
 
-def space_of_layers(evidence: Evidence | NetworkEvidence) -> SearchSpace:
+def space_of_layers(evidence: Evidence | NetworkEvidence) -> LayerSpace:
     """The space of a score that is a table of (layer, candidate).
 
     Raises:
         ScoreError: it is a space of cells.
     """
-    if not isinstance(evidence.space, SearchSpace):
+    if not isinstance(evidence.space, LayerSpace):
         raise ScoreError(
             f"{evidence.space.name} is a space of cells, and this score is a table of layers: take another"
         )

@@ -8,21 +8,22 @@ value is s, and a block is the better the smaller log s is. This is the block-wi
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.indicators.evidence import Evidence, NetworkEvidence, space_of_layers
 from nasfast.indicators.registry import ScoreError, register
 from nasfast.indicators.table import IndicatorTable
 from nasfast.settings import Init
-from nasfast.spaces import SKIP, SearchSpace
+from nasfast.spaces import SKIP, LayerSpace, SearchSpace
 from nasfast.spaces.cost import output_size
-from nasfast.supernet import InitScheme, Supernet, initialize
+from nasfast.supernet import InitScheme, ModuleSupernet, Supernet, initialize
 
 PATHS = 10
 """Untrained networks that a table is averaged over."""
@@ -125,8 +126,53 @@ def candidate_maps(
                 x = net.layers[place](x, chosen)
 
 
+def choice_maps(
+    net: ModuleSupernet,
+    *,
+    init: Init | InitScheme = "gaussian",
+    paths: int = PATHS,
+    batch: int = BATCH,
+    pixels: int = PIXELS,
+    seed: int = 0,
+) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """The same of a supernet of a module, on a copy in eval mode: what each choice gets at its first call of a path.
+
+    Raises:
+        ScoreError: the module takes something else than square images, or a choice than one map (N, C, H, W).
+    """
+    space = net.space
+    if not space.in_channels:
+        raise ScoreError(f"{space.name} was not traced with square images (N, C, H, H), so noise cannot stand for them")
+    net = copy.deepcopy(net).cpu().requires_grad_(False).eval()
+    generator = torch.Generator().manual_seed(seed)
+    met: dict[nn.Module, tuple[Tensor, int]] = {}
+
+    def meet(choice: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
+        given = (*args, *kwargs.values())
+        if len(given) != 1 or not all(isinstance(value, Tensor) and value.ndim == 4 for value in (*given, y)):
+            raise ScoreError(f"a choice of {space.name} does not map one (N, C, H, W) to another: take another score")
+        # a copy, because what follows may work in place
+        met.setdefault(choice, (given[0].clone(), math.prod(y.shape[2:])))
+
+    for choice in net.layers:
+        choice.register_forward_hook(meet, with_kwargs=True)
+    for path in range(paths):
+        initialize(net.module, init, seed=int(torch.randint(2**31, (), generator=generator)) if path else seed)
+        noise = torch.randn((batch, space.in_channels, space.resolution, space.resolution), generator=generator)
+        met.clear()
+        arch = [options[int(torch.randint(len(options), (), generator=generator))] for options in space.options]
+        with torch.no_grad():
+            net(noise, arch)
+        for place, (choice, layer) in enumerate(zip(net.layers, space.layers, strict=True)):
+            x, size = met[choice]
+            leaf = x[: max(2, math.ceil(pixels / size))].detach().requires_grad_()
+            for value in layer.options:
+                if value != layer.indicator_choice:
+                    yield place, value, leaf, choice.candidates[value](leaf.clone())
+
+
 def isometry_table(
-    space: SearchSpace,
+    of: SearchSpace | ModuleSupernet,
     *,
     activation: str | None = None,
     init: Init | InitScheme = "gaussian",
@@ -140,7 +186,7 @@ def isometry_table(
     Norms use the statistics of the batch, so the size of the weights before them has no influence.
 
     Args:
-        space: a space of layers.
+        of: a space of blocks, or the supernet of a module, which stays as it is.
         activation: activation of the blocks of layers that have none of their own; None takes the space's.
         init: initial weights; `gaussian` is He's scheme, up to scales that norms cancel.
         paths: number of paths, see `candidate_maps`; each gives every candidate one draw of signs.
@@ -156,8 +202,14 @@ def isometry_table(
         raise ValueError(f"paths and pixels must be at least 1 and batch at least 2, got {paths}, {pixels} and {batch}")
     settings: dict[str, Any] = {"paths": paths, "batch": batch, "pixels": pixels, "seed": seed}
     generator = torch.Generator().manual_seed(seed)
+    if isinstance(of, ModuleSupernet):
+        space: LayerSpace = of.space
+        maps = choice_maps(of, init=init, **settings)
+    else:
+        space = of
+        maps = candidate_maps(of, activation=activation, init=init, **settings)
     rows = [dict.fromkeys(options, 0.0) for options in space.options]
-    for place, choice, x, y in candidate_maps(space, activation=activation, init=init, **settings):
+    for place, choice, x, y in maps:
         block = f"{space.place(place)}, {space.label(place, choice)}"
         try:
             s = largest_singular_value(mean_channel_jacobian(x, y, random_signs(y, generator)))
@@ -172,5 +224,10 @@ def isometry_table(
 @register("isometry", additive=True, trained=False, images=False, networks=True)
 def isometry(evidence: Evidence | NetworkEvidence) -> IndicatorTable:
     """Minus the mean log of the largest singular value of each untrained block's mean channel Jacobian."""
+    if isinstance(evidence, Evidence) and isinstance(evidence.net, ModuleSupernet):
+        return isometry_table(evidence.net, seed=evidence.seed)
     activation = evidence.net.activation if isinstance(evidence, Evidence) else None
-    return isometry_table(space_of_layers(evidence), activation=activation, seed=evidence.seed)
+    space = space_of_layers(evidence)
+    if not isinstance(space, SearchSpace):
+        raise ScoreError(f"{space.name} is the space of a module: give Evidence(supernet, ...), which has the module")
+    return isometry_table(space, activation=activation, seed=evidence.seed)

@@ -34,7 +34,7 @@ from nasfast.indicators.registry import (
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.settings import ScoreConfig
-from nasfast.spaces import Arch, SearchSpace, format_arch
+from nasfast.spaces import Arch, LayerSpace, format_arch
 
 __all__ = [
     "SCORES",
@@ -106,7 +106,7 @@ def score_table(
 
 
 def untrained_table(
-    name: str, space: SearchSpace, *, structure: float = 0.0, seed: int = 0, meta: dict[str, Any] | None = None
+    name: str, space: LayerSpace, *, structure: float = 0.0, seed: int = 0, meta: dict[str, Any] | None = None
 ) -> IndicatorTable:
     """The table of a score that needs neither training nor images.
 

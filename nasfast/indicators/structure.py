@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from nasfast.config import nearest
 from nasfast.indicators.table import IndicatorTable
-from nasfast.spaces import ArchSpace, Operator, SearchSpace
+from nasfast.spaces import SKIP, ArchSpace, LayerSpace, Operator
 
 COST_BONUS = 0.2
 """By how much the candidate of most MACs exceeds the one of fewest in `sqrt_size`, as a fraction of the latter."""
@@ -110,14 +110,14 @@ def structure_scores(space: ArchSpace, name: str, archs: Iterable[Iterable[int]]
     return [math.fsum(row[k] for row, k in zip(rows, space.check(arch), strict=True)) for arch in archs]
 
 
-def structure_table(space: SearchSpace, name: str) -> IndicatorTable:
+def structure_table(space: LayerSpace, name: str) -> IndicatorTable:
     """The baseline as a table, which `nasfast.search_table` maximises exactly.
 
     Raises:
         ValueError: the name is unknown.
     """
     block = tuple(
-        {choice: row[choice] for choice in layer.options if choice != layer.indicator_choice and layer.choices}
+        {choice: row[choice] for choice in layer.options if choice not in (layer.indicator_choice, SKIP)}
         for layer, row in zip(space.layers, structure_rows(space, name), strict=True)
     )
     return IndicatorTable(space, block, (None,) * len(space), {"method": name})

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from nasfast.display import Tabular
 from nasfast.runtime.files import seal, unseal, write_atomic
-from nasfast.spaces import SKIP, Arch, CostTable, SearchSpace
+from nasfast.spaces import SKIP, Arch, CostTable, LayerSpace, space_kind
 
 TABLE_FILE, REFINED_FILE = "indicators.json", "refined.json"
 """In a run directory: the table of the score stage, and the one that a search with `search.refine` searched."""
@@ -41,14 +41,14 @@ class IndicatorTable(Tabular):
             (Algorithm 2), `sum` takes only the block score.
     """
 
-    space: SearchSpace
+    space: LayerSpace
     block: tuple[dict[int, float], ...]
     layer: tuple[float | None, ...]
     meta: dict[str, Any] = field(default_factory=dict)
     rule: Rule = "product"
 
     @classmethod
-    def of_rows(cls, space: SearchSpace, rows: Sequence[Mapping[int, float]], meta: dict[str, Any]) -> IndicatorTable:
+    def of_rows(cls, space: LayerSpace, rows: Sequence[Mapping[int, float]], meta: dict[str, Any]) -> IndicatorTable:
         """The table with the rule `sum` that has the given scores by layer and Arch value.
 
         Args:
@@ -66,7 +66,7 @@ class IndicatorTable(Tabular):
         return cls(space, block, layer, meta, "sum")
 
     @classmethod
-    def of_costs(cls, space: SearchSpace, costs: CostTable, meta: dict[str, Any]) -> IndicatorTable:
+    def of_costs(cls, space: LayerSpace, costs: CostTable, meta: dict[str, Any]) -> IndicatorTable:
         """The user's values as scores, negated where lower is better, because a search maximises scores."""
         sign = 1.0 if costs.better == "higher" else -1.0
         return cls.of_rows(space, [{choice: sign * value for choice, value in row} for row in costs.rows], meta)
@@ -165,7 +165,10 @@ class IndicatorTable(Tabular):
             rule: Rule = form["rule"] if form["format"] == _FORMAT else "product"
             block = tuple({int(k): float(v) for k, v in row["block"].items()} for row in form["layers"])
             layer = tuple(None if row["layer"] is None else float(row["layer"]) for row in form["layers"])
-            return cls(SearchSpace.from_dict(form["space"]), block, layer, form["meta"], rule)
+            space = space_kind(form["space"]).from_dict(form["space"])
+            if not isinstance(space, LayerSpace):
+                raise TableError(f"space {space.name!r} is one of cells, and a table is of layers")
+            return cls(space, block, layer, form["meta"], rule)
         except TableError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -2,15 +2,17 @@
 
 Every candidate is timed alone at its shapes. What that adds or hides is fitted to the times of a few whole networks:
 T = scale * (sum of the parts) + (number of parts) * per_part. Both numbers go into the entries, so that the table stays
-additive. docs/latency.md says what such a table can tell.
+additive. In a module with choices, what is outside of them cannot be timed alone, so all of it is one more part, whose
+time is the second number: T = scale * (sum of the candidates) + outside. docs/latency.md says what such a table tells.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,10 @@ from nasfast.measure.timing import machine, measure, measuring
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.onnx import check_provider
-from nasfast.spaces import SKIP, Arch, CostTable, SearchSpace, UniformSampler, format_arch
+from nasfast.spaces import SKIP, Arch, CostTable, LayerSpace, ModuleSpace, SearchSpace, UniformSampler, format_arch
 from nasfast.spaces.cost import output_size
 from nasfast.spaces.cost_table import FORMAT, LARGE_ERROR, table_of
-from nasfast.supernet import StandaloneNetwork, build
+from nasfast.supernet import ModuleSupernet, StandaloneNetwork, build, inherit
 
 _LOG = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ _UNSTEADY = 2.0
 # draws of an architecture that was not drawn before
 _TRIES = 100
 _STEM, _HEAD = "stem", "head and classifier"
+_FIXED = f"{_STEM}, {_HEAD}"
 # settings and places that must agree before a file is replaced
 _SAME = ("fingerprint", "device", "runtime", "dtype", "threads", "batch")
 
@@ -100,6 +103,37 @@ def parts_of(space: SearchSpace, *, seed: int = 0) -> Parts:
     return Parts(modules, tuple(of_layers))
 
 
+def parts_of_module(net: ModuleSupernet) -> Parts:
+    """The candidates of a supernet of a module, as they are in its networks.
+
+    Raises:
+        ConfigError: the module takes something else than square images, or a choice something else than one map
+            (N, C, H, W) in one forward.
+    """
+    space = net.space
+    if not space.in_channels:
+        raise ConfigError(f"{space.name} was not traced with square images (N, C, H, H), so it is not timed")
+    for choice in space.choices:
+        if len(choice.inputs) != 1 or len(choice.inputs[0]) != 3:
+            raise ConfigError(
+                f"choice {choice.name!r} gets {len(choice.inputs)} inputs of shapes {list(choice.inputs)} in one call, "
+                "and a table of latencies needs one of (C, H, W): time the networks of nasfast.inherit instead"
+            )
+    paths = {module: path for path, module in net.module.named_modules()}
+    modules: dict[str, tuple[nn.Module, tuple[int, int, int]]] = {}
+    of_layers: list[dict[int, str | None]] = [{} for _ in space.choices]
+    for number in range(max(map(len, space.options))):
+        arch = tuple(options[min(number, len(options) - 1)] for options in space.options)
+        network = inherit(net, arch)
+        for i, (choice, value) in enumerate(zip(space.choices, arch, strict=True)):
+            name = None if choice.branches[value].identity else f"{space.place(i)}, {choice.label(value)}"
+            of_layers[i][value] = name
+            if name is not None:
+                channels, height, width = choice.inputs[0]
+                modules[name] = network.get_submodule(paths[net.layers[i]]), (channels, height, width)
+    return Parts(modules, tuple(of_layers))
+
+
 def _network(space: SearchSpace, arch: Arch, seed: int) -> StandaloneNetwork:
     network = build(space, arch, init="he", seed=seed)
     assert isinstance(network, StandaloneNetwork)  # the network of a space of layers
@@ -154,7 +188,7 @@ class LatencyReport:
     """
 
     form: dict[str, Any]
-    space: SearchSpace
+    space: LayerSpace
 
     @property
     def table(self) -> CostTable:
@@ -184,7 +218,7 @@ class LatencyReport:
             values.setdefault(entry["layer"], []).append(f"{entry['label']} {entry['value']:.3f}")
         lines += [f"layer {i:2}: {', '.join(texts)}" for i, texts in values.items()]
         lines += [
-            f"stem, head and classifier: {form['fixed']:.3f}",
+            f"{'outside of choices' if isinstance(self.space, ModuleSpace) else _FIXED}: {form['fixed']:.3f}",
             f"whole networks: {least:.2f} to {most:.2f}",
         ]
         fit = form["fit"]
@@ -280,7 +314,7 @@ def check_replaceable(path: str | Path, form: Mapping[str, Any]) -> None:
         raise ConfigError(f"{path} is a table of {old['space']!r} with {', '.join(changes)}: choose another --out")
 
 
-def head_of(cfg: LatencyConfig, space: SearchSpace) -> dict[str, Any]:
+def head_of(cfg: LatencyConfig, space: LayerSpace) -> dict[str, Any]:
     """The part of a file that says what is measured; it is known before the measurement."""
     device = cfg.device.partition(":")[0]
     return {
@@ -300,40 +334,46 @@ def head_of(cfg: LatencyConfig, space: SearchSpace) -> dict[str, Any]:
     }
 
 
-def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
+def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = None) -> LatencyReport:
     """Time every candidate of every layer at its shapes, and whole networks, interleaved; make a table of latencies.
+
+    Args:
+        cfg: what is measured, and how.
+        net: a supernet that `nasfast.Supernet.from_module` made, whose space is measured in place of `cfg.space`. Its
+            networks run as their modules are: PyTorch folds only the BatchNorms of nasfast's own units.
 
     Raises:
         ConfigError: the space is unknown or too small for the networks asked for, the device does not exist, or
-            onnxruntime has no such provider.
+            onnxruntime has no such provider; with `net`, `cfg.calibrate` is 0, or see `parts_of_module`.
         RuntimeError: the extra `onnx` is missing, a network cannot be exported or compiled, or the times contradict
             each other.
     """
-    space = cfg.resolve()
+    space, parts, network_of = _subject(cfg, net)
     if cfg.device == "onnx":
         check_provider(cfg.provider)
     else:
         torch_device(cfg.device)
     archs = _architectures(space, cfg)
     with measuring(cfg.threads):
-        parts = parts_of(space, seed=cfg.seed)
         work = {name: deployed(module, _images(cfg, shape), cfg) for name, (module, shape) in parts.modules.items()}
         shape = (space.in_channels, space.resolution, space.resolution)
         for arch in archs:
-            network = _network(space, arch, cfg.seed)
-            work[format_arch(arch)] = deployed(network, _images(cfg, shape), cfg)
+            work[format_arch(arch)] = deployed(network_of(arch), _images(cfg, shape), cfg)
         _LOG.info("timing %d parts and %d networks, %d rounds", len(parts.modules), len(archs), cfg.rounds)
         times = {name: phases["run"] for name, phases in measure(work, rounds=cfg.rounds).items()}
         where = machine()
     fitted, validated = archs[: cfg.calibrate], archs[cfg.calibrate :]
     medians = {name: summary["median_ms"] for name, summary in times.items()}
     sums = [sum(medians[name] for name in parts.of(arch)) for arch in fitted]
-    counts = [len(parts.of(arch)) for arch in fitted]
+    counts = [len(parts.of(arch)) if net is None else 1 for arch in fitted]
     fit = Fit.of(sums, counts, [medians[format_arch(arch)] for arch in fitted]) if fitted else Fit()
+    fixed = sum(fit.value(medians[name]) for name in (_STEM, _HEAD) if name in medians)
+    if net is not None:
+        fit, fixed = Fit(fit.scale), max(0.0, fit.per_part)
     form = {
         **head_of(cfg, space),
         "about": "",
-        "fixed": sum(fit.value(medians[name]) for name in (_STEM, _HEAD) if name in medians),
+        "fixed": fixed,
         "entries": list(_entries(space, parts, times, fit)),
         "parts": {name: times[name] for name in parts.modules},
         "fit": {
@@ -353,11 +393,21 @@ def latency(cfg: LatencyConfig = LatencyConfig()) -> LatencyReport:
     return LatencyReport(form, space)
 
 
+def _subject(cfg: LatencyConfig, net: ModuleSupernet | None) -> tuple[LayerSpace, Parts, Callable[[Arch], nn.Module]]:
+    """What is timed: the space, its parts, and what makes the network of an architecture."""
+    if net is None:
+        space = cfg.resolve()
+        return space, parts_of(space, seed=cfg.seed), lambda arch: _network(space, arch, cfg.seed)
+    if not cfg.calibrate:
+        raise ConfigError("calibrate must be at least 4 for a module, whose part outside of choices is fitted, got 0")
+    return net.space, parts_of_module(net), functools.partial(inherit, net)
+
+
 def _images(cfg: LatencyConfig, shape: tuple[int, int, int]) -> Tensor:
     return torch.randn(cfg.batch, *shape, generator=torch.Generator().manual_seed(cfg.seed))
 
 
-def _architectures(space: SearchSpace, cfg: LatencyConfig) -> list[Arch]:
+def _architectures(space: LayerSpace, cfg: LatencyConfig) -> list[Arch]:
     """Different architectures: those to which sums are fitted, then those that validate.
 
     The extremes are among the former, because a search under a limit goes there.
@@ -383,7 +433,7 @@ def _architectures(space: SearchSpace, cfg: LatencyConfig) -> list[Arch]:
 
 
 def _entries(
-    space: SearchSpace, parts: Parts, times: Mapping[str, dict[str, float]], fit: Fit
+    space: LayerSpace, parts: Parts, times: Mapping[str, dict[str, float]], fit: Fit
 ) -> Iterator[dict[str, Any]]:
     for i, row in enumerate(parts.of_layers):
         for choice, name in sorted(row.items()):
@@ -393,7 +443,7 @@ def _entries(
 
 def _validation(
     table: CostTable,
-    space: SearchSpace,
+    space: LayerSpace,
     fitted: Sequence[Arch],
     archs: Sequence[Arch],
     times: Mapping[str, dict[str, float]],

@@ -11,13 +11,15 @@ from nasfast.research.nasi.search import search
 from nasfast.research.nasi.table import LogitTable
 from nasfast.research.zero_cost import ZERO_COST
 from nasfast.spaces import Arch, format_arch
-from nasfast.supernet import Supernet
+from nasfast.supernet import ModuleSupernet, Supernet
 from nasfast.train.batches import as_epochs
 
 _LINEAR_REGIONS = {"relu", "relu6"}
 
 
 def _no_relu(net: Supernet) -> str | None:
+    if isinstance(net, ModuleSupernet):
+        return None  # its activations are seen when a network runs
     others = sorted({net.activation, *net.space.own_activations} - _LINEAR_REGIONS)
     return f"it counts linear regions of ReLUs, and the activation is {' and '.join(others)}" if others else None
 
@@ -41,7 +43,11 @@ for _name in ZERO_COST:
     _register(_name)
 
 
-@register("nasi", additive=True, trained=False, networks=True)
+def _of_module(net: Supernet) -> str | None:
+    return "it mixes the blocks of spaces of layers or of cells" if isinstance(net, ModuleSupernet) else None
+
+
+@register("nasi", additive=True, trained=False, networks=True, refusal=_of_module)
 def nasi(evidence: Evidence | NetworkEvidence) -> IndicatorTable | LogitTable:
     """The logits of a search by NASI (docs/nasi.md): 100 sampled architectures, each on a batch of its own, mu 1.
 

@@ -235,6 +235,7 @@ def _inherited(
     if supernet is None:
         raise ValueError("retrain.init='inherit' needs the trained supernet: run the supernet stage first")
     network = inherit(supernet, arch).to(device)
+    assert isinstance(network, ArchNetwork)  # that of a space that has one
     recalibrate_bn(network, train_loader, device=device)
     return network
 

@@ -26,7 +26,7 @@ from nasfast.search.limits import InfeasibleConstraintError, Limits, arch_sum, o
 from nasfast.search.pareto import pareto_front
 from nasfast.search.sampling import equal_cost_peers, equal_cost_random, sample_under, stratified_sample
 from nasfast.settings import SearchConfig
-from nasfast.spaces import SearchSpace
+from nasfast.spaces import LayerSpace
 
 __all__ = [
     "Candidate",
@@ -58,7 +58,7 @@ _top_k = top_k
 
 def search_table(
     table: IndicatorTable,
-    space: SearchSpace,
+    space: LayerSpace,
     *,
     max_macs: float | None = None,
     max_params: float | None = None,
@@ -105,11 +105,11 @@ def search_table(
 
 
 def run_search(
-    table: IndicatorTable, space: SearchSpace, config: SearchConfig, *, history: str | Path | None = None
+    table: IndicatorTable, space: LayerSpace, config: SearchConfig, *, history: str | Path | None = None
 ) -> list[Candidate]:
     """`search_table` with all settings in a config."""
     check_type("table", table, IndicatorTable, advice="nasfast.score(supernet) and IndicatorTable.load(FILE) make one")
-    check_type("space", space, SearchSpace, advice="nasfast.spaces.get_space(NAME) makes one")
+    check_type("space", space, LayerSpace, advice="nasfast.spaces.get_space(NAME) makes one")
     if table.space.fingerprint != space.fingerprint:
         raise TableError(
             f"the table was scored in space {table.space.name!r} ({table.space.fingerprint}), the search is in "

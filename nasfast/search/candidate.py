@@ -12,7 +12,7 @@ from nasfast.display import Tabular
 from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.search.limits import Limits
 from nasfast.settings import SearchConfig
-from nasfast.spaces import Arch, SearchSpace, format_arch
+from nasfast.spaces import Arch, LayerSpace, format_arch
 
 ARCHS_FILE = "archs.json"
 """Name of the result of a search in a run directory."""
@@ -154,7 +154,7 @@ class SearchResult(Tabular, ConfigBase):
 
 def save_candidates(
     path: str | Path,
-    space: SearchSpace,
+    space: LayerSpace,
     candidates: Sequence[Candidate],
     *,
     limits: Limits | None = None,
@@ -193,7 +193,7 @@ def save_candidates(
     write_atomic(Path(path), seal(portable(result.to_dict())).encode())
 
 
-def load_candidates(path: str | Path, space: SearchSpace | None = None) -> SearchResult:
+def load_candidates(path: str | Path, space: LayerSpace | None = None) -> SearchResult:
     """Read `archs.json`.
 
     Args:

@@ -15,7 +15,7 @@ from nasfast.search.history import History
 from nasfast.search.limits import Limits, option_costs, read_limits
 from nasfast.search.sampling import sample_under
 from nasfast.settings import SearchConfig
-from nasfast.spaces import Arch, SearchSpace
+from nasfast.spaces import Arch, LayerSpace
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ def crossover(a: Arch, b: Arch, rng: random.Random) -> Arch:
 
 
 def evolve(
-    space: SearchSpace, score: Callable[[Arch], float], config: SearchConfig, *, history: History | None = None
+    space: LayerSpace, score: Callable[[Arch], float], config: SearchConfig, *, history: History | None = None
 ) -> list[Candidate]:
     """The `config.top_k` best of the architectures that an evolution evaluates, best first.
 
@@ -88,7 +88,7 @@ def evolve(
 class _Evolution:
     """The architectures evaluated so far, and the next population made from them."""
 
-    def __init__(self, space: SearchSpace, config: SearchConfig, limits: Limits) -> None:
+    def __init__(self, space: LayerSpace, config: SearchConfig, limits: Limits) -> None:
         self.space, self.config, self.limits, self.rng = space, config, limits, random.Random(config.seed or 0)
         self.options = [tuple(row) for row in option_costs(space, allow_identity=config.allow_identity)]
         self.evaluated: dict[Arch, Candidate] = {}

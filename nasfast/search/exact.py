@@ -8,7 +8,7 @@ from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.search.candidate import Candidate
 from nasfast.search.limits import Limits, arch_sum, option_costs
 from nasfast.search.milp import ChoiceProgram
-from nasfast.spaces import SKIP, Arch, SearchSpace
+from nasfast.spaces import SKIP, Arch, LayerSpace
 
 # Scores closer than this fraction of the span of the sum are a tie; it is a hundred times the solver's resolution.
 _TIE = 1e-8
@@ -39,7 +39,7 @@ def option_scores(table: IndicatorTable, *, allow_identity: bool = False) -> tup
 
 
 def top_k(
-    table: IndicatorTable, space: SearchSpace, limits: Limits, *, k: int = 5, allow_identity: bool = False
+    table: IndicatorTable, space: LayerSpace, limits: Limits, *, k: int = 5, allow_identity: bool = False
 ) -> list[Candidate]:
     """The `k` architectures with the highest scores within the limits, best first, each with its proof.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from nasfast.config import ConfigError
 from nasfast.runtime.files import seal, unseal
-from nasfast.spaces import Arch, SearchSpace
+from nasfast.spaces import Arch, LayerSpace
 
 _LOG = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class History:
         ConfigError: the file belongs to another space or scorer, or its first line is damaged.
     """
 
-    def __init__(self, path: str | Path, space: SearchSpace, *, scorer: str) -> None:
+    def __init__(self, path: str | Path, space: LayerSpace, *, scorer: str) -> None:
         self.path = Path(path)
         self.scores: dict[Arch, float] = {}
         header = {"format": _FORMAT, "space": space.name, "fingerprint": space.fingerprint, "scorer": scorer}

@@ -10,7 +10,7 @@ from typing import Literal
 from nasfast.config import ConfigError
 from nasfast.search.milp import ChoiceProgram
 from nasfast.settings import SearchConfig
-from nasfast.spaces import SKIP, Arch, Cost, CostTable, SearchSpace, read_cost_table
+from nasfast.spaces import SKIP, Arch, Cost, CostTable, LayerSpace, read_cost_table
 
 CostName = Literal["macs", "params"]
 
@@ -52,7 +52,7 @@ class LayerCosts:
         return self.fixed + sum(row[choice] for row, choice in zip(self.rows, arch, strict=True))
 
 
-def layer_costs(space: SearchSpace, cost: CostName | CostTable, *, allow_identity: bool = False) -> LayerCosts:
+def layer_costs(space: LayerSpace, cost: CostName | CostTable, *, allow_identity: bool = False) -> LayerCosts:
     """MACs, parameters or a table of the user's, for every option of every layer."""
     options = option_costs(space, allow_identity=allow_identity)
     if isinstance(cost, CostTable):
@@ -111,7 +111,7 @@ class Limits:
         """The cost of an architecture by each table."""
         return tuple(table.cost(arch) for table, _ in self.tables)
 
-    def costs(self, space: SearchSpace, *, allow_identity: bool = False) -> list[tuple[str, LayerCosts, int]]:
+    def costs(self, space: LayerSpace, *, allow_identity: bool = False) -> list[tuple[str, LayerCosts, int]]:
         """For each limit its name, the costs, and the largest sum over the searchable layers."""
         found = []
         for name, which, value in self._costs:
@@ -120,11 +120,11 @@ class Limits:
             found.append((name, costs, top))
         return found
 
-    def program(self, space: SearchSpace, *, allow_identity: bool = False) -> ChoiceProgram:
+    def program(self, space: LayerSpace, *, allow_identity: bool = False) -> ChoiceProgram:
         """The integer program of the architectures within the limits."""
         return _program(space, self.costs(space, allow_identity=allow_identity), allow_identity)
 
-    def met_by_all(self, space: SearchSpace, *, allow_identity: bool = False) -> list[str]:
+    def met_by_all(self, space: LayerSpace, *, allow_identity: bool = False) -> list[str]:
         """A sentence for each limit that every architecture of the space meets, with the range of its cost."""
         found = []
         for name, costs, maximum in self.costs(space, allow_identity=allow_identity):
@@ -137,7 +137,7 @@ class Limits:
                 )
         return found
 
-    def check(self, space: SearchSpace, *, allow_identity: bool = False) -> None:
+    def check(self, space: LayerSpace, *, allow_identity: bool = False) -> None:
         """Refuse limits that no architecture meets.
 
         Raises:
@@ -169,14 +169,14 @@ class Limits:
         )
 
 
-def _program(space: SearchSpace, limits: Sequence[tuple[str, LayerCosts, int]], allow_identity: bool) -> ChoiceProgram:
+def _program(space: LayerSpace, limits: Sequence[tuple[str, LayerCosts, int]], allow_identity: bool) -> ChoiceProgram:
     program = ChoiceProgram([tuple(row) for row in option_costs(space, allow_identity=allow_identity)])
     for _, costs, maximum in limits:
         program.limit(costs.rows, maximum)
     return program
 
 
-def option_costs(space: SearchSpace, *, allow_identity: bool = False) -> tuple[dict[int, Cost], ...]:
+def option_costs(space: LayerSpace, *, allow_identity: bool = False) -> tuple[dict[int, Cost], ...]:
     """For each layer a dict from value to cost, values ascending; `allow_identity` adds the skip, which is free."""
     return tuple(
         dict(sorted(({**row, SKIP: Cost()} if allow_identity and layer.indicator_choice == SKIP else row).items()))
@@ -189,7 +189,7 @@ def arch_sum(table: Sequence[Mapping[int, float]], arch: Arch) -> float:
     return sum(row[choice] for row, choice in zip(table, arch, strict=True))
 
 
-def read_limits(config: SearchConfig, space: SearchSpace) -> Limits:
+def read_limits(config: SearchConfig, space: LayerSpace) -> Limits:
     """The limits of a search in a space, with its tables read.
 
     Raises:
@@ -203,7 +203,7 @@ def read_limits(config: SearchConfig, space: SearchSpace) -> Limits:
     return Limits(config.max_macs, config.max_params, tuple(tables))
 
 
-def _read_latencies(config: SearchConfig, path: str, space: SearchSpace) -> CostTable:
+def _read_latencies(config: SearchConfig, path: str, space: LayerSpace) -> CostTable:
     table = read_cost_table(path, space)
     if (table.quantity, table.unit) != ("latency", "ms"):
         raise ConfigError(

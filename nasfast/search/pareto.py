@@ -11,7 +11,7 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.search.candidate import ParetoPoint
 from nasfast.search.exact import option_scores
 from nasfast.search.limits import CostName, Limits, arch_sum, layer_costs
-from nasfast.spaces import CostTable, SearchSpace
+from nasfast.spaces import CostTable, LayerSpace
 
 # The span of the sum becomes an integer of this many bits, so that equal sums are equal in any order of addition.
 _SCORE_BITS = 40
@@ -23,7 +23,7 @@ _BLOCK = 256
 
 def pareto_front(
     table: IndicatorTable,
-    space: SearchSpace,
+    space: LayerSpace,
     *,
     limits: Limits | None = None,
     against: CostName | CostTable = "macs",

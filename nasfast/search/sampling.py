@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from nasfast.search.limits import InfeasibleConstraintError, Limits, option_costs
-from nasfast.spaces import Arch, Cost, SearchSpace
+from nasfast.spaces import Arch, Cost, LayerSpace
 
 # Bins of the budget per dimension, by the number of limits. With one limit, bins are finer than the greatest common
 # divisor of the MACs and parameters in every built-in space, which makes the count exact. With two or three, 20 layers
@@ -43,7 +43,7 @@ class _Completions:
     fill layers i, i+1, ... with at most b bins of each cost. Rounding down keeps every feasible architecture possible.
     """
 
-    def __init__(self, space: SearchSpace, limits: Limits, *, allow_identity: bool) -> None:
+    def __init__(self, space: LayerSpace, limits: Limits, *, allow_identity: bool) -> None:
         limits.check(space, allow_identity=allow_identity)
         self.space = space
         self.costs = option_costs(space, allow_identity=allow_identity)
@@ -116,12 +116,12 @@ class _Completions:
 
 
 @functools.lru_cache(maxsize=2)
-def _completions(space: SearchSpace, limits: Limits, allow_identity: bool) -> _Completions:
+def _completions(space: LayerSpace, limits: Limits, allow_identity: bool) -> _Completions:
     return _Completions(space, limits, allow_identity=allow_identity)
 
 
 def sample_under(
-    space: SearchSpace, rng: random.Random, limits: Limits | None = None, *, allow_identity: bool = False
+    space: LayerSpace, rng: random.Random, limits: Limits | None = None, *, allow_identity: bool = False
 ) -> Arch:
     """Draw an architecture uniformly from all within the limits.
 
@@ -151,7 +151,7 @@ def sample_under(
 
 
 def equal_cost_random(
-    space: SearchSpace,
+    space: LayerSpace,
     rng: random.Random,
     arch: Sequence[int],
     *,
@@ -209,7 +209,7 @@ def equal_cost_random(
 
 
 def equal_cost_peers(
-    space: SearchSpace, rng: random.Random, arch: Arch, count: int, *, limits: Limits, allow_identity: bool
+    space: LayerSpace, rng: random.Random, arch: Arch, count: int, *, limits: Limits, allow_identity: bool
 ) -> list[Arch]:
     """Different random architectures with about the MACs of `arch`; a warning says so if there are fewer than `count`.
 
@@ -235,7 +235,7 @@ def equal_cost_peers(
 
 
 def stratified_sample(
-    space: SearchSpace, count: int, *, limits: Limits | None = None, allow_identity: bool = False, seed: int = 0
+    space: LayerSpace, count: int, *, limits: Limits | None = None, allow_identity: bool = False, seed: int = 0
 ) -> list[Arch]:
     """Different random architectures within the limits, spread evenly over their MACs.
 

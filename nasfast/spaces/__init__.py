@@ -16,6 +16,8 @@ from nasfast.spaces.builders import (
 )
 from nasfast.spaces.cost import Cost, Operator
 from nasfast.spaces.cost_table import CostTable, read_cost_table
+from nasfast.spaces.layer_space import LayerSpace
+from nasfast.spaces.module_space import Branch, ModuleChoice, ModuleSpace
 from nasfast.spaces.registry import BUILDERS, get_space, named_space, names_file, read_space, space_kind
 from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler, mean_path
 from nasfast.spaces.space import FixedLayer, Layer, SearchSpace, Stage
@@ -28,11 +30,15 @@ __all__ = [
     "ArchError",
     "ArchSpace",
     "Block",
+    "Branch",
     "Cost",
     "CostTable",
     "FairSampler",
     "FixedLayer",
     "Layer",
+    "LayerSpace",
+    "ModuleChoice",
+    "ModuleSpace",
     "Operator",
     "Sampler",
     "SearchSpace",

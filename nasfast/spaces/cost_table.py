@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from nasfast.config import ConfigError
 from nasfast.spaces.arch import SKIP, Arch
-from nasfast.spaces.space import SearchSpace
+from nasfast.spaces.layer_space import LayerSpace
 
 FORMAT = "nasfast.cost_table/1"
 
@@ -99,7 +99,7 @@ class CostTable:
         return int(Decimal(repr(float(value))).scaleb(self.decimals).to_integral_value(rounding))
 
 
-def read_cost_table(path: str | Path, space: SearchSpace) -> CostTable:
+def read_cost_table(path: str | Path, space: LayerSpace) -> CostTable:
     """Read the JSON file of a table, and check it against a space; docs/latency.md has the format.
 
     Raises:
@@ -120,7 +120,7 @@ def read_cost_table(path: str | Path, space: SearchSpace) -> CostTable:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def table_of(form: Any, space: SearchSpace) -> CostTable:
+def table_of(form: Any, space: LayerSpace) -> CostTable:
     """The table of a file's content.
 
     Raises:
@@ -161,7 +161,7 @@ def _about(form: Mapping[str, Any]) -> str:
     return f"{error_of} is above {LARGE_ERROR:.0%}: smaller differences say nothing, and a limit needs such a margin"
 
 
-def _rows(entries: list[Any], space: SearchSpace) -> tuple[tuple[tuple[int, float], ...], ...]:
+def _rows(entries: list[Any], space: LayerSpace) -> tuple[tuple[tuple[int, float], ...], ...]:
     """The values by layer; those of skipped layers are 0 where the file has none."""
     found: list[dict[int, float]] = [{} for _ in space.layers]
     for number, entry in enumerate(entries):
@@ -193,7 +193,7 @@ def _number(value: Any, what: str) -> float:
     return float(value)
 
 
-def _other_space(form: Mapping[str, Any], space: SearchSpace) -> str:
+def _other_space(form: Mapping[str, Any], space: LayerSpace) -> str:
     """Says how a table's space differs from the one that is searched."""
     own = {key: form.get(key) for key in ("resolution", "num_classes") if form.get(key) is not None}
     given = [f"{key} {value}, not {getattr(space, key)}" for key, value in own.items() if value != getattr(space, key)]

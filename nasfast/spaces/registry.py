@@ -22,6 +22,7 @@ from nasfast.spaces.builders import (
     nas_bench_macro,
     shufflenet_v2,
 )
+from nasfast.spaces.module_space import ModuleSpace
 from nasfast.spaces.space import SearchSpace
 
 
@@ -50,6 +51,8 @@ def space_kind(form: Mapping[str, Any]) -> type[ArchSpace]:
     """
     if SearchSpace.KEY in form:
         return SearchSpace
+    if ModuleSpace.KEY in form:
+        return ModuleSpace
     for key, entry in extensions.SPACE_KINDS.items():
         if key in form:
             return extensions.load(entry)
@@ -117,6 +120,10 @@ def get_space(
     if variant is not None and name != "mobilenet_v2":
         raise ConfigError(f"space.variant={variant!r}: only mobilenet_v2 has variants, not {name}")
     space = named_space(name, **{key: value for key, value in given.items() if value is not None})
+    if isinstance(space, ModuleSpace):
+        raise ConfigError(
+            f"space {name!r} is that of a Python module, which no command can build: go on in Python (docs/choice.md)"
+        )
     if not isinstance(space, SearchSpace):
         layerwise = [key for key, build in BUILDERS.items() if build().LAYERWISE]
         raise ConfigError(

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from nasfast.spaces.arch import Arch
+from nasfast.spaces.layer_space import LayerSpace
 from nasfast.spaces.space import SearchSpace
 
 
@@ -23,7 +24,7 @@ class Sampler(ABC):
         layer_indicators: whether the layer-indicator path of a normal layer is a candidate of its own.
     """
 
-    def __init__(self, space: SearchSpace, *, seed: int = 0, layer_indicators: bool) -> None:
+    def __init__(self, space: LayerSpace, *, seed: int = 0, layer_indicators: bool) -> None:
         self.space = space
         self.layer_indicators = layer_indicators
         self._rng = random.Random(seed)
@@ -63,7 +64,7 @@ class Sampler(ABC):
 class UniformSampler(Sampler):
     """Every layer independent and uniform (Single Path One-Shot, section 3.3)."""
 
-    def __init__(self, space: SearchSpace, *, seed: int = 0, layer_indicators: bool = False) -> None:
+    def __init__(self, space: LayerSpace, *, seed: int = 0, layer_indicators: bool = False) -> None:
         super().__init__(space, seed=seed, layer_indicators=layer_indicators)
 
     def step(self) -> list[Arch]:
@@ -79,7 +80,7 @@ class FairSampler(Sampler):
     lengths, so they are intentionally shuffled at different steps.
     """
 
-    def __init__(self, space: SearchSpace, *, seed: int = 0, layer_indicators: bool = True) -> None:
+    def __init__(self, space: LayerSpace, *, seed: int = 0, layer_indicators: bool = True) -> None:
         super().__init__(space, seed=seed, layer_indicators=layer_indicators)
         self._decks: list[list[int]] = [[] for _ in self._candidates]
 
@@ -112,7 +113,7 @@ class StrictFairSampler(FairSampler):
     counts stay within 1 of each other rather than equal after each step.
     """
 
-    def __init__(self, space: SearchSpace, *, seed: int = 0, layer_indicators: bool = False) -> None:
+    def __init__(self, space: LayerSpace, *, seed: int = 0, layer_indicators: bool = False) -> None:
         super().__init__(space, seed=seed, layer_indicators=layer_indicators)
 
     @property

@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.spaces.arch import SKIP
-from nasfast.spaces.arch_space import ArchSpace
 from nasfast.spaces.blocks import Activation, Block, cost_of, shuffle_branches
 from nasfast.spaces.cost import Cost, Operator, linear_cost, output_size
+from nasfast.spaces.layer_space import LayerSpace
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class Layer:
 
 
 @dataclass(frozen=True, repr=False)
-class SearchSpace(ArchSpace):
+class SearchSpace(LayerSpace):
     """A whole layer-wise search space; its fields are also the keys of its YAML form (`save`, `load`).
 
     Attributes:
@@ -127,7 +127,6 @@ class SearchSpace(ArchSpace):
     """
 
     KEY: ClassVar[str] = "stages"
-    LAYERWISE: ClassVar[bool] = True
     NETWORK: ClassVar[str] = "nasfast.supernet.standalone:StandaloneNetwork"
 
     name: str
@@ -219,43 +218,10 @@ class SearchSpace(ArchSpace):
         return self.head[-1].out if self.head else self.stages[-1].out
 
     @cached_property
-    def options(self) -> tuple[tuple[int, ...], ...]:
-        """See `ArchSpace`: the options of every layer."""
-        return tuple(layer.options for layer in self.layers)
-
-    @cached_property
     def fixed_cost(self) -> Cost:
         """See `ArchSpace`: cost of stem, head and classifier."""
         total = sum((layer.cost(0) for layer in self.stem_layers + self.head_layers), Cost())
         return total + linear_cost(self.features, self.num_classes, bias=self.classifier_bias)
-
-    @cached_property
-    def cost_table(self) -> tuple[dict[int, Cost], ...]:
-        """Per layer: option -> cost."""
-        return tuple({choice: layer.cost(choice) for choice in layer.options} for layer in self.layers)
-
-    @cached_property
-    def operators(self) -> tuple[dict[int, Operator], ...]:
-        """See `ArchSpace`: the legal values of every layer."""
-        return tuple({choice: layer.operator(choice) for choice in layer.legal} for layer in self.layers)
-
-    def place(self, index: int) -> str:
-        """See `ArchSpace`."""
-        return f"layer {index}"
-
-    def label(self, index: int, value: int) -> str:
-        """See `ArchSpace`: the block's label, or `skip`."""
-        return self.layers[index].label(value)
-
-    @property
-    def rows(self) -> tuple[str, ...]:
-        """See `ArchSpace`: the indices of the layers."""
-        return tuple(map(str, range(len(self))))
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """See `ArchSpace`: as many indices as the layer with the most options has."""
-        return tuple(map(str, range(max(map(len, self.options)))))
 
 
 def _output_of(layers: Sequence[Layer], empty: tuple[int, int] = (0, 0)) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.search import Limits, option_scores, sample_under, top_k
 from nasfast.search.limits import arch_sum
-from nasfast.spaces import Arch, SearchSpace
+from nasfast.spaces import Arch, LayerSpace
 
 STABLE_TAU = 0.7
 """A ranking counts as stable if the interval of tau between seeds is above this, and most seeds have the answer.
@@ -162,7 +162,7 @@ def agreement(
     )
 
 
-def random_architectures(space: SearchSpace, limits: Limits, *, allow_identity: bool, seed: int) -> list[Arch]:
+def random_architectures(space: LayerSpace, limits: Limits, *, allow_identity: bool, seed: int) -> list[Arch]:
     """Up to 1000 different architectures within the limits."""
     rng = random.Random(seed)
     drawn = (sample_under(space, rng, limits, allow_identity=allow_identity) for _ in range(_SAMPLE))

@@ -18,7 +18,7 @@ from nasfast.pipeline import TABLE_FILE
 from nasfast.runtime.files import seal, write_atomic
 from nasfast.search.limits import read_limits
 from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig, TaskSettings
-from nasfast.spaces import Arch, SearchSpace
+from nasfast.spaces import Arch, LayerSpace
 from nasfast.stability.agreement import Agreement, agreement
 from nasfast.stability.page import STABILITY_FILE, write_stability_page
 from nasfast.stability.room import check_room
@@ -176,7 +176,7 @@ def _run(cfg: RunConfig, seeds: int, runner: TaskRunner) -> Path:
 
 
 def _retrain(
-    cfg: RunConfig, runner: TaskRunner, chosen: Sequence[Network], space: SearchSpace
+    cfg: RunConfig, runner: TaskRunner, chosen: Sequence[Network], space: LayerSpace
 ) -> list[tuple[Network, TaskResult]]:
     """Each network with its result; what has two roles is trained once."""
     tasks = [network_task(cfg, space, network.arch, network.seed) for network in chosen]

@@ -18,7 +18,7 @@ from nasfast.search import InfeasibleConstraintError, equal_cost_peers, top_k
 from nasfast.search.limits import read_limits
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 from nasfast.settings import RunConfig
-from nasfast.spaces import Arch, SearchSpace, arch_file_text
+from nasfast.spaces import Arch, LayerSpace, SearchSpace, arch_file_text
 from nasfast.stages.checks import MACHINE_DATA
 from nasfast.stages.inputs import retrain_loaders
 from nasfast.tasks import Task, gpus_for, room
@@ -47,7 +47,7 @@ def seeds_at_a_time(cfg: RunConfig, seeds: int) -> int:
     return room.workers_for([seed_task(cfg, number) for number in range(min(seeds, room.cores()))])
 
 
-def network_task(cfg: RunConfig, space: SearchSpace, arch: Arch, number: int) -> Task:
+def network_task(cfg: RunConfig, space: LayerSpace, arch: Arch, number: int) -> Task:
     """The retraining of one architecture with one seed, in `networks/ARCH/seed-NUMBER`."""
     return Task(
         f"networks/{arch_file_text(arch)}/seed-{number}",
@@ -117,7 +117,7 @@ def retrain_network(
     return form
 
 
-def rivals(cfg: RunConfig, space: SearchSpace, answer: Arch) -> dict[str, Arch]:
+def rivals(cfg: RunConfig, space: LayerSpace, answer: Arch) -> dict[str, Arch]:
     """The architectures that the answer is compared with, by name: `structure`, `random`, `random-2`, ...
 
     `structure` has the highest `sqrt_size` (`nasfast.indicators.structure`) within the limits and at most 1 % more MACs

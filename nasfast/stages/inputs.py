@@ -13,7 +13,7 @@ from nasfast.indicators.scores import Evidence, score_of
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.settings import SPACE_FILE, RunConfig
-from nasfast.spaces import ArchSpace, SearchSpace, get_space, read_cost_table, read_space, space_kind
+from nasfast.spaces import ArchSpace, ModuleSpace, SearchSpace, get_space, read_cost_table, read_space, space_kind
 from nasfast.stages.checks import check_scoring, check_search
 from nasfast.supernet import Supernet
 from nasfast.train.checkpoint import Checkpoint, CheckpointFolder
@@ -89,6 +89,8 @@ def saved_space(cfg: RunConfig) -> SearchSpace:
     path = cfg.run_dir / SPACE_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run `nasfast supernet --out {cfg.out}` first")
+    if _saved_kind(cfg) is ModuleSpace:
+        return get_space(str(path))  # which says why it is refused
     try:
         return SearchSpace.load(path)
     except ConfigError as error:
@@ -97,12 +99,16 @@ def saved_space(cfg: RunConfig) -> SearchSpace:
 
 def space_of_cells(cfg: RunConfig) -> ArchSpace | None:
     """The space of a run directory that a search of cells wrote; None for any other run directory."""
-    path = cfg.run_dir / SPACE_FILE
+    kind = _saved_kind(cfg)
+    return None if kind is None or kind.LAYERWISE else read_space(cfg.run_dir / SPACE_FILE)
+
+
+def _saved_kind(cfg: RunConfig) -> type[ArchSpace] | None:
+    """The kind of the space in the run directory; None where `saved_space` says why the file cannot be read."""
     try:
-        kind = space_kind(load_yaml(path))
+        return space_kind(load_yaml(cfg.run_dir / SPACE_FILE))
     except ConfigError:
-        return None  # `saved_space` raises and says why the file cannot be read
-    return None if kind.LAYERWISE else read_space(path)
+        return None
 
 
 def checked_space(cfg: RunConfig) -> SearchSpace:

@@ -5,14 +5,17 @@
 
 from nasfast.settings import Init, Trainable
 from nasfast.supernet.blocks import UnitFactory, block_builder
+from nasfast.supernet.choice import Choice
 from nasfast.supernet.init import InitScheme, initialize
 from nasfast.supernet.standalone import ArchNetwork, StandaloneNetwork, build, inherit, standalone_network, untrained
-from nasfast.supernet.supernet import Supernet, TrainableSummary
+from nasfast.supernet.supernet import ModuleSupernet, Supernet, TrainableSummary
 
 __all__ = [
     "ArchNetwork",
+    "Choice",
     "Init",
     "InitScheme",
+    "ModuleSupernet",
     "StandaloneNetwork",
     "Supernet",
     "Trainable",

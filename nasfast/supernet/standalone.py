@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from nasfast import extensions
 from nasfast.settings import ImageInfo, Init
-from nasfast.spaces import SKIP, Arch, ArchSpace, SearchSpace
+from nasfast.spaces import SKIP, Arch, ArchSpace, ModuleSpace, SearchSpace
 from nasfast.supernet.blocks import UnitFactory, build_block
 from nasfast.supernet.init import InitScheme, initialize
-from nasfast.supernet.supernet import Supernet
+from nasfast.supernet.supernet import ModuleSupernet, Supernet
 
 
 class ArchNetwork(nn.Module):
@@ -71,11 +71,15 @@ def standalone_network(space: ArchSpace, arch: Iterable[int], *, activation: str
     """The standalone network of an architecture; its class is the `NETWORK` of the kind of space.
 
     Raises:
-        TypeError: `space` is not a search space.
+        TypeError: `space` is not a search space, or is one of a module, from which alone its networks can be made.
         ArchError: `arch` does not belong to `space`.
     """
     if not isinstance(space, ArchSpace):
         raise TypeError(f"expected a search space, got {type(space).__name__}")
+    if isinstance(space, ModuleSpace):
+        raise TypeError(
+            f"space {space.name!r} is of a module, whose supernet gives its networks: nasfast.inherit(net, arch)"
+        )
     return extensions.load(space.NETWORK)(space, arch, activation=activation)
 
 
@@ -122,14 +126,17 @@ def build(
 
 
 @torch.no_grad()
-def inherit(net: Supernet, arch: Iterable[int]) -> StandaloneNetwork:
+def inherit(net: Supernet, arch: Iterable[int]) -> nn.Module:
     """The standalone network of `arch` with a copy of the supernet's weights.
 
-    Its running statistics are not set: recalibrate them (`nasfast.train.recalibrate_bn`) before an evaluation.
+    For a supernet of a module it is that module without choices, otherwise a `StandaloneNetwork`. Its running
+    statistics are not set: recalibrate them (`nasfast.train.recalibrate_bn`) before an evaluation.
 
     Raises:
         ArchError: `arch` does not belong to the supernet's space.
     """
+    if isinstance(net, ModuleSupernet):
+        return net.network(arch)
     network = StandaloneNetwork(net.space, arch, activation=net.activation)
     device = next(net.parameters()).device
     pairs: list[tuple[nn.Module, nn.Module]] = [

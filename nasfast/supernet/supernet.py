@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, get_args
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from nasfast.config import nearest
 from nasfast.ops.nhwc import pixel_mean
 from nasfast.runtime.arguments import check_type
 from nasfast.settings import Init, Trainable
-from nasfast.spaces import SKIP, Layer, SearchSpace
+from nasfast.spaces import SKIP, Layer, ModuleSpace, SearchSpace
 from nasfast.supernet.blocks import UnitFactory, build_block
+from nasfast.supernet.choice import Choice, find_choices, trace_space
 from nasfast.supernet.init import InitScheme, initialize
 
 
@@ -71,6 +75,7 @@ class Supernet(nn.Module):
 
     BatchNorms use the statistics of the batch in training and in evaluation. They keep no running statistics, because
     those of one path do not fit another; `nasfast.inherit` gives a path's standalone network, which keeps them.
+    `from_module` makes the supernet of a module with choices.
 
     Args:
         space: the search space.
@@ -112,6 +117,39 @@ class Supernet(nn.Module):
         initialize(self, init, seed=seed)
         self.summary = self.freeze()
 
+    @staticmethod
+    def from_module(
+        model: nn.Module,
+        example: Any,
+        *,
+        init: Init | InitScheme | None = None,
+        classifier: str | None = None,
+        name: str | None = None,
+        seed: int = 0,
+    ) -> ModuleSupernet:
+        """The supernet of any module that has a `nasfast.Choice` at some places.
+
+        It has a copy of the module as `module`, and its space has one layer per choice and one candidate per branch.
+        Samplers, `train_supernet`, scores, searches and `inherit` take both as those of other supernets.
+
+        Args:
+            model: the module; it stays as it is.
+            example: what it is called with: a tensor, or a tuple of positional arguments. One call in eval mode runs
+                every candidate once, and costs are those of this call, so give one image. Python may decide in the
+                forward, but not by the candidate that runs.
+            init: initialisation of the weights, as in `Supernet`; None keeps those of the model.
+            classifier: path of the classifier in the model, such as `fc`, for `freeze(classifier=True)`.
+            name: name of the space; None takes the class of the model.
+            seed: seed of the initialisation.
+
+        Raises:
+            ValueError: there is no choice, one is inside another, two have one name, one is not called by the example,
+                its candidates give tensors of different shapes, or a parameter belongs to two choices.
+            AttributeError: the model has no such classifier.
+            RuntimeError: a candidate cannot run on the input of its choice.
+        """
+        return ModuleSupernet(model, example, init=init, classifier=classifier, name=name, seed=seed)
+
     def forward(self, x: Tensor, path: Iterable[int]) -> Tensor:
         """Logits (N, num_classes) of images (N, in_channels, resolution, resolution) through one path.
 
@@ -133,12 +171,12 @@ class Supernet(nn.Module):
         block = [bn for layer in self.layers for i in range(len(layer.candidates)) if (bn := layer.indicator_bn(i))]
         layer = [layer.layer_indicator for layer in self.layers if layer.layer_indicator is not None]
         indicators = {id(bn) for bn in block + layer}
-        others = [m for m in self.modules() if isinstance(m, nn.BatchNorm2d) and id(m) not in indicators]
+        others = [m for m in self.modules() if isinstance(m, _BatchNorm) and id(m) not in indicators]
         roles = {
             "block_indicators": [p for bn in block for p in bn.parameters()],
             "layer_indicators": [p for bn in layer for p in bn.parameters()],
             "other_bn": [p for bn in others for p in bn.parameters()],
-            "classifier": list(self.classifier.parameters()),
+            "classifier": [] if self.classifier is None else list(self.classifier.parameters()),
         }
         known = {id(p) for parameters in roles.values() for p in parameters}
         return {**roles, "convolutions": [p for p in self.parameters() if id(p) not in known]}
@@ -154,8 +192,10 @@ class Supernet(nn.Module):
             The summary, which is also `self.summary`.
 
         Raises:
-            ValueError: `trainable` is unknown.
+            ValueError: `trainable` is unknown, or there is no classifier to train.
         """
+        if classifier and self.classifier is None:
+            raise ValueError("freeze: it is not known which part is the classifier: name it to Supernet.from_module")
         if trainable not in get_args(Trainable):
             raise ValueError(f"freeze: unknown trainable={trainable!r}; {nearest(trainable, get_args(Trainable))}")
         roles = self.roles()
@@ -173,3 +213,90 @@ class Supernet(nn.Module):
             total_elements=sum(p.numel() for p in self.parameters()),
         )
         return self.summary
+
+
+class ModuleSupernet(Supernet):
+    """The supernet that `Supernet.from_module` makes; see there.
+
+    Its initial `freeze()` is that of any supernet: only the BatchNorms that score candidates train.
+
+    Attributes:
+        module: the copy of the model; `activate` chooses which candidates it runs.
+        layers: its choices, in the order of the space.
+    """
+
+    # a supernet of blocks has more in these; what needs that refuses this kind
+    space: ModuleSpace  # type: ignore[assignment]
+    layers: Sequence[Choice]  # type: ignore[assignment]
+    init: Init | InitScheme | None  # type: ignore[assignment]
+    activation: str | None  # type: ignore[assignment]
+    classifier: nn.Module | None  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example: Any,
+        *,
+        init: Init | InitScheme | None,
+        classifier: str | None,
+        name: str | None,
+        seed: int,
+    ) -> None:
+        nn.Module.__init__(self)
+        check_type("model", model, nn.Module, advice="build it with nasfast.Choice where candidates are to be compared")
+        module = copy.deepcopy(model).eval()
+        arguments = example if isinstance(example, tuple) else (example,)
+        self.space = trace_space(module, arguments, name=name or type(model).__name__)
+        self.module = module
+        self.init, self.activation = init, None
+        # no layer has any, so samplers with and without them draw the same paths
+        self.layer_indicators = True
+        # `module` has registered all of it
+        self.layers = tuple(find_choices(module).values())
+        vars(self)["classifier"] = None if classifier is None else module.get_submodule(classifier)
+        self._tracked = tuple(m for m in module.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None)
+        for norm in self._tracked:
+            norm.track_running_stats = False
+            norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+        if init is not None:
+            initialize(module, init, seed=seed)
+        self.train()
+        self.summary = self.freeze()
+
+    def activate(self, path: Iterable[int]) -> nn.Module:
+        """Make the module run the candidates of a path, and return it: `net.activate(path)(images, targets)`.
+
+        It stays so until the next call, which `forward` makes too.
+
+        Raises:
+            ArchError: the path does not belong to the space.
+        """
+        for choice, value in zip(self.layers, self.space.check(path), strict=True):
+            choice.active = value
+        return self.module
+
+    def forward(self, x: Any, path: Iterable[int]) -> Any:
+        """What the module gives for its only argument `x` through one path."""
+        return self.activate(path)(x)
+
+    @torch.no_grad()
+    def network(self, arch: Iterable[int]) -> nn.Module:
+        """A copy of the module in which the candidates of an architecture stand in the places of the choices.
+
+        All of its parameters train. Its BatchNorms keep running statistics where those of the model did; they begin
+        afresh.
+
+        Raises:
+            ArchError: `arch` does not belong to the space.
+        """
+        copies: dict[int, Any] = {}
+        for choice, value in zip(self.layers, self.space.check(arch), strict=True):
+            # wherever the copy meets the choice, it takes this in its place
+            copies[id(choice)] = copy.deepcopy(choice.candidates[value], copies)
+        network, device = copy.deepcopy(self.module, copies), next(self.parameters()).device
+        for norm in (copies[id(norm)] for norm in self._tracked if id(norm) in copies):
+            norm.track_running_stats = True
+            norm.running_mean = torch.zeros(norm.num_features, device=device)
+            norm.running_var = torch.ones(norm.num_features, device=device)
+            norm.num_batches_tracked = torch.tensor(0, device=device)
+        return network.requires_grad_(True)

@@ -10,6 +10,7 @@ from itertools import chain, islice
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.train.batches import as_epochs
@@ -41,7 +42,7 @@ def count_correct(logits: Tensor, labels: Tensor, k: int) -> Tensor:
 
 
 @contextmanager
-def _mode(network: nn.Module, *, training: bool) -> Iterator[None]:
+def in_mode(network: nn.Module, *, training: bool) -> Iterator[None]:
     """Context in which all modules of a network are in one mode; its end gives each module its own mode back."""
     before = {module: module.training for module in network.modules()}
     try:
@@ -71,7 +72,7 @@ def evaluate(
     """
     totals = torch.zeros(4, dtype=torch.float64)
     correct: list[bool] = []
-    with _mode(forward, training=False) if isinstance(forward, nn.Module) else nullcontext():
+    with in_mode(forward, training=False) if isinstance(forward, nn.Module) else nullcontext():
         for x, y in as_epochs(loader).epoch(0, device=device):
             logits = forward(x).float()
             loss = F.cross_entropy(logits, y, reduction="sum")
@@ -107,13 +108,13 @@ def recalibrate_bn(network: nn.Module, loader: object, *, batches: int = 50, dev
     first = next(given, None)
     if first is None:
         raise ValueError(f"recalibrate_bn: no batch to average over: the loader gave none, or batches={batches}")
-    norms = [m for m in network.modules() if isinstance(m, nn.BatchNorm2d) and m.track_running_stats]
+    norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     momenta = [bn.momentum for bn in norms]
     try:
         for bn in norms:
             bn.reset_running_stats()
             bn.momentum = None  # None makes BatchNorm compute the cumulative average
-        with _mode(network, training=True):
+        with in_mode(network, training=True):
             for x, _ in chain([first], given):
                 network(x)
     finally:

@@ -394,7 +394,7 @@ def train(
         Terminated: SIGTERM came; a checkpoint of the last step is saved.
         RankError: another rank is gone.
     """
-    loader = to_learn_from(loader, classes=getattr(getattr(model, "space", None), "num_classes", None))
+    loader = to_learn_from(loader, classes=getattr(getattr(model, "space", None), "num_classes", None) or None)
     device = torch_device(device)
     model.to(device).to(memory_format=torch.channels_last).train()
     loop = _Loop(

@@ -27,7 +27,7 @@ def net():
         (lambda: Supernet("mobilenet_v2"), "space must be of type SearchSpace, got str: nasfast.spaces.get_space"),
         (lambda: nasfast.score(None), "net must be of type Supernet, got NoneType"),
         (lambda: nasfast.search_table("indicators.json", SPACE), "table must be of type IndicatorTable, got str"),
-        (lambda: nasfast.search_table(nasfast.score(net()), "tiny"), "space must be of type SearchSpace, got str"),
+        (lambda: nasfast.search_table(nasfast.score(net()), "tiny"), "space must be of type LayerSpace, got str"),
         (lambda: nasfast.rank([0.9], {}, SPACE), "accuracies must be of type Mapping, got list"),
         (lambda: nasfast.rank({}, {}, None), "space must be of type ArchSpace, got NoneType"),
         (lambda: nasfast.run({}), "cfg must be of type RunConfig, got dict: RunConfig.load"),
