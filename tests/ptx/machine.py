@@ -1,0 +1,273 @@
+"""Runs one launch: all threads of all blocks together, each instruction once for those that are at it.
+
+The block of instructions that stands first in the text runs first, so that threads meet again where their ways join. At a
+barrier the threads of a block wait for each other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .memory import Global, Shared
+from .parse import Kernel, PtxError
+from .translate import Translator
+
+Array = NDArray
+
+
+class Lanes:
+    """The threads that run an instruction, in the order of blocks and threads."""
+
+    def __init__(self, machine: Machine, index: Array) -> None:
+        self.machine, self.index, self.count = machine, index, len(index)
+        self.full = len(index) == machine.total
+        self.threads, self.count_x, self.count_y = (np.uint32(n) for n in (machine.threads, *machine.grid))
+        self.block = index // machine.threads
+        self.thread = (index % machine.threads).astype(np.uint32)
+        self.block_x = (self.block % machine.grid[0]).astype(np.uint32)
+        self.block_y = (self.block // machine.grid[0]).astype(np.uint32)
+        self.base = self.block * machine.shared.size
+
+    def get(self, value: Any) -> Any:
+        return value if self.full or not np.ndim(value) else value[self.index]
+
+    def put(self, registers: list, at: int, value: Any) -> None:
+        if not self.full:
+            new = np.full(self.machine.total, registers[at], value.dtype)
+            new[self.index] = value
+            value = new
+        registers[at] = value
+
+    def all(self, value: Any) -> Array:
+        """An array with one element for each thread."""
+        return np.broadcast_to(value, self.count)
+
+    @functools.cached_property
+    def whole_warps(self) -> bool:
+        warps = self.index[: self.count // 32 * 32].reshape(-1, 32)
+        return self.count % 32 == 0 and bool(((warps[:, 0] % 32 == 0) & (warps[:, 31] == warps[:, 0] + 31)).all())
+
+    def warps(self, value: Any, line: int) -> Array:
+        """The same as `all`, for an instruction of whole warps."""
+        if not self.whole_warps:
+            raise PtxError(f"line {line}: not all lanes of a warp are at this instruction")
+        return self.all(value)
+
+
+@dataclass
+class _Copies:
+    """Copies to shared memory that have begun together: for each thread, its group, where to, and 16 bytes."""
+
+    index: Array
+    group: Array
+    at: Array
+    data: Array
+
+
+def _unset(type_: str) -> Any:
+    """What a register holds that nothing has set: NaN, or the like."""
+    return np.frombuffer(b"\xff" * 8, type_)[0]
+
+
+class Machine:
+    """One launch of a kernel.
+
+    Args:
+        translator: of the kernel.
+        grid: blocks in x and y.
+        threads: of a block.
+        shared_bytes: that the launch asks for.
+        parameter: the bytes of the kernel's argument.
+    """
+
+    def __init__(
+        self,
+        translator: Translator,
+        grid: tuple[int, int],
+        threads: int,
+        shared_bytes: int,
+        parameter: bytes,
+        memory: Global,
+    ) -> None:
+        self.translator, self.kernel = translator, translator.kernel
+        kernel = self.kernel
+        self.grid, self.threads = grid, threads
+        self.blocks = grid[0] * grid[1]
+        self.total = self.blocks * threads
+        self.parameter, self.memory = parameter, memory
+        self.shared = Shared(self.blocks, kernel.shared_bytes + shared_bytes, kernel.granule)
+        # the first barrier is 1, so that what nothing has touched is older than any access
+        self.barriers = np.ones(self.blocks, np.int64)
+        self.warp_barriers = np.zeros(self.total // 32, np.int64)
+        self.copies: list[_Copies] = []
+        self.groups = np.zeros(self.total, np.int64)
+        self.registers: list[Any] = [_unset(kernel.type_of(name)) for name in translator.index]
+        self._now: Array | None = None
+        self.everyone = Lanes(self, np.arange(self.total))
+
+    # ---- threads
+
+    def run(self) -> None:
+        """Run the launch to its end.
+
+        Raises:
+            PtxError: a fault of the kernel, with the line of its text.
+        """
+        end = len(self.kernel.blocks)
+        at, waits = np.zeros(self.total, np.int64), np.zeros(self.total, np.bool_)
+        everyone = self.everyone
+        with np.errstate(all="ignore"):
+            while True:
+                going = np.where(waits, end, at)
+                first = int(going.min())
+                if first == end:
+                    if not waits.any():
+                        return
+                    self._release(at, waits)
+                    continue
+                here = going == first
+                lanes = everyone if here.all() else Lanes(self, np.flatnonzero(here))
+                self._step(first, lanes, at, waits)
+
+    def _step(self, block: int, lanes: Lanes, at: Array, waits: Array) -> None:
+        function = self.translator.function(block)
+        last = self.kernel.blocks[block].instructions[-1]
+        try:
+            condition = function(self, lanes, self.registers)
+            if last.name == "trap":
+                raise PtxError(f"line {last.line}: trap")
+        except PtxError as error:
+            raise PtxError(f"{self.kernel.name}, {error}") from None
+        following = block + 1
+        if last.name == "ret":
+            following = len(self.kernel.blocks)
+        elif last.name == "bra":
+            following = self.kernel.labels[last.operands[0]]
+        if last.guard:
+            at[lanes.index] = np.where(condition, following, block + 1)
+        else:
+            at[lanes.index] = following
+        if last.opcode == "bar.sync":
+            waits[lanes.index] = True
+
+    def _release(self, at: Array, waits: Array) -> None:
+        """End the wait of every block at its barrier."""
+        places = at.reshape(self.blocks, -1)
+        ready = waits.reshape(self.blocks, -1).all(1)
+        if not ((places == places[:, :1]).all(1) | ~waits.reshape(self.blocks, -1).any(1)).all() or not ready.any():
+            line = self.kernel.blocks[int(at[waits][0]) - 1].instructions[-1].line
+            raise PtxError(f"{self.kernel.name}, line {line}: not all threads of a block come to this barrier")
+        self.barriers[ready] += 1
+        self._now = None
+        waits.reshape(self.blocks, -1)[ready] = False
+
+    def sync_warps(self, lanes: Lanes, line: int) -> None:
+        warps = lanes.warps(lanes.index, line)[::32] // 32
+        self.warp_barriers[warps] += 1
+        self._now = None
+
+    def now(self, lanes: Lanes) -> Array:
+        """What the shadow of shared memory notes, [thread, 1]."""
+        if self._now is None:
+            barriers = np.repeat(self.barriers << 40, self.threads)
+            threads = np.tile(np.arange(1, self.threads + 1), self.blocks)
+            self._now = barriers | np.repeat(self.warp_barriers << 20, 32) | threads
+        return lanes.get(self._now)[:, None]
+
+    # ---- memory
+
+    def load_param(self, lanes: Lanes, address: Any, type_: type, count: int, line: int) -> list[Any]:
+        width = np.dtype(type_).itemsize
+        if np.ndim(address):
+            raise PtxError(f"line {line}: threads read different parameters")
+        if int(address) + width * count > len(self.parameter):
+            raise PtxError(f"line {line}: behind the parameter")
+        return list(np.frombuffer(self.parameter, type_, count, int(address)))
+
+    def load_global(self, lanes: Lanes, address: Any, type_: type, count: int, line: int) -> list[Array]:
+        width = np.dtype(type_).itemsize
+        at = self._located(line, self.memory.places, address, width, count)
+        view = self.memory.views[width]
+        return [view[at + i].view(type_) for i in range(count)]
+
+    def store_global(self, lanes: Lanes, address: Any, values: Sequence[Array], line: int) -> None:
+        width = values[0].dtype.itemsize
+        at = self._located(line, self.memory.places, address, width, len(values))
+        for i, value in enumerate(values):
+            self.memory.views[width][at + i] = value.view(f"u{width}")
+
+    def atomic_add(self, lanes: Lanes, address: Any, number: Any, line: int) -> Array:
+        at = self._located(line, self.memory.places, lanes.all(address), 4, 1)
+        view, before = self.memory.views[4].view(np.int32), np.empty(lanes.count, np.int32)
+        for i, (place, more) in enumerate(zip(at, lanes.all(number), strict=True)):
+            before[i] = view[place]
+            view[place] += more
+        return before
+
+    def load_shared(self, lanes: Lanes, address: Any, type_: type, count: int, line: int) -> list[Array]:
+        width = np.dtype(type_).itemsize
+        at, units = self._located(line, self.shared.places, lanes.base, lanes.all(address), width * count)
+        self._located(line, self.shared.note_read, units, self.now(lanes))
+        return [self.shared.views[width][at // width + i].view(type_) for i in range(count)]
+
+    def store_shared(self, lanes: Lanes, address: Any, values: Sequence[Array], line: int) -> None:
+        width = values[0].dtype.itemsize
+        at, units = self._located(line, self.shared.places, lanes.base, lanes.all(address), width * len(values))
+        self._located(line, self.shared.note_write, units, self.now(lanes))
+        for i, value in enumerate(values):
+            self.shared.views[width][at // width + i] = value.view(f"u{width}")
+
+    def load_rows(self, lanes: Lanes, address: Any, line: int) -> Array:
+        """The rows of ldmatrix, [thread, 8] of 16 bits, which all lanes of a warp read.
+
+        A product may have columns that the tensor has not: what nothing has written is NaN, and so is what comes of it.
+        """
+        at, units = self._located(line, self.shared.places, lanes.base, lanes.warps(address, line), 16)
+        now = self.now(lanes)
+        warp = (now & 0xFFFFF) - 1 >> 5
+        self._located(line, self.shared.note_read, units, now & ~0xFFFFF | 2048 + warp, may_be_new=True)
+        return self.shared.views[2][(at // 2)[:, None] + np.arange(8)]
+
+    def copy(self, lanes: Lanes, to: Any, source: Any, size: Any, line: int) -> None:
+        """Begin a copy of 16 bytes, which arrives as late as it may; zeros behind `size` bytes."""
+        at, units = self._located(line, self.shared.places, lanes.base, lanes.all(to), 16)
+        self._located(line, self.shared.note_write, units, self.now(lanes), arrives=False)
+        size, source = lanes.all(size), lanes.all(source)
+        reads = size > 0
+        if not np.isin(size, (0, 16)).all():
+            raise PtxError(f"line {line}: the interpreter knows copies of 0 and 16 bytes")
+        data = np.zeros((lanes.count, 4), np.uint32)
+        places = self._located(line, self.memory.places, source[reads], 4, 4)
+        data[reads] = self.memory.views[4][places[:, None] + np.arange(4)]
+        self.copies.append(_Copies(lanes.index, self.groups[lanes.index], at, data))
+
+    def commit(self, lanes: Lanes) -> None:
+        self.groups[lanes.index] += 1
+
+    def wait(self, lanes: Lanes, allowed: int) -> None:
+        """Let the copies of these threads arrive, except those of their last groups."""
+        newest = np.full(self.total, -1)
+        newest[lanes.index] = self.groups[lanes.index] - allowed
+        now, kept = self.now(self.everyone), []
+        for copies in self.copies:
+            done = copies.group < newest[copies.index]
+            at = copies.at[done]
+            self.shared.views[4][(at // 4)[:, None] + np.arange(4)] = copies.data[done]
+            units = (at // self.shared.granule)[:, None] + np.arange(16 // self.shared.granule)
+            self.shared.written[units] = now[copies.index[done]]
+            left = ~done
+            if left.any():
+                kept.append(_Copies(copies.index[left], copies.group[left], copies.at[left], copies.data[left]))
+        self.copies = kept
+
+    def _located(self, line: int, function: Any, *args: Any, **named: Any) -> Any:
+        try:
+            return function(*args, **named)
+        except PtxError as error:
+            raise PtxError(f"line {line}: {self.kernel.lines[line - 1].strip()}: {error}") from None
