@@ -7,7 +7,6 @@ PTX of the kernels that a call needs.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.gpu_model import cuda
-from nasfast.ops.cuda import conv
 
 from .machine import Machine
 from .memory import Global
@@ -72,6 +70,7 @@ class Interpreted:
     stages: list[str] = field(default_factory=list)
     kernels: list[str] = field(default_factory=list)
     change: Callable[[str], str] | None = None
+    may_be_new: bool = False
 
     def call(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an operator: write down its launches, then interpret them."""
@@ -89,7 +88,8 @@ class Interpreted:
             known = cuda.known_kernels()[launch["name"]]
             parameter = bytes.fromhex(launch["arguments"])
             translator = translated[known.name]
-            Machine(translator, tuple(launch["grid"]), known.threads, launch["shared"], parameter, memory).run()
+            shape = tuple(launch["grid"]), known.threads, launch["shared"]
+            Machine(translator, *shape, parameter, memory, may_be_new=self.may_be_new).run()
             self.stages.append(launch["stage"])
             self.kernels.append(known.name)
         return result
@@ -97,17 +97,23 @@ class Interpreted:
 
 @contextmanager
 def interpreted(
-    multiprocessors: int = 2, shared_memory: int = 227, change: Callable[[str], str] | None = None
+    multiprocessors: int = 2,
+    shared_memory: int = 227,
+    *,
+    change: Callable[[str], str] | None = None,
+    may_be_new: bool = False,
 ) -> Iterator[Interpreted]:
     """Within this context, the CUDA backend interprets its kernels on CPU tensors, for a GPU of this size.
 
     Args:
         shared_memory: KiB that a block can have.
         change: changes the text of a module before it runs.
+        may_be_new: whether kernels may read shared memory that nothing has written, as they do where a tensor has fewer
+            channels than a block, and use nothing of it.
     """
     cuda.record_for(multiprocessors, shared_memory * 1024)
     cuda.take_records()
-    run, namespace = Interpreted(change=change), torch.ops.nasfast
+    run, namespace = Interpreted(change=change, may_be_new=may_be_new), torch.ops.nasfast
 
     with ExitStack() as stack:
         stack.enter_context(patch.dict("os.environ", NASFAST_EMULATE_CUDA="1"))

@@ -84,6 +84,7 @@ class Machine:
         threads: of a block.
         shared_bytes: that the launch asks for.
         parameter: the bytes of the kernel's argument.
+        may_be_new: whether shared memory may be read that nothing has written.
     """
 
     def __init__(
@@ -94,6 +95,8 @@ class Machine:
         shared_bytes: int,
         parameter: bytes,
         memory: Global,
+        *,
+        may_be_new: bool = False,
     ) -> None:
         self.translator, self.kernel = translator, translator.kernel
         kernel = self.kernel
@@ -101,7 +104,7 @@ class Machine:
         self.blocks = grid[0] * grid[1]
         self.total = self.blocks * threads
         self.parameter, self.memory = parameter, memory
-        self.shared = Shared(self.blocks, kernel.shared_bytes + shared_bytes, kernel.granule)
+        self.shared = Shared(self.blocks, kernel.shared_bytes + shared_bytes, kernel.granule, may_be_new)
         # the first barrier is 1, so that what nothing has touched is older than any access
         self.barriers = np.ones(self.blocks, np.int64)
         self.warp_barriers = np.zeros(self.total // 32, np.int64)
@@ -183,12 +186,11 @@ class Machine:
     # ---- memory
 
     def load_param(self, lanes: Lanes, address: Any, type_: type, count: int, line: int) -> list[Any]:
-        width = np.dtype(type_).itemsize
-        if np.ndim(address):
-            raise PtxError(f"line {line}: threads read different parameters")
-        if int(address) + width * count > len(self.parameter):
-            raise PtxError(f"line {line}: behind the parameter")
-        return list(np.frombuffer(self.parameter, type_, count, int(address)))
+        width, address = np.dtype(type_).itemsize, np.asarray(address).astype(np.int64)
+        if (address < 0).any() or (address + width * count > len(self.parameter)).any():
+            raise PtxError(f"line {line}: outside of the parameter")
+        all_ = np.frombuffer(self.parameter, np.uint8)
+        return [all_[(address + width * i)[..., None] + np.arange(width)].view(type_)[..., 0] for i in range(count)]
 
     def load_global(self, lanes: Lanes, address: Any, type_: type, count: int, line: int) -> list[Array]:
         width = np.dtype(type_).itemsize
@@ -224,14 +226,11 @@ class Machine:
             self.shared.views[width][at // width + i] = value.view(f"u{width}")
 
     def load_rows(self, lanes: Lanes, address: Any, line: int) -> Array:
-        """The rows of ldmatrix, [thread, 8] of 16 bits, which all lanes of a warp read.
-
-        A product may have columns that the tensor has not: what nothing has written is NaN, and so is what comes of it.
-        """
+        """The rows of ldmatrix, [thread, 8] of 16 bits, which all lanes of a warp read."""
         at, units = self._located(line, self.shared.places, lanes.base, lanes.warps(address, line), 16)
         now = self.now(lanes)
         warp = (now & 0xFFFFF) - 1 >> 5
-        self._located(line, self.shared.note_read, units, now & ~0xFFFFF | 2048 + warp, may_be_new=True)
+        self._located(line, self.shared.note_read, units, now & ~0xFFFFF | 2048 + warp)
         return self.shared.views[2][(at // 2)[:, None] + np.arange(8)]
 
     def copy(self, lanes: Lanes, to: Any, source: Any, size: Any, line: int) -> None:

@@ -25,7 +25,9 @@ _LANES, _ALL = 2048, 4095
 _WHO = 0xFFFFF
 _BARRIERS = ~((1 << 40) - 1)
 # a copy that has not arrived, whose place nobody may touch
-IN_FLIGHT = 1 << 62
+_IN_FLIGHT = 1 << 62
+# what several threads have written at the same time, which nobody may read
+_SEVERAL = 1 << 61
 
 
 class Global:
@@ -58,11 +60,17 @@ class Global:
 
 
 class Shared:
-    """The shared memory of all blocks, one after the other."""
+    """The shared memory of all blocks, one after the other.
 
-    def __init__(self, blocks: int, size: int, granule: int) -> None:
+    Args:
+        size: bytes of a block.
+        granule: bytes of the smallest access, which is the unit of the shadow.
+        may_be_new: whether what nothing has written may be read. It is NaN.
+    """
+
+    def __init__(self, blocks: int, size: int, granule: int, may_be_new: bool) -> None:
         self.size = max(16, -(-size // 16) * 16)
-        self.limit, self.granule = size, granule
+        self.limit, self.granule, self.may_be_new = size, granule, may_be_new
         memory = np.full(blocks * self.size, 0xFF, np.uint8)
         self.views = {width: memory.view(f"u{width}") for width in (1, 2, 4, 8)}
         self.written = np.zeros(len(memory) // granule, np.int64)
@@ -83,19 +91,18 @@ class Shared:
         units = max(1, bytes_ // self.granule)
         return at, (at // self.granule)[:, None] + np.arange(units)
 
-    def note_read(self, units: Array, now: Array, *, may_be_new: bool = False) -> None:
+    def note_read(self, units: Array, now: Array) -> None:
         """Check a read and note it; now: the time and thread of each access, [thread, 1].
-
-        Args:
-            may_be_new: whether memory may be read that nothing has written; it holds NaN.
 
         Raises:
             PtxError: of what was never written, or of what another thread writes at the same time.
         """
         before, floor = self.written[units], now & _BARRIERS
-        if not (may_be_new or before.all()):
+        if not (self.may_be_new or before.all()):
             raise PtxError("shared memory is read that nothing has written")
-        _refuse_unordered(before, now, floor, "reads what thread {} has written")
+        if (before & _SEVERAL).any():
+            raise PtxError("a race: shared memory is read that several threads have written at the same time")
+        _refuse(*_unordered(before, now, floor), "reads what {} has written")
         readers = self.read[units]
         now = np.where(readers >= floor, _together(readers, now), now)
         self.read[units] = now
@@ -107,39 +114,45 @@ class Shared:
     def note_write(self, units: Array, now: Array, *, arrives: bool = True) -> None:
         """Check a write and note it; arrives: False for a copy that is only begun.
 
+        Several threads may write to a place at the same time if nobody reads it before it is written again.
+
         Raises:
-            PtxError: to what another thread reads or writes at the same time.
+            PtxError: to what another thread reads at the same time, or where a copy has not arrived.
         """
         floor = now & _BARRIERS
-        _refuse_unordered(self.written[units], now, floor, "writes what thread {} has written")
-        _refuse_unordered(self.read[units], now, floor, "writes what thread {} reads")
+        _refuse(*_unordered(self.read[units], now, floor), "writes what {} reads")
+        before = self.written[units]
+        was, _, wrong = _unordered(before & ~_SEVERAL, now, floor)
+        if len(was) and (was >= _IN_FLIGHT).any():
+            raise PtxError("a race: shared memory is written to which a copy has not arrived")
         now = np.broadcast_to(now, units.shape)
-        self.written[units] = now
-        if (self.written[units] != now).any():
-            raise PtxError("two threads write the same shared memory in one instruction")
-        if not arrives:
-            self.written[units] = now | IN_FLIGHT
+        self.written[units] = now | (0 if arrives else _IN_FLIGHT)
+        wrong |= (self.written[units] ^ now) & ~_IN_FLIGHT != 0
+        if wrong.any():
+            self.written[units[wrong]] = now[wrong] | _SEVERAL
 
 
 def _warp(who: Array) -> Array:
     return np.where(who >= _LANES, who - _LANES, (who - 1) >> 5)
 
 
-def _refuse_unordered(before: Array, now: Array, floor: Array, what: str) -> None:
-    late = before >= floor
-    if not late.any():
+def _unordered(before: Array, now: Array, floor: Array) -> tuple[Array, Array, Array]:
+    """Earlier accesses that no barrier orders before these ones, these ones, and where they are."""
+    wrong = before >= floor
+    if wrong.any():
+        was, is_ = before & _WHO, now & _WHO
+        same_warp = (_warp(was) == _warp(is_)) & (was != _ALL)
+        ordered = ((was == is_) | (same_warp & (before < now & ~_WHO))) & (before < _IN_FLIGHT)
+        wrong &= ~ordered
+    return before[wrong], np.broadcast_to(now, wrong.shape)[wrong], wrong
+
+
+def _refuse(before: Array, now: Array, wrong: Array, what: str) -> None:
+    if not wrong.any():
         return
-    before, now = before[late], np.broadcast_to(now, late.shape)[late]
-    was, is_ = before & _WHO, now & _WHO
-    same_warp = (_warp(was) == _warp(is_)) & (was != _ALL)
-    ordered = ((was == is_) | (same_warp & (before < now & ~_WHO))) & (before < IN_FLIGHT)
-    if not ordered.all():
-        first = np.flatnonzero(~ordered)[0]
-        copies = ", by a copy that it has not waited for" if before[first] >= IN_FLIGHT else ""
-        raise PtxError(
-            f"a race: {_who(is_[first])} {what.removeprefix('thread ').format(_who(was[first]))}{copies}, and no "
-            "barrier lies between"
-        )
+    copied = ", by a copy that has not arrived" if before[0] >= _IN_FLIGHT else ""
+    was, is_ = _who(before[0] & _WHO), _who(now[0] & _WHO)
+    raise PtxError(f"a race: {is_} {what.format(was)}{copied}, and no barrier lies between")
 
 
 def _who(number: int) -> str:
