@@ -5,10 +5,18 @@ An element may also be a scalar, which all threads share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
+from .parse import PtxError
+
 Array = NDArray
+
+_COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater}
+_COMPARE["ge"] = np.greater_equal
+_INVERSE = {"eq": "ne", "ne": "eq", "lt": "ge", "le": "gt", "gt": "le", "ge": "lt"}
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
@@ -35,30 +43,30 @@ def wide_product(a: Array, b: Array) -> Array:
 
 def shift_left(a: Array, count: Array) -> Array:
     bits = 8 * a.dtype.itemsize
-    return np.where(count < bits, a << np.minimum(count, bits - 1).astype(a.dtype), a.dtype.type(0))
+    shifted = a << np.minimum(count, bits - 1).astype(a.dtype)
+    return np.where(count < bits, shifted, a.dtype.type(0)) if np.any(count >= bits) else shifted
 
 
 def shift_right(a: Array, count: Array) -> Array:
     bits = 8 * a.dtype.itemsize
     shifted = a >> np.minimum(count, bits - 1).astype(a.dtype)
-    return shifted if a.dtype.kind == "i" else np.where(count < bits, shifted, a.dtype.type(0))
+    return (
+        np.where(count < bits, shifted, a.dtype.type(0)) if a.dtype.kind == "u" and np.any(count >= bits) else shifted
+    )
+
+
+def compared(how: str, a: Array, b: Array) -> Array:
+    """setp; what ends in u also holds where one of both is not a number, and ne only where both are."""
+    if how == "ne" and a.dtype.kind == "f":
+        return (a < b) | (a > b)
+    if how[2:] == "u":
+        return ~compared(_INVERSE[how[:2]], a, b)
+    return _COMPARE[how](a, b)
 
 
 def saturate(a: Array) -> Array:
     """Within [0, 1]; NaN becomes 0."""
     return np.where(np.isnan(a), np.float32(0), np.clip(a, np.float32(0), np.float32(1))).astype(np.float32)
-
-
-def parts(a: Array, type_: type) -> list[Array]:
-    """The bits of each number as several smaller ones, lowest first."""
-    columns = np.ascontiguousarray(np.atleast_1d(a)).view(type_).reshape(np.size(a), -1).T
-    return list(columns) if np.ndim(a) else [column[0] for column in columns]
-
-
-def whole(numbers: list[Array], type_: type) -> Array:
-    """The inverse of parts."""
-    joined = np.stack(np.broadcast_arrays(*numbers), -1).view(type_)
-    return joined[..., 0]
 
 
 def truncate(a: Array) -> Array:
@@ -97,24 +105,26 @@ def halves(pair: Array) -> tuple[Array, Array]:
     return (pair & np.uint32(0xFFFF)).astype(np.uint16), (pair >> np.uint32(16)).astype(np.uint16)
 
 
-def joined(lower: Array, upper: Array) -> Array:
+def joined(parts: Sequence[Array]) -> Array:
+    """A pair of 16 bits each, the lower half first."""
+    lower, upper = parts
     return lower.astype(np.uint32) | upper.astype(np.uint32) << np.uint32(16)
 
 
-def pack(storage: str, upper: Array, lower: Array, relu: bool) -> Array:
+def pack(storage: str, upper: Array, lower: Array, relu: str) -> Array:
     """cvt.rn(.relu) of two float32 to a pair; the first operand becomes the upper half."""
     _, to = STORAGE[storage]
     if relu:
         # np.where instead of maximum, so that -0 becomes 0 and NaN stays
         upper, lower = (np.where(a <= 0, np.float32(0), a).astype(np.float32) for a in (upper, lower))
-    return joined(to(lower), to(upper))
+    return joined((to(lower), to(upper)))
 
 
 def least(storage: str, a: Array, b: Array) -> Array:
     """min.NaN of pairs."""
     get, to = STORAGE[storage]
     parts = zip(halves(a), halves(b), strict=True)
-    return joined(*(to(np.minimum(get(x), get(y))) for x, y in parts))
+    return joined([to(np.minimum(get(x), get(y))) for x, y in parts])
 
 
 # ---- instructions of whole warps: arrays hold warps one after the other
@@ -129,7 +139,8 @@ def product(storage: str, a: list[Array], b: list[Array], c: list[Array]) -> lis
     """mma.sync m16n8k16 and m16n8k8 with float32 sums: c + a b, as the PTX ISA lays out the fragments.
 
     a: row l / 4 (+ 8 in every second register), columns 2 (l % 4) and + 1 (+ 8 from the third register on).
-    b: rows 2 (l % 4) and + 1 (+ 8 in the second register), column l / 4. c: rows l / 4 and + 8, columns like those of a.
+    b: rows 2 (l % 4) and + 1 (+ 8 in the second register), column l / 4.
+    c: rows l / 4 and + 8, columns like those of a.
     """
     tiles = [_tiles(part, storage) for part in a]
     left = np.concatenate([np.concatenate(tiles[i : i + 2], 1) for i in range(0, len(a), 2)], 2)
@@ -147,7 +158,7 @@ def transposed(pairs: Array) -> Array:
     return np.ascontiguousarray(tiles.swapaxes(1, 2)).reshape(-1).view(np.uint32)
 
 
-def matrices(rows: Array, transpose: bool) -> list[Array]:
+def matrices(rows: Array, transpose: str) -> list[Array]:
     """ldmatrix.x4: rows [lane, 8] of 16 bits, as read at the address of each lane; four registers.
 
     Lane 8 j + i gives the address of row i of matrix j, which goes to register j.
@@ -158,9 +169,9 @@ def matrices(rows: Array, transpose: bool) -> list[Array]:
     return [np.ascontiguousarray(tiles[:, j]).reshape(-1).view(np.uint32) for j in range(4)]
 
 
-def shuffled(value: Array, source: Array, mode: str) -> Array:
-    """shfl.sync over all 32 lanes."""
-    lane = np.arange(len(value))
-    source = np.broadcast_to(source, value.shape).astype(np.int64)
-    to = lane ^ source if mode == "bfly" else lane // 32 * 32 + (source & 31)
-    return value[to]
+def shuffled(mode: str, value: Array, source: Array, clamp: Array, mask: Array) -> Array:
+    """shfl.sync over all 32 lanes; clamp and mask are those of all lanes."""
+    if np.any(clamp != 31) or np.any(mask != 0xFFFFFFFF):
+        raise PtxError("the interpreter knows shuffles of whole warps")
+    lane, source = np.arange(len(value)), np.broadcast_to(source, value.shape).astype(np.int64)
+    return value[lane ^ source if mode == "bfly" else lane // 32 * 32 + (source & 31)]

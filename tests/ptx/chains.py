@@ -1,7 +1,7 @@
 """Chains whose CUDA kernels run in the interpreter, on the memory of CPU tensors.
 
-The host's code decides on launches as for a GPU and writes them down (benchmarks/gpu_model/cuda_launches.cpp); nvcc makes
-PTX of the kernels that a call needs.
+The host's code decides on launches as for a GPU and writes them down (benchmarks/gpu_model/cuda_launches.cpp), and nvcc
+makes PTX of the kernels that a call needs.
 """
 
 from __future__ import annotations

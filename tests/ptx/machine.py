@@ -1,7 +1,7 @@
 """Runs one launch: all threads of all blocks together, each instruction once for those that are at it.
 
-The block of instructions that stands first in the text runs first, so that threads meet again where their ways join. At a
-barrier the threads of a block wait for each other.
+The block of instructions that stands first in the text runs first, so that threads meet again where their ways join.
+At a barrier the threads of a block wait for each other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .memory import Global, Shared
-from .parse import Kernel, PtxError
+from .parse import PtxError
 from .translate import Translator
 
 Array = NDArray
@@ -53,10 +53,10 @@ class Lanes:
         warps = self.index[: self.count // 32 * 32].reshape(-1, 32)
         return self.count % 32 == 0 and bool(((warps[:, 0] % 32 == 0) & (warps[:, 31] == warps[:, 0] + 31)).all())
 
-    def warps(self, value: Any, line: int) -> Array:
+    def warps(self, value: Any) -> Array:
         """The same as `all`, for an instruction of whole warps."""
         if not self.whole_warps:
-            raise PtxError(f"line {line}: not all lanes of a warp are at this instruction")
+            raise PtxError("not all lanes of a warp are at this instruction")
         return self.all(value)
 
 
@@ -139,14 +139,15 @@ class Machine:
                 self._step(first, lanes, at, waits)
 
     def _step(self, block: int, lanes: Lanes, at: Array, waits: Array) -> None:
-        function = self.translator.function(block)
+        function, self.line = self.translator.function(block), self.kernel.blocks[block].instructions[-1].line
         last = self.kernel.blocks[block].instructions[-1]
         try:
             condition = function(self, lanes, self.registers)
             if last.name == "trap":
-                raise PtxError(f"line {last.line}: trap")
+                raise PtxError("the kernel ends with an error")
         except PtxError as error:
-            raise PtxError(f"{self.kernel.name}, {error}") from None
+            text = self.kernel.lines[self.line - 1].strip()
+            raise PtxError(f"{self.kernel.name}, line {self.line}: {text}: {error}") from None
         following = block + 1
         if last.name == "ret":
             following = len(self.kernel.blocks)
@@ -170,8 +171,10 @@ class Machine:
         self._now = None
         waits.reshape(self.blocks, -1)[ready] = False
 
-    def sync_warps(self, lanes: Lanes, line: int) -> None:
-        warps = lanes.warps(lanes.index, line)[::32] // 32
+    def sync_warps(self, lanes: Lanes, mask: Any) -> None:
+        if np.any(mask != 0xFFFFFFFF):
+            raise PtxError("the interpreter knows barriers of whole warps")
+        warps = lanes.warps(lanes.index)[::32] // 32
         self.warp_barriers[warps] += 1
         self._now = None
 
@@ -185,88 +188,78 @@ class Machine:
 
     # ---- memory
 
-    def load_param(self, lanes: Lanes, address: Any, type_: type, count: int, line: int) -> list[Any]:
-        width, address = np.dtype(type_).itemsize, np.asarray(address).astype(np.int64)
+    def load_param(self, lanes: Lanes, address: Any, type_: type, vector: str) -> list[Any]:
+        width, count = np.dtype(type_).itemsize, int(vector[1:] or 1)
+        address = np.asarray(address).astype(np.int64)
         if (address < 0).any() or (address + width * count > len(self.parameter)).any():
-            raise PtxError(f"line {line}: outside of the parameter")
+            raise PtxError("outside of the parameter")
         all_ = np.frombuffer(self.parameter, np.uint8)
         return [all_[(address + width * i)[..., None] + np.arange(width)].view(type_)[..., 0] for i in range(count)]
 
-    def load_global(self, lanes: Lanes, address: Any, type_: type, count: int, line: int) -> list[Array]:
-        width = np.dtype(type_).itemsize
-        at = self._located(line, self.memory.places, address, width, count)
+    def load_global(self, lanes: Lanes, address: Any, type_: type, vector: str) -> list[Array]:
+        width, count = np.dtype(type_).itemsize, int(vector[1:] or 1)
+        at = self.memory.places(address, width, count)
         view = self.memory.views[width]
         return [view[at + i].view(type_) for i in range(count)]
 
-    def store_global(self, lanes: Lanes, address: Any, values: Sequence[Array], line: int) -> None:
+    def store_global(self, lanes: Lanes, address: Any, values: Sequence[Array]) -> None:
         width = values[0].dtype.itemsize
-        at = self._located(line, self.memory.places, address, width, len(values))
+        at = self.memory.places(address, width, len(values))
         for i, value in enumerate(values):
             self.memory.views[width][at + i] = value.view(f"u{width}")
 
-    def atomic_add(self, lanes: Lanes, address: Any, number: Any, line: int) -> Array:
-        at = self._located(line, self.memory.places, lanes.all(address), 4, 1)
+    def atomic_add(self, lanes: Lanes, address: Any, number: Any) -> Array:
+        at = self.memory.places(lanes.all(address), 4, 1)
         view, before = self.memory.views[4].view(np.int32), np.empty(lanes.count, np.int32)
         for i, (place, more) in enumerate(zip(at, lanes.all(number), strict=True)):
             before[i] = view[place]
             view[place] += more
         return before
 
-    def load_shared(self, lanes: Lanes, address: Any, type_: type, count: int, line: int) -> list[Array]:
-        width = np.dtype(type_).itemsize
-        at, units = self._located(line, self.shared.places, lanes.base, lanes.all(address), width * count)
-        self._located(line, self.shared.note_read, units, self.now(lanes))
+    def load_shared(self, lanes: Lanes, address: Any, type_: type, vector: str) -> list[Array]:
+        width, count = np.dtype(type_).itemsize, int(vector[1:] or 1)
+        at, units = self.shared.places(lanes.base, lanes.all(address), width * count)
+        self.shared.note_read(units, self.now(lanes))
         return [self.shared.views[width][at // width + i].view(type_) for i in range(count)]
 
-    def store_shared(self, lanes: Lanes, address: Any, values: Sequence[Array], line: int) -> None:
+    def store_shared(self, lanes: Lanes, address: Any, values: Sequence[Array]) -> None:
         width = values[0].dtype.itemsize
-        at, units = self._located(line, self.shared.places, lanes.base, lanes.all(address), width * len(values))
-        self._located(line, self.shared.note_write, units, self.now(lanes))
-        for i, value in enumerate(values):
-            self.shared.views[width][at // width + i] = value.view(f"u{width}")
+        at, units = self.shared.places(lanes.base, lanes.all(address), width * len(values))
+        self.shared.write(at, units, self.now(lanes), values)
 
-    def load_rows(self, lanes: Lanes, address: Any, line: int) -> Array:
+    def load_rows(self, lanes: Lanes, address: Any) -> Array:
         """The rows of ldmatrix, [thread, 8] of 16 bits, which all lanes of a warp read."""
-        at, units = self._located(line, self.shared.places, lanes.base, lanes.warps(address, line), 16)
+        at, units = self.shared.places(lanes.base, lanes.warps(address), 16)
         now = self.now(lanes)
         warp = (now & 0xFFFFF) - 1 >> 5
-        self._located(line, self.shared.note_read, units, now & ~0xFFFFF | 2048 + warp)
+        self.shared.note_read(units, now & ~0xFFFFF | 2048 + warp)
         return self.shared.views[2][(at // 2)[:, None] + np.arange(8)]
 
-    def copy(self, lanes: Lanes, to: Any, source: Any, size: Any, line: int) -> None:
+    def copy(self, lanes: Lanes, to: Any, source: Any, most: Any, size: Any) -> None:
         """Begin a copy of 16 bytes, which arrives as late as it may; zeros behind `size` bytes."""
-        at, units = self._located(line, self.shared.places, lanes.base, lanes.all(to), 16)
-        self._located(line, self.shared.note_write, units, self.now(lanes), arrives=False)
+        at, units = self.shared.places(lanes.base, lanes.all(to), 16)
+        self.shared.begin_copy(units, self.now(lanes))
         size, source = lanes.all(size), lanes.all(source)
         reads = size > 0
-        if not np.isin(size, (0, 16)).all():
-            raise PtxError(f"line {line}: the interpreter knows copies of 0 and 16 bytes")
+        if most != 16 or not np.isin(size, (0, 16)).all():
+            raise PtxError("the interpreter knows copies of 0 and 16 bytes")
         data = np.zeros((lanes.count, 4), np.uint32)
-        places = self._located(line, self.memory.places, source[reads], 4, 4)
+        places = self.memory.places(source[reads], 4, 4)
         data[reads] = self.memory.views[4][places[:, None] + np.arange(4)]
         self.copies.append(_Copies(lanes.index, self.groups[lanes.index], at, data))
 
     def commit(self, lanes: Lanes) -> None:
         self.groups[lanes.index] += 1
 
-    def wait(self, lanes: Lanes, allowed: int) -> None:
+    def wait(self, lanes: Lanes, allowed: Any) -> None:
         """Let the copies of these threads arrive, except those of their last groups."""
         newest = np.full(self.total, -1)
-        newest[lanes.index] = self.groups[lanes.index] - allowed
+        newest[lanes.index] = self.groups[lanes.index] - int(allowed)
         now, kept = self.now(self.everyone), []
         for copies in self.copies:
             done = copies.group < newest[copies.index]
-            at = copies.at[done]
-            self.shared.views[4][(at // 4)[:, None] + np.arange(4)] = copies.data[done]
-            units = (at // self.shared.granule)[:, None] + np.arange(16 // self.shared.granule)
-            self.shared.written[units] = now[copies.index[done]]
+            self.shared.end_copy(copies.at[done], copies.data[done], now[copies.index[done]])
             left = ~done
             if left.any():
                 kept.append(_Copies(copies.index[left], copies.group[left], copies.at[left], copies.data[left]))
         self.copies = kept
-
-    def _located(self, line: int, function: Any, *args: Any, **named: Any) -> Any:
-        try:
-            return function(*args, **named)
-        except PtxError as error:
-            raise PtxError(f"line {line}: {self.kernel.lines[line - 1].strip()}: {error}") from None

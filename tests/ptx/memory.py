@@ -2,7 +2,8 @@
 
 An access to shared memory happens before another one if a barrier of the block lies between them, a bar.warp.sync for two
 lanes of a warp, or if one thread makes both. Nothing else orders them: shuffles and matrix instructions do not, by the
-memory model of PTX. Two accesses of which one writes and that are not ordered are a race, whatever this run computes.
+memory model of PTX. Two accesses that are not ordered are a race if one of them writes, whatever this run computes;
+but two writes of equal numbers are none, as for compute-sanitizer.
 
 The shadow keeps of the last write and of the last reads one number: the count of the block's barriers at that time, from
 bit 40 on; that of the warp's, from bit 20 on; and who it was, plus 1. Lanes of one warp that read together are
@@ -111,25 +112,41 @@ class Shared:
             now = np.where(wrong, _together(self.read[units], now), now)
             self.read[units[wrong]] = now[wrong]
 
-    def note_write(self, units: Array, now: Array, *, arrives: bool = True) -> None:
-        """Check a write and note it; arrives: False for a copy that is only begun.
-
-        Several threads may write to a place at the same time if nobody reads it before it is written again.
+    def begin_write(self, units: Array, now: Array) -> Array:
+        """Check a write; returns where another thread has written at the same time.
 
         Raises:
             PtxError: to what another thread reads at the same time, or where a copy has not arrived.
         """
-        floor = now & _BARRIERS
-        _refuse(*_unordered(self.read[units], now, floor), "writes what {} reads")
-        before = self.written[units]
-        was, _, wrong = _unordered(before & ~_SEVERAL, now, floor)
-        if len(was) and (was >= _IN_FLIGHT).any():
+        _refuse(*_unordered(self.read[units], now, now & _BARRIERS), "writes what {} reads")
+        was, _, wrong = _unordered(self.written[units] & ~_SEVERAL, now, now & _BARRIERS)
+        if (was >= _IN_FLIGHT).any():
             raise PtxError("a race: shared memory is written to which a copy has not arrived")
-        now = np.broadcast_to(now, units.shape)
-        self.written[units] = now | (0 if arrives else _IN_FLIGHT)
-        wrong |= (self.written[units] ^ now) & ~_IN_FLIGHT != 0
-        if wrong.any():
-            self.written[units[wrong]] = now[wrong] | _SEVERAL
+        return wrong
+
+    def write(self, at: Array, units: Array, now: Array, values: Sequence[Array]) -> None:
+        """Write numbers to neighbouring places; several threads may do so at the same time if nobody reads them then."""
+        wrong = self.begin_write(units, now)
+        width = values[0].dtype.itemsize
+        view, places = self.views[width], [at // width + i for i in range(len(values))]
+        before = self.views[self.granule][units]
+        for place, value in zip(places, values, strict=True):
+            view[place] = value.view(view.dtype)
+        wrong &= self.views[self.granule][units] != before
+        for place, value in zip(places, values, strict=True):
+            wrong |= (view[place] != value.view(view.dtype))[:, None]
+        self.written[units] = now
+        self.written[units[wrong]] |= _SEVERAL
+
+    def begin_copy(self, units: Array, now: Array) -> None:
+        if self.begin_write(units, now).any():
+            raise PtxError("a race: a copy goes to where another thread has written")
+        self.written[units] = now | _IN_FLIGHT
+
+    def end_copy(self, at: Array, data: Array, now: Array) -> None:
+        """Let copies arrive, of 16 bytes each as four numbers."""
+        self.views[4][(at // 4)[:, None] + np.arange(4)] = data
+        self.written[(at // self.granule)[:, None] + np.arange(16 // self.granule)] = now
 
 
 def _warp(who: Array) -> Array:

@@ -18,12 +18,85 @@ from .parse import TYPES, BasicBlock, Instruction, Kernel, PtxError
 
 _SPECIAL = {"%tid.x": "thread", "%ctaid.x": "block_x", "%ctaid.y": "block_y"}
 _SPECIAL |= {"%ntid.x": "threads", "%nctaid.x": "count_x", "%nctaid.y": "count_y"}
-_OPERATORS = {"add": "+", "sub": "-", "mul": "*", "and": "&", "or": "|", "xor": "^"}
-_COMPARE = {"eq": "==", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "ne": "!="}
-# modifiers of loads and stores that choose a cache or a scope, or forbid the compiler to move them
-_CACHES = {"cg", "ca", "nc", "volatile"}
-_ROUNDED = {"rn", "f32", "f64"}
-_NOTHING = {"griddepcontrol.launch_dependents", "griddepcontrol.wait", "bra", "bra.uni", "ret", "bar.sync", "trap"}
+
+# What each instruction computes: its opcode, the type of its result, and an expression of its operands. In an opcode,
+# INT, FLOAT and ANY stand for a type, which is T in the rest. {1} is the first operand behind the result as a number of
+# type T, {1:u32} of another type, {1*} all numbers of a list, {1@} an address, and {1w} has a number for each lane of
+# whole warps. A result with * has several numbers.
+_CACHES = r"(.volatile)?.(?P<space>global|shared|param)(.cg|.ca|.nc)?(?P<count>.v2|.v4)?"
+_TABLE = [
+    ("mov.ANY", "T", "{1}"),
+    ("mov.b32.pack", "b32", "joined({1*:b16})"),
+    ("add(.rn)?.ANY", "T", "{1} + {2}"),
+    ("sub(.rn)?.ANY", "T", "{1} - {2}"),
+    ("mul.lo.INT", "T", "{1} * {2}"),
+    ("mul(.rn)?.FLOAT", "T", "{1} * {2}"),
+    (r"mul.hi.(?P<T>[us]32)", "T", "high({1}, {2})"),
+    (r"mul.wide.(?P<T>[us]32)", "WIDE", "wide_product({1}, {2})"),
+    ("mad.lo.INT", "T", "{1} * {2} + {3}"),
+    ("fma.rn.FLOAT", "T", "fma({1}, {2}, {3})"),
+    ("div.rn.FLOAT", "T", "{1} / {2}"),
+    ("div.INT", "T", "quotient({1}, {2})"),
+    ("rem.INT", "T", "np.fmod({1}, {2})"),
+    ("min.FLOAT", "T", "np.fmin({1}, {2})"),
+    ("max.FLOAT", "T", "np.fmax({1}, {2})"),
+    ("min.INT", "T", "np.minimum({1}, {2})"),
+    ("max.INT", "T", "np.maximum({1}, {2})"),
+    ("min.NaN.(?P<half>bf16|f16)x2", "b32", "least('{half}', {1:b32}, {2:b32})"),
+    ("and.ANY", "T", "{1} & {2}"),
+    ("or.ANY", "T", "{1} | {2}"),
+    ("xor.ANY", "T", "{1} ^ {2}"),
+    ("not.ANY", "T", "~{1}"),
+    ("neg.ANY", "T", "-{1}"),
+    ("abs.ANY", "T", "np.abs({1})"),
+    ("sqrt.rn.FLOAT", "T", "np.sqrt({1})"),
+    ("rcp.rn.FLOAT", "T", "np.reciprocal({1})"),
+    ("shl.INT", "T", "shift_left({1}, {2:u32})"),
+    ("shr.INT", "T", "shift_right({1}, {2:u32})"),
+    ("selp.ANY", "T", "np.where({3:pred}, {1}, {2})"),
+    ("setp.(?P<how>eq|ne|lt|le|gt|ge|equ|neu|ltu|leu|gtu|geu).ANY", "pred", "compared('{how}', {1}, {2})"),
+    ("cvt.rn(?P<relu>.relu)?.(?P<half>bf16|f16)x2.f32", "b32", "pack('{half}', {1:f32}, {2:f32}, '{relu}')"),
+    ("cvt.f32.f16", "f32", "from_float16({1:b16})"),
+    ("cvt.sat.f32.f32", "f32", "saturate({1:f32})"),
+    ("cvt.rzi.s32.f32", "s32", "truncate({1:f32})"),
+    (r"cvt.(?P<to>[us]\d+).(?P<T>[us]\d+)", "TO", "{1}.astype({to})"),
+    (r"cvt.rn.(?P<to>f\d+).(?P<T>[us]\d+)", "TO", "{1}.astype({to})"),
+    ("cvt.rn.(?P<to>f32).(?P<T>f64)", "TO", "{1}.astype({to})"),
+    ("cvt.(?P<to>f64).(?P<T>f32)", "TO", "{1}.astype({to})"),
+    ("cvta.to.global.(?P<T>u64)", "T", "{1}"),
+    (rf"ld{_CACHES}.(?P<T>[busf]\d+)", "T*", "M.load_{space}(L, {1@}, {T}, '{count}')"),
+    (rf"st{_CACHES}.(?P<T>[busf]\d+)", "", "M.store_{space}(L, {0@}, {1*})"),
+    ("cp.async.commit_group", "", "M.commit(L)"),
+    ("cp.async.wait_group", "", "M.wait(L, {0:u32})"),
+    ("cp.async.cg.shared.global", "", "M.copy(L, {0@:u32}, {1@:u64}, {2:u32}, {3:u32})"),
+    ("atom.acq_rel.gpu.global.add.(?P<T>s32)", "T", "M.atomic_add(L, {1@:u64}, {2})"),
+    ("bar.warp.sync", "", "M.sync_warps(L, {0:u32})"),
+    (
+        "ldmatrix.sync.aligned.m8n8.x4(?P<trans>.trans)?.shared.b16",
+        "b32*",
+        "matrices(M.load_rows(L, {1@:u32}), '{trans}')",
+    ),
+    ("movmatrix.sync.aligned.m8n8.trans.b16", "b32", "transposed({1w:b32})"),
+    (
+        "mma.sync.aligned.m16n8k(16|8).row.col.f32.(?P<half>bf16|f16).(?P=half).f32",
+        "f32*",
+        "product('{half}', {1*w:b32}, {2*w:b32}, {3*w:f32})",
+    ),
+    ("shfl.sync.(?P<mode>bfly|idx).b32", "b32", "shuffled('{mode}', {1w:b32}, {2:u32}, {3:u32}, {4:u32})"),
+    # the launches in front of this one have ended
+    ("griddepcontrol.launch_dependents|griddepcontrol.wait|bra(.uni)?|ret|bar.sync|trap", "", ""),
+]
+
+
+def _pattern(opcode: str) -> re.Pattern[str]:
+    text = opcode.replace(".", r"\.")
+    for word, kind in {"INT": r"(?P<T>[bus]\d+)", "FLOAT": "(?P<T>f32|f64)", "ANY": r"(?P<T>[busf]\d+|pred)"}.items():
+        text = text.replace(word, kind)
+    return re.compile(text)
+
+
+_RULES = [(_pattern(opcode), result, expression) for opcode, result, expression in _TABLE]
+_PLACE = re.compile(r"\{(\d)([*@w]*)(?::(\w+))?\}")
 
 
 def local(register: str) -> str:
@@ -38,7 +111,8 @@ def written(ins: Instruction) -> list[str]:
     """The registers that an instruction sets."""
     if ins.name in ("st", "bra", "ret", "bar", "cp", "griddepcontrol", "trap") or not ins.operands:
         return []
-    return _registers(ins.operands[0])
+    found = _registers(ins.operands[0])
+    return found[:1] if ins.name == "shfl" else found  # nothing uses whether a lane was in range
 
 
 def read(ins: Instruction) -> list[str]:
@@ -110,7 +184,7 @@ class Translator:
         for ins in block.instructions:
             try:
                 lines += self.statements(ins)
-            except (KeyError, ValueError, IndexError, AttributeError) as error:
+            except (KeyError, ValueError, IndexError, AttributeError, StopIteration) as error:
                 text = self.kernel.lines[ins.line - 1].strip()
                 raise PtxError(f"line {ins.line}: the interpreter does not know: {text} ({error!r})") from error
         lines += [f"L.put(R, {self.index[name]}, {local(name)})" for name in sorted(self.leaves[at])]
@@ -162,216 +236,42 @@ class Translator:
             return []
         return [f"{local(register)} = {_converted(f'({expression})', type_, self.kernel.type_of(register))}"]
 
-    def list_of(self, operand: str, kind: str) -> str:
-        return "[" + ", ".join(self.value(name.strip(), kind) for name in operand.strip("{}").split(",")) + "]"
-
-    def set_all(self, operand: str, expression: str, type_: str) -> list[str]:
-        names = [name.strip() for name in operand.strip("{}").split(",")]
-        lines = [f"vector = {expression}"]
-        return lines + [line for i, name in enumerate(names) for line in self.set(name, f"vector[{i}]", type_)]
-
     # ---- instructions
 
     def statements(self, ins: Instruction) -> list[str]:
-        if ins.opcode in _NOTHING:
+        """The Python statements of an instruction."""
+        opcode = ins.opcode + (".pack" if ins.name == "mov" and ins.operands[1][0] == "{" else "")
+        rules = ((pattern.fullmatch(opcode), result, expression) for pattern, result, expression in _RULES)
+        found, result, expression = next(rule for rule in rules if rule[0])
+        words = {name: (text or "").strip(".") for name, text in found.groupdict().items()}
+        if not expression:
             return []
         if ins.guard:
             raise ValueError("a condition of something else than a branch")
-        special = getattr(self, f"_{ins.name}", None)
-        if special is not None:
-            return special(ins)
-        kind, modifiers = ins.modifiers[-1], set(ins.modifiers[:-1])
-        a, *rest = (self.value(operand, kind) for operand in ins.operands[1:3])
-        b = rest[0] if rest else None
-        float_ = kind in ("f32", "f64")
-        allowed = {"rn"} if float_ else {"lo"} if ins.name in ("mul", "mad") else set()
-        if not modifiers <= allowed or (kind[0] == "f" and not float_):
-            raise ValueError("modifiers")
-        third = self.value(ins.operands[3], kind) if len(ins.operands) > 3 else None
-        logic = f"{a} {_OPERATORS[ins.name]} {b}" if ins.name in _OPERATORS else None
-        found = (
-            logic
-            or {
-                "fma": f"fma({a}, {b}, {third})",
-                "mad": f"{a} * {b} + {third}",
-                "div": f"{a} / {b}" if float_ else f"quotient({a}, {b})",
-                "rem": f"np.fmod({a}, {b})",
-                "min": f"np.fmin({a}, {b})" if float_ else f"np.minimum({a}, {b})",
-                "max": f"np.fmax({a}, {b})" if float_ else f"np.maximum({a}, {b})",
-                "neg": f"-{a}",
-                "abs": f"np.abs({a})",
-                "not": f"~{a}",
-                "sqrt": f"np.sqrt({a})",
-                "rcp": f"{self.literal(1, kind)} / {a}",
-            }[ins.name]
-        )
-        return self.set(ins.operands[0], found, TYPES[kind])
+        kind = words.get("T", "")
+        result = result.replace("TO", words.get("to", "")).replace("WIDE", kind.replace("32", "64")).replace("T", kind)
+        call = _PLACE.sub(lambda place: self.operand(ins, place, kind), expression)
+        for name, text in words.items():
+            call = call.replace(f"{{{name}}}", TYPES.get(text, text) if name in ("T", "to") else text)
+        at = [f"M.line = {ins.line}"] if "M." in call or "w:" in expression else []
+        if not result:
+            return [*at, call]
+        names = [name.strip() for name in re.split("[,|]", ins.operands[0].strip("{}"))]
+        if not result.endswith("*"):
+            return at + self.set(names[0], call, TYPES[result])
+        each = (self.set(name, f"vector[{i}]", TYPES[result[:-1]]) for i, name in enumerate(names))
+        return [*at, f"vector = {call}", *(line for lines in each for line in lines)]
 
-    def _mul(self, ins: Instruction) -> list[str]:
-        kind = ins.modifiers[-1]
-        a, b = (self.value(operand, kind) for operand in ins.operands[1:])
-        mode = ins.modifiers[0]
-        if mode == "wide":
-            return self.set(ins.operands[0], f"wide_product({a}, {b})", TYPES[kind[0] + str(2 * int(kind[1:]))])
-        if mode == "hi" and kind[1:] == "32":
-            return self.set(ins.operands[0], f"high({a}, {b})", TYPES[kind])
-        if mode not in ("lo", *_ROUNDED):
-            raise ValueError(mode)
-        return self.set(ins.operands[0], f"{a} * {b}", TYPES[kind])
-
-    def _shl(self, ins: Instruction) -> list[str]:
-        return self._shift(ins, "<<", "shift_left")
-
-    def _shr(self, ins: Instruction) -> list[str]:
-        return self._shift(ins, ">>", "shift_right")
-
-    def _shift(self, ins: Instruction, operator: str, function: str) -> list[str]:
-        (kind,), (to, a, count) = ins.modifiers, ins.operands
-        count = self.constants.get(count, count)
-        if count[0] != "%" and int(count, 0) < int(kind[1:]):
-            return self.set(to, f"{self.value(a, kind)} {operator} {self.literal(int(count, 0), kind)}", TYPES[kind])
-        return self.set(to, f"{function}({self.value(a, kind)}, {self.value(count, 'u32')})", TYPES[kind])
-
-    def _mov(self, ins: Instruction) -> list[str]:
-        (kind,), (to, a) = ins.modifiers, ins.operands
-        if to[0] == "{":
-            part = f"u{int(kind[1:]) // len(to.split(','))}"
-            return self.set_all(to, f"parts({self.value(a, kind)}, {TYPES[part]})", TYPES[part])
-        if a[0] == "{":
-            part = f"u{int(kind[1:]) // len(a.split(','))}"
-            return self.set(to, f"whole({self.list_of(a, part)}, {TYPES[kind]})", TYPES[kind])
-        return self.set(to, self.value(a, kind), TYPES[kind])
-
-    def _setp(self, ins: Instruction) -> list[str]:
-        (compare, kind), (to, *operands) = ins.modifiers, ins.operands
-        a, b = (self.value(operand, kind) for operand in operands)
-        if kind[0] == "f" and compare == "ne":
-            found = f"({a} < {b}) | ({a} > {b})"
-        elif compare in _COMPARE:
-            found = f"{a} {_COMPARE[compare]} {b}"
-        else:  # unordered: also where one of them is not a number
-            found = f"({a} {_COMPARE[compare.removesuffix('u')]} {b}) | np.isnan({a}) | np.isnan({b})"
-        return self.set(to, found, "bool_")
-
-    def _selp(self, ins: Instruction) -> list[str]:
-        (kind,), (to, a, b, condition) = ins.modifiers, ins.operands
-        a, b = self.value(a, kind), self.value(b, kind)
-        return self.set(to, f"np.where({self.value(condition, 'pred')}, {a}, {b})", TYPES[kind])
-
-    def _min(self, ins: Instruction) -> list[str]:
-        if ins.modifiers[0] != "NaN":
-            (kind,) = ins.modifiers
-            function = "fmin" if kind[0] == "f" else "minimum"
-            a, b = (self.value(operand, kind) for operand in ins.operands[1:])
-            return self.set(ins.operands[0], f"np.{function}({a}, {b})", TYPES[kind])
-        a, b = (self.value(operand, "b32") for operand in ins.operands[1:])
-        return self.set(ins.operands[0], f"least({ins.modifiers[1].removesuffix('x2')!r}, {a}, {b})", "uint32")
-
-    def _cvt(self, ins: Instruction) -> list[str]:
-        *how, to, source = ins.modifiers
-        if to in ("bf16x2", "f16x2") and source == "f32" and how[0] == "rn" and set(how) <= {"rn", "relu"}:
-            upper, lower = (self.value(operand, "f32") for operand in ins.operands[1:])
-            found = f"pack({to.removesuffix('x2')!r}, {upper}, {lower}, {'relu' in how})"
-            return self.set(ins.operands[0], found, "uint32")
-        if (how, to, source) == ([], "f32", "f16"):
-            return self.set(ins.operands[0], f"from_float16({self.value(ins.operands[1], 'b16')})", "float32")
-        a = self.value(ins.operands[1], source)
-        if (how, to, source) == (["sat"], "f32", "f32"):
-            return self.set(ins.operands[0], f"saturate({a})", "float32")
-        if (how, to, source) == (["rzi"], "s32", "f32"):
-            return self.set(ins.operands[0], f"truncate({a})", "int32")
-        rounds = ["rn"] if to[0] == "f" and (to, source) != ("f64", "f32") else []
-        if how != rounds or (source[0] == "f" and to[0] != "f"):
-            raise ValueError("conversion")
-        return self.set(ins.operands[0], f"{a}.astype({TYPES[to]})", TYPES[to])
-
-    def _cvta(self, ins: Instruction) -> list[str]:
-        if ins.opcode != "cvta.to.global.u64":
-            raise ValueError("address space")
-        return self.set(ins.operands[0], self.value(ins.operands[1], "u64"), "uint64")
-
-    # ---- memory
-
-    def _access(self, ins: Instruction) -> tuple[str, str, int]:
-        """Space, type and number of elements of a load or store."""
-        *how, kind = ins.modifiers
-        count = next((int(word[1:]) for word in how if word in ("v2", "v4")), 1)
-        (space,) = (word for word in how if word in ("global", "shared", "param"))
-        if set(how) - _CACHES - {space, f"v{count}"}:
-            raise ValueError("modifiers")
-        return space, kind, count
-
-    def _ld(self, ins: Instruction) -> list[str]:
-        space, kind, count = self._access(ins)
-        to, address = ins.operands[0], self.address(ins.operands[1], "u32" if space == "shared" else "u64")
-        return self.set_all(to, f"M.load_{space}(L, {address}, {TYPES[kind]}, {count}, {ins.line})", TYPES[kind])
-
-    def _st(self, ins: Instruction) -> list[str]:
-        space, kind, _ = self._access(ins)
-        address = self.address(ins.operands[0], "u32" if space == "shared" else "u64")
-        return [f"M.store_{space}(L, {address}, {self.list_of(ins.operands[1], kind)}, {ins.line})"]
-
-    def _cp(self, ins: Instruction) -> list[str]:
-        if ins.opcode == "cp.async.commit_group":
-            return ["M.commit(L)"]
-        if ins.opcode == "cp.async.wait_group":
-            return [f"M.wait(L, {int(ins.operands[0])})"]
-        if ins.opcode != "cp.async.cg.shared.global" or ins.operands[2] != "16":
-            raise ValueError("copy")
-        to, source = self.address(ins.operands[0], "u32"), self.address(ins.operands[1], "u64")
-        return [f"M.copy(L, {to}, {source}, {self.value(ins.operands[3], 'u32')}, {ins.line})"]
-
-    def _atom(self, ins: Instruction) -> list[str]:
-        if ins.opcode != "atom.acq_rel.gpu.global.add.s32":
-            raise ValueError("atomic operation")
-        address, number = self.address(ins.operands[1], "u64"), self.value(ins.operands[2], "s32")
-        return self.set(ins.operands[0], f"M.atomic_add(L, {address}, {number}, {ins.line})", "int32")
-
-    # ---- warps
-
-    def _bar(self, ins: Instruction) -> list[str]:
-        if ins.opcode != "bar.warp.sync" or ins.operands != ("-1",):
-            raise ValueError("barrier")
-        return [f"M.sync_warps(L, {ins.line})"]
-
-    def _ldmatrix(self, ins: Instruction) -> list[str]:
-        transpose = ins.modifiers[4:] == ["trans", "shared", "b16"]
-        if ins.modifiers[:4] != ["sync", "aligned", "m8n8", "x4"] or not (transpose or ins.modifiers[4] == "shared"):
-            raise ValueError("matrices")
-        rows = f"M.load_rows(L, {self.address(ins.operands[1], 'u32')}, {ins.line})"
-        return self.set_all(ins.operands[0], f"matrices({rows}, {transpose})", "uint32")
-
-    def _movmatrix(self, ins: Instruction) -> list[str]:
-        if ins.opcode != "movmatrix.sync.aligned.m8n8.trans.b16":
-            raise ValueError("matrix")
-        found = f"transposed(L.warps({self.value(ins.operands[1], 'b32')}, {ins.line}))"
-        return self.set(ins.operands[0], found, "uint32")
-
-    def _mma(self, ins: Instruction) -> list[str]:
-        *how, storage, same, sums = ins.modifiers[2:]
-        if how not in (["m16n8k16", "row", "col", "f32"], ["m16n8k8", "row", "col", "f32"]) or sums != "f32":
-            raise ValueError("shape")
-        arithmetic.STORAGE[storage], arithmetic.STORAGE[same]
-        to, *operands = ins.operands
-        a, b, c = (
-            "["
-            + ", ".join(f"L.warps({self.value(n.strip(), kind)}, {ins.line})" for n in o.strip("{}").split(","))
-            + "]"
-            for o, kind in zip(operands, ("b32", "b32", "f32"), strict=True)
-        )
-        if storage != same or how[0] != f"m16n8k{4 * (a.count('L.warps'))}":
-            raise ValueError("shape")
-        return self.set_all(to, f"product({storage!r}, {a}, {b}, {c})", "float32")
-
-    def _shfl(self, ins: Instruction) -> list[str]:
-        mode, kind = ins.modifiers[1:]
-        to, a, source, clamp, mask = ins.operands
-        clamp, mask = (int(self.constants.get(name, name), 0) for name in (clamp, mask))
-        if mode not in ("bfly", "idx") or clamp != 31 or mask & 0xFFFFFFFF != 0xFFFFFFFF:
-            raise ValueError("shuffle")
-        value, valid = [*to.split("|"), None][:2]
-        found = f"shuffled(L.warps({self.value(a, kind)}, {ins.line}), {self.value(source, 'u32')}, {mode!r})"
-        return self.set(value, found, TYPES[kind]) + (self.set(valid, "np.True_", "bool_") if valid else [])
+    def operand(self, ins: Instruction, place: re.Match[str], kind: str) -> str:
+        """What stands in an expression for a place such as {1*w:b32}."""
+        text, how = ins.operands[int(place[1])], place[2]
+        kind = place[3] or kind
+        if "@" in how:
+            return self.address(text, place[3] or ("u32" if ".shared" in ins.opcode else "u64"))
+        found = [self.value(name.strip(), kind) for name in text.strip("{}").split(",")]
+        if "w" in how:
+            found = [f"L.warps({one})" for one in found]
+        return f"[{', '.join(found)}]" if "*" in how else found[0]
 
 
 def _converted(expression: str, type_: str, wanted: str) -> str:
