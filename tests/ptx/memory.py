@@ -1,12 +1,12 @@
 """Global memory of the process, and shared memory with a shadow that knows who touched each of its bytes.
 
-An access to shared memory happens before another one if a barrier of the block lies between them, a bar.warp.sync for two
-lanes of a warp, or if one thread makes both. Nothing else orders them: shuffles and matrix instructions do not, by the
-memory model of PTX. Two accesses that are not ordered are a race if one of them writes, whatever this run computes;
+An access to shared memory happens before another one if a barrier of the block lies between them, a bar.warp.sync for
+two lanes of a warp, or if one thread makes both. Nothing else orders them: shuffles and matrix instructions do not, by
+the memory model of PTX. Two accesses that are not ordered are a race if one of them writes, whatever this run computes;
 but two writes of equal numbers are none, as for compute-sanitizer.
 
-The shadow keeps of the last write and of the last reads one number: the count of the block's barriers at that time, from
-bit 40 on; that of the warp's, from bit 20 on; and who it was, plus 1. Lanes of one warp that read together are
+The shadow keeps of the last write and of the last reads one number: the count of the block's barriers at that time,
+from bit 40 on; that of the warp's, from bit 20 on; and who it was, plus 1. Lanes of one warp that read together are
 _LANES + their warp; several warps are _ALL.
 """
 
@@ -125,7 +125,7 @@ class Shared:
         return wrong
 
     def write(self, at: Array, units: Array, now: Array, values: Sequence[Array]) -> None:
-        """Write numbers to neighbouring places; several threads may do so at the same time if nobody reads them then."""
+        """Write numbers to neighbouring places. What several threads write at the same time, nobody may read."""
         wrong = self.begin_write(units, now)
         width = values[0].dtype.itemsize
         view, places = self.views[width], [at // width + i for i in range(len(values))]
