@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -60,16 +59,6 @@ class Lanes:
         return self.all(value)
 
 
-@dataclass
-class _Copies:
-    """Copies to shared memory that have begun together: for each thread, its group, where to, and 16 bytes."""
-
-    index: Array
-    group: Array
-    at: Array
-    data: Array
-
-
 def _unset(type_: str) -> Any:
     """What a register holds that nothing has set: NaN, or the like."""
     return np.frombuffer(b"\xff" * 8, type_)[0]
@@ -98,8 +87,7 @@ class Machine:
         *,
         may_be_new: bool = False,
     ) -> None:
-        self.translator, self.kernel = translator, translator.kernel
-        kernel = self.kernel
+        self.translator, self.kernel = translator, (kernel := translator.kernel)
         self.grid, self.threads = grid, threads
         self.blocks = grid[0] * grid[1]
         self.total = self.blocks * threads
@@ -108,7 +96,8 @@ class Machine:
         # the first barrier is 1, so that what nothing has touched is older than any access
         self.barriers = np.ones(self.blocks, np.int64)
         self.warp_barriers = np.zeros(self.total // 32, np.int64)
-        self.copies: list[_Copies] = []
+        # copies that have not arrived: for each thread that began one, its group, where to, and 16 bytes
+        self.copies: list[tuple[Array, Array, Array, Array]] = []
         self.groups = np.zeros(self.total, np.int64)
         self.registers: list[Any] = [_unset(kernel.type_of(name)) for name in translator.index]
         self._now: Array | None = None
@@ -124,7 +113,6 @@ class Machine:
         """
         end = len(self.kernel.blocks)
         at, waits = np.zeros(self.total, np.int64), np.zeros(self.total, np.bool_)
-        everyone = self.everyone
         with np.errstate(all="ignore"):
             while True:
                 going = np.where(waits, end, at)
@@ -135,12 +123,12 @@ class Machine:
                     self._release(at, waits)
                     continue
                 here = going == first
-                lanes = everyone if here.all() else Lanes(self, np.flatnonzero(here))
+                lanes = self.everyone if here.all() else Lanes(self, np.flatnonzero(here))
                 self._step(first, lanes, at, waits)
 
     def _step(self, block: int, lanes: Lanes, at: Array, waits: Array) -> None:
-        function, self.line = self.translator.function(block), self.kernel.blocks[block].instructions[-1].line
-        last = self.kernel.blocks[block].instructions[-1]
+        function, last = self.translator.function(block), self.kernel.blocks[block][-1]
+        self.line = last.line
         try:
             condition = function(self, lanes, self.registers)
             if last.name == "trap":
@@ -148,28 +136,23 @@ class Machine:
         except PtxError as error:
             text = self.kernel.lines[self.line - 1].strip()
             raise PtxError(f"{self.kernel.name}, line {self.line}: {text}: {error}") from None
-        following = block + 1
-        if last.name == "ret":
-            following = len(self.kernel.blocks)
-        elif last.name == "bra":
-            following = self.kernel.labels[last.operands[0]]
-        if last.guard:
-            at[lanes.index] = np.where(condition, following, block + 1)
-        else:
-            at[lanes.index] = following
+        to = block + 1
+        if last.name in ("bra", "ret"):
+            to = self.kernel.labels[last.operands[0]] if last.name == "bra" else len(self.kernel.blocks)
+        at[lanes.index] = np.where(condition, to, block + 1) if last.guard else to
         if last.opcode == "bar.sync":
             waits[lanes.index] = True
 
     def _release(self, at: Array, waits: Array) -> None:
         """End the wait of every block at its barrier."""
-        places = at.reshape(self.blocks, -1)
-        ready = waits.reshape(self.blocks, -1).all(1)
-        if not ((places == places[:, :1]).all(1) | ~waits.reshape(self.blocks, -1).any(1)).all() or not ready.any():
-            line = self.kernel.blocks[int(at[waits][0]) - 1].instructions[-1].line
+        places, waiting = at.reshape(self.blocks, -1), waits.reshape(self.blocks, -1)
+        ready = waiting.any(1)
+        if not (waiting[ready].all() and (places[ready] == places[ready, :1]).all()):
+            line = self.kernel.blocks[int(at[waits][0]) - 1][-1].line
             raise PtxError(f"{self.kernel.name}, line {line}: not all threads of a block come to this barrier")
         self.barriers[ready] += 1
         self._now = None
-        waits.reshape(self.blocks, -1)[ready] = False
+        waiting[ready] = False
 
     def sync_warps(self, lanes: Lanes, mask: Any) -> None:
         if np.any(mask != 0xFFFFFFFF):
@@ -246,7 +229,7 @@ class Machine:
         data = np.zeros((lanes.count, 4), np.uint32)
         places = self.memory.places(source[reads], 4, 4)
         data[reads] = self.memory.views[4][places[:, None] + np.arange(4)]
-        self.copies.append(_Copies(lanes.index, self.groups[lanes.index], at, data))
+        self.copies.append((lanes.index, self.groups[lanes.index], at, data))
 
     def commit(self, lanes: Lanes) -> None:
         self.groups[lanes.index] += 1
@@ -256,10 +239,9 @@ class Machine:
         newest = np.full(self.total, -1)
         newest[lanes.index] = self.groups[lanes.index] - int(allowed)
         now, kept = self.now(self.everyone), []
-        for copies in self.copies:
-            done = copies.group < newest[copies.index]
-            self.shared.end_copy(copies.at[done], copies.data[done], now[copies.index[done]])
-            left = ~done
-            if left.any():
-                kept.append(_Copies(copies.index[left], copies.group[left], copies.at[left], copies.data[left]))
+        for index, group, at, data in self.copies:
+            done = group < newest[index]
+            self.shared.end_copy(at[done], data[done], now[index[done]])
+            if not done.all():
+                kept.append((index[~done], group[~done], at[~done], data[~done]))
         self.copies = kept

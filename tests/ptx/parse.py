@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 # NumPy's type of each PTX type; registers of bits hold unsigned integers
 TYPES = {"pred": "bool_", "f16": "float16", "f32": "float32", "f64": "float64"}
@@ -32,36 +32,19 @@ class Instruction:
     def name(self) -> str:
         return self.opcode.split(".")[0]
 
-    @property
-    def modifiers(self) -> list[str]:
-        return self.opcode.split(".")[1:]
-
-
-@dataclass
-class BasicBlock:
-    """Instructions that run one after the other; only the last one may be a branch, a return or a barrier."""
-
-    instructions: list[Instruction] = field(default_factory=list)
-
-    def successors(self, at: int, labels: dict[str, int]) -> list[int]:
-        """The blocks that may follow the one at this index."""
-        last = self.instructions[-1] if self.instructions else None
-        if last is None or last.name not in ("bra", "ret"):
-            return [at + 1]
-        following = [at + 1] if last.guard else []
-        return following + ([labels[last.operands[0]]] if last.name == "bra" else [])
-
 
 @dataclass
 class Kernel:
     """One entry of a module.
 
     Attributes:
+        lines: the text of the module.
         registers: NumPy's type by prefix, such as %rd.
         symbols: values of names: offsets in shared memory, and 0 for the parameter.
         shared_bytes: of shared memory in front of what the launch asks for.
         granule: bytes of shared memory that are written together at least.
-        lines: the text of the module.
+        blocks: instructions that run one after the other; only the last is a branch, a return or a barrier.
+        labels: the blocks where they stand.
     """
 
     name: str
@@ -70,7 +53,7 @@ class Kernel:
     symbols: dict[str, int]
     shared_bytes: int
     granule: int
-    blocks: list[BasicBlock]
+    blocks: list[list[Instruction]]
     labels: dict[str, int]
 
     def type_of(self, register: str) -> str:
@@ -82,8 +65,10 @@ def _split(text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{\[])+", text.strip().rstrip(";")))
 
 
-def _blocks(lines: list[str], first: int) -> tuple[list[BasicBlock], dict[str, int], dict[str, str]]:
-    blocks, labels, registers = [BasicBlock()], {}, {}
+def _blocks(lines: list[str], first: int) -> tuple[list[list[Instruction]], dict[str, int], dict[str, str]]:
+    blocks: list[list[Instruction]] = [[]]
+    labels: dict[str, int] = {}
+    registers: dict[str, str] = {}
     for number, raw in enumerate(lines, first):
         text = raw.split("//")[0].strip()
         if not text or text in "{}" or text.startswith((".pragma", ".shared")):
@@ -91,17 +76,17 @@ def _blocks(lines: list[str], first: int) -> tuple[list[BasicBlock], dict[str, i
         if declared := re.match(r"\.reg \.(\w+)\s+(%\w+)<\d+>;", text):
             registers[declared[2]] = TYPES[declared[1]]
         elif text.endswith(":"):
-            if blocks[-1].instructions:
-                blocks.append(BasicBlock())
+            if blocks[-1]:
+                blocks.append([])
             labels[text[:-1]] = len(blocks) - 1
         elif text.startswith("."):
             raise PtxError(f"line {number}: the interpreter does not know {text}")
         else:
             negated, guard, opcode, rest = _INSTRUCTION.match(text).groups()
-            blocks[-1].instructions.append(Instruction(number, guard, negated == "!", opcode, _split(rest)))
+            blocks[-1].append(Instruction(number, guard, negated == "!", opcode, _split(rest)))
             if opcode.split(".")[0] in ("bra", "ret", "bar", "trap") and opcode != "bar.warp.sync":
-                blocks.append(BasicBlock())
-    if not blocks[-1].instructions:
+                blocks.append([])
+    if not blocks[-1]:
         blocks.pop()
     return blocks, labels, registers
 
@@ -130,6 +115,6 @@ def parse(text: str) -> dict[str, Kernel]:
         body = next(i for i in range(first, last) if lines[i].strip() == "{")
         blocks, labels, registers = _blocks(lines[body : last + 1], body + 1)
         symbols = shared | dict.fromkeys(dynamic, at) | {f"{entry[1]}_param_0": 0}
-        half = any(re.match(r"st\.(volatile\.)?shared\.\w16", i.opcode) for b in blocks for i in b.instructions)
+        half = any(re.match(r"st\.(volatile\.)?shared\.\w16", i.opcode) for b in blocks for i in b)
         kernels[entry[1]] = Kernel(entry[1], lines, registers, symbols, at, 2 if half else 4, blocks, labels)
     return kernels

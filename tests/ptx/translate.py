@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from . import arithmetic
-from .parse import TYPES, BasicBlock, Instruction, Kernel, PtxError
+from .parse import TYPES, Instruction, Kernel, PtxError
 
 _SPECIAL = {"%tid.x": "thread", "%ctaid.x": "block_x", "%ctaid.y": "block_y"}
 _SPECIAL |= {"%ntid.x": "threads", "%nctaid.x": "count_x", "%nctaid.y": "count_y"}
@@ -131,13 +131,13 @@ class Translator:
         self.index: dict[str, int] = {}
         self.functions: dict[int, Callable[..., Any]] = {}
         self._find_constants()
-        self._find_live()
+        self._find_passed()
 
     def _find_constants(self) -> None:
         """Registers with one number for the whole kernel, which need no place."""
         found: dict[str, list[Instruction]] = {}
         for block in self.kernel.blocks:
-            for ins in block.instructions:
+            for ins in block:
                 for name in written(ins):
                     found.setdefault(name, []).append(ins)
         self.constants = {
@@ -147,29 +147,18 @@ class Translator:
         }
         self.index = {name: i for i, name in enumerate(n for n in found if n not in self.constants)}
 
-    def _find_live(self) -> None:
-        """For each block, the registers that it reads before it sets them, and those that are read behind it."""
-        kernel, kept = self.kernel, self.constants.keys()
-        self.needs: list[set[str]] = []
-        sets = []
-        for block in kernel.blocks:
-            needs, defined = set(), set()
-            for ins in block.instructions:
-                needs |= set(read(ins)) - defined - kept
-                defined |= set(written(ins)) - kept
-            self.needs.append(needs)
-            sets.append(defined)
-        live, self.live = [set(needs) for needs in self.needs], [set() for _ in kernel.blocks]
-        changed = True
-        while changed:
-            changed = False
-            for at in reversed(range(len(live))):
-                following = [to for to in kernel.blocks[at].successors(at, kernel.labels) if to < len(live)]
-                out = set().union(*(live[to] for to in following))
-                if len(out) > len(self.live[at]):
-                    self.live[at], changed = out, True
-                    live[at] |= out - sets[at]
-        self.leaves = [self.live[at] & sets[at] for at in range(len(live))]
+    def _find_passed(self) -> None:
+        """For each block, the registers that it reads before it sets them, and those that it sets for others."""
+        self.needs, self.leaves = [], []
+        for block in self.kernel.blocks:
+            needs, sets = set(), set()
+            for ins in block:
+                needs |= set(read(ins)) - sets
+                sets |= set(written(ins))
+            self.needs.append(needs & self.index.keys())
+            self.leaves.append(sets)
+        passed = set().union(*self.needs)
+        self.leaves = [sets & passed for sets in self.leaves]
 
     def function(self, at: int) -> Callable[..., Any]:
         """The function of a block, made when it runs for the first time.
@@ -179,16 +168,16 @@ class Translator:
         """
         if at in self.functions:
             return self.functions[at]
-        block: BasicBlock = self.kernel.blocks[at]
-        lines = [f"{local(name)} = L.get(R[{self.index[name]}])" for name in sorted(self.needs[at] & self.index.keys())]
-        for ins in block.instructions:
+        block = self.kernel.blocks[at]
+        lines = [f"{local(name)} = L.get(R[{self.index[name]}])" for name in sorted(self.needs[at])]
+        for ins in block:
             try:
                 lines += self.statements(ins)
             except (KeyError, ValueError, IndexError, AttributeError, StopIteration) as error:
                 text = self.kernel.lines[ins.line - 1].strip()
                 raise PtxError(f"line {ins.line}: the interpreter does not know: {text} ({error!r})") from error
         lines += [f"L.put(R, {self.index[name]}, {local(name)})" for name in sorted(self.leaves[at])]
-        last = block.instructions[-1]
+        last = block[-1]
         if last.guard:
             lines.append(f"return {'~' * last.negated}{self.value(last.guard, 'pred')}")
         source = "def block(M, L, R):\n" + "".join(f"    {line}\n" for line in lines or ["pass"])
