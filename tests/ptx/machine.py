@@ -112,6 +112,7 @@ class Machine:
             PtxError: a fault of the kernel, with the line of its text.
         """
         end = len(self.kernel.blocks)
+        self.memory.begin(self.blocks)
         at, waits = np.zeros(self.total, np.int64), np.zeros(self.total, np.bool_)
         with np.errstate(all="ignore"):
             while True:
@@ -181,22 +182,26 @@ class Machine:
 
     def load_global(self, lanes: Lanes, address: Any, type_: type, vector: str) -> list[Array]:
         width, count = np.dtype(type_).itemsize, int(vector[1:] or 1)
-        at = self.memory.places(address, width, count)
+        at, units = self.memory.places(lanes.all(address), width, count)
+        self.memory.note_read(units, lanes.block[:, None], self.now(lanes))
         view = self.memory.views[width]
         return [view[at + i].view(type_) for i in range(count)]
 
     def store_global(self, lanes: Lanes, address: Any, values: Sequence[Array]) -> None:
         width = values[0].dtype.itemsize
-        at = self.memory.places(address, width, len(values))
+        at, units = self.memory.places(lanes.all(address), width, len(values))
+        self.memory.note_write(units, lanes.block[:, None], self.now(lanes))
         for i, value in enumerate(values):
             self.memory.views[width][at + i] = value.view(f"u{width}")
 
     def atomic_add(self, lanes: Lanes, address: Any, number: Any) -> Array:
-        at = self.memory.places(lanes.all(address), 4, 1)
+        at, _ = self.memory.places(lanes.all(address), 4, 1)
         view, before = self.memory.views[4].view(np.int32), np.empty(lanes.count, np.int32)
-        for i, (place, more) in enumerate(zip(at, lanes.all(number), strict=True)):
+        for i, (place, more, block) in enumerate(zip(at, lanes.all(number), lanes.block, strict=True)):
             before[i] = view[place]
             view[place] += more
+            self.memory.turn[block] = self.memory.turn.max() + 1
+            self.memory.released[block] = self.barriers[block]
         return before
 
     def load_shared(self, lanes: Lanes, address: Any, type_: type, vector: str) -> list[Array]:
@@ -227,7 +232,8 @@ class Machine:
         if most != 16 or not np.isin(size, (0, 16)).all():
             raise PtxError("the interpreter knows copies of 0 and 16 bytes")
         data = np.zeros((lanes.count, 4), np.uint32)
-        places = self.memory.places(source[reads], 4, 4)
+        places, units = self.memory.places(source[reads], 4, 4)
+        self.memory.note_read(units, lanes.block[reads, None], self.now(lanes)[reads])
         data[reads] = self.memory.views[4][places[:, None] + np.arange(4)]
         self.copies.append((lanes.index, self.groups[lanes.index], at, data))
 

@@ -25,6 +25,7 @@ Array = NDArray
 _LANES, _ALL = 2048, 4095
 _WHO = 0xFFFFF
 _BARRIERS = ~((1 << 40) - 1)
+_NOBODY, _BLOCKS = -1, -2
 # a copy that has not arrived, whose place nobody may touch
 _IN_FLIGHT = 1 << 62
 # what several threads have written at the same time, which nobody may read
@@ -32,19 +33,40 @@ _SEVERAL = 1 << 61
 
 
 class Global:
-    """Memory of the process, of which only what is in `spans` (first byte, end) may be touched."""
+    """Memory of the process, of which only what is in `spans` (first byte, end) may be touched.
+
+    Within a launch, what one block writes another may read if both have added to a counter since: the writer behind a
+    barrier, and the reader later, with a barrier behind. Blocks write to different places, and not to what others read.
+    The unit of the shadow is 4 bytes.
+    """
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
-        spans = sorted({span for span in spans if span[1] > span[0]})
-        self.starts = np.array([start for start, _ in spans], np.uint64)
-        self.ends = np.array([end for _, end in spans], np.uint64)
-        self.base = spans[0][0] & ~15
-        size = (int(self.ends.max()) - self.base + 15) & ~15
-        memory = np.frombuffer((ctypes.c_uint8 * size).from_address(self.base), np.uint8)
+        # views of one tensor overlap
+        joined: list[tuple[int, int]] = []
+        for start, end in sorted((start & ~3, end) for start, end in spans if end > start):
+            if joined and start < joined[-1][1]:
+                start, end = joined[-1][0], max(end, joined.pop()[1])
+            joined.append((start, end))
+        self.starts, self.ends = np.array(joined, np.uint64).T
+        self.base = joined[0][0] & ~15
+        memory = np.frombuffer(
+            (ctypes.c_uint8 * (-(-(joined[-1][1] - self.base) // 16) * 16)).from_address(self.base), "u1"
+        )
         self.views = {width: memory.view(f"u{width}") for width in (1, 2, 4, 8)}
+        units = (self.ends - self.starts + np.uint64(3)) // np.uint64(4)
+        self.first_unit = np.cumsum(units) - units
+        self.units = int(units.sum())
 
-    def places(self, address: Array, width: int, count: int) -> Array:
-        """Indices of the first elements into the view of this width.
+    def begin(self, blocks: int) -> None:
+        """Begin a launch."""
+        # of each unit: which block has written it, which thread and when, and which block has read it
+        self.writer, self.reader = np.full((2, self.units), _NOBODY)
+        self.written = np.zeros(self.units, np.int64)
+        # of each block: the number of its last addition to a counter, and of the barriers in front of it
+        self.turn, self.released = np.zeros((2, blocks), np.int64)
+
+    def places(self, address: Array, width: int, count: int) -> tuple[Array, Array]:
+        """Indices of the first elements into the view of this width, and the units of the shadow, [thread, unit].
 
         Raises:
             PtxError: an address outside of every tensor, or not a multiple of the bytes accessed.
@@ -55,9 +77,53 @@ class Global:
         at = np.searchsorted(self.starts, address, "right") - 1
         outside = (at < 0) | (address + bytes_ > self.ends[at])
         if outside.any():
-            wrong = int(np.atleast_1d(address)[np.atleast_1d(outside)][0])
-            raise PtxError(f"the global address {wrong:#x} is outside of every tensor, {int(bytes_)} bytes")
-        return ((address - np.uint64(self.base)) // np.uint64(width)).astype(np.int64)
+            raise PtxError(
+                f"the global address {int(address[outside][0]):#x} is outside of every tensor, {bytes_} bytes"
+            )
+        first = self.first_unit[at] + (address - self.starts[at]) // np.uint64(4)
+        units = first.astype(np.int64)[:, None] + np.arange(max(1, width * count // 4))
+        return ((address - np.uint64(self.base)) // np.uint64(width)).astype(np.int64), units
+
+    def note_read(self, units: Array, block: Array, now: Array) -> None:
+        """Check a read and note it; block: of each thread, [thread, 1]; now: as for shared memory.
+
+        Raises:
+            PtxError: of what another thread or block writes at the same time.
+        """
+        self._check_written(units, block, now, reads=True)
+        known = self.reader[units]
+        self.reader[units] = np.where((known == _NOBODY) | (known == block), block, _BLOCKS)
+        several = self.reader[units] != block
+        self.reader[units[several]] = _BLOCKS
+
+    def note_write(self, units: Array, block: Array, now: Array) -> None:
+        """Check a write and note it.
+
+        Raises:
+            PtxError: to what another thread has written, or another block uses, at the same time.
+        """
+        self._check_written(units, block, now, reads=False)
+        readers = self.reader[units]
+        if ((readers != _NOBODY) & (readers != block)).any():
+            raise PtxError("a race: a block writes to global memory that another reads in this launch")
+        self.writer[units], self.written[units] = block, now
+        if (self.written[units] != now).any() or (self.writer[units] != block).any():
+            raise PtxError("a race: two threads write the same global memory in one instruction")
+
+    def _check_written(self, units: Array, block: Array, now: Array, *, reads: bool) -> None:
+        writer, written = self.writer[units], self.written[units]
+        mine = writer == block
+        what = "reads" if reads else "writes"
+        _refuse(
+            *_unordered(np.where(mine, written, 0), now, now & _BARRIERS), f"{what} global memory that {{}} has written"
+        )
+        other = (writer != _NOBODY) & ~mine
+        if other.any():
+            wrote, uses = writer[other], np.broadcast_to(block, other.shape)[other]
+            barriers = np.broadcast_to(now >> 40, other.shape)[other]
+            ordered = (written[other] >> 40 < self.released[wrote]) & (self.turn[wrote] < self.turn[uses])
+            if not (ordered & (barriers > self.released[uses])).all():
+                raise PtxError(f"a race: a block {what} global memory that another has written in this launch")
 
 
 class Shared:

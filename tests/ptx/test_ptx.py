@@ -136,29 +136,25 @@ def test_the_kernels_of_the_faults_are_right_without_them(schedule):
     faulty(lambda text: text)
 
 
-def drop_last_barrier_of_loop(text):
-    """The barrier between the store of a slab to shared memory and its product, in each kernel that has one."""
-    return re.sub(r"bar\.sync[^;]*;(?=(?:(?!bar\.sync|\.entry)[\s\S])*?ldmatrix)", "", text)
+def without_barrier(before):
+    """Removes the barriers that stand in front of an instruction, with no other one between."""
+    pattern = re.compile(rf"bar\.sync[^;]*;(?=(?:(?!bar\.sync|\.entry)[\s\S])*?{before})")
+    return lambda text: pattern.sub("", text)
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("change", "where"),
     [
-        (lambda text: text.replace("bar.warp.sync \t-1;", ""), "bar.warp.sync"),
-        (drop_last_barrier_of_loop, "bar.sync"),
+        (lambda text: text.replace("bar.warp.sync \t-1;", ""), "ld.shared"),
+        (without_barrier("ldmatrix"), "ldmatrix"),
+        (without_barrier("atom"), "ld.global.cg"),
     ],
-    ids=["no barrier of warps", "no barrier"],
+    ids=["of a warp", "between slab and product", "between partial sums and counter"],
 )
-def test_a_kernel_without_a_barrier_has_a_race(change, error, schedule):
+def test_a_kernel_without_a_barrier_has_a_race(change, where, schedule):
     schedule("stored")
-
-    def changed(text):
-        result = change(text)
-        assert result.count(error) < text.count(error) or "ldmatrix" not in text
-        return result
-
-    with pytest.raises(PtxError, match="a race"):
-        faulty(changed)
+    with pytest.raises(PtxError, match=rf"{re.escape(where)}.*a race"):
+        faulty(change)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +203,9 @@ HEAD = """
 	xor.b32 %r5, %r1, DISTANCE;
 	shl.b32 %r6, %r5, 2;
 	add.s32 %r7, %r3, %r6;
-	mul.wide.u32 %rd2, %r1, 4;
+	mov.u32 %r9, %ctaid.x;
+	mad.lo.s32 %r9, %r9, 64, %r1;
+	mul.wide.u32 %rd2, %r9, 4;
 	add.s64 %rd3, %rd1, %rd2;
 """
 TAIL = """
@@ -236,7 +234,7 @@ def test_a_barrier_of_warps_orders_lanes_and_not_warps():
     body = SWAP.replace("bar.sync 0", "bar.warp.sync -1")
     assert (run_by_hand(body) == np.arange(64) ^ 1).all()
     with pytest.raises(
-        PtxError, match=r"line 26: ld\.shared\.u32 .* a race: thread 0 reads what thread 32 has written"
+        PtxError, match=r"line 28: ld\.shared\.u32 .* a race: thread 0 reads what thread 32 has written"
     ):
         run_by_hand(body, distance=32)
 
@@ -255,9 +253,15 @@ def test_a_barrier_of_warps_orders_lanes_and_not_warps():
         ("ld.shared.u32 %r8, [%r7+512];", "behind the 512 bytes"),
         ("ld.global.u32 %r8, [%rd3+508];", "outside of every tensor"),
         ("ld.global.u32 %r8, [%rd3+2];", "no multiple of 4"),
+        ("mov.u32 %r8, 0;\nst.global.u32 [%rd1], %r1;", "two threads write the same global memory"),
+        (
+            SWAP + "\nst.global.u32 [%rd3], %r1;\nbar.sync 0;\nld.global.u32 %r9, [%rd1];",
+            "another has written in this launch",
+        ),
+        ("ld.global.u32 %r8, [%rd1];", "writes to global memory that another reads"),
         ("setp.lt.u32 %p1, %r1, 9;\n@%p1 bra $end;\nbar.sync 0;\n$end:\nmov.u32 %r8, 0;", "not all threads"),
         ("setp.lt.u32 %p1, %r1, 9;\n@%p1 bra $end;\nbar.warp.sync -1;\n$end:\nmov.u32 %r8, 0;", "not all lanes"),
-        ("popc.b32 %r8, %r1;", "line 24: the interpreter does not know: popc"),
+        ("popc.b32 %r8, %r1;", "line 26: the interpreter does not know: popc"),
     ],
 )
 def test_faults_raise(body, message):
