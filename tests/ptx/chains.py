@@ -26,6 +26,7 @@ from .parse import parse
 from .translate import Translator
 
 ARCH = 90
+# operators whose result is memory that holds nothing yet
 NEW = ("aten::new_empty", "aten::empty", "aten::empty_strided", "aten::empty_like")
 
 
@@ -64,7 +65,8 @@ class Interpreted:
 
     Attributes:
         stages: what each launch did, such as depthwise_forward.
-        change: changes the text of a module before it runs.
+        kernels: the kernel of each launch, in C++.
+        change, may_be_new: see `interpreted`.
     """
 
     stages: list[str] = field(default_factory=list)
@@ -85,13 +87,11 @@ class Interpreted:
         spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (*given, *made.kept)]
         memory = Global(spans)
         for launch in launches:
-            known = cuda.known_kernels()[launch["name"]]
-            parameter = bytes.fromhex(launch["arguments"])
-            translator = translated[known.name]
-            shape = tuple(launch["grid"]), known.threads, launch["shared"]
-            Machine(translator, *shape, parameter, memory, may_be_new=self.may_be_new).run()
+            name, parameter = launch["name"], bytes.fromhex(launch["arguments"])
+            shape = tuple(launch["grid"]), cuda.known_kernels()[name].threads, launch["shared"]
+            Machine(translated[name], *shape, parameter, memory, may_be_new=self.may_be_new).run()
             self.stages.append(launch["stage"])
-            self.kernels.append(known.name)
+            self.kernels.append(name)
         return result
 
 
@@ -114,7 +114,6 @@ def interpreted(
     cuda.record_for(multiprocessors, shared_memory * 1024)
     cuda.take_records()
     run, namespace = Interpreted(change=change, may_be_new=may_be_new), torch.ops.nasfast
-
     with ExitStack() as stack:
         stack.enter_context(patch.dict("os.environ", NASFAST_EMULATE_CUDA="1"))
         for name in cuda.OPERATORS:
