@@ -13,6 +13,10 @@ from unittest.mock import patch
 import pytest
 
 FILES = [f"tests/ops/test_cuda_{name}.py" for name in ("pointwise", "depthwise", "expansion", "boundary", "chain")]
+# tests of tracing and not of kernels: they fail inside torch while the operators are replaced
+TRACED = [
+    f"tests/ops/test_cuda_chain.py::test_{n}" for n in ("works_under_no_grad_and_compile", "operators_pass_opcheck")
+]
 
 
 class _Interpreter:
@@ -34,4 +38,5 @@ class _Interpreter:
 
 if __name__ == "__main__":
     root = Path(__file__).parents[2]
-    sys.exit(pytest.main([f"--rootdir={root}", *(str(root / name) for name in FILES), *sys.argv[1:]], [_Interpreter()]))
+    chosen = [*(str(root / name) for name in FILES), *(f"--deselect={name}" for name in TRACED)]
+    sys.exit(pytest.main([f"--rootdir={root}", *chosen, *sys.argv[1:]], [_Interpreter()]))
