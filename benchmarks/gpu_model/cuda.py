@@ -143,6 +143,16 @@ def _lines(text: bytes) -> Iterator[dict]:
     return (json.loads(line) for line in text.decode().splitlines())
 
 
+def record_for(multiprocessors: int, shared_memory: int, *, silent: bool = False) -> None:
+    """Record, from now on, what OPERATORS launch on a GPU of this size; shared_memory: bytes that a block can have."""
+    _recorder().record_for(multiprocessors, shared_memory, silent)
+
+
+def take_records() -> list[dict]:
+    """The launches since the last call: name, grid, shared (bytes), arguments (in hexadecimal), stage, geometry."""
+    return list(_lines(_recorder().take_records()))
+
+
 @functools.cache
 def known_kernels() -> dict[str, CudaKernel]:
     """Every instantiation that some call could launch, by name."""
@@ -151,15 +161,15 @@ def known_kernels() -> dict[str, CudaKernel]:
 
 def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, list[CudaLaunch]]:
     """Call one of OPERATORS with its arguments by name; returns its result and what it launches on a GPU of `arch`."""
-    library, limits = _recorder(), LIMITS[arch]
-    library.record_for(limits.processors, limits.program_shared, False)
+    limits = LIMITS[arch]
+    record_for(limits.processors, limits.program_shared)
     result = func._op_dk(torch._C.DispatchKey.Meta, *arguments.values())
     chain = read_plan(arguments["plan"]) if arguments.get("plan") else None
     stages = len(chain.stages) if chain else 0
     before = arguments.get("before") or []
     begins = bool(before) and func._opname.endswith("bwd")
     dx = not func._opname.endswith("bwd") or arguments["dx"] is not None
-    lines = list(_lines(library.take_records()))
+    lines = take_records()
     launches, first = [], False
     for i, line in enumerate(lines):
         geometry = dict(zip(_GEOMETRY, line["geometry"], strict=True))
@@ -196,7 +206,7 @@ def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, l
 def launching_nothing(arch: int) -> Iterator[None]:
     """Within this context, OPERATORS do on CPU tensors what the host does for a GPU of `arch`, and launch nothing."""
     limits, namespace = LIMITS[arch], torch.ops.nasfast
-    _recorder().record_for(limits.processors, limits.program_shared, True)
+    record_for(limits.processors, limits.program_shared, silent=True)
 
     def counters(like: torch.Tensor, plan: list[int]) -> torch.Tensor:
         # an emulated GPU may change, so its counters are counted at every call
@@ -301,7 +311,6 @@ class CudaCode:
 _SOURCE = """
 #include "{header}"
 #include "{runner}"
-using namespace nasfast::gpu;
 template __global__ void nasfast::gpu::run_kernel<{name}>(const __grid_constant__ {name}::Args);
 """
 _GPU = ROOT / "csrc" / "gpu"
@@ -330,24 +339,52 @@ def _with_included(header: Path, found: dict[Path, None] | None = None) -> tuple
     return tuple(found)
 
 
+def _compiled(names: Sequence[str], arch: int, options: Sequence[str], suffix: str) -> Path:
+    """A file with the code of these kernels, and beside it a log of what nvcc said; read from build/gpu_model if there.
+
+    Raises:
+        RuntimeError: nvcc fails.
+    """
+    headers, runner = [_header_of(name) for name in names], ROOT / "kernels" / "cuda" / "run_kernel.h"
+    needed = dict.fromkeys(path for header in headers for path in _with_included(header))
+    sources = [str(path.relative_to(ROOT)) for path in (*needed, runner)]
+    path = CACHE / f"{digest(sources, *names, str(arch))}{suffix}"
+    log = path.with_suffix(f"{suffix}.log")
+    if not log.exists():
+        source = path.with_suffix(f".{os.getpid()}.cu")
+        source.parent.mkdir(parents=True, exist_ok=True)
+        each = zip(names, headers, strict=True)
+        source.write_text("".join(_SOURCE.format(header=header, runner=runner, name=name) for name, header in each))
+        said = _make(path, lambda to: ["nvcc", "-std=c++17", *options, str(source), "-o", str(to)])
+        source.unlink()
+        log.write_text(said)
+    return path
+
+
+def compile_ptx(names: Sequence[str], arch: int) -> str:
+    """The PTX of these kernels in one module, or what build/gpu_model has of it.
+
+    Raises:
+        RuntimeError: nvcc fails.
+    """
+    return _compiled(names, arch, [f"-arch=compute_{arch}", "-ptx"], ".ptx").read_text()
+
+
+def kernel_names(mangled: Sequence[str]) -> list[str]:
+    """The names of kernels in C++, as known_kernels() has them, from those of their entries in machine code or PTX."""
+    return [
+        re.search(r"run_kernel<(.*)>\(", line)[1].strip() for line in _run(["c++filt"], "\n".join(mangled)).splitlines()
+    ]
+
+
 def compile_kernel(name: str, arch: int) -> CudaCode:
     """Compile a kernel for an architecture, or read it from build/gpu_model.
 
     Raises:
         RuntimeError: nvcc fails.
     """
-    header, runner = _header_of(name), ROOT / "kernels" / "cuda" / "run_kernel.h"
-    sources = [str(path.relative_to(ROOT)) for path in (*_with_included(header), runner)]
-    path = CACHE / f"{digest(sources, name, str(arch))}.cubin"
-    log = path.with_suffix(".log")
-    if not log.exists():
-        source = path.with_suffix(f".{os.getpid()}.cu")
-        source.parent.mkdir(parents=True, exist_ok=True)
-        source.write_text(_SOURCE.format(header=header, runner=runner, name=name))
-        options = ["-std=c++17", f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v"]
-        said = _make(path, lambda to: ["nvcc", *options, str(source), "-o", str(to)])
-        source.unlink()
-        log.write_text(said)
+    path = _compiled([name], arch, [f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v"], ".cubin")
+    log = path.with_suffix(".cubin.log")
     said = log.read_text()
     registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
     shared = re.search(r"(\d+) bytes smem", said)
