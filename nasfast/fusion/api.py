@@ -224,11 +224,9 @@ def _replace_forwards(model: nn.Module, findings: Findings, only_faster: bool) -
         owned[located.owner].append(located.chain)
     for owner, its_chains in owned.items():
         module = model.get_submodule(owner)
-        programs = findings.programs.get(owner, ())
-        module.forward = ChainForward(module, its_chains, programs, always=not only_faster)
-    for path, excitation in findings.excitations.items():
-        module = model.get_submodule(path)
-        module.forward = ExcitationForward(module, excitation)
+        module.forward = ChainForward(module, its_chains, findings.programs.get(owner), always=not only_faster)
+    for module in map(model.get_submodule, findings.excitations):
+        module.forward = ExcitationForward(module)
 
 
 def _check_module(op: str, model: nn.Module) -> None:

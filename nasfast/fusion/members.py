@@ -82,11 +82,17 @@ _ACTIVATIONS = {(cls, getattr(cls, "forward")): name for name, cls in ACTIVATION
 _CLAMPS = [(cls, cls.forward) for cls in (nn.Hardtanh, nn.ReLU6)]
 
 
+def forward_name(module: nn.Module) -> str:
+    """Qualified name of the forward of the module's class; "" if it has none, or if somebody has wrapped it."""
+    forward = type(module).forward
+    if hasattr(forward, "__wrapped__"):
+        return ""
+    return f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}"
+
+
 def has_activation(bn: nn.Module) -> bool:
     """Whether this is timm's BatchNorm with its own activation, and nothing random between the two."""
-    forward = type(bn).forward
-    home = getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")
-    return home == ("timm.layers.norm_act", "BatchNormAct2d.forward") and type(bn.drop) is nn.Identity
+    return forward_name(bn) == "timm.layers.norm_act.BatchNormAct2d.forward" and type(bn.drop) is nn.Identity
 
 
 def module_activation(module: nn.Module) -> str | None:
@@ -98,6 +104,16 @@ def module_activation(module: nn.Module) -> str | None:
         # since torch 2.15 the forward of nn.ReLU6 reads its bounds, too
         return activation_of(torch.nn.functional.hardtanh, module.min_val, module.max_val)
     return _ACTIVATIONS.get(runs)
+
+
+def function_activation(node: fx.Node) -> str | None:
+    """Name of the activation that a traced call of a function or method computes; None if no stage can have it."""
+    if len(node.all_input_nodes) != 1:
+        return None
+    # the input comes first unless it is named
+    rest = node.args[1:] if node.args and isinstance(node.args[0], fx.Node) else node.args
+    function = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    return activation_of(function, *rest, **{name: value for name, value in node.kwargs.items() if name != "input"})
 
 
 def untouchable(module: nn.Module) -> str | None:

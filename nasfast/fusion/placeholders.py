@@ -20,30 +20,26 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from nasfast.fusion.calls import ACTIVATION_FUNCTIONS, Conv, activation_of, square_conv
-from nasfast.fusion.chain import Chain, ChainStage
-from nasfast.fusion.execute import Executor
+from nasfast.fusion.chain import ChainStage
+from nasfast.fusion.execute import BoundChain
 from nasfast.fusion.stages import Way, plain, result_dtype
 from nasfast.ops.reference import ConvBNParams, Stage
 
 
 def run_own_forward(
-    forward: Callable, chains: Sequence[tuple[Chain, Executor]], args: Sequence[Any], kwargs: Mapping[str, Any]
+    forward: Callable, chains: Sequence[BoundChain], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Any, list[Way | None]]:
     """Run a module's own forward with those of its chains that have no hooks now.
 
     Returns:
         The result of the forward, and how each chain ran; None for one that the forward did not reach.
     """
-    starts = _Starts()
-    for chain, executor in chains:
-        weight = None if executor.members is None else executor.members.convs[0]._parameters.get("weight")
-        if weight is not None:
-            starts.chains[id(weight)] = chain, executor
-    if not starts.chains:
-        return forward(*args, **kwargs), [None] * len(chains)
+    starts = _Starts(chains)
+    if not chains:
+        return forward(*args, **kwargs), []
     with starts:
         result = forward(*args, **kwargs)
-    return starts.finish(result), [starts.ways.get(executor) for _, executor in chains]
+    return starts.finish(result), [starts.ways.get(chain) for chain in chains]
 
 
 class _Context(NamedTuple):
@@ -62,9 +58,9 @@ class _Context(NamedTuple):
 class _Run:
     """One pass through a chain: its input, the stages called so far, and which of them have been computed."""
 
-    def __init__(self, chain: Chain, executor: Executor, way: Way, source: Tensor) -> None:
-        self.chain, self.executor, self.way = chain, executor, way
-        self.source = source
+    def __init__(self, bound: BoundChain, way: Way, source: Tensor) -> None:
+        self.bound, self.chain = bound, bound.chain
+        self.way, self.source = way, source
         # inference tensors have no version counter
         self.version = None if source.is_inference() else source._version
         self.context = _Context.now(source.device.type)
@@ -93,7 +89,7 @@ class _Run:
         value = self.source
         if stages:
             still = [_still(s) if i < self.moved else s for i, s in enumerate(stages)]
-            value = self.executor.run(self.way, value, still, residual)
+            value = self.bound.run(self.way, value, still, residual)
             self.moved = max(self.moved, len(stages))
         if conv is not None:
             value = F.conv2d(value, *conv)
@@ -103,11 +99,12 @@ class _Run:
 class _Starts(TorchFunctionMode):
     """While active, the convolutions that start a chain return a placeholder."""
 
-    def __init__(self) -> None:
+    def __init__(self, chains: Sequence[BoundChain]) -> None:
         super().__init__()
+        weights = [chain.members.convs[0]._parameters.get("weight") for chain in chains]
         # by the identity of the first weight
-        self.chains: dict[int, tuple[Chain, Executor]] = {}
-        self.ways: dict[Executor, Way | None] = {}
+        self.chains = {id(w): chain for w, chain in zip(weights, chains, strict=True) if w is not None}
+        self.ways: dict[BoundChain, Way | None] = {}
         self.runs: list[_Run] = []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -123,14 +120,13 @@ class _Starts(TorchFunctionMode):
         conv = square_conv(weight, *args, **kwargs)
         if found is None or conv is None or not _plain_conv(conv):
             return None
-        chain, executor = found
-        if conv.only_folded and not chain.only_folded:
+        if conv.only_folded and not found.chain.only_folded:
             return None
         with torch._C.DisableTorchFunction():
-            way = self.ways[executor] = executor.way(input, recorded=True)
+            way = self.ways[found] = found.way(input, recorded=True)
         if way is None or way is Way.PLAIN:
             return None
-        self.runs.append(_Run(chain, executor, way, input))
+        self.runs.append(_Run(found, way, input))
         return _Placeholder(self.runs[-1], (), conv)
 
     def finish(self, result: Any) -> Any:

@@ -29,7 +29,7 @@ def pair(training: bool) -> tuple[Joined, Joined]:
     plain = disturb(Joined()).train(training).requires_grad_(False)
     fused = copy.deepcopy(plain)
     nasfast.fuse(fused)
-    assert not fused.forward.programs
+    assert fused.forward.program is None
     return plain, fused
 
 
