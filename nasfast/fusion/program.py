@@ -265,6 +265,8 @@ def _chain_step(
     for node in nodes:
         if node.op == "call_module":
             parts.append((_path(node), _kind(modules[str(node.target)])))
+            if parts[-1][1] == "norm None":
+                raise Unwritten(f"{node.target} has an activation that no stage has")
         else:
             act = members.function_activation(node)
             assert act is not None  # or it would not be in the chain
