@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members, rule
-from nasfast.fusion.chain import Chain
+from nasfast.fusion.chain import Chain, descendant
 from nasfast.fusion.excite import ExcitationForward
 from nasfast.fusion.find import Findings, LocatedChain, find_chains
 from nasfast.fusion.forward import ChainForward
 from nasfast.fusion.measure import measure
+from nasfast.fusion.placeholders import StartForward
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way
 from nasfast.ops.backends import resolve_backend
@@ -224,7 +225,11 @@ def _replace_forwards(model: nn.Module, findings: Findings, only_faster: bool) -
         owned[located.owner].append(located.chain)
     for owner, its_chains in owned.items():
         module = model.get_submodule(owner)
-        module.forward = ChainForward(module, its_chains, findings.programs.get(owner), always=not only_faster)
+        program = findings.programs.get(owner)
+        module.forward = ChainForward(module, its_chains, program, always=not only_faster)
+        for chain in its_chains if program is None else ():
+            start = descendant(module, chain.convs[0])
+            start.forward = StartForward(start)
     for module in map(model.get_submodule, findings.excitations):
         module.forward = ExcitationForward(module)
 

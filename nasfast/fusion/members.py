@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import NoneType
 
 import torch
 from torch import fx, nn
@@ -12,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from nasfast.fusion.calls import activation_of, square_conv
+from nasfast.fusion.replaced import ReplacedForward
 from nasfast.ops.modules import ACTIVATION_MODULES, BNAct2d
 
 
@@ -72,7 +74,8 @@ def runs_conv(module: nn.Module) -> bool:
 
 def _runs(module: nn.Module, cls: type[nn.Module], forward: Callable) -> bool:
     """Whether a call of the module runs this forward of cls."""
-    return isinstance(module, cls) and type(module).forward is forward and "forward" not in vars(module)
+    own = vars(module).get("forward")
+    return isinstance(module, cls) and type(module).forward is forward and isinstance(own, (ReplacedForward, NoneType))
 
 
 # as PyTorch has them: users may patch classes
