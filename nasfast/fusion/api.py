@@ -258,8 +258,9 @@ def _folding_notes(model: nn.Module, findings: Findings) -> list[str]:
     recorded = [located.convolutions[0] for located in findings.chains if _is_recorded(findings, located)]
     if recorded:
         notes.append(
-            f"{_count(len(recorded), 'chain')} inside a forward that fuse cannot replace: folded only where the "
-            f"convolutions give {rule.LEAST_RECORDED:,} numbers or more per thread: {_listed(recorded)}"
+            f"{_count(len(recorded), 'chain')} in a forward that is not well known: folded only where the "
+            f"convolutions give {rule.LEAST_RECORDED:,} numbers or more per stage and thread, and on PyTorch under "
+            f"torch.compile: {_listed(recorded)}"
         )
     return notes
 

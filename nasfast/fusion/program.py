@@ -183,7 +183,8 @@ class BoundProgram:
         """The result of the forward."""
         values: list[Any] = [x]
         for target, args, kwargs, frees in self._steps:
-            values.append(target(*_filled(args, values), **{name: _filled(v, values) for name, v in kwargs.items()}))
+            named = {name: _filled(value, values) for name, value in kwargs.items()}
+            values.append(target(*[_filled(arg, values) for arg in args], **named))
             # as in the module's own code, what nothing reads again frees its memory
             for number in frees:
                 values[number] = None
