@@ -124,17 +124,17 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     """Make the convolution -> BatchNorm -> activation chains of a model run fused, where that is faster.
 
     It works in place on any module and changes only the `forward` of the modules that own a chain, of
-    squeeze-and-excitations, and of convolutions with which a chain in a forward that is not well known begins. Classes, submodules, parameters, state_dict, hooks, copies, train() and eval() do not
-    change, and every forward reads all settings again. Results and running statistics are the same up to rounding. The
-    result of a chain may be in channels_last, whatever the input is: code behind it must flatten with `flatten` or
-    `reshape`, not with `view`.
+    squeeze-and-excitations, and of convolutions with which a chain in a forward that is not well known begins. Classes,
+    submodules, parameters, state_dict, hooks, copies, train() and eval() do not change, and every forward reads all
+    settings again. Results and running statistics are the same up to rounding. The result of a chain may be in
+    channels_last, whatever the input is: code behind it must flatten with `flatten` or `reshape`, not with `view`.
 
     How a chain runs is decided for each shape and type of its input, mode and what trains:
 
     - without gradients and with running statistics, on a CPU, its BatchNorms are folded into its convolutions. The
-      folded weights need as much memory as the weights. They are computed again after every change that PyTorch counts
-      (`Tensor._version`). It does not count a change in place through `Tensor.data` or a NumPy array: write under
-      torch.no_grad() instead, or call `fuse` again. Small chains in a forward that is not well known are not folded.
+      folded weights need as much memory as the weights. They are computed again after a forward with gradients or in
+      training mode, and after every change that PyTorch counts (`Tensor._version`). It does not count changes in place
+      through `Tensor.data` or a NumPy array: write under torch.no_grad() instead, or call `fuse` again. Small chains in a forward that is not well known are not folded.
     - else as one `nasfast.ops.conv_bn_act_chain`, where that is expected to be faster than PyTorch;
       `nasfast.fusion.rule` has the rule and its measurements. With an example, what was measured decides in its
       situation: its shape and type, the model's present mode, autocast and gradients. This is so for folding, too.
@@ -146,10 +146,10 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     between its stages. It ends at the border of a block, which is a module with several convolutions. An addition to
     the result of the last stage belongs to the chain. Squeeze-and-excitation between chains is an operator of its own
     (`nasfast.ops.squeeze_excite`), if it is a module of torchvision or timm with an activation of a stage between its
-    convolutions and a sigmoid or hard sigmoid behind them. It runs on a CPU in channels_last, in bfloat16, or in float32 if its
-    input has a gradient and at least 131,072 elements and its weights are frozen; otherwise it is not faster than
-    PyTorch. `fuse` traces forwards with torch.fx, and where it cannot trace one, it traces the modules that this
-    forward calls. So a supernet that chooses a candidate in Python gets fused candidates.
+    convolutions and a sigmoid or hard sigmoid behind them. It runs on a CPU in channels_last, in bfloat16, or in
+    float32 if its input has a gradient and at least 131,072 elements and its weights are frozen; otherwise it is not
+    faster than PyTorch. `fuse` traces forwards with torch.fx, and where it cannot trace one, it traces the modules that
+    this forward calls. So a supernet that chooses a candidate in Python gets fused candidates.
 
     While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments, and so
     does all of a well-known block. Under torch.compile, the chains of well-known blocks are operators in its graph

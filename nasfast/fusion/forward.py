@@ -56,6 +56,8 @@ class ChainForward(ReplacedForward):
         module, program = self.module, self.program
         forward = partial(type(module).forward, module)
         if must_run_unfused() or (program is not None and (len(args) != 1 or kwargs)):
+            # a training step may follow that no version counter counts
+            self._binding = None
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             if program is None or not program.fits(module):

@@ -76,7 +76,7 @@ def test_folding_under_autocast(folds):
 SOURCES = ["0.0.weight", "2.0.bias", "1.1.weight", "1.1.bias", "2.1.running_mean", "0.1.running_var"]
 
 
-@pytest.mark.parametrize("source", [*SOURCES, "eps", "replaced", "loaded", "trained", "data"])
+@pytest.mark.parametrize("source", [*SOURCES, "eps", "replaced", "loaded", "trained", "optimizer", "data"])
 def test_folded_weights_follow_changes(source, folds):
     plain = disturb(block().double()).eval()
     fused = copy.deepcopy(plain)
@@ -94,6 +94,12 @@ def test_folded_weights_follow_changes(source, folds):
         elif source == "trained":
             model.train()(x)
             model.eval()
+        elif source == "optimizer":
+            # PyTorch does not count its steps
+            optimizer = torch.optim.SGD(model.requires_grad_(True).parameters(), 0.1, fused=True)
+            model(x).square().sum().backward()
+            optimizer.step()
+            model.requires_grad_(False)
         elif source == "data":
             # the allocator could give the second result the memory of the first weights
             for _ in range(2):
