@@ -134,7 +134,8 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     - without gradients and with running statistics, on a CPU, its BatchNorms are folded into its convolutions. The
       folded weights need as much memory as the weights. They are computed again after a forward with gradients or in
       training mode, and after every change that PyTorch counts (`Tensor._version`). It does not count changes in place
-      through `Tensor.data` or a NumPy array: write under torch.no_grad() instead, or call `fuse` again. Small chains in a forward that is not well known are not folded.
+      through `Tensor.data` or a NumPy array: write under torch.no_grad() instead, or call `fuse` again. Small chains in
+      a forward that is not well known are not folded.
     - else as one `nasfast.ops.conv_bn_act_chain`, where that is expected to be faster than PyTorch;
       `nasfast.fusion.rule` has the rule and its measurements. With an example, what was measured decides in its
       situation: its shape and type, the model's present mode, autocast and gradients. This is so for folding, too.

@@ -55,15 +55,16 @@ class ChainForward(ReplacedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, program = self.module, self.program
         forward = partial(type(module).forward, module)
-        if must_run_unfused() or (program is not None and (len(args) != 1 or kwargs)):
-            # a training step may follow that no version counter counts
-            self._binding = None
-            return forward(*args, **kwargs)
+        alone = len(args) == 1 and not kwargs
         if torch.compiler.is_compiling():
-            if program is None or not program.fits(module):
+            if torch.compiler.is_exporting() or program is None or not alone or not program.fits(module):
                 return forward(*args, **kwargs)
             chains = [CompiledChain(chain.members(module), self.always) for chain in program.chains]
             return program.bind(module, chains).run(args[0])
+        if must_run_unfused() or (program is not None and not alone):
+            # steps of an optimizer may follow that no version counter counts
+            self._binding = None
+            return forward(*args, **kwargs)
         binding = self._binding
         if binding is None or not binding.watch.same(module):
             binding = self._binding = _Binding(self, module)
