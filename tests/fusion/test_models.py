@@ -46,7 +46,7 @@ def test_models_give_the_same(name, mode, executed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["frozen convolutions", "eval"])
-@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "timm/efficientnet_lite0"])
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18"])
 def test_float32_is_as_accurate(name, mode, backend, monkeypatch):
     monkeypatch.setenv("NASFAST_BACKEND", backend)
     plain = set_mode(disturb(make(name)), mode)

@@ -127,23 +127,20 @@ class Patchable(InvertedResidual):
     """A class that nothing else here uses."""
 
 
-def wrapped(original):
-    """As a decorator makes it, with the names of the original."""
-    return functools.wraps(original)(lambda module, x: 2 * original(module, x))
-
-
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("when", ["before its first forward", "later", "before a copy"])
 @pytest.mark.parametrize("cls", [Patchable, nn.Sequential, nn.Conv2d, nn.BatchNorm2d, nn.ReLU6])
-@pytest.mark.parametrize("patch", [lambda original: lambda module, x: 2 * original(module, x), wrapped])
-def test_a_forward_patched_on_a_class_runs(patch, cls, when, training, monkeypatch):
+def test_a_forward_patched_on_a_class_runs(cls, when, training, monkeypatch):
     plain = disturb(Patchable(4, 4, 1, 2).double()).train(training).requires_grad_(training)
     fused = copy.deepcopy(plain)
     nasfast.fuse(fused, only_faster=not training)
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     if when != "before its first forward":
         assert_close("before", fused(x), plain(x))
-    monkeypatch.setattr(cls, "forward", patch(cls.forward))
+    original = cls.forward
+    # a decorator may keep the name of the original
+    keep_name = functools.wraps(original) if training else lambda function: function
+    monkeypatch.setattr(cls, "forward", keep_name(lambda module, x: 2 * original(module, x)))
     if when == "before a copy":
         fused = copy.deepcopy(fused)
     assert_close("patched", fused(x), plain(x))
