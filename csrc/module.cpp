@@ -5,10 +5,7 @@
 
 #include <torch/csrc/stable/ops.h>
 
-#include <cstdint>
-#include <cstring>
-#include <string_view>
-#include <vector>
+#include <utility>
 
 #include "cpu/isa.h"
 #include "cpu/pool.h"
@@ -72,57 +69,6 @@ py::dict cuda_device_info([[maybe_unused]] int device) {
   return result;
 }
 
-// The two functions below read the state that nasfast/fusion compares before every fused chain. Between the convolutions
-// of a model most of it is in no cache. Their reads do not depend on one another, so that the processor waits for many
-// of them at once.
-
-// What is in memory at these places, each given by an address and a number of bytes of 64 bits.
-py::bytes memory_at(const py::bytes& places) {
-  struct Place {
-    uint64_t address, size;
-  };
-  const auto given = std::string_view(places);
-  if (given.size() % sizeof(Place) != 0) throw py::value_error("memory_at: places are pairs of numbers of 64 bits");
-  std::vector<Place> all(given.size() / sizeof(Place));
-  if (!all.empty()) std::memcpy(all.data(), given.data(), given.size());
-  size_t bytes = 0;
-  for (const auto& place : all) bytes += place.size;
-  auto result = py::reinterpret_steal<py::bytes>(PyBytes_FromStringAndSize(nullptr, bytes));
-  if (!result) throw py::error_already_set();
-  char* to = PyBytes_AS_STRING(result.ptr());
-  for (const auto& place : all) {
-    std::memcpy(to, reinterpret_cast<const void*>(place.address), place.size);
-    to += place.size;
-  }
-  return result;
-}
-
-#if PY_VERSION_HEX < 0x030D0000
-
-// The version of every dictionary, which changes with each change of it, and the type of every object.
-py::bytes versions(const py::list& dictionaries, const py::list& objects) {
-  const auto n = dictionaries.size(), m = objects.size();
-  auto result = py::reinterpret_steal<py::bytes>(PyBytes_FromStringAndSize(nullptr, (n + m) * sizeof(uint64_t)));
-  if (!result) throw py::error_already_set();
-  char* to = PyBytes_AS_STRING(result.ptr());
-  const auto put = [&to](uint64_t value) {
-    std::memcpy(to, &value, sizeof value);
-    to += sizeof value;
-  };
-  for (size_t i = 0; i < n; ++i) {
-    PyObject* dictionary = PyList_GET_ITEM(dictionaries.ptr(), i);
-    if (!PyDict_Check(dictionary)) throw py::type_error("versions: the first list has dictionaries only");
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // since Python 3.12, which still has it
-    put(reinterpret_cast<PyDictObject*>(dictionary)->ma_version_tag);
-#pragma GCC diagnostic pop
-  }
-  for (size_t i = 0; i < m; ++i) put(reinterpret_cast<uint64_t>(Py_TYPE(PyList_GET_ITEM(objects.ptr(), i))));
-  return result;
-}
-
-#endif
-
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -139,10 +85,6 @@ PYBIND11_MODULE(_C, m) {
   m.def("cuda_device_info", &cuda_device_info, py::arg("device") = 0);
 #ifdef NASFAST_CUDA_OPERATORS
   m.def("set_early_launches", &nasfast::gpu::set_early_launches);
-#endif
-  m.def("memory_at", &memory_at);
-#if PY_VERSION_HEX < 0x030D0000
-  m.def("versions", &versions);
 #endif
 #ifdef NASFAST_EMULATION
   m.def("set_emulation", &nasfast::gpu::set_emulation, py::arg("multiprocessors") = 2, py::arg("backwards") = false,

@@ -52,25 +52,6 @@ def cuda_device_info(device: int = 0) -> CudaDeviceInfo:
 def set_early_launches(on: bool) -> bool:
     """Whether CUDA kernels may start early from now on; returns whether they could. Only with CUDA operators."""
 
-def memory_at(places: bytes) -> bytes:
-    """What is in memory at these places, one after another.
-
-    Args:
-        places: for each place its address and its number of bytes, as numbers of 64 bits. The memory must exist.
-
-    Raises:
-        ValueError: places are no pairs of such numbers.
-    """
-
-def versions(dictionaries: list[dict], objects: list) -> bytes:
-    """The version of each dictionary, which changes with every change of it, and the type of each object.
-
-    Python 3.13 and later have no such versions, and their extension has no such function.
-
-    Raises:
-        TypeError: something in the first list is no dictionary.
-    """
-
 def set_emulation(
     multiprocessors: int = 2, backwards: bool = False, block_order: int = 0, shared_memory: int = 99
 ) -> None:

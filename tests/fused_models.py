@@ -14,7 +14,7 @@ from nasfast.fusion import FuseReport
 
 timm = pytest.importorskip("timm")
 
-# models whose forwards all have programs
+# models of well-known blocks
 MODELS = [
     "mobilenet_v2",
     "shufflenet_v2_x0_5",

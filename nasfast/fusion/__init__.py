@@ -1,6 +1,10 @@
 """`nasfast.fuse`: any model runs its chains of convolution, BatchNorm and activation fused, where that is faster.
 
-`find` looks for the chains, `forward` runs them in place of the modules' forwards, `api` is what users call.
+`api` is what users call. `find` looks for the chains in traces, by the rules of `members` and `calls`; a `chain` has
+names only. Each module that owns chains gets the forward of `forward`, which asks `watch` whether its modules changed
+since the last call, and then runs a well-known block by its `program`, and another module's own code with
+`placeholders`. Either gives its chains to `execute`, which decides by `rule` or `measure` whether one runs on the
+operator or on PyTorch (`stages`), or folded (`fold`). `excite` is the same for squeeze-and-excitation.
 """
 
 from nasfast.fusion.api import FusedChain, FuseReport, NotFused, fuse, unfuse

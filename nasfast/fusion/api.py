@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members, rule
-from nasfast.fusion.chain import Chain
+from nasfast.fusion.chain import Chain, descendant
 from nasfast.fusion.excite import ExcitationForward
 from nasfast.fusion.find import Findings, LocatedChain, find_chains
 from nasfast.fusion.forward import ChainForward
 from nasfast.fusion.measure import measure
+from nasfast.fusion.placeholders import StartForward
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way
 from nasfast.ops.backends import resolve_backend
@@ -122,19 +123,19 @@ class FuseReport:
 def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, only_faster: bool = True) -> FuseReport:
     """Make the convolution -> BatchNorm -> activation chains of a model run fused, where that is faster.
 
-    It works in place on any module and changes only the `forward` of the modules that own a chain, and of
-    squeeze-and-excitations. Classes, submodules, parameters, state_dict, hooks, copies, train() and eval() do not
-    change, and every forward reads all settings again. Results and running statistics are the same up to rounding. The
-    result of a chain may be in channels_last, whatever the input is: code behind it must flatten with `flatten` or
-    `reshape`, not with `view`.
+    It works in place on any module and changes only the `forward` of the modules that own a chain, of
+    squeeze-and-excitations, and of convolutions with which a chain in a forward that is not well known begins. Classes,
+    submodules, parameters, state_dict, hooks, copies, train() and eval() do not change, and every forward reads all
+    settings again. Results and running statistics are the same up to rounding. The result of a chain may be in
+    channels_last, whatever the input is: code behind it must flatten with `flatten` or `reshape`, not with `view`.
 
     How a chain runs is decided for each shape and type of its input, mode and what trains:
 
     - without gradients and with running statistics, on a CPU, its BatchNorms are folded into its convolutions. The
-      folded weights need as much memory as the weights. They are computed again after a change. Only a change in place
-      of a few numbers may be missed, if it is made through `Tensor.data` or a NumPy array, where PyTorch does not count
-      it: write under torch.no_grad() instead, or call `fuse` again. Small chains inside a forward that `fuse` cannot
-      replace are not folded.
+      folded weights need as much memory as the weights. They are computed again after a forward with gradients or in
+      training mode, and after every change that PyTorch counts (`Tensor._version`). It does not count changes in place
+      through `Tensor.data` or a NumPy array: write under torch.no_grad() instead, or call `fuse` again. Small chains in
+      a forward that is not well known are not folded.
     - else as one `nasfast.ops.conv_bn_act_chain`, where that is expected to be faster than PyTorch;
       `nasfast.fusion.rule` has the rule and its measurements. With an example, what was measured decides in its
       situation: its shape and type, the model's present mode, autocast and gradients. This is so for folding, too.
@@ -145,14 +146,16 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     dilation are folded only, because the operator has none. A chain continues while nothing else reads the values
     between its stages. It ends at the border of a block, which is a module with several convolutions. An addition to
     the result of the last stage belongs to the chain. Squeeze-and-excitation between chains is an operator of its own
-    (`nasfast.ops.squeeze_excite`): a mean, two 1x1 convolutions with biases, an activation of a stage between them, and
-    the input times a sigmoid or hard sigmoid. It runs on a CPU in channels_last, in bfloat16, or in float32 if its
-    input has a gradient and at least 131,072 elements and its weights are frozen; otherwise it is not faster than
-    PyTorch. `fuse` traces forwards with torch.fx, and where it cannot trace one, it traces the modules that this
-    forward calls. So a supernet that chooses a candidate in Python gets fused candidates.
+    (`nasfast.ops.squeeze_excite`), if it is a module of torchvision or timm with an activation of a stage between its
+    convolutions and a sigmoid or hard sigmoid behind them. It runs on a CPU in channels_last, in bfloat16, or in
+    float32 if its input has a gradient and at least 131,072 elements and its weights are frozen; otherwise it is not
+    faster than PyTorch. `fuse` traces forwards with torch.fx, and where it cannot trace one, it traces the modules that
+    this forward calls. So a supernet that chooses a candidate in Python gets fused candidates.
 
-    While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments. Under
-    torch.compile, torch.export, torch.jit.trace, torch.func and forward-mode autograd the model runs unfused.
+    While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments, and so
+    does all of a well-known block. Under torch.compile, the chains of well-known blocks are operators in its graph
+    where the rule or only_faster=False says so, and all else runs unfused: fuse first, then compile. Under
+    torch.export, torch.jit.trace, torch.func and forward-mode autograd the model runs unfused.
     torch.jit.script, nn.DataParallel and copy.copy need `unfuse` first: a shallow copy runs its original's forward. The
     native backends have no second derivatives. Do not call `fuse` while another thread runs a model.
 
@@ -224,11 +227,13 @@ def _replace_forwards(model: nn.Module, findings: Findings, only_faster: bool) -
         owned[located.owner].append(located.chain)
     for owner, its_chains in owned.items():
         module = model.get_submodule(owner)
-        programs = findings.programs.get(owner, ())
-        module.forward = ChainForward(module, its_chains, programs, always=not only_faster)
-    for path, excitation in findings.excitations.items():
-        module = model.get_submodule(path)
-        module.forward = ExcitationForward(module, excitation)
+        program = findings.programs.get(owner)
+        module.forward = ChainForward(module, its_chains, program, always=not only_faster)
+        for chain in its_chains if program is None else ():
+            start = descendant(module, chain.convs[0])
+            start.forward = StartForward(start)
+    for module in map(model.get_submodule, findings.excitations):
+        module.forward = ExcitationForward(module)
 
 
 def _check_module(op: str, model: nn.Module) -> None:
@@ -255,8 +260,9 @@ def _folding_notes(model: nn.Module, findings: Findings) -> list[str]:
     recorded = [located.convolutions[0] for located in findings.chains if _is_recorded(findings, located)]
     if recorded:
         notes.append(
-            f"{_count(len(recorded), 'chain')} inside a forward that fuse cannot replace: folded only where the "
-            f"convolutions give {rule.LEAST_RECORDED:,} numbers or more per thread: {_listed(recorded)}"
+            f"{_count(len(recorded), 'chain')} in a forward that is not well known: folded only where the "
+            f"convolutions give {rule.LEAST_RECORDED:,} numbers or more per stage and thread, and on PyTorch under "
+            f"torch.compile: {_listed(recorded)}"
         )
     return notes
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nasfast.fusion.calls import Conv, square_conv
 from nasfast.fusion.members import norm_problem, runs_conv
-from nasfast.fusion.watch import Watch, hooks_of
+from nasfast.fusion.watch import hooks_of
 from nasfast.ops.modules import running_of, settings_of
 from nasfast.ops.reference import ConvBNParams, Stage
 
@@ -94,8 +95,8 @@ class Members:
         found = [stage for stage in stages if stage is not None]
         return found if len(found) == len(stages) else None
 
-    def watch(self) -> Watch:
-        """Everything on which `stages` depends, but for the value of a counter of batches."""
+    def places(self) -> list[tuple[dict, str]]:
+        """Where everything is on which `stages` depends, but for the value of a counter of batches; see `Watch`."""
         places: list[tuple[dict, str]] = []
         for conv, bn in zip(self.convs, self.norms, strict=True):
             places += [(vars(conv), name) for name in _CONV_SETTINGS]
@@ -103,7 +104,13 @@ class Members:
             places += [(vars(bn), name) for name in _NORM_SETTINGS]
             places += [(bn._parameters, "weight"), (bn._parameters, "bias")]
             places += [(bn._buffers, name) for name in ("running_mean", "running_var", "num_batches_tracked")]
-        return Watch(places)
+        return places
+
+    def count_batch(self) -> None:
+        """Increase the numbers of batches as the forwards of the BatchNorms do."""
+        counters = [bn.num_batches_tracked for bn in self.norms if bn.training and bn.track_running_stats]
+        if counters := [counter for counter in counters if counter is not None]:
+            torch._foreach_add_(counters, 1)
 
 
 _CONV_SETTINGS = ("stride", "padding", "dilation", "groups", "padding_mode", "_parameters")

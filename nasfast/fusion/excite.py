@@ -1,4 +1,4 @@
-"""Squeeze-and-excitation: finds the modules that compute it, and runs each as one operator.
+"""Squeeze-and-excitation: finds the modules of well-known classes that compute it, and runs each as one operator.
 
 It needs the means of all pixels before it changes the first one, so it ends a chain, and the next chain begins behind
 it. Its own forward reads and writes the tensor up to ten times in a step; the operator reads it four times and writes
@@ -8,211 +8,94 @@ two tensors.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from nasfast.fusion import members
 from nasfast.fusion.calls import ACTIVATION_FUNCTIONS
-from nasfast.fusion.chain import Path, descendant
-from nasfast.fusion.program import Frame
-from nasfast.fusion.recognise import Unrecognised, frame_of
 from nasfast.fusion.replaced import ReplacedForward, must_run_unfused
 from nasfast.fusion.stages import plain
-from nasfast.fusion.tracer import OURS
 from nasfast.fusion.watch import Watch, hooks_of
 from nasfast.ops import squeeze
 
-_POOL, _CONV = "mean", "conv"
-_GATE_FORWARDS = {nn.Sigmoid.forward: "sigmoid", nn.Hardsigmoid.forward: "hsigmoid"}
-# timm's activations, by their forwards' qualified names
-_TIMM_ACTIVATIONS = "timm.layers.activations"
-_TIMM_GATES = {"Sigmoid.forward": "sigmoid", "HardSigmoid.forward": "hsigmoid"}
-_GATE_FUNCTIONS: dict[object, str] = {
-    torch.sigmoid: "sigmoid",
-    F.sigmoid: "sigmoid",
-    F.hardsigmoid: "hsigmoid",
-    "sigmoid": "sigmoid",
-}
-_PRODUCTS = (operator.mul, torch.mul, "mul")
 
-
-@dataclass(frozen=True)
-class Excitation:
-    """A module that computes squeeze-and-excitation, by names, so that it is right for every copy of the module.
+class _Layout(NamedTuple):
+    """The submodules of a class that computes x * gate(excite(act(squeeze(mean of x)))).
 
     Attributes:
-        squeeze, excite: paths of its two convolutions.
-        act, gate: see `nasfast.ops.squeeze_excite`.
-        kinds: for every other module that its forward calls, its path and what it must be.
-        frames: the modules whose code was traced, itself first.
+        squeeze, excite, act, gate: names of the modules in the formula.
+        idle: name of a module that must be an nn.Identity, or None.
+        pool: name of a module that must be the mean, or None.
+        off: name of an attribute that must be false, or None.
     """
 
-    squeeze: Path
-    excite: Path
+    squeeze: str
+    excite: str
     act: str
     gate: str
-    kinds: tuple[tuple[Path, str], ...]
-    frames: tuple[Frame, ...]
-
-    def convolutions(self, module: nn.Module) -> tuple[nn.Module, nn.Module] | None:
-        """Its two convolutions in this module; None if the module may compute something else now, or has hooks."""
-        try:
-            if any(frame.problem(descendant(module, frame.path)) is not None for frame in self.frames):
-                return None
-            if any(_kind(descendant(module, path)) != kind for path, kind in self.kinds):
-                return None
-            convs = descendant(module, self.squeeze), descendant(module, self.excite)
-        except (LookupError, Unrecognised):
-            return None
-        inner = [m for m in module.modules() if m is not module]
-        if any(hooks for m in inner for hooks in hooks_of(m)) or any("forward" in vars(m) for m in inner):
-            return None
-        return convs if all(map(_is_product, convs)) else None
+    idle: str | None = None
+    pool: str | None = None
+    off: str | None = None
 
 
-def find_excitations(model: nn.Module) -> dict[str, Excitation]:
-    """The squeeze-and-excitations of a model by path, from traces; the outermost module that is one counts."""
-    return dict(_search(model, ""))
+_LAYOUTS = {
+    "torchvision.ops.misc.SqueezeExcitation.forward": _Layout(
+        "fc1", "fc2", "activation", "scale_activation", pool="avgpool"
+    ),
+    "timm.layers.squeeze_excite.SEModule.forward": _Layout("fc1", "fc2", "act", "gate", idle="bn", off="add_maxpool"),
+    "timm.models._efficientnet_blocks.SqueezeExcite.forward": _Layout("conv_reduce", "conv_expand", "act1", "gate"),
+}
+_GATES = {
+    "torch.nn.modules.activation.Sigmoid.forward": "sigmoid",
+    "torch.nn.modules.activation.Hardsigmoid.forward": "hsigmoid",
+    "timm.layers.activations.Sigmoid.forward": "sigmoid",
+    "timm.layers.activations.HardSigmoid.forward": "hsigmoid",
+}
 
 
-def _search(module: nn.Module, path: str) -> Iterator[tuple[str, Excitation]]:
-    if isinstance(module, OURS) or members.untouchable(module) is not None:
+class Excitation(NamedTuple):
+    """What a module computes: its two convolutions, and act and gate as in `nasfast.ops.squeeze_excite`."""
+
+    convs: tuple[nn.Conv2d, nn.Conv2d]
+    act: str
+    gate: str
+
+
+def find_excitations(model: nn.Module, path: str = "") -> Iterator[str]:
+    """The paths of the squeeze-and-excitations of a model."""
+    if members.untouchable(model) is None and excitation_of(model) is not None:
+        yield path
         return
-    found = None
-    with suppress(Exception):  # whatever the module's code raises for what is no tensor
-        found = _excitation(module)
-    if found is not None:
-        yield path, found
-        return
-    for name, child in module.named_children():
-        yield from _search(child, f"{path}.{name}" if path else name)
+    for name, child in model.named_children():
+        yield from find_excitations(child, f"{path}.{name}" if path else name)
 
 
-def _excitation(module: nn.Module) -> Excitation:
-    """The module as a squeeze-and-excitation.
-
-    Raises:
-        Unrecognised: it is none.
-    """
-    convs = list(members.convolutions(module).values())
-    if len(convs) != 2 or members.batch_norms(module) or not all(map(_is_product, convs)):
-        raise Unrecognised("it has not just two 1x1 convolutions with biases")
-    if convs[0].weight.shape[:2] != convs[1].weight.shape[1::-1]:
-        raise Unrecognised("the second convolution does not undo what the first did to the channels")
-    tracer = _Tracer()
-    graph = tracer.trace(module)
-    calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    kinds: dict[Path, str] = {}
-    steps: list[tuple[str, fx.Node]] = []
-    for node in calls:
-        kind = _step(module, node)
-        if node.op == "call_module":
-            kinds[_path(node)] = kind
-        if kind != "identity":
-            steps.append((kind, node))
-    names = [kind for kind, _ in steps]
-    # a hard sigmoid that is spelled out
-    if names[-4:-1] == ["+ 3", "relu6", "/ 6"]:
-        names[-4:-1] = ["hsigmoid"]
-    if len(names) == 5:
-        names.insert(2, "identity")
-    if len(names) != 6 or [names[i] for i in (0, 1, 3, 5)] != [_POOL, _CONV, _CONV, "product"]:
-        raise Unrecognised(f"it computes {', '.join(names)}")
-    _, _, act, _, gate, _ = names
-    if act not in {*ACTIVATION_FUNCTIONS.values(), "identity", "relu6"} or gate not in squeeze.reference.GATES:
-        raise Unrecognised(f"the operator has no {act} or {gate}")
-    _check_line(graph, calls)
-    first, second = (_path(node) for kind, node in steps if kind == _CONV)
-    kinds.pop(first), kinds.pop(second)
-    frames = tuple(frame_of(m, path, fused=False) for path, m in tracer.inside(module))
-    return Excitation(first, second, act, gate, tuple(kinds.items()), frames)
-
-
-class _Tracer(fx.Tracer):
-    """Looks into all modules but those of PyTorch, and remembers which."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._inside: list[str] = []
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        leaf = _gate(m) is not None or super().is_leaf_module(m, module_qualified_name)
-        if not leaf:
-            self._inside.append(module_qualified_name)
-        return leaf
-
-    def inside(self, module: nn.Module) -> list[tuple[Path, nn.Module]]:
-        """The modules that were looked into, the traced one first."""
-        paths = [tuple(name.split(".")) for name in dict.fromkeys(self._inside)]
-        return [((), module), *((path, descendant(module, path)) for path in paths)]
-
-
-def _step(module: nn.Module, node: fx.Node) -> str:
-    """What a node of the trace computes."""
-    rest, kwargs = node.args[1:], node.kwargs
-    if node.op == "call_module":
-        return _kind(descendant(module, _path(node)))
-    target: Any = node.target
-    if target == "mean" and (rest, kwargs) == (((2, 3),), {"keepdim": True}):
-        return _POOL
-    if target is F.adaptive_avg_pool2d and rest in ((1,), ((1, 1),)) and not kwargs:
-        return _POOL
-    if target in _PRODUCTS and len(node.args) == 2 and not kwargs:
-        return "product"
-    if target in (operator.add, operator.truediv) and rest in ((3,), (6,)):
-        return f"+ {rest[0]:g}" if target is operator.add else f"/ {rest[0]:g}"
-    if target is F.relu6:
-        return "relu6"
-    settings = {name for name in kwargs if name != "inplace"}
-    if not rest and not settings and (target in _GATE_FUNCTIONS or target in ACTIVATION_FUNCTIONS):
-        return _GATE_FUNCTIONS.get(target) or ACTIVATION_FUNCTIONS[target]
-    raise Unrecognised(f"it calls {target}")
-
-
-def _check_line(graph: fx.Graph, calls: list[fx.Node]) -> None:
-    """Check that each call reads the one before, and the last the input as well.
-
-    Raises:
-        Unrecognised: they do not.
-    """
-    (x,) = (node for node in graph.nodes if node.op == "placeholder")
-    (output,) = (node for node in graph.nodes if node.op == "output")
-    before = x
-    for call in calls[:-1]:
-        if call.all_input_nodes != [before]:
-            raise Unrecognised("a call reads something else than the result of the one before")
-        before = call
-    if sorted(calls[-1].args, key=str) != sorted([x, before], key=str) or output.args != (calls[-1],):
-        raise Unrecognised("it does not return its input times the factors")
-
-
-def _kind(module: nn.Module) -> str:
-    """What a module without submodules computes, in the words of `_step`."""
-    if members.runs_conv(module):
-        return _CONV
-    if type(module) is nn.Identity:
-        return "identity"
-    if type(module) is nn.AdaptiveAvgPool2d and module.output_size in (1, (1, 1)):
-        return _POOL
-    kind = _gate(module) or members.module_activation(module)
-    if kind is None or module._modules:
-        raise Unrecognised(f"it calls a {type(module).__name__}")
-    return kind
-
-
-def _gate(module: nn.Module) -> str | None:
-    """The gate that a module computes, or None."""
-    forward: Any = type(module).forward
-    if getattr(forward, "__module__", "") == _TIMM_ACTIVATIONS:
-        return _TIMM_GATES.get(forward.__qualname__)
-    return _GATE_FORWARDS.get(forward)
+def excitation_of(module: nn.Module) -> Excitation | None:
+    """The module as a squeeze-and-excitation; None if it is none, or if a hook sees its inside."""
+    layout = _LAYOUTS.get(members.forward_name(module))
+    # an attribute or a module that is not known here may change what a later version of the library computes
+    if layout is None or set(module._modules) != {*layout[:4], layout.idle, layout.pool} - {None}:
+        return None
+    inner: dict[str, Any] = dict(module._modules)
+    if any("forward" in vars(m) or any(hooks_of(m)) for m in module.modules() if m is not module):
+        return None
+    if layout.off is not None and vars(module).get(layout.off) is not False:
+        return None
+    if layout.idle is not None and type(inner[layout.idle]) is not nn.Identity:
+        return None
+    if layout.pool is not None:
+        pool = inner[layout.pool]
+        if type(pool) is not nn.AdaptiveAvgPool2d or pool.output_size not in (1, (1, 1)):
+            return None
+    convs: Any = inner[layout.squeeze], inner[layout.excite]
+    act, gate = members.module_activation(inner[layout.act]), _GATES.get(members.forward_name(inner[layout.gate]))
+    if gate is None or act not in {*ACTIVATION_FUNCTIONS.values(), "identity"} or not all(map(_is_product, convs)):
+        return None
+    return Excitation(convs, act, gate) if convs[0].weight.shape[:2] == convs[1].weight.shape[1::-1] else None
 
 
 def _is_product(conv: nn.Module) -> bool:
@@ -222,78 +105,51 @@ def _is_product(conv: nn.Module) -> bool:
     return conv.bias is not None and math.prod((*conv.stride, conv.groups)) == 1 and set(conv.padding) == {0}
 
 
-def _path(node: fx.Node) -> Path:
-    return tuple(str(node.target).split("."))
-
-
 class ExcitationForward(ReplacedForward):
     """The forward of a squeeze-and-excitation: the operator where that is faster, else the module's own.
 
     The operator needs an x in channels_last on a CPU.
-
-    Args:
-        module: the module.
-        excitation: what it computes.
     """
 
-    def __init__(self, module: nn.Module, excitation: Excitation) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.excitation = excitation
-        self._binding: _Binding | None = None
+        self._bound: tuple[Watch, Excitation | None] | None = None
 
     def __reduce__(self) -> tuple:
-        return ExcitationForward, (self.module, self.excitation)
+        return ExcitationForward, (self.module,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        if len(args) == 1 and not kwargs and not must_run_unfused():
-            weights = self._weights(module, args[0])
-            if weights is not None:
-                with suppress(TypeError, ValueError):  # it refuses before it computes; PyTorch may accept the same
-                    return squeeze.squeeze_excite(
-                        args[0], *weights, act=self.excitation.act, gate=self.excitation.gate, backend="cpu"
-                    )
+        if len(args) == 1 and not kwargs and not must_run_unfused() and not torch.compiler.is_compiling():
+            y = self._run(module, args[0])
+            if y is not None:
+                return y
         return type(module).forward(module, *args, **kwargs)
 
-    def _weights(self, module: nn.Module, x: Any) -> list[Tensor] | None:
-        """The weights and biases, if the operator can run on x now."""
+    def _run(self, module: nn.Module, x: Any) -> Tensor | None:
+        """The result of the operator, if it can run on x now."""
         if type(x) is not Tensor or x.dim() != 4 or not squeeze.is_faster(x, trains=False):
             return None
-        binding = self._binding
-        if binding is None or not binding.same(module):
-            binding = self._binding = _Binding(module, self.excitation)
-        if binding.convs is None:
+        if self._bound is None or not self._bound[0].same(module):
+            self._bound = _watch(module), excitation_of(module)
+        excitation = self._bound[1]
+        if excitation is None:
             return None
-        weights: list[Tensor | None] = [conv._parameters.get(n) for conv in binding.convs for n in ("weight", "bias")]
+        weights = [conv._parameters.get(name) for conv in excitation.convs for name in ("weight", "bias")]
         given = [weight for weight in weights if weight is not None]
         trains = any(weight.requires_grad for weight in given)
         if len(given) < 4 or not squeeze.is_faster(x, trains=trains) or not plain(x, *given):
             return None
-        if torch.is_autocast_enabled("cpu"):
-            return given if torch.get_autocast_dtype("cpu") == torch.bfloat16 else None
-        return given if given[0].dtype == x.dtype else None
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        if autocast != torch.bfloat16 if autocast is not None else given[0].dtype != x.dtype:
+            return None
+        with suppress(TypeError, ValueError):  # it refuses before it computes; PyTorch may accept the same
+            return squeeze.squeeze_excite(x, *given, act=excitation.act, gate=excitation.gate, backend="cpu")
+        return None
 
 
-class _Binding:
-    """The convolutions of a squeeze-and-excitation, and whether anything has changed since.
-
-    Nothing here may keep the module alive: its forward has this.
-    """
-
-    def __init__(self, module: nn.Module, excitation: Excitation) -> None:
-        inner = [m for m in module.modules() if m is not module]
-        places = [(module._modules, name) for name in module._modules]
-        places += [(vars(m), name) for m in inner for name in vars(m)]
-        functions = [(type(m), "_conv_forward") for m in inner if isinstance(m, nn.Conv2d)]
-        self._watch = Watch(places, inner, functions)
-        self._own = _own(module)
-        self.convs = excitation.convolutions(module)
-
-    def same(self, module: nn.Module) -> bool:
-        return _own(module) == self._own and self._watch.same()
-
-
-def _own(module: nn.Module) -> tuple:
-    """What may change in the module itself."""
-    values = [(name, value) for name, value in vars(module).items() if isinstance(value, (bool, int, float, str))]
-    return type(module), type(module).forward, len(module._modules), values
+def _watch(module: nn.Module) -> Watch:
+    inner = [m for m in module.modules() if m is not module]
+    settings = [(vars(m), name) for m in inner for name in vars(m) if not name.startswith("_")]
+    own = [name for name, value in vars(module).items() if isinstance(value, bool)]
+    return Watch(module, own, inner, [*settings, *((vars(m), "_parameters") for m in inner)])

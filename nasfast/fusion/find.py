@@ -19,11 +19,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members
-from nasfast.fusion.calls import activation_of
-from nasfast.fusion.chain import Chain, Path
-from nasfast.fusion.excite import Excitation, find_excitations
-from nasfast.fusion.program import Program, norm_kind
-from nasfast.fusion.recognise import TracedChain, Unrecognised, frame_of, write
+from nasfast.fusion.chain import Chain, Path, descendant
+from nasfast.fusion.excite import find_excitations
+from nasfast.fusion.program import Frame, Program, Unwritten, is_well_known, write
 from nasfast.fusion.tracer import OURS, Tracer
 from nasfast.fusion.twin import first_line, twin_of, unchanged_surroundings
 
@@ -58,16 +56,15 @@ class Findings:
         reasons: by path, why a convolution is in no chain, and why a BatchNorm cannot be in one. A BatchNorm that could
             be in a chain has no reason here.
         ours: paths of the convolutions in fused modules of nasfast.
-        excitations: by path, the squeeze-and-excitations; their convolutions have no reason here.
-        programs: by path, the programs of a module that owns chains, where its forward has any: one, or one for each
-            mode.
+        excitations: paths of the squeeze-and-excitations; their convolutions have no reason here.
+        programs: by path, the programs of the modules that own chains and have a well-known forward.
     """
 
     chains: list[LocatedChain] = field(default_factory=list)
-    programs: dict[str, tuple[Program, ...]] = field(default_factory=dict)
+    programs: dict[str, Program] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     ours: set[str] = field(default_factory=set)
-    excitations: dict[str, Excitation] = field(default_factory=dict)
+    excitations: list[str] = field(default_factory=list)
 
 
 def find_chains(model: nn.Module, *, folding: bool) -> Findings:
@@ -89,7 +86,7 @@ def find_chains(model: nn.Module, *, folding: bool) -> Findings:
         if problem is not None:
             reasons[name] = problem
     with unchanged_surroundings():
-        search.findings.excitations = find_excitations(twin)
+        search.findings.excitations = list(find_excitations(twin))
         search.opaque.update(map(twin.get_submodule, search.findings.excitations))
         search.visit(twin)
         search.write_programs(twin)
@@ -170,44 +167,31 @@ class _Search:
         for located in self.findings.chains:
             owned.setdefault(model.get_submodule(located.owner), []).append(located.chain)
         self.in_chains = set()
-        for owner in owned:
+        for owner in filter(is_well_known, owned):
             # without a program the module's own forward runs
-            with suppress(Unrecognised):
-                program = self._program(owner, owned)
-                self.findings.programs[self.names[owner]] = (program,)
-                if program.reads("training"):
-                    self.findings.programs[self.names[owner]] += (self._in_other_mode(owner, owned),)
-
-    def _in_other_mode(self, owner: nn.Module, owned: dict[nn.Module, list[Chain]]) -> Program:
-        modes = {module: module.training for module in owner.modules()}
-        try:
-            return self._program(owner.train(not owner.training), owned)
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
+            with suppress(Unwritten):
+                self.findings.programs[self.names[owner]] = self._program(owner, owned)
 
     def _program(self, owner: nn.Module, owned: dict[nn.Module, list[Chain]]) -> Program:
-        tracer = Tracer(self.opaque)
-        inside: dict[Path, nn.Module] = {(): owner}
-        # modules inside of the owner may own chains too
-        owners: list[Path] = [()]
-        for place in owners:
-            watched = [place + path for chain in owned[inside[place]] for path in chain.watched]
-            between = {path[:n] for path in watched for n in range(len(place) + 1, len(path) + 1)}
-            for path in sorted(between - {*inside}):
-                module = owner.get_submodule(".".join(path))
-                if not tracer.is_leaf_module(module, ""):
-                    inside[path] = module
-                    owners += [path] if module in owned else []
-        frames = [frame_of(module, path, fused=module in owned) for path, module in inside.items()]
-        chains = [chain.below(path) for path in owners for chain in owned[inside[path]]]
-        tracer.looked_into = set(inside.values())
+        inside: dict[nn.Module, Path] = {owner: ()}
+        # a chain may lie in modules inside of the owner, which may own chains too
+        owners = [owner]
+        for module in owners:
+            watched = [below for chain in owned[module] for below in chain.watched]
+            for path in sorted({below[:n] for below in watched for n in range(len(below))}):
+                inner = descendant(module, path)
+                if inner not in inside and is_well_known(inner):
+                    inside[inner] = inside[module] + path
+                    owners += [inner] if inner in owned else []
+        tracer = Tracer(self.opaque, looked_into=set(inside))
         try:
             graph = tracer.trace(owner)
         except Exception as error:
-            raise Unrecognised(first_line(error)) from error
+            raise Unwritten(first_line(error)) from error
         trace = _Trace(self, owner, graph)
-        return write(graph, [trace.traced(number, chain) for number, chain in enumerate(chains)], frames)
+        chains = [trace.traced(chain.below(inside[module])) for module in owners for chain in owned[module]]
+        frames = [Frame.of(module, path, fused=module in owned) for module, path in inside.items()]
+        return write(graph, dict(owner.named_modules()), chains, frames)
 
     def conv_problem(self, conv: _ConvNd) -> str | None:
         problem = members.conv_problem(conv)
@@ -258,33 +242,21 @@ class _Trace:
             self._record(stages, add)
         return set(convs.values())
 
-    def traced(self, number: int, chain: Chain) -> TracedChain:
-        """The nodes of a chain of this module, the one with this number.
+    def traced(self, chain: Chain) -> tuple[Chain, list[fx.Node], fx.Node | None]:
+        """A chain of this module, the nodes of its stages, and the addition behind them.
 
         Raises:
-            Unrecognised: this trace does not have the chain.
+            Unwritten: this trace does not have the chain.
         """
         name = ".".join(chain.convs[0])
         starts = [node for node in self._order if node.op == "call_module" and node.target == name]
         first = self._stage(starts[0], self._modules[name]) if len(starts) == 1 else ""
         if isinstance(first, str):
-            raise Unrecognised(f"{name} begins no chain in its own trace")
+            raise Unwritten(f"{name} begins no chain in its own trace")
         stages, add = self._grow(first)
         if tuple(stage.act for stage in stages) != chain.acts or (add is not None) != chain.residual:
-            raise Unrecognised(f"the chain of {name} is another one in its own trace")
-        kinds = {node: self._kind(node, stage) for stage in stages for node in stage.nodes}
-        return TracedChain(number, chain, kinds, add)
-
-    def _kind(self, node: fx.Node, stage: _TracedStage) -> str:
-        module = self._module(node)
-        if isinstance(module, _ConvNd):
-            return "conv"
-        if isinstance(module, _BatchNorm):
-            kind = norm_kind(module)
-            if kind not in ("norm", "norm with identity", f"norm with {stage.act}"):
-                raise Unrecognised(f"{node.target} has an activation that no stage has")
-            return kind
-        return "identity" if type(module) is nn.Identity else stage.act
+            raise Unwritten(f"the chain of {name} is another one in its own trace")
+        return chain, [node for stage in stages for node in stage.nodes], add
 
     def _stage(self, node: fx.Node, conv: _ConvNd) -> _TracedStage | str:
         """The stage that begins with this convolution, which the node calls, or why none does."""
@@ -404,15 +376,7 @@ class _Trace:
 
     def _activation_name(self, node: fx.Node) -> str | None:
         module = self._module(node)
-        if module is not None:
-            return members.module_activation(module)
-        if len(node.all_input_nodes) != 1:
-            return None
-        # the input comes first unless it is named
-        rest = node.args[1:] if node.args and isinstance(node.args[0], fx.Node) else node.args
-        function = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
-        kwargs = {name: value for name, value in node.kwargs.items() if name != "input"}
-        return activation_of(function, *rest, **kwargs)
+        return members.function_activation(node) if module is None else members.module_activation(module)
 
     def _adds(self, node: fx.Node, value: fx.Node) -> bool:
         """Whether the node adds another tensor to the value; not if it adds the value in place to the other tensor."""

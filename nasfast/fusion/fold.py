@@ -6,11 +6,8 @@ others are PyTorch's convolutions.
 
 from __future__ import annotations
 
-import ctypes
-import itertools
 import math
 import operator
-import struct
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,16 +15,13 @@ from torch import Tensor
 
 from nasfast.fusion.calls import IN_PLACE
 from nasfast.fusion.chain import ChainStage
-from nasfast.ops import _native
+from nasfast.fusion.stages import sources_of
 
 # The fewest products of a float32 convolution, depthwise ones aside, that runs on oneDNN's convolution with activation.
 # A call of it costs 30 us, and a small convolution of PyTorch 5 us, because it multiplies matrices without oneDNN. In
 # 16 bits PyTorch's runs on oneDNN too, and changes the layout of its weights at every call. Measured on two AVX-512
 # cores.
 _MIN_PRODUCTS = 8_000_000
-
-# bytes that are compared of every source but a running mean
-_WINDOW = 64
 
 # oneDNN's name and numbers of each activation of a stage that it computes with the convolution
 _ONEDNN_ACTS: dict[str, tuple[str, list[float]]] = {
@@ -44,31 +38,26 @@ class Folded:
     """A chain with its BatchNorms folded into its convolutions, for one type of computation.
 
     It is valid while its sources are the same tensors in the same memory with the same version counters. PyTorch counts
-    every change in place, with three exceptions: through `Tensor.data`, through NumPy arrays that share the memory, and
-    of running statistics by a BatchNorm. Therefore running means are compared with what they were. So are a few
-    numbers of other sources, because such a change, like a moving average, mostly is one of all numbers.
+    every change in place but those through `Tensor.data` and through NumPy arrays that share the memory. It does not
+    count the changes of running statistics by a BatchNorm, which counts its batches.
 
     Args:
         stages: stages that all normalise with running statistics. Their tensors are in the memory of the CPU, and none
             is an inference tensor, which has no version counter.
         dtype: the type in which the convolutions compute.
         shape: (N, C, H, W) of an input; oneDNN chooses the layout of the weights for it.
+        counters: the numbers of batches of the BatchNorms.
     """
 
-    def __init__(self, stages: Sequence[ChainStage], dtype: torch.dtype, shape: torch.Size) -> None:
-        self._dtype = dtype
-        self._stages = stages
+    def __init__(
+        self, stages: Sequence[ChainStage], dtype: torch.dtype, shape: torch.Size, counters: Sequence[Tensor]
+    ) -> None:
+        self._dtype, self._stages = dtype, stages
         self._sources = sources_of(stages)
+        self._counted = [*self._sources, *counters]
         self._states = self._states_now()
         # another tensor cannot get the same memory while it is held here
         self._memory = [tensor.untyped_storage() for tensor in self._sources]
-        params = [stage.stage.params for stage in stages]
-        others = [tensor for p in params for tensor in (*p[:3], p.running_var, p.conv_bias) if tensor is not None]
-        windows = [_window(tensor) for tensor in others]
-        # training changes a variance with its mean, which may stay the same in dead channels
-        windows += [_window(p.running_mean, whole=True) for p in params if p.running_mean is not None]
-        self._windows = struct.pack(f"={2 * len(windows)}Q", *itertools.chain(*windows))
-        self._seen = _MEMORY_AT(self._windows)
         self._convolutions: list[Callable[[Tensor], Tensor]] = []
         size: tuple[int, ...] = shape[2:]
         for stage in stages:
@@ -77,12 +66,9 @@ class Folded:
 
     def serves(self, stages: Sequence[ChainStage], dtype: torch.dtype) -> bool:
         """Whether this still is what these stages compute."""
-        if dtype != self._dtype:
+        if dtype != self._dtype or (stages is not self._stages and not self._has(stages)):
             return False
-        if stages is not self._stages and not self._has(stages):
-            return False
-        # the windows may be read only while the tensors are in this memory
-        return self._states_now() == self._states and _MEMORY_AT(self._windows) == self._seen
+        return self._states_now() == self._states
 
     def _has(self, stages: Sequence[ChainStage]) -> bool:
         sources = sources_of(stages)
@@ -90,7 +76,7 @@ class Folded:
         return same and _settings(stages) == _settings(self._stages)
 
     def _states_now(self) -> list[int]:
-        return [*map(_VERSION, self._sources), *map(Tensor.data_ptr, self._sources)]
+        return [*map(_VERSION, self._counted), *map(Tensor.data_ptr, self._sources)]
 
     def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """The result of the chain for (N, C, H, W), and the residual added."""
@@ -101,30 +87,6 @@ class Folded:
             return x
         # the result of a convolution is nobody else's
         return x.add_(residual) if (residual.shape, residual.dtype) == (x.shape, x.dtype) else x + residual
-
-
-def _window(tensor: Tensor, *, whole: bool = False) -> tuple[int, int]:
-    """Address and bytes of the memory that is compared: the whole tensor, or a few numbers in its middle."""
-    itemsize = tensor.element_size()
-    start = 0 if whole else tensor.numel() // 2 * itemsize
-    # a view with gaps may end behind its memory
-    there = int(tensor.untyped_storage().nbytes()) - int(tensor.storage_offset()) * itemsize
-    end = min(tensor.numel() * itemsize, there, there if whole else start + _WINDOW)
-    return tensor.data_ptr() + start, max(0, end - start)
-
-
-def _memory_at(places: bytes) -> bytes:
-    """`nasfast._C.memory_at` without the extension."""
-    return b"".join([ctypes.string_at(*place) for place in struct.iter_unpack("=QQ", places)])
-
-
-# an extension of an older version lacks it
-_MEMORY_AT: Callable[[bytes], bytes] = getattr(_native.extension, "memory_at", _memory_at)
-
-
-def sources_of(stages: Sequence[ChainStage]) -> list[Tensor]:
-    """Every tensor from which the folded weights are computed."""
-    return [tensor for stage in stages for tensor in stage.stage.params if tensor is not None]
 
 
 def _settings(stages: Sequence[ChainStage]) -> list[tuple]:

@@ -74,7 +74,7 @@ def _faster(stages: Sequence[ChainStage], x: Tensor, way: Way) -> Way:
     stages = [_own(stage) for stage in stages]
     fused: Callable[[], Tensor] = partial(run_stages, x, stages, None)
     if way is Way.FOLDED:
-        fused = partial(Folded(stages, result_dtype(x), x.shape).run, x, None)
+        fused = partial(Folded(stages, result_dtype(x), x.shape, []).run, x, None)
     runs: list[Callable[[], Tensor]] = [fused, partial(plain_stages, x, stages)]
     params = [t for stage in stages for t in stage.stage.params]
     leaves = [t for t in (x, *params) if t is not None and t.requires_grad]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import NoneType
 
 import torch
 from torch import fx, nn
@@ -12,6 +13,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from nasfast.fusion.calls import activation_of, square_conv
+from nasfast.fusion.replaced import ReplacedForward
 from nasfast.ops.modules import ACTIVATION_MODULES, BNAct2d
 
 
@@ -72,7 +74,8 @@ def runs_conv(module: nn.Module) -> bool:
 
 def _runs(module: nn.Module, cls: type[nn.Module], forward: Callable) -> bool:
     """Whether a call of the module runs this forward of cls."""
-    return isinstance(module, cls) and type(module).forward is forward and "forward" not in vars(module)
+    own = vars(module).get("forward")
+    return isinstance(module, cls) and type(module).forward is forward and isinstance(own, (ReplacedForward, NoneType))
 
 
 # as PyTorch has them: users may patch classes
@@ -82,11 +85,17 @@ _ACTIVATIONS = {(cls, getattr(cls, "forward")): name for name, cls in ACTIVATION
 _CLAMPS = [(cls, cls.forward) for cls in (nn.Hardtanh, nn.ReLU6)]
 
 
+def forward_name(module: nn.Module) -> str:
+    """Qualified name of the forward of the module's class; "" if it has none, or if somebody has wrapped it."""
+    forward = type(module).forward
+    if hasattr(forward, "__wrapped__"):
+        return ""
+    return f"{getattr(forward, '__module__', '')}.{getattr(forward, '__qualname__', '')}"
+
+
 def has_activation(bn: nn.Module) -> bool:
     """Whether this is timm's BatchNorm with its own activation, and nothing random between the two."""
-    forward = type(bn).forward
-    home = getattr(forward, "__module__", ""), getattr(forward, "__qualname__", "")
-    return home == ("timm.layers.norm_act", "BatchNormAct2d.forward") and type(bn.drop) is nn.Identity
+    return forward_name(bn) == "timm.layers.norm_act.BatchNormAct2d.forward" and type(bn.drop) is nn.Identity
 
 
 def module_activation(module: nn.Module) -> str | None:
@@ -98,6 +107,16 @@ def module_activation(module: nn.Module) -> str | None:
         # since torch 2.15 the forward of nn.ReLU6 reads its bounds, too
         return activation_of(torch.nn.functional.hardtanh, module.min_val, module.max_val)
     return _ACTIVATIONS.get(runs)
+
+
+def function_activation(node: fx.Node) -> str | None:
+    """Name of the activation that a traced call of a function or method computes; None if no stage can have it."""
+    if len(node.all_input_nodes) != 1:
+        return None
+    # the input comes first unless it is named
+    rest = node.args[1:] if node.args and isinstance(node.args[0], fx.Node) else node.args
+    function = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    return activation_of(function, *rest, **{name: value for name, value in node.kwargs.items() if name != "input"})
 
 
 def untouchable(module: nn.Module) -> str | None:

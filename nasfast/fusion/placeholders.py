@@ -10,40 +10,52 @@ slower, but is never wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nasfast.fusion.calls import ACTIVATION_FUNCTIONS, Conv, activation_of, square_conv
-from nasfast.fusion.chain import Chain, ChainStage
-from nasfast.fusion.execute import Executor
+from nasfast.fusion.chain import ChainStage
+from nasfast.fusion.execute import BoundChain
+from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way, plain, result_dtype
 from nasfast.ops.reference import ConvBNParams, Stage
 
 
-def run_own_forward(
-    forward: Callable, chains: Sequence[tuple[Chain, Executor]], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, list[Way | None]]:
-    """Run a module's own forward with those of its chains that have no hooks now.
+class StartForward(ReplacedForward):
+    """Replaces the forward of the convolution that starts a chain which is recorded."""
 
-    Returns:
-        The result of the forward, and how each chain ran; None for one that the forward did not reach.
-    """
-    starts = _Starts()
-    for chain, executor in chains:
-        weight = None if executor.members is None else executor.members.convs[0]._parameters.get("weight")
-        if weight is not None:
-            starts.chains[id(weight)] = chain, executor
-    if not starts.chains:
-        return forward(*args, **kwargs), [None] * len(chains)
-    with starts:
+    def __reduce__(self) -> tuple:
+        return StartForward, (self.module,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
+            recording = _RECORDING.get()
+            while recording is not None and module not in recording.chains:
+                recording = recording.outer
+            started = None if recording is None else recording.start(module, args[0])
+            if started is not None:
+                return started
+        return type(module).forward(module, *args, **kwargs)
+
+
+def run_own_forward(
+    forward: Callable, chains: Mapping[nn.Module, BoundChain], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Run a module's own forward with its chains, by their first convolutions, which have a `StartForward`."""
+    recording = _Recording(chains)
+    token = _RECORDING.set(recording)
+    try:
         result = forward(*args, **kwargs)
-    return starts.finish(result), [starts.ways.get(executor) for _, executor in chains]
+    finally:
+        _RECORDING.reset(token)
+    return recording.finish(result)
 
 
 class _Context(NamedTuple):
@@ -62,9 +74,9 @@ class _Context(NamedTuple):
 class _Run:
     """One pass through a chain: its input, the stages called so far, and which of them have been computed."""
 
-    def __init__(self, chain: Chain, executor: Executor, way: Way, source: Tensor) -> None:
-        self.chain, self.executor, self.way = chain, executor, way
-        self.source = source
+    def __init__(self, bound: BoundChain, way: Way, source: Tensor) -> None:
+        self.bound, self.chain = bound, bound.chain
+        self.way, self.source = way, source
         # inference tensors have no version counter
         self.version = None if source.is_inference() else source._version
         self.context = _Context.now(source.device.type)
@@ -81,66 +93,54 @@ class _Run:
                 f"the input of the fused chain that starts at {self.chain.start} was changed in place before "
                 "the chain ran; call nasfast.unfuse on the module whose forward does that"
             )
-        # the operators must see neither placeholders nor the function modes of an outer forward
-        with torch._C.DisableTorchFunction():
-            if _Context.now(self.context.device) == self.context:
-                return self._compute(stages, conv, residual)
-            _, gradients, autocast, dtype = self.context
-            with torch.set_grad_enabled(gradients), torch.autocast(self.context.device, dtype, enabled=autocast):
-                return self._compute(stages, conv, residual)
+        if _Context.now(self.context.device) == self.context:
+            return self._compute(stages, conv, residual)
+        _, gradients, autocast, dtype = self.context
+        with torch.set_grad_enabled(gradients), torch.autocast(self.context.device, dtype, enabled=autocast):
+            return self._compute(stages, conv, residual)
 
     def _compute(self, stages: tuple[ChainStage, ...], conv: Conv | None, residual: Tensor | None) -> Tensor:
         value = self.source
         if stages:
             still = [_still(s) if i < self.moved else s for i, s in enumerate(stages)]
-            value = self.executor.run(self.way, value, still, residual)
+            value = self.bound.run(self.way, value, still, residual)
             self.moved = max(self.moved, len(stages))
         if conv is not None:
             value = F.conv2d(value, *conv)
         return value
 
 
-class _Starts(TorchFunctionMode):
-    """While active, the convolutions that start a chain return a placeholder."""
+class _Recording:
+    """One forward of a module: its chains, those that began, and the recording in which the forward runs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        # by the identity of the first weight
-        self.chains: dict[int, tuple[Chain, Executor]] = {}
-        self.ways: dict[Executor, Way | None] = {}
+    def __init__(self, chains: Mapping[nn.Module, BoundChain]) -> None:
+        self.chains, self.outer = chains, _RECORDING.get()
         self.runs: list[_Run] = []
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.conv2d:
-            started = self._start(*args, **kwargs)
-            if started is not None:
-                return started
-        return func(*args, **kwargs)
-
-    def _start(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> _Placeholder | None:
-        found = self.chains.get(id(weight))
-        conv = square_conv(weight, *args, **kwargs)
-        if found is None or conv is None or not _plain_conv(conv):
+    def start(self, module: nn.Module, input: Any) -> _Placeholder | None:
+        """What the convolution returns; None if the chain runs on PyTorch."""
+        found, weight = self.chains[module], module._parameters.get("weight")
+        way = found.way(input, recorded=True)
+        if weight is None or way is None or way is Way.PLAIN or module.padding_mode != "zeros":
             return None
-        chain, executor = found
-        if conv.only_folded and not chain.only_folded:
+        settings: Any = module.stride, module.padding, module.dilation, module.groups
+        conv = square_conv(weight, module.bias, *settings)  # type: ignore[arg-type]
+        if conv is None or not _plain_conv(conv) or (conv.only_folded and not found.chain.only_folded):
             return None
-        with torch._C.DisableTorchFunction():
-            way = self.ways[executor] = executor.way(input, recorded=True)
-        if way is None or way is Way.PLAIN:
-            return None
-        self.runs.append(_Run(chain, executor, way, input))
+        self.runs.append(_Run(found, way, input))
         return _Placeholder(self.runs[-1], (), conv)
 
     def finish(self, result: Any) -> Any:
         """The result of the forward without placeholders; updates the statistics of all BatchNorms that were called."""
-        if type(result) is not Tensor:
+        if self.runs and type(result) is not Tensor:
             result = pytree.tree_map_only(_Placeholder, _value, result)
         for run in self.runs:
             if run.moved < len(run.stages):
                 run.compute(run.stages)
         return result
+
+
+_RECORDING: ContextVar[_Recording | None] = ContextVar("recording", default=None)
 
 
 class _Placeholder(Tensor):

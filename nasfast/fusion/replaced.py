@@ -46,5 +46,5 @@ class ReplacedForward:
 
 
 def must_run_unfused() -> bool:
-    """Whether compilers fuse by themselves now, tracers need the plain operators, or global hooks see every module."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing() or module_state._has_any_global_hook()
+    """Whether tracers need the plain operators now, or global hooks see every module."""
+    return torch.jit.is_tracing() or module_state._has_any_global_hook()

@@ -48,6 +48,11 @@ def run_stages(x: Tensor, stages: Sequence[ChainStage], residual: Tensor | None)
     return y
 
 
+def sources_of(stages: Sequence[ChainStage]) -> list[Tensor]:
+    """Every tensor that the stages read."""
+    return [tensor for stage in stages for tensor in stage.stage.params if tensor is not None]
+
+
 def plain_stages(x: Tensor, stages: Sequence[ChainStage]) -> Tensor:
     """The stages as PyTorch's functions."""
     for stage in stages:

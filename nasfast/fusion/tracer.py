@@ -13,18 +13,21 @@ OURS = (FusedConvBNAct, FusedInvertedResidual)
 
 
 class Tracer(fx.Tracer):
-    """Traces into every module that contains convolutions or BatchNorms, and into small wrappers of functions."""
+    """Traces into every module that contains convolutions or BatchNorms, and into small wrappers of functions.
 
-    def __init__(self, opaque: set[nn.Module]) -> None:
+    Args:
+        opaque: modules that it does not look into.
+        looked_into: if given, it looks only into these.
+    """
+
+    def __init__(self, opaque: set[nn.Module], looked_into: set[nn.Module] | None = None) -> None:
         super().__init__()
-        self.opaque = opaque
-        # if not None, it looks only into these
-        self.looked_into: set[nn.Module] | None = None
+        self._opaque, self._looked_into = opaque, looked_into
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if self.looked_into is not None:
-            return m not in self.looked_into
-        if m in self.opaque or isinstance(m, (_ConvNd, _NormBase, *OURS)) or members.untouchable(m) is not None:
+        if self._looked_into is not None:
+            return m not in self._looked_into
+        if m in self._opaque or isinstance(m, (_ConvNd, _NormBase, *OURS)) or members.untouchable(m) is not None:
             return True
         if any(isinstance(inner, (_ConvNd, _NormBase)) for inner in m.modules()):
             return False

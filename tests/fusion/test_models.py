@@ -46,7 +46,7 @@ def test_models_give_the_same(name, mode, executed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["frozen convolutions", "eval"])
-@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "timm/efficientnet_lite0"])
+@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18"])
 def test_float32_is_as_accurate(name, mode, backend, monkeypatch):
     monkeypatch.setenv("NASFAST_BACKEND", backend)
     plain = set_mode(disturb(make(name)), mode)
@@ -85,8 +85,12 @@ def test_nothing_else_changes_and_unfuse_restores(name):
     again = fuse_all(model)
     assert (again.chains, again.left) == (report.chains, report.left)
     assert state() == before
-    changed = [m for m, names in zip(model.modules(), variables, strict=True) if set(vars(m)) != names]
-    assert len(changed) == len({chain.owner for chain in report.chains})
+    changed = [path for (path, m), names in zip(model.named_modules(), variables, strict=True) if set(vars(m)) != names]
+    # of chains in forwards that are not well known, the first convolutions change, too
+    starts = [
+        chain.convolutions[0] for chain in report.chains if model.get_submodule(chain.owner).forward.program is None
+    ]
+    assert sorted(changed) == sorted({chain.owner for chain in report.chains} | set(starts))
     assert nasfast.unfuse(model) == len(report.chains)
     assert [set(vars(m)) for m in model.modules()] == variables
     assert state() == before

@@ -1,0 +1,145 @@
+"""Fused models under torch.compile: the compiled graphs have the operators of the chains."""
+
+import copy
+from collections import Counter
+
+import pytest
+import torch
+from fused_models import Candidate, disturb, fuse_all, make, set_mode, unit
+from torch import nn
+from torchvision.models.mobilenetv2 import InvertedResidual, MobileNetV2
+
+import nasfast
+
+pytestmark = pytest.mark.usefixtures("native")
+CHAIN = torch.ops.nasfast.conv_bn_act_chain_fwd
+
+
+@pytest.fixture
+def compiled():
+    """A function that compiles a model without graph breaks, and the operators in the graphs that it gave so far."""
+    torch.compiler.reset()
+    operators = Counter()
+
+    def count(graph, example):
+        operators.update(node.target for node in graph.graph.nodes)
+        return graph
+
+    yield lambda model: torch.compile(model, backend=count, fullgraph=True), operators
+    torch.compiler.reset()
+
+
+def step(run, model, x):
+    """Result, gradients and buffers of one step."""
+    model.zero_grad(set_to_none=True)
+    x = x.detach().clone().requires_grad_(x.requires_grad)
+    torch.manual_seed(0)
+    y = run(x)
+    y.square().sum().backward()
+    grads = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
+    grads |= {"gradient of x": x.grad} if x.requires_grad else {}
+    seen = {"result": y, **grads, **dict(model.named_buffers())}
+    return {name: tensor.detach().clone() for name, tensor in seen.items()}
+
+
+def small() -> nn.Module:
+    """MobileNetV2 with three blocks."""
+    return MobileNetV2(num_classes=10, inverted_residual_setting=[[1, 8, 1, 1], [6, 16, 2, 2]])
+
+
+NETWORKS = [
+    pytest.param(small, 5, 0, id="small"),
+    pytest.param(lambda: make("mobilenet_v2"), 19, 0, id="mobilenet_v2", marks=pytest.mark.slow),
+    # its squeeze-and-excitations have two convolutions each
+    pytest.param(lambda: make("mobilenet_v3_small"), 22, 18, id="mobilenet_v3_small", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(("build", "chains", "convolutions"), NETWORKS)
+def test_networks_compute_the_same_on_the_chain_operators(build, chains, convolutions, training, compiled):
+    model = set_mode(disturb(build()), "frozen convolutions").train(training)
+    assert len(fuse_all(model).chains) == chains
+    eager, x = copy.deepcopy(model), torch.randn(2, 3, 64, 64)
+    compile_model, operators = compiled
+    run = compile_model(model)
+    for _ in range(2):
+        want, got = step(eager, eager, x), step(run, model, x)
+        assert got.keys() == want.keys()
+        for key, value in want.items():
+            torch.testing.assert_close(got[key], value, msg=lambda text, key=key: f"{key}: {text}")
+    assert (operators[CHAIN], operators[torch.conv2d]) == (chains, convolutions)
+
+
+def test_the_backward_has_the_operator():
+    """What AOTAutograd gives to compilers, forward and backward."""
+    graphs = []
+
+    def keep(graph, example):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return graph
+
+    model = InvertedResidual(4, 4, 1, 2)
+    model.conv[1][0].requires_grad_(False)
+    fuse_all(model)
+    backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    eager, x = copy.deepcopy(model), torch.randn(2, 4, 9, 9).requires_grad_()
+    run = torch.compile(model, backend=backend, fullgraph=True)
+    want, got = step(eager, eager, x), step(run, model, x)
+    for key, value in want.items():
+        torch.testing.assert_close(got[key], value)
+    assert [any("nasfast.conv_bn_act_chain" in target for target in graph) for graph in graphs] == [True, True]
+
+
+def test_changes_of_settings_are_guarded():
+    torch.compiler.reset()
+    model = disturb(nn.Sequential(unit(nn.ReLU6()), unit())).requires_grad_(False)
+    fuse_all(model)
+    eager, x = copy.deepcopy(model), torch.randn(2, 4, 9, 9)
+    run = torch.compile(model, backend="eager")
+    changes = [
+        lambda m: None,
+        lambda m: m.eval(),
+        lambda m: setattr(m[0][1], "eps", 0.3),
+        lambda m: m[0].__setitem__(2, nn.Tanh()),
+        lambda m: setattr(m[0][0], "stride", (2, 2)),
+    ]
+    for change in changes:
+        change(model), change(eager)
+        torch.testing.assert_close(run(x), eager(x))
+
+
+def test_the_rule_decides_by_size(compiled):
+    compile_model, operators = compiled
+    model = nn.Sequential(nn.Conv2d(16, 64, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU6()).requires_grad_(False)
+    nasfast.fuse(model)
+    run = compile_model(model)
+    run(torch.randn(2, 16, 8, 8))
+    assert operators[CHAIN] == 0
+    run(torch.randn(2, 16, 40, 40))
+    assert operators[CHAIN] == 1
+
+
+def test_other_forwards_run_unfused(compiled):
+    """Dynamo cannot trace placeholders."""
+    compile_model, operators = compiled
+    model = disturb(nn.Sequential(unit(), Candidate(3))).eval()
+    report = fuse_all(model)
+    assert len(report.chains) == 2
+    x = torch.randn(2, 4, 9, 9)
+    torch.testing.assert_close(compile_model(model)(x), model(x))
+    assert operators[CHAIN] + operators[torch.ops.nasfast.bn_act_fwd] == 1 and operators[torch.conv2d] >= 3
+
+
+def test_exports_have_pytorchs_operators():
+    model = nn.Sequential(nn.Sequential(unit(), unit()), nn.Sequential(unit(), unit())).eval()
+    fuse_all(model)
+    x = torch.randn(2, 4, 9, 9)
+    exported = torch.export.export(model, (x,))
+    assert not any("nasfast" in str(node.target) for node in exported.graph.nodes)
+    torch.testing.assert_close(exported.module()(x), model(x))
+
+
+def test_compiled_modules_are_left():
+    report = fuse_all(nn.Sequential(torch.compile(nn.Sequential(unit()))))
+    assert {left.reason for left in report.left} == {"inside a module compiled by torch.compile, which fuses by itself"}
