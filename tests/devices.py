@@ -24,7 +24,7 @@ Case = TypeVar("Case")
 
 
 def sampled(cases: Sequence[Case], every: int = 2) -> list[Case]:
-    """All cases on a GPU, and every second one, or so, under Triton's interpreter, where each takes a second."""
+    """All cases on a GPU, and every second one, or fewer, under Triton's interpreter, where each takes a second."""
     return list(cases[:: 1 if DEVICE == "cuda" else every])
 
 

@@ -16,12 +16,13 @@ import benchmarks.gpu_model.compilable  # noqa: F401
 import argparse
 import re
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.gpu_model.cuda import CudaKernel, Resources, installed_kernels, known_kernels
 from benchmarks.gpu_model.gpus import LIMITS
-from benchmarks.gpu_model.recorder import Workload, record_step
+from benchmarks.gpu_model.recorder import Step, Workload, record_step
 from benchmarks.harness import write_json
 
 
@@ -53,12 +54,16 @@ class Row:
     blocks_per_sm: int
 
 
-def shared_memory(arch: int) -> dict[CudaKernel, list[int]]:
-    """The bytes of shared memory that the launches of a step ask for, by kernel."""
+def steps(arch: int) -> dict[str, Step]:
+    """Recorded steps, by the schedule of expansions: each has kernels that the other does not need."""
+    return {backend: record_step(Workload(backend=backend), arch) for backend in ("cuda", "recompute")}
+
+
+def shared_memory(recorded: Iterable[Step]) -> dict[CudaKernel, list[int]]:
+    """The bytes of shared memory that the launches of steps ask for, by kernel."""
     asked = defaultdict(list)
-    # each has kernels that the other does not need
-    for backend in ("cuda", "recompute"):
-        for launch in record_step(Workload(backend=backend), arch).launches:
+    for step in recorded:
+        for launch in step.launches:
             if isinstance(launch.specialization, CudaKernel):
                 asked[launch.specialization].append(launch.arguments["shared"])
     return asked
@@ -81,6 +86,16 @@ def make_row(kernel: CudaKernel, arch: int, code: Resources, asked: list[int]) -
         most if asked else None,
         limits.programs_per_processor(kernel.threads // 32, code.registers, code.shared_bytes + most),
     )
+
+
+def make_rows(
+    kernels: Iterable[CudaKernel],
+    installed: Mapping[tuple[str, int], Resources],
+    arch: int,
+    asked: Mapping[CudaKernel, list[int]],
+) -> list[Row]:
+    """The rows of an architecture."""
+    return [make_row(kernel, arch, installed[kernel.name, arch], asked.get(kernel, [])) for kernel in kernels]
 
 
 def short_name(kernel: CudaKernel) -> str:
@@ -120,8 +135,8 @@ def main() -> None:
         )
     rows = []
     for arch in args.arch:
-        asked = shared_memory(arch)
-        rows += [make_row(kernel, arch, installed[kernel.name, arch], asked.get(kernel, [])) for kernel in kernels]
+        asked = shared_memory(steps(arch).values())
+        rows += make_rows(kernels, installed, arch, asked)
     show(rows)
     if args.out:
         write_json(args.out, [asdict(row) for row in rows])

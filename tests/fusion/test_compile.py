@@ -48,15 +48,15 @@ def small() -> nn.Module:
 
 
 NETWORKS = [
-    pytest.param(small, 5, 0, id="small"),
-    pytest.param(lambda: make("mobilenet_v2"), 19, 0, id="mobilenet_v2", marks=pytest.mark.slow),
+    pytest.param(small, 5, 0, True, id="small, training"),
+    pytest.param(small, 5, 0, False, id="small, eval"),
+    pytest.param(lambda: make("mobilenet_v2"), 19, 0, True, id="mobilenet_v2, training", marks=pytest.mark.slow),
     # its squeeze-and-excitations have two convolutions each
-    pytest.param(lambda: make("mobilenet_v3_small"), 22, 18, id="mobilenet_v3_small", marks=pytest.mark.slow),
+    pytest.param(lambda: make("mobilenet_v3_small"), 22, 18, False, id="mobilenet_v3_small", marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize(("build", "chains", "convolutions"), NETWORKS)
+@pytest.mark.parametrize(("build", "chains", "convolutions", "training"), NETWORKS)
 def test_networks_compute_the_same_on_the_chain_operators(build, chains, convolutions, training, compiled):
     model = set_mode(disturb(build()), "frozen convolutions").train(training)
     assert len(fuse_all(model).chains) == chains

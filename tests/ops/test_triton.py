@@ -48,7 +48,8 @@ SMALL = sampled(
         case
         for case in POINTWISE + DEPTHWISE[::2] + CHAINS + OTHERS
         if case.pixels <= (160 if DEVICE == "cpu" else 10**5) and case.shape[1] <= 200
-    ]
+    ],
+    4,
 )
 
 
