@@ -90,6 +90,8 @@ def main() -> None:
     parser.add_argument("program", choices=PROGRAMS)
     parser.add_argument("options", nargs=argparse.REMAINDER, help="of the program")
     args = parser.parse_args()
+    if given := {"--out", "--jemalloc"}.intersection(args.options):
+        parser.error(f"{', '.join(sorted(given))} must stand before {args.program}")
     if args.jemalloc and not args.jemalloc.exists():
         parser.error(f"--jemalloc: there is no file {args.jemalloc}")
     rows: list[dict] = []

@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from nasfast.engine import Engine
 from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.ops import _native
+from nasfast.runtime.memory import freed_memory
 from nasfast.spaces import Arch, SearchSpace
 
 
@@ -202,6 +203,7 @@ def machine() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "nasfast_isa": None if _native.extension is None else _native.extension.isa(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "freed_memory": freed_memory(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

@@ -19,7 +19,8 @@ class Choice(nn.Module):
 
     Args:
         name: its name in spaces and tables; None takes its path in the module.
-        candidates: two or more modules, `nn.Identity` for none; or a mapping from their labels to them.
+        candidates: two or more modules, `nn.Identity` for none; or a mapping from their labels to them, such as
+            {"k3": a, "k5": b}.
 
     Attributes:
         name, labels: the names of the choice and of its candidates.
@@ -28,7 +29,7 @@ class Choice(nn.Module):
 
     Raises:
         ValueError: there are fewer than two candidates, or one is given twice.
-        TypeError: a candidate is no module.
+        TypeError: a candidate is no module, or the name is no string.
     """
 
     # what a layer of another supernet may have: a path beside the candidates
@@ -36,8 +37,12 @@ class Choice(nn.Module):
 
     def __init__(self, name: str | None, candidates: Sequence[nn.Module] | Mapping[str, nn.Module]) -> None:
         super().__init__()
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"the name of a choice must be a string or None, got {name!r}")
+        if isinstance(candidates, nn.Sequential):
+            raise TypeError(f"choice {name!r}: a Sequential is one candidate: give a list of candidates")
         if isinstance(candidates, Mapping):
-            self.labels, modules = tuple(candidates), list(candidates.values())
+            self.labels, modules = tuple(map(str, candidates)), list(candidates.values())
         else:
             modules = list(candidates)
             self.labels = tuple(f"{i} {type(module).__name__}" for i, module in enumerate(modules))
@@ -77,7 +82,7 @@ def find_choices(module: nn.Module) -> dict[str, Choice]:
     for path, choice in module.named_modules():
         if not isinstance(choice, Choice):
             continue
-        name = choice.name or path
+        name = choice.name or path or "choice"  # the module may be a choice itself
         if name in found:
             raise ValueError(f"two choices have the name {name!r}: rename one, or name them None to take their paths")
         found[name] = choice

@@ -130,7 +130,8 @@ class Supernet(nn.Module):
         """The supernet of any module that has a `nasfast.Choice` at some places.
 
         It has a copy of the module as `module`, and its space has one layer per choice and one candidate per branch.
-        Samplers, `train_supernet`, scores, searches and `inherit` take both as those of other supernets.
+        Samplers, `train_supernet`, scores, searches and `inherit` take both as those of other supernets. At first only
+        the BatchNorms that score candidates train; `freeze` chooses others.
 
         Args:
             model: the module; it stays as it is.

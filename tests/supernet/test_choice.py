@@ -342,6 +342,8 @@ def shared_candidate() -> nn.Module:
         (lambda: nasfast.Choice("a", [conv_bn(3, 3, 3)]), ValueError, "choice 'a' needs at least 2 candidates, got 1"),
         (lambda: nasfast.Choice("a", [torch.relu, nn.ReLU()]), TypeError, "must be modules, got builtin_function"),
         (lambda: nasfast.Choice("a", [nn.ReLU()] * 2), ValueError, "choice 'a' has the same module twice"),
+        (lambda: nasfast.Choice(3, [nn.ReLU(), nn.Tanh()]), TypeError, "must be a string or None, got 3"),
+        (lambda: nasfast.Choice("a", conv_bn(3, 3, 3)), TypeError, "choice 'a': a Sequential is one candidate"),
         (lambda: nn.Sequential(pair(), pair()), ValueError, "two choices have the name 'a'"),
         (
             lambda: nasfast.Choice("a", [pair("b"), conv_bn(3, 3, 3)]),
