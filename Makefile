@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 SOURCES = $(wildcard csrc/* csrc/*/* csrc/*/*/* kernels/*/*)
 CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h kernels/cuda/*)
 
-.PHONY: help install install-tests demo test test-fast test-oldest test-oldest-fast test-gpu sanitize check format docs wheel wheel-cuda compile-cuda-old bench clean
+.PHONY: help install install-tests demo test test-compiled test-fast test-oldest test-oldest-fast test-gpu sanitize check format docs wheel wheel-cuda compile-cuda-old bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -51,8 +51,11 @@ demo: install  ## run the whole search, from images to report.html, on handwritt
 # process, which makes the fixtures of the file once. Files start in the order of tests/conftest.py, longest first; xdist
 # would start those with the most tests first.
 PARALLEL = -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
-test: install-tests  ## run every test, in up to 8 processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) --durations=25 --durations-min=2
+test: install-tests  ## run every test but those of test-compiled, in up to 8 processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) -m "not aot" --durations=25 --durations-min=2
+
+test-compiled: install-tests  ## run the tests of what the GPU code compiles to, and of the programs that measure it
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) -m aot --durations=5
 
 # pyproject.toml says what the marks mean.
 FAST = not (slow or interpreter or kill or dali or aot)
