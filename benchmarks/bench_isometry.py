@@ -49,6 +49,7 @@ from nasfast.indicators.isometry import (
     random_signs,
 )
 from nasfast.indicators.rank import kendall_tau, merge_rounding
+from nasfast.indicators.refine import ridge
 from nasfast.indicators.scores import with_structure
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import IndicatorTable
@@ -436,17 +437,18 @@ def few(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for score, terms in (("sqrt_size", None), ("sqrt_size and isometry", isometry)):
         p = ranking.scores(terms, WEIGHT)
-        for count, choose, penalty in itertools.product((16, 32, 64, 128), (by_macs, d_optimal), PENALTIES):
+        for count, choose in itertools.product((16, 32, 64, 128), (by_macs, d_optimal)):
             taus = []
             for seed in range(8):
                 chosen = choose(ranking, x, count, np.random.default_rng(seed))
                 others = np.ones((1, len(p)))
                 others[0, chosen] = 0
-                taus.append(float(ranking.tau(refined(x, p, ranking.y, chosen, penalty), others)[0]))
-            mean, deviation = statistics.mean(taus), statistics.stdev(taus)
-            rows.append({"score": score, "trained": count, "chosen": choose.__name__, "penalty": penalty,
-                         "tau": round(mean, 4), "deviation": round(deviation, 4)})  # fmt: skip
-            print(rows[-1], flush=True)
+                taus.append([float(ranking.tau(scores, others)[0]) for scores in refined(x, p, ranking.y, chosen)])
+            for penalty, of_seeds in zip(PENALTIES, zip(*taus, strict=True), strict=True):
+                mean, deviation = statistics.mean(of_seeds), statistics.stdev(of_seeds)
+                rows.append({"score": score, "trained": count, "chosen": choose.__name__, "penalty": penalty,
+                             "tau": round(mean, 4), "deviation": round(deviation, 4)})  # fmt: skip
+                print(rows[-1], flush=True)
     return {"few": rows}
 
 
@@ -470,15 +472,12 @@ def d_optimal(ranking: Ranking, x: np.ndarray, count: int, rng: np.random.Genera
     return drawn[chosen]
 
 
-def refined(x: np.ndarray, p: np.ndarray, truth: np.ndarray, chosen: np.ndarray, penalty: float) -> np.ndarray:
-    """Scores of all architectures by a ridge on the accuracies of the chosen ones that starts from the score p."""
+def refined(x: np.ndarray, p: np.ndarray, truth: np.ndarray, chosen: np.ndarray) -> list[np.ndarray]:
+    """For each penalty, scores of all architectures by a ridge on the accuracies of the chosen that starts from p."""
     y = norm.ppf((rankdata(truth[chosen]) - 0.5) / len(chosen))
-    fixed = np.stack([np.ones(len(chosen)), p[chosen]], axis=1)
-    away = np.eye(len(chosen)) - fixed @ np.linalg.pinv(fixed)
-    rest = away @ x[chosen]
-    w = np.linalg.solve(rest.T @ rest + penalty * np.eye(x.shape[1]), rest.T @ y)
-    scale = (np.linalg.pinv(fixed) @ (y - x[chosen] @ w))[1]
-    return merge_rounding(scale * p + x @ w)
+    fixed = np.stack([np.ones(len(p)), p], axis=1)
+    found = ridge(fixed[chosen], x[chosen], y, PENALTIES)
+    return [merge_rounding(np.concatenate([fixed, x], axis=1) @ coefficients) for coefficients in found]
 
 
 def wanted(ranking: Ranking) -> Rows:

@@ -127,13 +127,7 @@ def candidate_maps(
 
 
 def choice_maps(
-    net: ModuleSupernet,
-    *,
-    init: Init | InitScheme = "gaussian",
-    paths: int = PATHS,
-    batch: int = BATCH,
-    pixels: int = PIXELS,
-    seed: int = 0,
+    net: ModuleSupernet, *, init: Init | InitScheme, paths: int, batch: int, pixels: int, seed: int
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """The same of a supernet of a module, on a copy in eval mode: what each choice gets at its first call of a path.
 

@@ -104,7 +104,7 @@ def refine(
     # a constant score has no tau; it ranks like chance
     gain = Estimate.of(refined - np.nan_to_num(default))
     best = _chosen(fixed, features, y)
-    _, s, d, *w = _ridge(fixed, features, y)[best]
+    _, s, d, *w = ridge(fixed, features, y)[best]
     rows = [
         {v: float(s * row[v] + d * (other[v] - row[v]) + w[columns[i, v]]) for v in row}
         for i, (row, other) in enumerate(zip(prior, structure, strict=True))
@@ -129,12 +129,14 @@ def _scores(rows: Sequence[Mapping[int, float]], archs: Sequence[Arch]) -> np.nd
     return np.array([sum(row.get(v, 0.0) for row, v in zip(rows, arch, strict=True)) for arch in archs])
 
 
-def _ridge(fixed: np.ndarray, features: np.ndarray, y: np.ndarray) -> np.ndarray:
+def ridge(
+    fixed: np.ndarray, features: np.ndarray, y: np.ndarray, penalties: Sequence[float] | np.ndarray = _PENALTIES
+) -> np.ndarray:
     """Coefficients (penalties, fixed + features): least squares in which the features are penalised, the fixed not."""
     inverse = np.linalg.pinv(fixed)
     x, rest = features - fixed @ (inverse @ features), y - fixed @ (inverse @ y)
     squares, vectors = np.linalg.eigh(x.T @ x)
-    w = ((rest @ x) @ vectors / (squares + _PENALTIES[:, None])) @ vectors.T
+    w = ((rest @ x) @ vectors / (squares + np.asarray(penalties)[:, None])) @ vectors.T
     return np.concatenate([(y - w @ features.T) @ inverse.T, w], axis=1)
 
 
@@ -142,7 +144,7 @@ def _chosen(fixed: np.ndarray, features: np.ndarray, y: np.ndarray) -> int:
     """Index of the largest penalty whose cross-validated error is near the least; see `refine`."""
     errors = np.empty((len(_PENALTIES), len(y)))
     for test in _folds(len(y)):
-        coefficients = _ridge(fixed[~test], features[~test], y[~test])
+        coefficients = ridge(fixed[~test], features[~test], y[~test])
         errors[:, test] = (y[test] - coefficients @ np.concatenate([fixed, features], axis=1)[test].T) ** 2
     above = errors - errors[errors.mean(axis=1).argmin()]
     return int(np.flatnonzero(above.mean(axis=1) <= above.std(axis=1) / math.sqrt(len(y))).max())
@@ -153,7 +155,7 @@ def _cross_validated(fixed: np.ndarray, features: np.ndarray, y: np.ndarray) -> 
     predicted = np.empty_like(y)
     for test in _folds(len(y)):
         seen = fixed[~test], features[~test], y[~test]
-        coefficients = _ridge(*seen)[_chosen(*seen)]
+        coefficients = ridge(*seen)[_chosen(*seen)]
         predicted[test] = np.concatenate([fixed, features], axis=1)[test] @ coefficients
     return predicted
 
