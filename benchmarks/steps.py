@@ -7,6 +7,7 @@ plain modules. A variant whose loss differs from the others is not timed.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import math
 import multiprocessing
@@ -17,11 +18,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from benchmarks.harness import saved_bytes
 from nasfast import ops
 from nasfast.measure import floor
 from nasfast.measure.timing import TrainingStep, measure
+from nasfast.ops.conv import FrozenConv2d
+from nasfast.ops.plan import storage_dtype
 from nasfast.spaces import Arch
 
 _OURS = "nasfast"
@@ -34,7 +38,7 @@ class Variant:
     """How a step is run.
 
     Attributes:
-        engine: `nasfast`, `eager` or `compile`.
+        engine: `nasfast`; `eager`; `memsave`, which is eager with frozen convolutions that keep no input; `compile`.
         layout: `contiguous` or `channels_last`.
         dtype: `fp32`, or `bf16` autocast.
     """
@@ -56,6 +60,8 @@ VARIANTS = {
         Variant("eager", "contiguous", "fp32"),
         Variant("eager", "channels_last", "fp32"),
         Variant("eager", "channels_last", "bf16"),
+        Variant("memsave", "channels_last", "fp32"),
+        Variant("memsave", "channels_last", "bf16"),
         Variant("compile", "contiguous", "fp32"),
         Variant("compile", "channels_last", "fp32"),
         Variant("compile", "channels_last", "bf16"),
@@ -105,12 +111,31 @@ def train_batch_norms(network: nn.Module) -> nn.Module:
     return network
 
 
+def keep_no_inputs(network: nn.Module) -> nn.Module:
+    """Let frozen convolutions keep no input for backward, and change nothing else: what one autograd function saves."""
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d) and not module.weight.requires_grad:
+            module.forward = functools.partial(frozen_conv2d, module)
+    return network
+
+
+def frozen_conv2d(conv: nn.Conv2d, x: Tensor) -> Tensor:
+    """The forward of a frozen convolution without bias, with zeros as padding."""
+    if not x.requires_grad:
+        return functional.conv2d(x, conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+    dtype = storage_dtype(x)
+    (stride, _), (padding, _) = conv.stride, conv.padding
+    return FrozenConv2d.apply(x.to(dtype), conv.weight.to(dtype), stride, padding, conv.groups)
+
+
 def make_step(workload: Workload, variant: Variant) -> TrainingStep:
     """Make the step of one variant, without a warm-up."""
     model, path = workload.ours() if variant.engine == _OURS else (workload.plain(), None)
     images, labels = workload.inputs()
     memory_format = getattr(torch, f"{variant.layout}_format" if variant.layout == "contiguous" else variant.layout)
     model, images = model.to(memory_format=memory_format), images.contiguous(memory_format=memory_format)
+    if variant.engine == "memsave":
+        model = keep_no_inputs(model)
     if variant.engine == "compile":
         model = torch.compile(model, dynamic=False)
     return TrainingStep(model, images, labels, path=path, bf16=variant.dtype == "bf16")

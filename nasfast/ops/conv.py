@@ -206,10 +206,10 @@ def _conv2d(x: Tensor, stage: Stage) -> Tensor:
     if weight.requires_grad or not (x.requires_grad and torch.is_grad_enabled()):
         return F.conv2d(x, weight, None, stage.stride, stage.padding, 1, stage.groups)
     dtype = storage_dtype(x)
-    return _FrozenConv2d.apply(x.to(dtype), weight.to(dtype), stage.stride, stage.padding, stage.groups)
+    return FrozenConv2d.apply(x.to(dtype), weight.to(dtype), stage.stride, stage.padding, stage.groups)
 
 
-class _FrozenConv2d(torch.autograd.Function):
+class FrozenConv2d(torch.autograd.Function):
     """F.conv2d with a frozen weight, without keeping its input; PyTorch's keeps it (pytorch issue 133566).
 
     The gradient of the input is the transposed convolution of the gradient of the result.
