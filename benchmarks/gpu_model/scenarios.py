@@ -46,7 +46,8 @@ class Scenario:
             launch: microseconds at the model's clock and bandwidth. `work`: of the instructions, at one per cycle, on
                 the busiest multiprocessor; `products`: of the tensor cores there; `memory`; `latency`: of a program
                 alone, times the rounds of programs; `tail`: what the last program takes longer. And `reach`: the share
-                of the rate of instructions that the resident warps can reach; `may_start_early`.
+                of the rate of instructions that the resident warps can reach; `may_start_early`. What a launch that
+                may start early does before it waits for the kernels in front is in neither `work` nor `latency`.
         """
         work = max(launch["work"] / min(self.ipc, launch["reach"]), launch["products"] / self.tensor) / self.clock
         waits = self.latency * launch["latency"] / self.clock
