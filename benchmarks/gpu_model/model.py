@@ -71,7 +71,7 @@ class Cost:
         issue, latency, memory: lower bounds of the time in microseconds, as above.
         work, products, reach: of the busiest multiprocessor, see Scenario.microseconds.
         early_work, early_latency: what the first round of programs has of `work` and `latency` before they wait for the
-            kernels in front.
+            kernels in front; 0 if the launch may not start early.
         tail: microseconds that the last program to arrive takes longer than the others.
         predicted: estimate of the time in microseconds, as above.
         rounds: how often the programs fill the GPU.
@@ -103,7 +103,7 @@ class Cost:
 
     @property
     def largest(self) -> float:
-        return max(self.issue, self.latency, self.memory) + self.tail
+        return max(self.issue, self.latency - self.early_latency, self.memory) + self.tail
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,10 @@ def costs(step: Step, arch: int, *, processes: int, cache: str) -> list[Cost]:
 
 def _started(launch: Launch, cost: Cost, arch: int) -> Cost:
     """The cost with what the launch saves if it may start early, and the estimate."""
-    if launch.early:
-        cost = replace(cost, work=cost.work - cost.early_work, latency=cost.latency - cost.early_latency)
+    if not launch.early:
+        cost = replace(cost, early_work=0, early_latency=0)
     fixed = LAUNCH_US[arch] - EARLY_US[arch] * launch.early
-    busy = max(cost.work / min(_ISSUE, cost.reach), cost.products / _TENSOR, cost.memory)
+    busy = max((cost.work - cost.early_work) / min(_ISSUE, cost.reach), cost.products / _TENSOR, cost.memory)
     return replace(cost, predicted=max(fixed + busy, cost.largest))
 
 
@@ -321,8 +321,8 @@ def rows_of_launches(launches: Iterable[Launch], found: Iterable[Cost]) -> list[
     for launch, cost in zip(launches, found, strict=True):
         if isinstance(launch.specialization, CudaKernel):
             family = launch.specialization.name.partition("<")[0].rpartition("::")[2]
-            names = ("work", "products", "reach", "memory", "latency", "tail", "predicted")
-            times = {name: round(getattr(cost, name), 2) for name in names}
+            bounds = ("work", "early_work", "products", "reach", "memory", "latency", "early_latency", "tail")
+            times = {name: round(getattr(cost, name), 2) for name in (*bounds, "predicted")}
             rows.append({"kernel": family, "stage": launch.kernel, "may_start_early": launch.early, **times})
     return rows
 
