@@ -68,6 +68,7 @@ class CudaLaunch:
         grid: number of blocks in each dimension.
         shared: bytes of shared memory of a block that the launch asks for.
         words: the argument of the kernel, in hexadecimal; pointers are numbered in the order in which they appear.
+        weights: where in the argument the pointers to weights of convolutions are, in bytes.
         geometry: images, height and width of the input and of the output, channels of both, kernel and stride.
         bytes: size of the distinct tensors that it reads and writes.
         early: whether it may start before the launch in front of it has ended, from sm_90 on.
@@ -78,6 +79,7 @@ class CudaLaunch:
     grid: tuple[int, int, int]
     shared: int
     words: str
+    weights: tuple[int, ...]
     geometry: dict[str, int]
     bytes: int
     early: bool
@@ -169,6 +171,7 @@ def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, l
     before = arguments.get("before") or []
     begins = bool(before) and func._opname.endswith("bwd")
     dx = not func._opname.endswith("bwd") or arguments["dx"] is not None
+    weights = {weight.data_ptr() for weight in arguments.get("conv_weights", ())}
     lines = take_records()
     launches, first = [], False
     for i, line in enumerate(lines):
@@ -185,6 +188,7 @@ def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, l
                 (*line["grid"], 1),
                 line["shared"],
                 _without_addresses(line["arguments"]),
+                tuple(at for at, value in _numbers(bytes.fromhex(line["arguments"])) if value in weights),
                 geometry,
                 _bytes(
                     line["stage"],
@@ -276,15 +280,24 @@ def _bytes(
 _ADDRESSES, _MOST = range(1 << 44, 1 << 48), 1 << 16
 
 
+def _numbers(data: bytes) -> list[tuple[int, int]]:
+    """The numbers of 64 bits in an argument, with their places."""
+    return [(at, int.from_bytes(data[at : at + 8], "little")) for at in range(0, len(data) - 7, 8)]
+
+
 def _without_addresses(text: str) -> str:
     """Number the pointers in the bytes of an argument, 1 TiB apart, so that equal launches have equal arguments."""
     data, seen = bytes.fromhex(text), {}
-    for at in range(0, len(data) - 7, 8):
-        value = int.from_bytes(data[at : at + 8], "little")
+    for at, value in _numbers(data):
         if value in _ADDRESSES and value & 0xFFFFFFFF > _MOST:
             number = seen.setdefault(value, len(seen) + 1) << 40
             data = data[:at] + number.to_bytes(8, "little") + data[at + 8 :]
     return data.hex()
+
+
+def is_pointer(number: bytes) -> bool:
+    """Whether a number of 64 bits in `words` is a pointer."""
+    return number[:5] == bytes(5) and any(number)
 
 
 # ---- machine code

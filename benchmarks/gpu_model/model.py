@@ -13,7 +13,9 @@ the launches. The time that the GPU needs to start launches is printed separatel
 A second sum, `predicted`, is an estimate and not a bound: the assumed fixed cost of a launch, and the largest of
 memory, of instructions at 70 % of the issue rate, and of tensor cores at 85 % of theirs, on the multiprocessor with the
 most programs; or the bound where that is larger. From sm_90 on, a CUDA kernel that is not the first of its operator may
-start before the one in front of it has ended, for which an assumed part of the fixed cost is subtracted.
+start before the one in front of it has ended, for which an assumed part of the fixed cost is subtracted. What it does
+before it waits for that one, which is to bring weights to shared memory, then takes no time of its own: the kernel in
+front ends with what only its last program does.
 """
 
 from __future__ import annotations
@@ -68,6 +70,8 @@ class Cost:
         instructions: instructions of one warp, averaged over the programs.
         issue, latency, memory: lower bounds of the time in microseconds, as above.
         work, products, reach: of the busiest multiprocessor, see Scenario.microseconds.
+        early_work, early_latency: what the first round of programs has of `work` and `latency` before they wait for the
+            kernels in front; 0 if the launch may not start early.
         tail: microseconds that the last program to arrive takes longer than the others.
         predicted: estimate of the time in microseconds, as above.
         rounds: how often the programs fill the GPU.
@@ -85,8 +89,9 @@ class Cost:
     work: float
     products: float
     reach: float
+    early_work: float
+    early_latency: float
     tail: float
-    predicted: float
     rounds: float
     registers: int
     spilled_bytes: int
@@ -94,10 +99,11 @@ class Cost:
     programs_per_processor: int
     accesses: dict[int, float]
     opcodes: dict[str, float]
+    predicted: float = 0
 
     @property
     def largest(self) -> float:
-        return max(self.issue, self.latency, self.memory) + self.tail
+        return max(self.issue, self.latency - self.early_latency, self.memory) + self.tail
 
 
 @dataclass(frozen=True)
@@ -126,9 +132,12 @@ def costs(step: Step, arch: int, *, processes: int, cache: str) -> list[Cost]:
 
 
 def _started(launch: Launch, cost: Cost, arch: int) -> Cost:
-    """The cost with what the launch saves if it may start early."""
-    saved = EARLY_US[arch] * launch.early
-    return replace(cost, predicted=max(cost.predicted - saved, cost.largest))
+    """The cost with what the launch saves if it may start early, and the estimate."""
+    if not launch.early:
+        cost = replace(cost, early_work=0, early_latency=0)
+    fixed = LAUNCH_US[arch] - EARLY_US[arch] * launch.early
+    busy = max((cost.work - cost.early_work) / min(_ISSUE, cost.reach), cost.products / _TENSOR, cost.memory)
+    return replace(cost, predicted=max(fixed + busy, cost.largest))
 
 
 def _shape(launch: Launch) -> tuple:
@@ -205,21 +214,22 @@ def _cost(arch: int, compiled: Compiled, programs: int, size: int, follow: Calla
         accesses += Counter({k: n * each for k, n in ordinary.accesses.items()})
         opcodes += Counter({k: n * each for k, n in ordinary.opcodes.items()})
     busiest = math.ceil(programs / gpu.processors)
-    resident = min(busiest, max(1, held)) * warps / 4
+    together = min(busiest, max(1, held))
     products = sum(_product_cycles(gpu, o) for o, _ in followed) / len(followed)
-    reach = resident / _CYCLES_OF_A_WARP
-    work, matrices = (busiest * warps * cycles / (4 * gpu.clock) * 1e6 for cycles in (instructions, products))
-    busy = max(work / min(_ISSUE, reach), matrices / _TENSOR)
-    cost = Cost(
+    early = sum(o.early_instructions for o, _ in followed) / len(followed)
+    # microseconds for as many warps on each quarter of a multiprocessor
+    quarter = warps / (4 * gpu.clock) * 1e6
+    return Cost(
         instructions,
         issue=programs * warps * instructions / (4 * gpu.processors * gpu.clock) * 1e6,
         latency=math.ceil(rounds) * cycles / gpu.clock * 1e6,
         memory=size / gpu.bandwidth * 1e6,
-        work=work,
-        products=matrices,
-        reach=reach,
+        work=busiest * instructions * quarter,
+        products=busiest * products * quarter,
+        reach=together * warps / 4 / _CYCLES_OF_A_WARP,
+        early_work=together * early * quarter,
+        early_latency=max(o.early_cycles for o, _ in followed) / gpu.clock * 1e6,
         tail=max(0, tail) / gpu.clock * 1e6,
-        predicted=LAUNCH_US[arch] + max(busy, size / gpu.bandwidth * 1e6),
         rounds=rounds,
         registers=compiled.registers,
         spilled_bytes=compiled.spilled_bytes,
@@ -228,7 +238,6 @@ def _cost(arch: int, compiled: Compiled, programs: int, size: int, follow: Calla
         accesses=dict(accesses),
         opcodes=dict(opcodes),
     )
-    return replace(cost, predicted=max(cost.predicted, cost.largest))
 
 
 def _product_cycles(gpu: Gpu, walk: Walk) -> float:
@@ -312,8 +321,8 @@ def rows_of_launches(launches: Iterable[Launch], found: Iterable[Cost]) -> list[
     for launch, cost in zip(launches, found, strict=True):
         if isinstance(launch.specialization, CudaKernel):
             family = launch.specialization.name.partition("<")[0].rpartition("::")[2]
-            names = ("work", "products", "reach", "memory", "latency", "tail", "predicted")
-            times = {name: round(getattr(cost, name), 2) for name in names}
+            bounds = ("work", "early_work", "products", "reach", "memory", "latency", "early_latency", "tail")
+            times = {name: round(getattr(cost, name), 2) for name in (*bounds, "predicted")}
             rows.append({"kernel": family, "stage": launch.kernel, "may_start_early": launch.early, **times})
     return rows
 

@@ -366,7 +366,7 @@ class _CountLaunches(TorchDispatchMode):
         result, launches = cuda.record_call(func, given, self.arch)
         phase = _phase(sys._getframe(2))
         for launch in launches:
-            arguments = launch.geometry | {"shared": launch.shared, "words": launch.words}
+            arguments = launch.geometry | {"shared": launch.shared, "words": launch.words, "weights": launch.weights}
             chain, early = self.step.chain, launch.early
             self.step.launches.append(
                 Launch(launch.stage, launch.grid, arguments, launch.kernel, launch.bytes, phase, None, chain, early)

@@ -45,11 +45,14 @@ class Scenario:
         Args:
             launch: microseconds at the model's clock and bandwidth. `work`: of the instructions, at one per cycle, on
                 the busiest multiprocessor; `products`: of the tensor cores there; `memory`; `latency`: of a program
-                alone, times the rounds of programs; `tail`: what the last program takes longer. And `reach`: the share
-                of the rate of instructions that the resident warps can reach; `may_start_early`.
+                alone, times the rounds of programs; `tail`: what the last program takes longer; `early_work` and
+                `early_latency`: of these, what comes before it waits for the kernels in front, if it may start early.
+                And `reach`: the share of the rate of instructions that the resident warps can reach; `may_start_early`.
         """
-        work = max(launch["work"] / min(self.ipc, launch["reach"]), launch["products"] / self.tensor) / self.clock
-        waits = self.latency * launch["latency"] / self.clock
+        hides = self.early > 0
+        instructions = (launch["work"] - hides * launch["early_work"]) / min(self.ipc, launch["reach"])
+        work = max(instructions, launch["products"] / self.tensor) / self.clock
+        waits = self.latency * (launch["latency"] - hides * launch["early_latency"]) / self.clock
         fixed = self.fixed - self.early * launch["may_start_early"]
         tail = self.latency * launch["tail"] / self.clock
         return fixed + max(work, launch["memory"] / self.bandwidth, waits) + tail

@@ -74,6 +74,7 @@ class Walk:
     Attributes:
         instructions: number of instructions issued.
         cycles: time from the first instruction to the last.
+        early_instructions, early_cycles: of these, before it waits for the kernels in front; 0 if it never does.
         opcodes: number of times that each opcode was issued.
         idle: number of times that each opcode was issued with a guard that is false for the first thread.
         accesses: instructions that access global memory, by bytes per thread.
@@ -83,6 +84,8 @@ class Walk:
 
     instructions: int = 0
     cycles: int = 0
+    early_instructions: int = 0
+    early_cycles: int = 0
     opcodes: Counter[str] = field(default_factory=Counter)
     idle: Counter[str] = field(default_factory=Counter)
     accesses: Counter[int] = field(default_factory=Counter)
@@ -149,6 +152,8 @@ def _follow(code: Code, program: Program, latencies: Latencies, ways: dict[int, 
         holds = registers.holds(ins.guard)
         name = ins.name
         clock.issue(ins, cached=name in _LOADS and lines.has(registers, ins, holds))
+        if name == "ACQBULK":
+            walk.early_instructions, walk.early_cycles = sum(counts), clock.now
         if name in _CONTROL:
             if name == "EXIT":
                 if holds is True:

@@ -96,6 +96,7 @@ struct DenseForward {
     auto* weights = reinterpret_cast<uint16_t*>(shared);
     auto* input = reinterpret_cast<uint16_t*>(shared + kWeights);
     share_weights(block, args.stage, first, mine, weights);
+    block.wait_for_kernels();
     Local<DenseLane> lanes(block);
     block.each([&](int thread) { begin(args.stage.geometry.in_channels, bands.pitch, thread % 4, lanes[thread]); });
     NASFAST_NO_UNROLL

@@ -182,6 +182,7 @@ struct DepthwiseForward {
     const int first = 2 * jobs.pairs * block.x, mine = smaller(2 * jobs.pairs, jobs.channels - first);
     auto* weights = reinterpret_cast<float*>(shared);
     share_weights<Format, kTaps>(block, args.stage.weight, first, mine, false, kSaturate ? 6 : 1, weights);
+    block.wait_for_kernels();
     block.sync();
     Local<PairMoments> moments(block);
     block.each([&](int thread) {

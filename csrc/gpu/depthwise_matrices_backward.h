@@ -119,6 +119,7 @@ struct DepthwiseBackwardMatrices {
     const Panels<Format, Shape, Source> panels(args.units, block.x, shared);
     const int first = panels.first, mine = panels.mine;
     panels.begin(block, stage.weight, true);
+    block.wait_for_kernels();
     Local<ChannelSums> sums(block);
     block.each([&](int thread) {
       sums[thread] = {};

@@ -83,6 +83,7 @@ struct DepthwiseForwardMatrices {
     const Panels<Format, Shape, Source> panels(args.units, block.x, shared);
     const int first = panels.first, mine = panels.mine;
     panels.begin(block, stage.weight, false);
+    block.wait_for_kernels();
     Local<ChannelSums> sums(block);
     block.each([&](int thread) {
       sums[thread] = {};

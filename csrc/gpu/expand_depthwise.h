@@ -94,7 +94,9 @@ struct ExpandForwardKernel {
     uint16_t* const x = reinterpret_cast<uint16_t*>(shared + at.x);
     const int* const from = reinterpret_cast<const int*>(shared + at.from);
     Local<Thread> state(block);
-    prepare(block, args, part, rows, channel, state, shared);
+    prepare(block, args, part, rows, channel, shared);
+    block.wait_for_kernels();
+    begin(block, args, part, rows, channel, state, shared);
     block.sync();
 
     // turn i has the rows 2 i and 2 i + 1 of x, counted from the first that the part needs
@@ -132,14 +134,14 @@ struct ExpandForwardKernel {
   }
 
  private:
+  // What depends on weights and places only.
   template <class Block>
   static NASFAST_DEVICE void prepare(const Block& block, const Args& args, const Part& part, const Rows& rows,
-                                     int channel, Local<Thread>& state, unsigned char* shared) {
+                                     int channel, unsigned char* shared) {
     const ForwardStage& stage = args.stage.depthwise;
     const Geometry& g = stage.geometry;
     const ExpandForwardMemory& at = args.memory;
     uint16_t* const hidden = reinterpret_cast<uint16_t*>(shared + at.hidden);
-    Fold* const folds = reinterpret_cast<Fold*>(shared + at.folds);
     int* const from = reinterpret_cast<int*>(shared + at.from);
     int* const to = reinterpret_cast<int*>(shared + at.to);
     block.each([&](int thread) {
@@ -148,9 +150,6 @@ struct ExpandForwardKernel {
       fill_filters<Format, kKernel>(stage.weight, channel, g.out_channels, false,
                                     reinterpret_cast<float*>(shared + at.filters), thread);
       clear_pixels(args.tile, rows.pixels(), reinterpret_cast<uint16_t*>(shared + at.x), thread);
-      for (int i = thread; i < kChunk; i += kThreads) {
-        folds[i] = channel + i < g.out_channels ? stage.fold[channel + i] : Fold{0, 0};
-      }
       for (int i = thread; i < 2 * rows.side * rows.pitch * kChunk / 8; i += kThreads) {
         reinterpret_cast<Vec4*>(hidden)[i] = Vec4{0, 0, 0, 0};
       }
@@ -164,6 +163,19 @@ struct ExpandForwardKernel {
       });
       for (int m = 2 * rows.row_pixels() + thread; m < rows.pixels(); m += kThreads) {
         to[m] = 2 * rows.side * rows.pitch * kChunk;
+      }
+    });
+  }
+
+  template <class Block>
+  static NASFAST_DEVICE void begin(const Block& block, const Args& args, const Part& part, const Rows& rows,
+                                   int channel, Local<Thread>& state, unsigned char* shared) {
+    const ForwardStage& stage = args.stage.depthwise;
+    const Geometry& g = stage.geometry;
+    Fold* const folds = reinterpret_cast<Fold*>(shared + args.memory.folds);
+    block.each([&](int thread) {
+      for (int i = thread; i < kChunk; i += kThreads) {
+        folds[i] = channel + i < g.out_channels ? stage.fold[channel + i] : Fold{0, 0};
       }
       Thread& s = state[thread];
       const float zero[2] = {0, 0};

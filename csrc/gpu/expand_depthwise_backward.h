@@ -49,6 +49,8 @@ struct ExpandBackwardKernel {
     const int* const x_from = reinterpret_cast<const int*>(shared + at.x_from);
     Local<Thread> state(block);
     prepare(block, args, part, rows, channel, state, shared);
+    block.wait_for_kernels();
+    load_channels(block, args, channel, shared);
 
     // Turn i takes kTurnRows rows of dy from `begin` on, and makes rows of x. The last turns have no row of dy.
     const int first = part.row - Rows::kBefore, past = part.row + part.rows - 1 + Rows::kReach - Rows::kBefore;
@@ -98,15 +100,13 @@ struct ExpandBackwardKernel {
   }
 
  private:
+  // What depends on weights and places only.
   template <class Block>
   static NASFAST_DEVICE void prepare(const Block& block, const Args& args, const Part& part, const Rows& rows,
                                      int channel, Local<Thread>& state, unsigned char* shared) {
     const BackwardStage& stage = args.stage.depthwise;
     const Geometry& g = stage.geometry;
     const ExpandBackwardMemory& at = args.memory;
-    Back* const back = reinterpret_cast<Back*>(shared + at.back);
-    Open& open = *reinterpret_cast<Open*>(shared + at.open);
-    Interval* const mask = reinterpret_cast<Interval*>(shared + at.mask);
     int* const from = reinterpret_cast<int*>(shared + at.from);
     int* const to = reinterpret_cast<int*>(shared + at.to);
     int* const x_from = reinterpret_cast<int*>(shared + at.x_from);
@@ -117,17 +117,6 @@ struct ExpandBackwardKernel {
       fill_filters<Format, kKernel>(stage.weight, channel, g.out_channels, kStride == 1,
                                     reinterpret_cast<float*>(shared + at.filters), thread);
       clear_pixels(args.tile, rows.x_pixels(), reinterpret_cast<uint16_t*>(shared + at.x), thread);
-      for (int i = thread; i < kChunk; i += kThreads) {
-        const bool there = channel + i < g.out_channels;
-        back[i] = there ? stage.back[channel + i] : Back{0, 0, 0, 0};
-        if (there) {
-          open.set(i, stage.interval[channel + i], stage.gradient.statistics[g.out_channels + channel + i],
-                   stage.gradient.share);
-        } else {
-          open.set(i, 0, 0);
-        }
-        if (stage.mask != nullptr) mask[i] = there ? stage.mask[channel + i] : Interval{0, 0, 0, 0};
-      }
       for (int i = thread; i < rows.places() * kPieces; i += kThreads) {
         reinterpret_cast<Vec4*>(shared + at.dy)[i] = Vec4{0, 0, 0, 0};
       }
@@ -163,6 +152,29 @@ struct ExpandBackwardKernel {
       s.columns = there ? (left < wide ? left : wide) : 0;
       s.from = there ? (image * rows.pitch + strip * kStrip) * kChunk + pair : -1;
       s.to = (image * rows.x_columns + strip * wide) * kChunk + pair;
+    });
+  }
+
+  // What the BatchNorms around the depthwise convolution have for each channel.
+  template <class Block>
+  static NASFAST_DEVICE void load_channels(const Block& block, const Args& args, int channel, unsigned char* shared) {
+    const BackwardStage& stage = args.stage.depthwise;
+    const int channels = stage.geometry.out_channels;
+    Back* const back = reinterpret_cast<Back*>(shared + args.memory.back);
+    Open& open = *reinterpret_cast<Open*>(shared + args.memory.open);
+    Interval* const mask = reinterpret_cast<Interval*>(shared + args.memory.mask);
+    block.each([&](int thread) {
+      for (int i = thread; i < kChunk; i += kThreads) {
+        const int c = channel + i;
+        const bool there = c < channels;
+        back[i] = there ? stage.back[c] : Back{0, 0, 0, 0};
+        if (there) {
+          open.set(i, stage.interval[c], stage.gradient.statistics[channels + c], stage.gradient.share);
+        } else {
+          open.set(i, 0, 0);
+        }
+        if (stage.mask != nullptr) mask[i] = there ? stage.mask[c] : Interval{0, 0, 0, 0};
+      }
     });
   }
 

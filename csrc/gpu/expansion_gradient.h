@@ -59,10 +59,6 @@ struct ExpansionGradientKernel {
   template <class Block>
   static NASFAST_DEVICE void run(const Block& block, const Args& args, unsigned char* shared) {
     const GradientMemory at(kWide, (args.hidden + 31) / 32 * 32);
-    block.each([&](int thread) {
-      if (args.before == nullptr || thread >= args.channels) return;
-      reinterpret_cast<float*>(shared + at.means)[thread] = args.interval[thread].mean;
-    });
     const float scale = prepare(block, args, at, shared);
     const uint16_t* const weights = reinterpret_cast<const uint16_t*>(shared);
     const uint16_t* const matrix = reinterpret_cast<const uint16_t*>(shared + at.matrix);
@@ -258,6 +254,18 @@ struct ExpansionGradientKernel {
     float* const constant = reinterpret_cast<float*>(shared + at.constant);
     float* const parts = reinterpret_cast<float*>(shared + at.parts);
     block.each([&](int thread) {
+      for (int i = thread; i < hidden * kWide; i += kThreads) {
+        const int h = i / kWide, n = i % kWide;
+        const bool there = h < args.hidden && n < args.channels;
+        weights[place(h) * kPitch + place(n)] =
+            there ? rounded_weight<Format>(args.expansion, int64_t{h} * args.channels + n) : uint16_t{0};
+      }
+    });
+    block.wait_for_kernels();
+    block.each([&](int thread) {
+      if (args.before != nullptr && thread < args.channels) {
+        reinterpret_cast<float*>(shared + at.means)[thread] = args.interval[thread].mean;
+      }
       float most = 0;
       for (int i = thread; i < hidden; i += kThreads) {
         const Back back = i < args.hidden ? args.back[i] : Back{0, 0, 0, 0};
@@ -265,12 +273,6 @@ struct ExpansionGradientKernel {
         most = fabsf(back.b) > most ? fabsf(back.b) : most;
       }
       parts[thread] = most;
-      for (int i = thread; i < hidden * kWide; i += kThreads) {
-        const int h = i / kWide, n = i % kWide;
-        const bool there = h < args.hidden && n < args.channels;
-        weights[place(h) * kPitch + place(n)] =
-            there ? rounded_weight<Format>(args.expansion, int64_t{h} * args.channels + n) : uint16_t{0};
-      }
     });
     const float scale = power_below(largest(block, parts));
     Local<float[kWide / 16][4]> acc(block);

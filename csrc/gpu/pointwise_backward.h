@@ -89,19 +89,21 @@ struct PointwiseBackward {
     const Shared memory(factor.depth, BackwardSource::kPlanes, kColumnPlanes);
     float* planes = reinterpret_cast<float*>(shared + memory.columns_at);
     const int left = factor.columns - result.first_column, mine = left < Tile::kColumns ? left : Tile::kColumns;
-    if (block.x == 0 && block.y == 0) args.handed.template copy<kThreads>(block, factor.depth);
     Local<ChannelSums> sums(block);
     Local<Vec4[2 * Tile::kTiles]> other(block);  // rows of `before` or of `added`
-    block.each([&](int thread) {
-      sums[thread] = {};
-      if (args.before == nullptr) return;
-      for (int c = thread; c < mine; c += kThreads) {
-        const Interval f = args.interval[result.first_column + c];
-        planes[c] = f.low;
-        planes[Tile::kColumns + c] = f.high;
-        planes[2 * Tile::kColumns + c] = f.mean;
-      }
-    });
+    const auto begun = [&] {
+      if (block.x == 0 && block.y == 0) args.handed.template copy<kThreads>(block, factor.depth);
+      block.each([&](int thread) {
+        sums[thread] = {};
+        if (args.before == nullptr) return;
+        for (int c = thread; c < mine; c += kThreads) {
+          const Interval f = args.interval[result.first_column + c];
+          planes[c] = f.low;
+          planes[Tile::kColumns + c] = f.high;
+          planes[2 * Tile::kColumns + c] = f.mean;
+        }
+      });
+    };
     const auto ahead = [&](int tile, int rows) {
       const uint16_t* from = args.before != nullptr ? args.before : args.added;
       if (from == nullptr) return;
@@ -127,7 +129,7 @@ struct PointwiseBackward {
     };
     const RowProduct<Format, Tile, true, BackwardSource> product{
         factor, args.source, memory, shared, {factor, result.first_column}};
-    product.run(block, ahead, write);
+    product.run(block, begun, ahead, write);
     if (args.before == nullptr) return;
 
     Vec2* parts = reinterpret_cast<Vec2*>(shared);

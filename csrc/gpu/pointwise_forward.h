@@ -150,7 +150,7 @@ struct PointwiseForward {
     };
     const RowProduct<Format, Tile, false, Source> product{
         factor, args.source, memory, shared, {factor, result.first_column}};
-    product.run(block, [](int, int) {}, write);
+    product.run(block, [] {}, [](int, int) {}, write);
 
     Vec2* parts = reinterpret_cast<Vec2*>(shared);
     gather(block, sums, [&](int warp, int lane, int j, float sum, float square) {

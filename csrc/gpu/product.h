@@ -304,7 +304,7 @@ struct RowProduct {
             -more * weights.slab_step()};
   }
 
-  // Fills what a block keeps in shared memory, and begins to load the first slab.
+  // Brings the weights that a block keeps to shared memory, or begins to load their first slab.
   template <class Block>
   NASFAST_DEVICE void begin(const Block& block, const Way& way, const Place& at, Local<Thread>& threads) const {
     block.each([&](int thread) {
@@ -317,7 +317,9 @@ struct RowProduct {
       }
       weights.begin(thread, t.weights);
     });
-    if (!Tile::kStream) {
+    if (Tile::kStream) {
+      load_weights(block, way, at, threads);
+    } else {
       constexpr int kDeep = Weights<Format, Tile, kTransposed>::kDeep;
       NASFAST_NO_UNROLL
       for (int k = 0; k < factor.depth; k += kDeep) {
@@ -330,12 +332,10 @@ struct RowProduct {
         });
       }
     }
-    load(block, way, at, threads);
-    block.each([&](int thread) { source.template prepare<Tile::kThreads>(thread, factor.depth, planes()); });
   }
-  // Begins to load a slab into registers.
+  // Begins to load a slab of `in` into registers.
   template <class Block>
-  NASFAST_DEVICE void load(const Block& block, const Way& way, const Place& at, Local<Thread>& threads) const {
+  NASFAST_DEVICE void load_in(const Block& block, const Way& way, const Place& at, Local<Thread>& threads) const {
     const int64_t row_step = int64_t{2} * Threads::kStep * factor.depth;
     block.each([&](int thread) {
       Thread& t = threads[thread];
@@ -350,7 +350,13 @@ struct RowProduct {
         }
         t.from[n] += at.last() ? way.to_tile : 2 * kSlab;
       }
-      if (!Tile::kStream) return;
+    });
+  }
+  // The same of the weights.
+  template <class Block>
+  NASFAST_DEVICE void load_weights(const Block& block, const Way& way, const Place& at, Local<Thread>& threads) const {
+    block.each([&](int thread) {
+      Thread& t = threads[thread];
       weights.load(thread, at.deep, t.weights);
       t.weights.from += at.last() ? way.to_top : weights.slab_step();
     });
@@ -388,11 +394,11 @@ struct RowProduct {
     }
   }
 
-  // ahead(tile, rows) loads what the results of a tile need, and write(warp, tile, rows, acc) uses them; rows: of the
+  // begun() prepares what the results need of each channel. ahead(tile, rows) loads what the results of a tile need, and write(warp, tile, rows, acc) uses them; rows: of the
   // tile. acc[thread][i][j][2 h + e] is row 16 i + 8 h + lane / 4 of the warp and channel 8 (lane % 4) + 2 j + e of its
   // group of columns.
-  template <class Block, class Ahead, class Write>
-  NASFAST_DEVICE void run(const Block& block, const Ahead& ahead, const Write& write) const {
+  template <class Block, class Begun, class Ahead, class Write>
+  NASFAST_DEVICE void run(const Block& block, const Begun& begun, const Ahead& ahead, const Write& write) const {
     const Way way = this->way(block.count_x);
     const auto first = [&](int tile) { return Place{tile, way.rows(tile), factor.depth}; };
     Local<Thread> threads(block);
@@ -403,7 +409,13 @@ struct RowProduct {
     };
     Place now = first(block.x);
     begin(block, way, now, threads);
-    block.each([&](int thread) { clear(acc[thread]); });
+    block.wait_for_kernels();
+    begun();
+    load_in(block, way, now, threads);
+    block.each([&](int thread) {
+      source.template prepare<Tile::kThreads>(thread, factor.depth, planes());
+      clear(acc[thread]);
+    });
     block.sync();
 
     int buffer = 0, slab = 0;
@@ -417,7 +429,10 @@ struct RowProduct {
         ahead(now.tile, now.rows);
         next = first(now.tile + block.count_x);
       }
-      if (next.tile < way.tiles) load(block, way, next, threads);
+      if (next.tile < way.tiles) {
+        load_in(block, way, next, threads);
+        if (Tile::kStream) load_weights(block, way, next, threads);
+      }
       block.warps([&](const Warp& warp) {
         const uint16_t* const slab_weights = weight_slab(Tile::kStream ? buffer : slab);
         SlabProduct<Format, Tile, kTransposed, Local<Acc>>{warp, in_slab(buffer), slab_weights, memory.pitch, acc}.run(

@@ -156,26 +156,41 @@ def test_measured_constants_replace_the_assumptions(tmp_path, monkeypatch):
     assert model_scenarios.scenarios("RTX 3080") == SCENARIOS["RTX 3080"]
     launch = {
         "work": 1.0,
+        "early_work": 0.2,
         "products": 0.1,
         "reach": 1.0,
         "memory": 1.0,
         "latency": 0.5,
+        "early_latency": 0.1,
         "tail": 0.2,
         "may_start_early": 1,
     }
     for found in SCENARIOS.values():
         low, central, high = (found[name].microseconds(launch) for name in ("low", "central", "high"))
         assert low < central < high
+    # what comes before the wait takes no time where launches start early
+    central = SCENARIOS["H200"]["central"]
+    saved = replace(central, early=0.0).microseconds(launch) - central.microseconds(launch)
+    assert saved == pytest.approx(0.8 + 0.2 / 0.55 / 1.08)
+
+
+def test_a_measured_step_has_the_launches_of_the_model_beside_it():
+    """benchmarks/gpu_model writes them; sm_86 has no wait, so nothing comes before it."""
+    for gpu in SCENARIOS:
+        rows = per_launch.modelled(gpu)
+        assert len(rows) > 100 and any(row["early_work"] for row in rows) == (gpu == "H200")
 
 
 def test_constants_are_found_again():
     rows = [
         {
             "work": 3.0 * i % 7 + 0.1,
+            "early_work": 0.0,
             "products": 0.1,
             "reach": 1.0,
             "memory": 2.0 * i % 5 + 0.1,
             "latency": 0.5,
+            "early_latency": 0.0,
             "tail": 0.2,
         }
         | {"may_start_early": i % 2}

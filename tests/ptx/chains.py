@@ -45,6 +45,10 @@ class _Tensors(TorchDispatchMode):
         return result
 
 
+def _span(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
 @functools.cache
 def modules(names: tuple[str, ...]) -> dict[str, Translator]:
     """The kernels of these names in C++."""
@@ -84,8 +88,8 @@ class Interpreted:
             return result
         translated = translators(self.change(cuda.compile_ptx(names, ARCH))) if self.change else modules(names)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        spans = [(t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (*given, *made.kept)]
-        memory = Global(spans)
+        spans = [_span(tensor) for tensor in (*given, *made.kept)]
+        memory = Global(spans, [_span(weight) for weight in kwargs.get("conv_weights", ())])
         for launch in launches:
             name, parameter = launch["name"], bytes.fromhex(launch["arguments"])
             shape = tuple(launch["grid"]), cuda.known_kernels()[name].threads, launch["shared"]

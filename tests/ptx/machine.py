@@ -99,6 +99,8 @@ class Machine:
         # copies that have not arrived: for each thread that began one, its group, where to, and 16 bytes
         self.copies: list[tuple[Array, Array, Array, Array]] = []
         self.groups = np.zeros(self.total, np.int64)
+        # of each thread, whether it has waited for the kernels in front
+        self.waited = np.zeros(self.total, np.bool_)
         self.registers: list[Any] = [_unset(kernel.type_of(name)) for name in translator.index]
         self._now: Array | None = None
         self.everyone = Lanes(self, np.arange(self.total))
@@ -170,6 +172,15 @@ class Machine:
             self._now = barriers | np.repeat(self.warp_barriers << 20, 32) | threads
         return lanes.get(self._now)[:, None]
 
+    # ---- the kernels in front
+
+    def wait_for_kernels(self, lanes: Lanes) -> None:
+        self.waited[lanes.index] = True
+
+    def check_waited(self, lanes: Lanes) -> None:
+        if self.memory.early is not None and not self.waited[lanes.index].all():
+            raise PtxError("the kernel has not waited for those in front, and writes")
+
     # ---- memory
 
     def load_param(self, lanes: Lanes, address: Any, type_: type, vector: str) -> list[Any]:
@@ -182,12 +193,16 @@ class Machine:
 
     def load_global(self, lanes: Lanes, address: Any, type_: type, vector: str) -> list[Array]:
         width, count = np.dtype(type_).itemsize, int(vector[1:] or 1)
+        early = ~self.waited[lanes.index]
+        if early.any():
+            self.memory.check_early(lanes.all(address)[early])
         at, units = self.memory.places(lanes.all(address), width, count)
         self.memory.note_read(units, lanes.block[:, None], self.now(lanes))
         view = self.memory.views[width]
         return [view[at + i].view(type_) for i in range(count)]
 
     def store_global(self, lanes: Lanes, address: Any, values: Sequence[Array]) -> None:
+        self.check_waited(lanes)
         width = values[0].dtype.itemsize
         at, units = self.memory.places(lanes.all(address), width, len(values))
         self.memory.note_write(units, lanes.block[:, None], self.now(lanes))
@@ -195,6 +210,7 @@ class Machine:
             self.memory.views[width][at + i] = value.view(f"u{width}")
 
     def atomic_add(self, lanes: Lanes, address: Any, number: Any) -> Array:
+        self.check_waited(lanes)
         at, _ = self.memory.places(lanes.all(address), 4, 1)
         view, before = self.memory.views[4].view(np.int32), np.empty(lanes.count, np.int32)
         for i, (place, more, block) in enumerate(zip(at, lanes.all(number), lanes.block, strict=True)):
@@ -225,6 +241,7 @@ class Machine:
 
     def copy(self, lanes: Lanes, to: Any, source: Any, most: Any, size: Any) -> None:
         """Begin a copy of 16 bytes, which arrives as late as it may; zeros behind `size` bytes."""
+        self.check_waited(lanes)
         at, units = self.shared.places(lanes.base, lanes.all(to), 16)
         self.shared.begin_copy(units, self.now(lanes))
         size, source = lanes.all(size), lanes.all(source)

@@ -38,9 +38,13 @@ class Global:
     Within a launch, what one block writes another may read if both have added to a counter since: the writer behind a
     barrier, and the reader later, with a barrier behind. Blocks write to different places, and not to what others read.
     The unit of the shadow is 4 bytes.
+
+    Args:
+        early: spans that a kernel may read before it waits for the kernels in front; None for all memory.
     """
 
-    def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, spans: Sequence[tuple[int, int]], early: Sequence[tuple[int, int]] | None = None) -> None:
+        self.early = early
         # views of one tensor overlap
         joined: list[tuple[int, int]] = []
         for start, end in sorted((start & ~3, end) for start, end in spans if end > start):
@@ -83,6 +87,18 @@ class Global:
         first = self.first_unit[at] + (address - self.starts[at]) // np.uint64(4)
         units = first.astype(np.int64)[:, None] + np.arange(max(1, width * count // 4))
         return ((address - np.uint64(self.base)) // np.uint64(width)).astype(np.int64), units
+
+    def check_early(self, address: Array) -> None:
+        """Check reads before the wait for the kernels in front.
+
+        Raises:
+            PtxError: of what one of them may write.
+        """
+        if self.early is not None:
+            places = address.astype(np.int64)
+            allowed = np.any([(start <= places) & (places < end) for start, end in self.early], axis=0)
+            if not np.all(allowed):
+                raise PtxError("the kernel has not waited for those in front, and reads what one of them may write")
 
     def note_read(self, units: Array, block: Array, now: Array) -> None:
         """Check a read and note it; block: of each thread, [thread, 1]; now: as for shared memory.

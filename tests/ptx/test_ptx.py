@@ -157,6 +157,12 @@ def test_a_kernel_without_a_barrier_has_a_race(change, where, schedule):
         faulty(change)
 
 
+def test_a_kernel_that_does_not_wait_for_those_in_front_reads_too_early(schedule):
+    schedule("stored")
+    with pytest.raises(PtxError, match="has not waited for those in front, and reads"):
+        faulty(lambda text: text.replace("griddepcontrol.wait;", ""))
+
+
 @pytest.mark.parametrize(
     "pattern, order",
     [

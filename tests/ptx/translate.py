@@ -83,8 +83,8 @@ _TABLE = [
         "product('{half}', {1*w:b32}, {2*w:b32}, {3*w:f32})",
     ),
     ("shfl.sync.(?P<mode>bfly|idx).b32", "b32", "shuffled('{mode}', {1w:b32}, {2:u32}, {3:u32}, {4:u32})"),
-    # the launches in front of this one have ended
-    ("griddepcontrol.launch_dependents|griddepcontrol.wait|bra(.uni)?|ret|bar.sync|trap", "", ""),
+    ("griddepcontrol.wait", "", "M.wait_for_kernels(L)"),
+    ("griddepcontrol.launch_dependents|bra(.uni)?|ret|bar.sync|trap", "", ""),
 ]
 
 
