@@ -67,14 +67,14 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
   // An uninitialised NHWC tensor of this shape (N, C, H, W) in recycled memory, of the type of `like`.
   m.def("empty_nhwc(Tensor like, int[] shape) -> Tensor");
 
-  // Formula: nasfast/ops/reference.py, orthogonalize. Entries are (..., rows, columns), float32 or float64.
-  m.def("orthogonalize(Tensor[] matrices) -> Tensor[]");
-  // Fills every tensor (..., rows, columns), contiguous float32 or float64 on the CPU, with its scale (float64) times
-  // the orthogonal factors of the matrices that torch.randn draws in float64 from a generator with its seed (int64).
-  m.def("fill_orthogonal(Tensor(a!)[] out, Tensor seeds, Tensor scales) -> ()");
-  // Runs the CUDA kernels of orthogonalize on the host, slowly, for tests. `backwards` reverses the order in which the
-  // threads of a block take their turns; the order must not change the result.
-  m.def("orthogonalize_emulated(Tensor[] matrices, bool backwards) -> Tensor[]");
+  // Orthogonalises matrices on a GPU, in batches of float32 or float64: v is (batch, rows, columns rounded up to
+  // multiples of 16), the matrices and zeros at first, and the Householder reflectors at the end; q is (batch, rows,
+  // columns), the identity at first, and the product of the reflectors at the end; t is (batch, columns / 16, 16, 16),
+  // scratch. rows >= columns.
+  m.def("householder(Tensor(a!)[] v, Tensor(b!)[] q, Tensor(c!)[] t) -> ()");
+  // Runs the same kernel on the host, slowly, for tests. `backwards` reverses the order in which the threads of a block
+  // take their turns; the order must not change the result.
+  m.def("householder_emulated(Tensor(a!)[] v, Tensor(b!)[] q, Tensor(c!)[] t, bool backwards) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(nasfast, m) {

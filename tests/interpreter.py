@@ -129,7 +129,6 @@ def disturbed() -> Iterator[None]:
     """Run kernels as they may run on a GPU or worse, and refuse what they must not do.
 
     - The programs of a launch come in another order: backwards, or mixed, in turn.
-    - Every launch runs twice, as tuning does, and so every program.
     - All memory that a launch is given has guards before and behind it, a slice of an allocation too. A write there
       raises an AssertionError, and what is read there is not a number.
 
@@ -137,10 +136,8 @@ def disturbed() -> Iterator[None]:
     """
     from triton.runtime import interpreter
 
-    from nasfast.ops import tuning
-
     builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
-    set_size, set_index, call, run = builder.set_grid_dim, builder.set_grid_idx, executor.__call__, tuning.run
+    set_size, set_index, call = builder.set_grid_dim, builder.set_grid_idx, executor.__call__
     random, orders = np.random.default_rng(0), []
 
     def ordered(self, *size):
@@ -157,15 +154,11 @@ def disturbed() -> Iterator[None]:
         call(self, *map(guards.placed, args), **kwargs)
         guards.check(self.fn.__name__)
 
-    def twice(family, kernel, shape, device, launch):
-        return run(family, kernel, shape, device, lambda config: (launch(config), launch(config))[1])
-
     with ExitStack() as stack:
         for owner, name, replacement in (
             (builder, "set_grid_dim", ordered),
             (builder, "set_grid_idx", reordered),
             (executor, "__call__", guarded),
-            (tuning, "run", twice),
         ):
             stack.enter_context(patch.object(owner, name, replacement))
         yield

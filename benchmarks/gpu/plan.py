@@ -134,7 +134,7 @@ def environment_of(device: str) -> dict[str, str]:
     paths = dict.fromkeys([str(imported_from(device)), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env["PYTHONPATH"] = os.pathsep.join(paths)
     # what somebody has set for other work would decide what is measured
-    for name in ("TRITON_INTERPRET", "NASFAST_BACKEND", "NASFAST_CUDA_EARLY", "NASFAST_CUDA_DEBUG", "NASFAST_TUNE"):
+    for name in ("TRITON_INTERPRET", "NASFAST_BACKEND", "NASFAST_CUDA_EARLY", "NASFAST_CUDA_DEBUG"):
         env.pop(name, None)
     if device == "cpu":
         env |= {"TRITON_INTERPRET": "1", "NASFAST_EMULATE_CUDA": "1"}

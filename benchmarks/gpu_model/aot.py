@@ -1,11 +1,11 @@
-"""Compile every Triton kernel in every configuration, without a GPU, and list the resources that each one needs.
+"""Compile every Triton kernel without a GPU, and list the resources that each one needs.
 
     python -m benchmarks.gpu_model.aot [--arch 86 90] [--sample] [--kernel NAME ...] [--out FILE]
 
 recorder.py records real calls, and the kernels are compiled for the arguments of these calls. The table has registers
 and spilled bytes per thread, shared memory per program, and the number of programs that fit a multiprocessor. sm_86 is
 the RTX 3080, with 99 KiB of shared memory per program; sm_90 is the H200. The model (`model.py`) reads every launch
-of a step, in the default configurations.
+of a step.
 """
 
 from __future__ import annotations
@@ -25,20 +25,16 @@ from benchmarks.gpu_model.compiled import compile_for, in_processes
 from benchmarks.gpu_model.gpus import GPUS
 from benchmarks.gpu_model.recorder import Launch, Specialization, Step, Workload, make_step, recorded
 from benchmarks.harness import ROOT, positive, write_json
-from nasfast._triton.configs import FAMILIES
 from nasfast.ops import bn_act, mixed_bn
 
-# only this stencil is compiled in the configurations that are not the default
-_STENCIL = 7
 _SHOWN = ("KERNEL", "STRIDE", "BATCH")
 
 
 @dataclass(frozen=True)
 class Row:
-    """What one kernel needs in one configuration.
+    """What one kernel needs.
 
     Attributes:
-        default: whether the configuration is the first of its family.
         registers, spilled_bytes: registers and bytes of spilled registers per thread.
         shared_bytes: shared memory per program.
         programs_per_sm: programs that fit a multiprocessor, by registers, threads and shared memory.
@@ -47,8 +43,6 @@ class Row:
     kernel: str
     constants: str
     dtype: str
-    config: str
-    default: bool
     arch: int
     registers: int
     spilled_bytes: int
@@ -61,8 +55,6 @@ class _Job:
     specialization: Specialization
     constants: str
     dtype: str
-    config: str
-    default: bool
     arch: int
 
 
@@ -79,12 +71,12 @@ def record_calls() -> list[Launch]:
         for space in ("mobilenet_v2", "shufflenet_v2"):
             _, forward_backward, update = make_step(Workload(space, dtype=name, engine="eager"))
             step = Step()
-            with recorded(step, every_configuration=True):
+            with recorded(step):
                 forward_backward()
                 update()
             launches += step.launches
         step = Step()
-        with recorded(step, every_configuration=True):
+        with recorded(step):
             (x,), weight = _inputs(1, dtype), torch.ones(24, requires_grad=True)
             bn_act(x, weight, torch.zeros(24)).sum().backward()
             running = {"running_mean": torch.zeros(24), "running_var": torch.ones(24)}
@@ -99,28 +91,23 @@ def record_calls() -> list[Launch]:
 def jobs(
     launches: list[Launch], archs: list[int], *, sample: bool = False, names: list[str] | None = None
 ) -> list[_Job]:
-    """Choose the first call of each kernel, configuration, storage type and stencil, for every architecture.
+    """Choose the first call of each kernel, storage type and stencil, for every architecture.
 
     Args:
-        sample: only one call of each kernel, in its default configuration.
+        sample: only one call of each kernel.
         names: choose only these kernels.
     """
     chosen: dict[tuple, _Job] = {}
     for launch in launches:
-        # the kernels of the loss and of SGD have one configuration
-        family, config = launch.configuration or ("training", "only")
-        default = family == "training" or config == next(iter(FAMILIES[family]))
-        other_stencil = family == "depthwise" and launch.arguments.get("KERNEL", _STENCIL) != _STENCIL
-        if (names and launch.kernel not in names) or (not default and other_stencil):
+        if names and launch.kernel not in names:
             continue
         types = str(launch.specialization.signature)
         dtype = "bf16" if "*bf16" in types else "fp32"
         said = ",".join(f"{name}={launch.arguments[name]}" for name in _SHOWN if name in launch.arguments)
         for arch in archs:
-            job = _Job(launch.specialization, said, dtype, config, default, arch)
-            key = (launch.kernel, arch) if sample else (launch.kernel, said, dtype, config, arch)
-            if default or not sample:
-                chosen.setdefault(key, job)
+            job = _Job(launch.specialization, said, dtype, arch)
+            key = (launch.kernel, arch) if sample else (launch.kernel, said, dtype, arch)
+            chosen.setdefault(key, job)
     return list(chosen.values())
 
 
@@ -131,8 +118,6 @@ def compile_job(job: _Job) -> Row:
         job.specialization.kernel,
         job.constants,
         job.dtype,
-        job.config,
-        job.default,
         job.arch,
         found.registers,
         found.spilled_bytes,
@@ -143,14 +128,10 @@ def compile_job(job: _Job) -> Row:
 
 def show(rows: list[Row]) -> None:
     """Print a table."""
-    print(
-        f"{'kernel':28} {'constants':18} {'type':5} {'config':8} {'sm':>3} {'regs':>5} {'spill':>6} {'shared':>7} "
-        f"{'per SM':>6}"
-    )
+    print(f"{'kernel':28} {'constants':18} {'type':5} {'sm':>3} {'regs':>5} {'spill':>6} {'shared':>7} {'per SM':>6}")
     for r in rows:
-        mark = "*" if r.default else ""
         print(
-            f"{r.kernel:28} {r.constants:18} {r.dtype:5} {r.config + mark:8} {r.arch:3} {r.registers:5} "
+            f"{r.kernel:28} {r.constants:18} {r.dtype:5} {r.arch:3} {r.registers:5} "
             f"{r.spilled_bytes:6} {r.shared_bytes:7} {r.programs_per_sm:6}"
         )
 

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,11 +34,10 @@ from triton.runtime.jit import JITFunction
 import nasfast
 from benchmarks.captures import EagerCapture
 from benchmarks.gpu_model import cuda
-from nasfast._triton.configs import FAMILIES, Config
 from nasfast.engine import EagerEngine
 from nasfast.engine.capture import Capture
 from nasfast.engine.graphs import GraphEngine
-from nasfast.ops import backends, cuda_times, destinations, plan, tuning, use_backend
+from nasfast.ops import backends, cuda_times, destinations, plan, use_backend
 from nasfast.ops.cuda import conv as conv_cuda
 from nasfast.ops.cuda_times import Chain
 from nasfast.ops.plan import read_plan
@@ -95,7 +94,6 @@ class Launch:
             CUDA kernel: its geometry, its `shared` memory and the `words` of its argument, see `cuda.CudaLaunch`.
         bytes: size of the distinct tensors among the arguments.
         phase: one of PHASES.
-        configuration: family and name of the tile sizes in configs.FAMILIES.
         chain: the chain of whose operator it is a part; None outside.
         early: whether it may start before the launch in front of it has ended, from sm_90 on.
     """
@@ -106,7 +104,6 @@ class Launch:
     specialization: Specialization | cuda.CudaKernel
     bytes: int
     phase: str
-    configuration: tuple[str, str] | None
     chain: Chain | None = None
     early: bool = False
 
@@ -124,14 +121,13 @@ class Step:
         aten: number of PyTorch's launches by (phase, operator).
         aten_bytes: size of the tensors that these read and write.
         chains: how often each chain ran.
-        configuration, chain: those of the launch that is being recorded.
+        chain: that of the launch that is being recorded.
     """
 
     launches: list[Launch] = field(default_factory=list)
     aten: Counter[tuple[str, str]] = field(default_factory=Counter)
     aten_bytes: int = 0
     chains: Counter[Chain] = field(default_factory=Counter)
-    configuration: tuple[str, str] | None = None
     chain: Chain | None = None
 
     @property
@@ -280,22 +276,18 @@ class _RecordedKernel:
                 self.specialization,
                 sum(t.numel() * t.element_size() for t in touched.values()),
                 _phase(sys._getframe(1)),
-                self.step.configuration,
                 self.step.chain,
             )
         )
 
 
 @contextmanager
-def recorded(
-    step: Step, arch: int = 90, *, backend: str = "triton", every_configuration: bool = False
-) -> Iterator[None]:
+def recorded(step: Step, arch: int = 90, *, backend: str = "triton") -> Iterator[None]:
     """Within this context, record launches in `step` and compile nothing.
 
     Args:
         arch: compute capability, such as 90.
         backend: see Workload.
-        every_configuration: launch kernels in all configurations of their family, not only in the default one.
     """
 
     def note(
@@ -321,17 +313,7 @@ def recorded(
         cache[key] = recording = _RecordedKernel(step, kernel, specialization)
         return recording
 
-    def run(family: str, kernel: str, shape: Any, device: torch.device, launch: Callable[[Config], Any]) -> Any:
-        default, *others = FAMILIES[family]
-        # the default comes last, so that the step continues with its results
-        for name in (*(others if every_configuration else ()), default):
-            step.configuration = family, name
-            result = launch(FAMILIES[family][name])
-        step.configuration = None
-        return result
-
-    compiles, tunes = patch.object(JITFunction, "_do_compile", note), patch.object(tuning, "run", run)
-    with no_gpu(arch, backend), compiles, tunes, _CountLaunches(step, arch):
+    with no_gpu(arch, backend), patch.object(JITFunction, "_do_compile", note), _CountLaunches(step, arch):
         yield
 
 

@@ -11,7 +11,6 @@ namespace nasfast::cpu {
   extern const ConvKernels kConvKernels;                       \
   extern const DepthwiseKernels kDepthwiseKernels;             \
   extern const MixedBnKernels kMixedBnKernels;                 \
-  extern const OrthogonalKernels kOrthogonalKernels;           \
   extern const DepthwiseConv2dKernels kDepthwiseConv2dKernels; \
   extern const Pool3x3Kernels kPool3x3Kernels;                 \
   extern const SqueezeExciteKernels kSqueezeExciteKernels;     \
@@ -28,8 +27,7 @@ Kernels kernels() {
 #define NASFAST_KERNELS(vectors, products)                                                                 \
   {                                                                                                        \
     vectors::kBnActKernels, products::kConvKernels, products::kDepthwiseKernels, vectors::kMixedBnKernels, \
-        vectors::kOrthogonalKernels, vectors::kDepthwiseConv2dKernels, vectors::kPool3x3Kernels,           \
-        vectors::kSqueezeExciteKernels                                                                     \
+        vectors::kDepthwiseConv2dKernels, vectors::kPool3x3Kernels, vectors::kSqueezeExciteKernels         \
   }
   switch (current_isa()) {
 #ifdef NASFAST_HAS_AMX

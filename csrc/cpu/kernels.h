@@ -1,7 +1,6 @@
 // The kernels of the instruction set that is in use.
 #pragma once
 
-#include "../orthogonal/cpu_kernels.h"
 #include "bn_act.h"
 #include "conv_bn_act.h"
 #include "depthwise_conv2d.h"
@@ -16,7 +15,6 @@ struct Kernels {
   const ConvKernels& conv;
   const DepthwiseKernels& depthwise;
   const MixedBnKernels& mixed;
-  const OrthogonalKernels& orthogonal;
   const DepthwiseConv2dKernels& depthwise_conv2d;
   const Pool3x3Kernels& pool_3x3;
   const SqueezeExciteKernels& squeeze_excite;

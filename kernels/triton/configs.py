@@ -1,7 +1,7 @@
-"""Tile sizes of the kernels: a fixed default for each, and the few others that tuning tries.
+"""Tile sizes of the kernels, by family.
 
-A program's shared memory must fit the 99 KB of an RTX 3080 (sm_86) in every configuration here. Defaults may not spill
-registers, except two kernels for float32, which spill 8 bytes. tests/benchmarks/test_aot.py checks both.
+A program's shared memory must fit the 99 KB of an RTX 3080 (sm_86). They may not spill registers, except two kernels
+for float32, which spill 8 bytes. tests/benchmarks/test_aot.py checks both.
 """
 
 from typing import NamedTuple
@@ -27,52 +27,27 @@ class Config(NamedTuple):
 _THREE_OF_4, _THREE_OF_8 = 168, 80
 
 # A tile has BM x BN results and reads BK of the depth at a time. These are the largest sizes for 16-bit storage;
-# `product_tiles` makes them fit the matrices. The first configuration of each family is the default.
-POINTWISE = {
-    "square": Config({"BM": 64, "BN": 64, "BK": 64}, 4, 3, _THREE_OF_4),
-    "shallow": Config({"BM": 64, "BN": 64, "BK": 32}, 4, 3, _THREE_OF_4),
-    "tall": Config({"BM": 128, "BN": 64, "BK": 32}, 8, 3),
-    "wide": Config({"BM": 64, "BN": 128, "BK": 32}, 8, 2),
-}
+# `product_tiles` makes them fit the matrices.
+POINTWISE = Config({"BM": 64, "BN": 64, "BK": 64}, 4, 3, _THREE_OF_4)
 # The epilogue keeps the coefficients and two sums of its columns in registers, so tiles are smaller.
-POINTWISE_BACKWARD = {
-    "low": Config({"BM": 32, "BN": 64, "BK": 64}, 4, 3),
-    "shallow": Config({"BM": 32, "BN": 64, "BK": 32}, 4, 3),
-    "square": Config({"BM": 64, "BN": 64, "BK": 64}, 8, 2),
-}
+POINTWISE_BACKWARD = Config({"BM": 32, "BN": 64, "BK": 64}, 4, 3)
 # Tensor cores have no float32 without tf32. The products are then kept in registers, and a tile has twice the bytes.
-POINTWISE_FP32 = {
-    "square": Config({"BM": 64, "BN": 64, "BK": 16}, 8, 2),
-    "narrow": Config({"BM": 64, "BN": 32, "BK": 16}, 4, 2),
-}
+POINTWISE_FP32 = Config({"BM": 64, "BN": 64, "BK": 16}, 8, 2)
 # A dense convolution gathers each element of a patch from the image, with an address of its own.
-DENSE = {
-    "square": Config({"BM": 64, "BN": 64, "BK": 32}, 4, 2),
-    "narrow": Config({"BM": 64, "BN": 32, "BK": 32}, 8, 2),
-}
+DENSE = Config({"BM": 64, "BN": 64, "BK": 32}, 4, 2)
 # A depthwise program's tensors have ELEMENTS = strips x channels elements, by default two per thread; see stencil_tile.
-DEPTHWISE = {
-    "pairs": Config({"ELEMENTS": 256}, 4, 1),
-    "single": Config({"ELEMENTS": 128}, 4, 1),
-    "small": Config({"ELEMENTS": 128}, 2, 1),
-}
+DEPTHWISE = Config({"ELEMENTS": 256}, 4, 1)
 # A pass over a tensor reads tiles of ROWS pixels and CHANNELS channels; `pass_tiles` makes them fit the channels.
-BATCH_NORM = {
-    "short": Config({"ROWS": 32, "CHANNELS": 64}, 4, 1),
-    "long": Config({"ROWS": 64, "CHANNELS": 64}, 4, 1),
-}
+BATCH_NORM = Config({"ROWS": 32, "CHANNELS": 64}, 4, 1)
 # The same for passes over several tensors with few channels
-MIXED = {
-    "narrow": Config({"ROWS": 128, "CHANNELS": 16}, 8, 1),
-    "wide": Config({"ROWS": 32, "CHANNELS": 64}, 8, 1),
-}
+MIXED = Config({"ROWS": 128, "CHANNELS": 16}, 8, 1)
 # The most registers per thread of mixed_bn_reduce_kernel. The other kernels of the family need more, and do not spill.
 REDUCE_REGISTERS = _THREE_OF_8
 # The most tensors that one such launch reads. Each number of tensors is another kernel, because loops over them are
 # unrolled.
 TOGETHER = 8
 # A program computes the coefficients of CHANNELS channels from given statistics.
-FOLD = {"all": Config({"CHANNELS": 128}, 4, 1)}
+FOLD = Config({"CHANNELS": 128}, 4, 1)
 
 FAMILIES = {
     "pointwise": POINTWISE,

@@ -64,17 +64,15 @@ class Row(NamedTuple):
     serves: str = ""
 
 
-def _can_use_cpu_orthogonalize(x: Tensor) -> tuple[bool, str]:
-    # serves every floating type: the 16-bit types are computed in float32
-    if _native_missing is not None:
-        return False, _native_missing
-    if x.device.type != "cpu":
-        return False, f"serves CPU tensors, got one on {x.device}"
-    return True, ""
+def _is_on_cpu(x: Tensor) -> tuple[bool, str]:
+    on_cpu = x.device.type == "cpu"
+    return on_cpu, "" if on_cpu else f"serves CPU tensors, got one on {x.device}"
 
 
 def _can_use_cpu(x: Tensor) -> tuple[bool, str]:
-    ok, reason = _can_use_cpu_orthogonalize(x)
+    if _native_missing is not None:
+        return False, _native_missing
+    ok, reason = _is_on_cpu(x)
     if ok and x.dtype not in (torch.float32, torch.bfloat16):
         return False, f"serves float32 and bfloat16, got {x.dtype}"
     return ok, reason
@@ -177,7 +175,7 @@ for _op in ("conv_bn_act", "conv_bn_act_chain"):
     _cpu, *_others = _TABLE[_op]
     _TABLE[_op] = (_cpu, Backend(_op, "cuda", _can_use_cuda_chain, CUDA_SERVES), *_others)
 _TABLE["orthogonalize"] = (
-    Backend("orthogonalize", "cpu", _can_use_cpu_orthogonalize),
+    Backend("orthogonalize", "cpu", _is_on_cpu),
     Backend("orthogonalize", "cuda", _can_use_cuda_kernels),
     Backend("orthogonalize", "reference", _can_use_reference),
 )
@@ -192,7 +190,12 @@ def _serves_all(name: str) -> Refusal | None:
 
 
 def resolve_backend(
-    op: str, x: Tensor, requested: str | None = None, refusal: Callable[[str], Refusal | None] = _serves_all
+    op: str,
+    x: Tensor,
+    requested: str | None = None,
+    refusal: Callable[[str], Refusal | None] = _serves_all,
+    *,
+    strict: bool = True,
 ) -> Backend:
     """Choose the backend of one call.
 
@@ -201,6 +204,8 @@ def resolve_backend(
         x: the operator's input; only its device and dtype are read.
         requested: a name from BACKENDS, or None to ask the context, the environment and the device in this order.
         refusal: takes the name of a backend, and says why it cannot serve the other arguments; None if it can.
+        strict: whether a named backend that cannot serve raises. Otherwise it is skipped: a call inside a function of
+            another purpose is not what whoever named it meant.
 
     Raises:
         ValueError: a name that is not in BACKENDS, from whichever source.
@@ -212,63 +217,41 @@ def resolve_backend(
         name, source = _scoped_name, "use_backend"
     if name is None:
         name, source = os.environ.get("NASFAST_BACKEND") or None, "NASFAST_BACKEND"
-    named = None if name is None else _named(op, x, name, source, refusal)
-    return named or _first_that_serves(op, x, refusal, asked=name is not None)
 
+    def refused(backend: Backend) -> Refusal | None:
+        ok, reason = backend.can_use(x)
+        return refusal(backend.name) if ok else Refusal(reason, "shape")
 
-def inner_backend(op: str, x: Tensor) -> Backend:
-    """The backend for a call inside a function of another purpose.
-
-    This is `resolve_backend`, except that a named backend that cannot serve is skipped: whoever named it did not mean
-    this call.
-    """
-    try:
-        return resolve_backend(op, x)
-    except RuntimeError:
-        return _first_that_serves(op, x, _serves_all, asked=True)
-
-
-def _first_that_serves(op: str, x: Tensor, refusal: Callable[[str], Refusal | None], *, asked: bool) -> Backend:
-    """The automatic choice; `asked` says whether some backend was named."""
+    row = _TABLE[op]
+    if name is not None:
+        _check_name(name, source)
+        names = [backend.name for backend in row]
+        if name in names:
+            why_not = refused(row[names.index(name)])
+            if why_not is None or why_not.lacks == "speed":
+                return row[names.index(name)]
+        else:
+            choices = ", ".join(names)
+            why_not = Refusal(f"this version has no {name} kernel for {op}; choose from {choices}", "operator")
+        if strict and (why_not.lacks != "operator" or source == "backend"):
+            raise RuntimeError(f"{op}: backend {name!r} (from {source}) cannot serve: {why_not.reason}")
     skipped: list[str] = []
-    for backend in _TABLE[op]:
+    for backend in row:
         # interpreter and emulation are too slow to be chosen automatically
         if backend.name == "triton" and _triton.interpreted():
             continue
         if backend.name == "cuda" and x.device.type == "cpu" and emulates_cuda():
             continue
-        refused = _refused(backend, x, refusal)
-        if refused is None:
+        why_not = refused(backend)
+        if why_not is None:
             if skipped and not torch.compiler.is_compiling():
                 # operators without a kernel for CPUs lose nothing there, so only who named a backend needs to know
-                without = backend.name == "reference" and all(b.name != "cpu" for b in _TABLE[op])
-                usual = x.device.type == "cpu" and not asked and without
+                without = backend.name == "reference" and all(b.name != "cpu" for b in row)
+                usual = x.device.type == "cpu" and name is None and without
                 _log_once(op, backend.name, skipped, logging.DEBUG if usual else logging.INFO)
             return backend
-        skipped.append(f"{backend.name}: {refused.reason}")
+        skipped.append(f"{backend.name}: {why_not.reason}")
     raise AssertionError(f"{op} has no reference backend")
-
-
-def _refused(backend: Backend, x: Tensor, refusal: Callable[[str], Refusal | None]) -> Refusal | None:
-    ok, reason = backend.can_use(x)
-    return refusal(backend.name) if ok else Refusal(reason, "shape")
-
-
-def _named(op: str, x: Tensor, name: str, source: str, refusal: Callable[[str], Refusal | None]) -> Backend | None:
-    """The named backend; None if it is named for all operators and does not have this one."""
-    _check_name(name, source)
-    names = [backend.name for backend in _TABLE[op]]
-    if name in names:
-        backend = _TABLE[op][names.index(name)]
-        refused = _refused(backend, x, refusal)
-        if refused is None or refused.lacks == "speed":
-            return backend
-    else:
-        backends = ", ".join(names)
-        refused = Refusal(f"this version has no {name} kernel for {op}; choose from {backends}", "operator")
-    if refused.lacks == "operator" and source != "backend":
-        return None
-    raise RuntimeError(f"{op}: backend {name!r} (from {source}) cannot serve: {refused.reason}")
 
 
 def _check_name(name: str, source: str) -> None:

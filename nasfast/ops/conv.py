@@ -1,6 +1,6 @@
 """Chains of convolution, BatchNorm and activation; conv_bn_act is such a chain."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -102,19 +102,14 @@ def conv_bn_act_chain(
 
 def runs_on_cuda_kernels(x: Tensor, stages: Sequence[Stage]) -> bool:
     """Whether `conv_bn_act_chain` runs all of these stages as one chain of the CUDA kernels."""
-    return _resolve("conv_bn_act_chain", x, stages, stage_fields(stages), None, shuffle=False) == "cuda"
+    return resolve_backend("conv_bn_act_chain", x, refusal=_refusal(x, stages, stage_fields(stages))).name == "cuda"
 
 
-def _resolve(
-    op: str, x: Tensor, stages: Sequence[Stage], fields: tuple[tuple, ...], backend: str | None, *, shuffle: bool
-) -> str:
-    """The name of the backend that serves this call."""
-
-    def refusal(name: str) -> Refusal | None:
-        # only `cuda` has no way around what its operator lacks
-        return cuda_refusal(x, stages, fields, shuffle=shuffle) if name == "cuda" else None
-
-    return resolve_backend(op, x, backend, refusal).name
+def _refusal(
+    x: Tensor, stages: Sequence[Stage], fields: tuple[tuple, ...], *, shuffle: bool = False
+) -> Callable[[str], Refusal | None]:
+    """Why a backend does not run these stages; only `cuda` has no way around what its operator lacks."""
+    return lambda name: cuda_refusal(x, stages, fields, shuffle=shuffle) if name == "cuda" else None
 
 
 def _run(
@@ -128,7 +123,7 @@ def _run(
 ) -> Tensor:
     """The chain on the backend that serves it; PyTorch convolves where the backend's operator cannot."""
     fields = stage_fields(stages)
-    name = _resolve(op, x, stages, fields, backend, shuffle=shuffle)
+    name = resolve_backend(op, x, backend, _refusal(x, stages, fields, shuffle=shuffle)).name
     if name == "reference":
         return reference.conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
     if any([stage.params.conv_bias is not None for stage in stages]):

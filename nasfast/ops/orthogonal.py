@@ -1,22 +1,32 @@
-"""orthogonalize: Haar (semi-)orthogonal matrices from Gaussian ones, a list of any shapes in one call."""
+"""orthogonalize: Haar (semi-)orthogonal matrices from Gaussian ones, a list of any shapes in one call.
+
+On a CPU, LAPACK does one matrix per thread, because it gains little from several threads within one of the usual sizes.
+On a GPU, where PyTorch's QR loops over the matrices, the kernel of csrc/orthogonal does all of them at once.
+"""
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from nasfast.ops import _native, checks, reference
-from nasfast.ops.autograd import check_device
-from nasfast.ops.backends import inner_backend, resolve_backend
+from nasfast.ops import checks, reference
+from nasfast.ops.backends import resolve_backend
 
-# Tensors are filled together until they have this many elements: enough work for every thread, and about 256 MB where
-# the matrices are held in float64.
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+# Tensors on a GPU are filled together until they have this many elements, 256 MB in float64.
 _GROUP_ELEMENTS = 1 << 25
-_ON_CPU = torch.empty(0, device="cpu")  # for choosing the backend of tensors on the CPU
+# columns of a panel: kPanel in csrc/orthogonal/householder.h
+_PANEL = 16
 # Bytes per element that orthogonalize_ needs at most: the float64 draw, a working copy of it, and the result.
 _BYTES_PER_ELEMENT = 3 * 8
 
@@ -54,7 +64,7 @@ def orthogonalize(matrices: Sequence[Tensor], *, backend: str | None = None) -> 
 
 def orthogonalize_draws(matrices: Sequence[Tensor]) -> list[Tensor]:
     """`orthogonalize` for functions that fill weights; a named backend that cannot serve is skipped."""
-    return _run(matrices, inner_backend("orthogonalize", matrices[0]).name) if matrices else []
+    return _run(matrices, resolve_backend("orthogonalize", matrices[0], strict=False).name) if matrices else []
 
 
 def _run(matrices: Sequence[Tensor], name: str) -> list[Tensor]:
@@ -64,9 +74,47 @@ def _run(matrices: Sequence[Tensor], name: str) -> list[Tensor]:
         raise RuntimeError(
             f"orthogonalize: the {name} backend has no gradient: pass detached tensors, or use backend='reference'"
         )
-    half = (torch.bfloat16, torch.float16)
-    results = torch.ops.nasfast.orthogonalize([z.detach().float() if z.dtype in half else z.detach() for z in matrices])
-    return [q.to(z.dtype) for q, z in zip(results, matrices, strict=True)]
+    wide = [z.detach().to(torch.promote_types(z.dtype, torch.float32)) for z in matrices]
+    if name == "cpu":
+        results = list(_on_threads(reference.orthogonal_factor, wide))
+    else:
+        results = in_blocks(wide, torch.ops.nasfast.householder)
+    return [q.to(z.dtype).contiguous() for q, z in zip(results, matrices, strict=True)]
+
+
+def _on_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """function(item) of each item in order, many at once, each on one thread: so threads change no bit."""
+    count = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+            yield from threads.map(torch.no_grad()(function), items)
+    finally:
+        torch.set_num_threads(count)  # what a worker sets holds for threads that begin later, too
+
+
+@torch.no_grad()
+def in_blocks(
+    matrices: Sequence[Tensor], householder: Callable[[list[Tensor], list[Tensor], list[Tensor]], None]
+) -> list[Tensor]:
+    """`orthogonalize` of float32 and float64 matrices by the operator `householder` of csrc/library.cpp."""
+    work = []
+    for z in matrices:
+        tall = reference.scale_columns(z if z.shape[-2] >= z.shape[-1] else z.mT)
+        rows, columns = tall.shape[-2:]
+        batch = tall.shape[:-2].numel()
+        v = F.pad(tall.reshape(batch, rows, columns), (0, -columns % _PANEL)).contiguous()
+        q = torch.eye(rows, columns, dtype=z.dtype, device=z.device).repeat(batch, 1, 1)
+        work.append((v, q, v.new_empty(batch, v.shape[2] // _PANEL, _PANEL, _PANEL)))
+    filled = [parts for parts in work if parts[1].numel()]
+    if filled:
+        householder(*([parts[i] for parts in filled] for i in range(3)))
+    results = []
+    for z, (v, q, _) in zip(matrices, work, strict=True):
+        # the sign of R_kk is opposite to that of the first element of reflector k
+        first = v.diagonal(dim1=-2, dim2=-1)[:, : q.shape[2]]
+        q = q * torch.where(first > 0, -1.0, 1.0).to(q.dtype).unsqueeze(-2)
+        results.append((q if z.shape[-2] >= z.shape[-1] else q.mT).reshape(z.shape).contiguous())
+    return results
 
 
 @torch.no_grad()
@@ -120,58 +168,56 @@ class Target:
 @torch.no_grad()
 def fill_orthogonal(targets: Sequence[Target], seed: int) -> None:
     """Fill every target in place; `orthogonalize_` says how."""
-    group: list[Target] = []
-    elements = 0
-    for i_target, target in enumerate(targets):
-        group.append(target)
-        elements += target.tensor.numel()
-        if i_target + 1 == len(targets) or elements >= _GROUP_ELEMENTS:
-            for device in {target.tensor.device for target in group}:
-                here = [target for target in group if target.tensor.device == device]
-                # the native operator draws each matrix itself: faster, and needs no memory for all draws at once
-                native = _workplace(device) == "cpu" and inner_backend("orthogonalize", _ON_CPU).name == "cpu"
-                (_fill_natively if native else _fill_drawn)(here, seed)
-            group, elements = [], 0
+    for device, group in groupby(targets, key=lambda target: target.tensor.device):
+        here = list(group)
+        probe = torch.empty(0, device=device)
+        if device.type == "cuda" and resolve_backend("orthogonalize", probe, strict=False).name == "cuda":
+            _fill_on_gpu(here, seed)
+            continue
+        for target, q in zip(here, _on_threads(partial(_drawn, seed=seed), here), strict=True):
+            target.tensor.copy_(q.reshape(target.tensor.shape))
 
 
-def _fill_natively(targets: Sequence[Target], seed: int) -> None:
-    storages: set[int] = set()
-    direct = []
-    for x in (target.tensor for target in targets):
-        # Threads write in any order. Of tensors that share memory, as tied weights do, the last in the list must count.
-        storage = x.untyped_storage()._cdata
-        serves = x.device.type == "cpu" and x.is_contiguous() and x.dtype in (torch.float32, torch.float64)
-        direct.append(serves and storage not in storages)
-        storages.add(storage)
-    matrices = [
-        (x.tensor if here else torch.empty(x.tensor.shape, dtype=torch.float64, device="cpu")).view(x.shape)
-        for x, here in zip(targets, direct, strict=True)
-    ]
-    seeds = torch.tensor([_stream_seed(target.name, seed) for target in targets], device="cpu")
-    scales = torch.tensor([target.scale for target in targets], dtype=torch.float64, device="cpu")
-    torch.ops.nasfast.fill_orthogonal(matrices, seeds, scales)
-    for target, matrix, here in zip(targets, matrices, direct, strict=True):
-        if here:
-            torch.autograd.graph.increment_version(target.tensor)  # autograd does not see what the operator writes
-        else:
-            target.tensor.copy_(matrix.reshape(target.tensor.shape))
+def _drawn(target: Target, *, seed: int) -> Tensor:
+    """What fills the target, in float64 on the CPU."""
+    generator = tensor_generator(target.name, seed)
+    z = torch.randn(target.shape, generator=generator, dtype=torch.float64, device="cpu")
+    rows = z if z.shape[-2] < z.shape[-1] else z.mT  # those that become orthonormal
+    if z.ndim > 2 or not _well_conditioned(*rows.shape):
+        return reference.orthogonal_factor(z).mul_(target.scale)
+    # with Z'Z = R'R, Q = Z R^-1: half the operations of reflectors, at the speed of a matrix product
+    torch.linalg.solve_triangular(torch.linalg.cholesky(rows @ rows.mT), rows, upper=False, out=rows)
+    return z.mul_(target.scale)
 
 
-def _fill_drawn(targets: Sequence[Target], seed: int) -> None:
-    drawn = draw_gaussians([(target.name, [target.shape]) for target in targets], seed)
-    place = _workplace(targets[0].tensor.device)
-    for target, q in zip(targets, orthogonalize_draws([z.to(place) for (z,) in drawn]), strict=True):
-        target.tensor.copy_(q.mul_(target.scale).reshape(target.tensor.shape))
+def _well_conditioned(fewer: int, more: int) -> bool:
+    """Whether a Gaussian matrix with these sides has a condition number of at most 64.
+
+    The singular values are between sqrt(more) -+ (sqrt(fewer) + t), except with a probability of 2 exp(-t^2 / 2)
+    (Davidson and Szarek 2001, theorem 2.13): 3e-8 for t = 6. Q by Cholesky departs from orthogonality by about the
+    rounding of float64 times the square of this number, which is below 1e-12.
+    """
+    root, spread = math.sqrt(more), math.sqrt(fewer) + 6
+    return fewer > 0 and root + spread <= 64 * (root - spread)
+
+
+def _fill_on_gpu(targets: Sequence[Target], seed: int) -> None:
+    while targets:
+        count = elements = 0
+        while count < len(targets) and elements < _GROUP_ELEMENTS:
+            elements += targets[count].tensor.numel()
+            count += 1
+        group, targets = targets[:count], targets[count:]
+        drawn = draw_gaussians([(target.name, [target.shape]) for target in group], seed)
+        found = orthogonalize_draws([z.to(target.tensor.device) for target, (z,) in zip(group, drawn, strict=True)])
+        for target, q in zip(group, found, strict=True):
+            target.tensor.copy_(q.mul_(target.scale).reshape(target.tensor.shape))
 
 
 def tensor_generator(name: str, seed: int) -> torch.Generator:
     """CPU generator for one tensor, seeded with the first 8 bytes of SHA-256("di-init|seed|name")."""
-    return torch.Generator().manual_seed(_stream_seed(name, seed))
-
-
-def _stream_seed(name: str, seed: int) -> int:
     digest = hashlib.sha256(f"di-init|{seed}|{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big", signed=True)
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
 
 
 def draw_gaussians(streams: Sequence[tuple[str, Sequence[tuple[int, ...]]]], seed: int) -> list[list[Tensor]]:
@@ -185,36 +231,10 @@ def draw_gaussians(streams: Sequence[tuple[str, Sequence[tuple[int, ...]]]], see
     def draw(stream: tuple[str, Sequence[tuple[int, ...]]]) -> list[Tensor]:
         name, shapes = stream
         generator = tensor_generator(name, seed)
-        return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        return [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for shape in shapes]
 
-    # Every stream has its own generator, so threads change no bit.
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        return list(threads.map(draw, streams))
+    return list(_on_threads(draw, streams))
 
 
 def _flat(tensor: Tensor) -> tuple[int, int]:
     return tensor.shape[0], math.prod(tensor.shape[1:])
-
-
-def _workplace(device: torch.device) -> torch.device | str:
-    """The device on which to orthogonalise for `device`: a GPU only if the cuda backend runs there.
-
-    PyTorch's own QR on a GPU loops over the matrices.
-    """
-    native = device.type == "cuda" and inner_backend("orthogonalize", torch.empty(0, device=device)).name == "cuda"
-    return device if native else "cpu"
-
-
-def _orthogonalize_fake(matrices):
-    check_device(*matrices)
-    return [torch.empty_like(z, memory_format=torch.contiguous_format) for z in matrices]
-
-
-def _orthogonalize_emulated_fake(matrices, backwards):
-    return _orthogonalize_fake(matrices)
-
-
-if _native.extension is not None:
-    torch.library.register_fake("nasfast::orthogonalize", _orthogonalize_fake)
-    torch.library.register_fake("nasfast::orthogonalize_emulated", _orthogonalize_emulated_fake)
-    torch.library.register_fake("nasfast::fill_orthogonal", lambda out, seeds, scales: None)

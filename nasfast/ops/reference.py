@@ -5,6 +5,7 @@ the end. Tests compare every other backend with them in float64. In float32 they
 functions that they call.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -311,20 +312,23 @@ def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
     Raises:
         ValueError: if an entry has fewer than two dimensions.
     """
-    results = []
     for i_matrix, z in enumerate(matrices):
         if z.ndim < 2:
             raise ValueError(
                 f"orthogonalize: matrices[{i_matrix}] must be (..., rows, columns), got shape {tuple(z.shape)}"
             )
-        tall = z if z.shape[-2] >= z.shape[-1] else z.mT
-        q, r = torch.linalg.qr(_scale_columns(tall.to(torch.float64)))
-        q = q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).unsqueeze(-2)
-        results.append((q if tall is z else q.mT).to(z.dtype).contiguous())
-    return results
+    return [orthogonal_factor(z.to(torch.float64)).to(z.dtype).contiguous() for z in matrices]
 
 
-def _scale_columns(z: Tensor) -> Tensor:
+def orthogonal_factor(z: Tensor) -> Tensor:
+    """What `orthogonalize` makes of one entry, computed in its type, float32 or float64; of any strides."""
+    tall = z if z.shape[-2] >= z.shape[-1] else z.mT
+    q, r = torch.linalg.qr(scale_columns(tall))
+    q = q * torch.where(r.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(q.dtype).unsqueeze(-2)
+    return q if tall is z else q.mT
+
+
+def scale_columns(z: Tensor) -> Tensor:
     """Multiply the columns by powers of two, which does not change Q.
 
     Without it the norms of very large columns would overflow, and denormal columns would lose bits.
@@ -332,7 +336,8 @@ def _scale_columns(z: Tensor) -> Tensor:
     if z.numel() == 0:
         return z
     exponents = torch.frexp(z.detach().abs().amax(-2, keepdim=True)).exponent
-    return z * torch.exp2(-exponents.clamp(-1022, 1022).to(z.dtype))
+    most = -math.frexp(torch.finfo(z.dtype).tiny)[1]  # a power of two as large as its inverse
+    return z * torch.exp2(-exponents.clamp(-most, most).to(z.dtype))
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from nasfast import ops
 from nasfast.ops import _native
 
 OTHERS = [isa for isa in _native.extension.usable_isas() if isa != _native.extension.isa()] if _native.extension else []
@@ -45,7 +44,7 @@ def test_unusable_instruction_set_is_named(native):
 
 def main(library: str) -> None:
     """Check every operator; the last line that is printed says which case failed."""
-    from kernel_cases import bn_act, chain, depthwise_conv2d, mixed_bn, orthogonalize, pool_3x3, squeeze_excite
+    from kernel_cases import bn_act, chain, depthwise_conv2d, mixed_bn, pool_3x3, squeeze_excite
 
     assert _native.extension.__file__ == library, _native.extension.__file__
     assert _native.extension.isa() == os.environ["NASFAST_ISA"]
@@ -65,9 +64,6 @@ def main(library: str) -> None:
     each("squeeze_excite", squeeze_excite.CASES, lambda case: squeeze_excite.check_case(case, "cpu"))
     each("chain", chain.POINTWISE + chain.DEPTHWISE + chain.CHAINS + chain.PLANS, chain.check_case)
     each("chain in bfloat16", chain.BFLOAT16_CASES, chain.check_bfloat16)
-    shapes = orthogonalize.SHAPES + orthogonalize.BATCHES
-    each("orthogonalize", orthogonalize.EXACTNESS, lambda t: orthogonalize.check(ops.orthogonalize, shapes, t))
-    each("fill_orthogonal", orthogonalize.DRAWN, orthogonalize.check_fill)
 
 
 if __name__ == "__main__":

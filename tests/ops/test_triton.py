@@ -1,6 +1,5 @@
 """The Triton kernels against float64: on the GPU where there is one, else under Triton's interpreter on CPU tensors."""
 
-import functools
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -58,10 +57,6 @@ def few_programs(monkeypatch):
     """Under the interpreter, tiles so wide that most cases are one program; the named tiles have their own test."""
     # PyTorch's convolutions would round float32 inputs
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    if DEVICE == "cuda":
-        from nasfast.ops import tuning
-
-        monkeypatch.setattr(tuning, "_table", lambda path: {})  # so that the tuned file of this machine has no effect
     if DEVICE == "cpu":
         from nasfast.ops.triton import conv as conv_triton
 
@@ -319,63 +314,6 @@ def test_operators_pass_opcheck():
         )
     leaves = [x.requires_grad_() for x in xs]
     torch.library.opcheck(torch.ops.nasfast_triton.mixed_bn_fwd.default, (leaves, gates.requires_grad_(), flags, 1e-5))
-
-
-def other_configs():
-    """Family and name of every configuration but the default of each family, which comes first."""
-    from nasfast._triton.configs import FAMILIES
-
-    return [(family, name) for family, configs in FAMILIES.items() for name in list(configs)[1:]]
-
-
-# a chain whose kernels are those of a family; the others have few programs here
-OF_FAMILY = {
-    "dense": ChainCase((1, 3, 9, 10), "dense24k3", x_grad=False),
-    "depthwise": ChainCase((1, 8, 9, 10), "pw40/relu6 dw5s2/relu6!"),
-    "batch_norm": ChainCase((1, 3, 9, 10), "dense24k3 pw40/relu6 dw5s2/relu6! pw24/identity", x_grad=False),
-} | dict.fromkeys(
-    ("pointwise", "pointwise_fp32", "pointwise_backward", "pointwise_backward_fp32"),
-    ChainCase((1, 24, 9, 10), "pw40/relu6 pw24/identity"),
-)
-
-
-def results_of(family: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What the kernels of a family compute in the configuration that comes first."""
-    if family == "mixed":
-        mixed = MixedCase((2, 24, 9, 7), "nnx")
-        return mixed_outputs(partial(ops.mixed_bn, backend="triton"), *mixed.draw(DEVICE), mixed.normalize)
-    case = replace(OF_FAMILY[family], dtype=dtype)
-    return run(case, case.draw_once())
-
-
-# for all configurations of a family
-results_of_default = functools.cache(results_of)
-
-
-@pytest.mark.interpreter
-@pytest.mark.parametrize(("family", "name"), sampled(other_configs(), 3) if _triton.why_missing() is None else [])
-def test_every_configuration_gives_the_result_of_the_default(family, name, monkeypatch):
-    from nasfast.ops import tuning
-
-    dtype = torch.float16 if f"{family}_fp32" in tuning.FAMILIES else torch.float32
-    want = results_of_default(family, dtype)
-    configs = tuning.FAMILIES[family]
-    monkeypatch.setitem(tuning.FAMILIES, family, {name: configs[name], **configs})
-    used = []
-    monkeypatch.setattr(tuning, "run", functools.partial(_recording, used, tuning.run))
-    got = results_of(family, dtype)
-    tolerance = {torch.float32: 1e-4, torch.float16: 2e-2}[dtype]
-    for tensor, expected in zip(got.values(), want.values(), strict=True):
-        torch.testing.assert_close(tensor, expected, rtol=tolerance, atol=tolerance)
-    assert configs[name] in used
-
-
-def _recording(used, run, family, kernel, shape, device, launch):
-    def recorded(config):
-        used.append(config)
-        return launch(config)
-
-    return run(family, kernel, shape, device, recorded)
 
 
 def test_tensors_of_another_plan_are_refused():

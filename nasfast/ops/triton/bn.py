@@ -11,8 +11,7 @@ from torch import Tensor
 
 from nasfast._triton import bn
 from nasfast._triton.common import GROUP
-from nasfast._triton.configs import Config, pass_tiles
-from nasfast.ops import tuning
+from nasfast._triton.configs import FAMILIES, Config, pass_tiles
 from nasfast.ops.arrivals import zeros
 from nasfast.ops.destinations import new_image, new_parameter_gradient
 
@@ -140,22 +139,18 @@ class NormGradient(NamedTuple):
 def measure(x: Tensor, norm: Norm) -> None:
     """Compute the statistics and the fold of rows or of an image tensor."""
     r, pixels, channels = _geometry(x)
-
-    def launch(config: Config) -> None:
-        config = pass_tiles(config, r, channels)
-        grid = _grid(config, r, channels)
-        bn.bn_statistics_kernel[grid](
-            x=x,
-            **_named_strides("x", x),
-            sums=norm.sums(*grid),
-            R=r,
-            PIXELS=pixels,
-            C=channels,
-            X_ROW=_row(x),
-            **options(config),
-        )
-
-    tuning.run("batch_norm", "bn_statistics", (str(x.dtype), r, channels), x.device, launch)
+    config = pass_tiles(FAMILIES["batch_norm"], r, channels)
+    grid = _grid(config, r, channels)
+    bn.bn_statistics_kernel[grid](
+        x=x,
+        **_named_strides("x", x),
+        sums=norm.sums(*grid),
+        R=r,
+        PIXELS=pixels,
+        C=channels,
+        X_ROW=_row(x),
+        **options(config),
+    )
 
 
 def fold_known(norm: Norm, running: tuple[Tensor, Tensor] | None = None) -> None:
@@ -163,21 +158,19 @@ def fold_known(norm: Norm, running: tuple[Tensor, Tensor] | None = None) -> None
     channels = norm.gamma.shape[0]
     mean, var = running or (norm.fold, norm.fold)
 
-    def launch(config: Config) -> None:
-        bn.bn_fold_kernel[(cdiv(channels, config.tile["CHANNELS"]),)](
-            running_mean=mean,
-            running_var=var,
-            statistics=norm.statistics,
-            gamma=norm.gamma,
-            beta=norm.beta,
-            eps=norm.eps,
-            fold=norm.fold,
-            C=channels,
-            RUNNING=running is not None,
-            **options(config),
-        )
-
-    tuning.run("fold", "bn_fold", (channels,), norm.gamma.device, launch)
+    config = FAMILIES["fold"]
+    bn.bn_fold_kernel[(cdiv(channels, config.tile["CHANNELS"]),)](
+        running_mean=mean,
+        running_var=var,
+        statistics=norm.statistics,
+        gamma=norm.gamma,
+        beta=norm.beta,
+        eps=norm.eps,
+        fold=norm.fold,
+        C=channels,
+        RUNNING=running is not None,
+        **options(config),
+    )
 
 
 def apply(
@@ -187,95 +180,81 @@ def apply(
     r, pixels, channels = _geometry(y)
     added = y if residual is None else residual
 
-    def launch(config: Config) -> None:
-        config = pass_tiles(config, r, channels)
-        bn.bn_act_kernel[_grid(config, r, channels)](
-            y=y,
-            **_named_strides("y", y),
-            fold=fold,
-            residual=added,
-            **_named_strides("r", added),
-            out=out,
-            **_named_strides("o", out),
-            even=y if even is None else even,
-            R=r,
-            PIXELS=pixels,
-            C=channels,
-            Y_ROW=_row(y),
-            RESIDUAL_ROW=_row(added),
-            OUT_ROW=_row(out),
-            ACT=act,
-            RESIDUAL=residual is not None,
-            SHUFFLE=even is not None,
-            **options(config),
-        )
-
-    tuning.run("batch_norm", "bn_act", (str(y.dtype), r, channels), y.device, launch)
+    config = pass_tiles(FAMILIES["batch_norm"], r, channels)
+    bn.bn_act_kernel[_grid(config, r, channels)](
+        y=y,
+        **_named_strides("y", y),
+        fold=fold,
+        residual=added,
+        **_named_strides("r", added),
+        out=out,
+        **_named_strides("o", out),
+        even=y if even is None else even,
+        R=r,
+        PIXELS=pixels,
+        C=channels,
+        Y_ROW=_row(y),
+        RESIDUAL_ROW=_row(added),
+        OUT_ROW=_row(out),
+        ACT=act,
+        RESIDUAL=residual is not None,
+        SHUFFLE=even is not None,
+        **options(config),
+    )
 
 
 def reduce_gradient(grad: Tensor, y: Tensor, fold: Tensor, act: str, gradient: NormGradient) -> None:
     """Compute the affine gradients and back from the gradient of act(bn(y))."""
     r, pixels, channels = _geometry(y)
-
-    def launch(config: Config) -> None:
-        config = pass_tiles(config, r, channels)
-        grid = _grid(config, r, channels)
-        bn.bn_act_reduce_kernel[grid](
-            grad=grad,
-            **_named_strides("g", grad),
-            y=y,
-            **_named_strides("y", y),
-            fold=fold,
-            sums=gradient.sums(*grid),
-            R=r,
-            PIXELS=pixels,
-            C=channels,
-            GRAD_ROW=_row(grad),
-            Y_ROW=_row(y),
-            ACT=act,
-            **options(config),
-        )
-
-    tuning.run("batch_norm", "bn_act_reduce", (str(y.dtype), r, channels), y.device, launch)
+    config = pass_tiles(FAMILIES["batch_norm"], r, channels)
+    grid = _grid(config, r, channels)
+    bn.bn_act_reduce_kernel[grid](
+        grad=grad,
+        **_named_strides("g", grad),
+        y=y,
+        **_named_strides("y", y),
+        fold=fold,
+        sums=gradient.sums(*grid),
+        R=r,
+        PIXELS=pixels,
+        C=channels,
+        GRAD_ROW=_row(grad),
+        Y_ROW=_row(y),
+        ACT=act,
+        **options(config),
+    )
 
 
 def _backward_apply(grad: Tensor, y: Tensor, fold: Tensor, back: Tensor, act: str, dx: Tensor) -> None:
     """Compute dx, the gradient behind BatchNorm, from the gradient of act(bn(y))."""
     r, pixels, channels = _geometry(y)
-
-    def launch(config: Config) -> None:
-        config = pass_tiles(config, r, channels)
-        bn.bn_act_backward_kernel[_grid(config, r, channels)](
-            grad=grad,
-            **_named_strides("g", grad),
-            y=y,
-            **_named_strides("y", y),
-            fold=fold,
-            back=back,
-            dx=dx,
-            **_named_strides("x", dx),
-            R=r,
-            PIXELS=pixels,
-            C=channels,
-            GRAD_ROW=_row(grad),
-            Y_ROW=_row(y),
-            X_ROW=_row(dx),
-            ACT=act,
-            **options(config),
-        )
-
-    tuning.run("batch_norm", "bn_act_backward", (str(y.dtype), r, channels), y.device, launch)
+    config = pass_tiles(FAMILIES["batch_norm"], r, channels)
+    bn.bn_act_backward_kernel[_grid(config, r, channels)](
+        grad=grad,
+        **_named_strides("g", grad),
+        y=y,
+        **_named_strides("y", y),
+        fold=fold,
+        back=back,
+        dx=dx,
+        **_named_strides("x", dx),
+        R=r,
+        PIXELS=pixels,
+        C=channels,
+        GRAD_ROW=_row(grad),
+        Y_ROW=_row(y),
+        X_ROW=_row(dx),
+        ACT=act,
+        **options(config),
+    )
 
 
 def merge_shuffled(grad: Tensor, dx: Tensor, channels: int) -> None:
     """Write the even channels of the rows dx (R, 2 C) from the first C channels of grad."""
     r = dx.shape[0]
 
-    def launch(config: Config) -> None:
-        config = pass_tiles(config, r, channels)
-        bn.shuffle_merge_kernel[_grid(config, r, channels)](grad=grad, dx=dx, R=r, C=channels, **options(config))
-
-    tuning.run("batch_norm", "shuffle_merge", (str(dx.dtype), r, channels), dx.device, launch)
+    config = pass_tiles(FAMILIES["batch_norm"], r, channels)
+    bn.shuffle_merge_kernel[_grid(config, r, channels)](grad=grad, dx=dx, R=r, C=channels, **options(config))
 
 
 # ---- the registered operators, with the schemas of csrc/library.cpp

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nasfast._triton import depthwise, pointwise
 from nasfast._triton.configs import (
+    FAMILIES,
     GATHERED,
     MIN_PROGRAMS,
     NORMALIZED,
@@ -25,7 +26,6 @@ from nasfast._triton.configs import (
     product_tiles,
     stencil_tile,
 )
-from nasfast.ops import tuning
 from nasfast.ops.chain_launch import check_backward, check_forward, new_gradients
 from nasfast.ops.destinations import new_image
 from nasfast.ops.plan import Kind, StagePlan, read_plan
@@ -58,9 +58,7 @@ def _run(direction: str, stage: StagePlan, y: Tensor, launch: Callable[[Config],
         family = "dense"
     else:
         family = _family("pointwise" if direction == "forward" else "pointwise_backward", y.dtype)
-    kernel = f"{'depthwise' if stage.kind == Kind.DEPTHWISE else 'pointwise'}_{direction}"
-    shape = (str(y.dtype), stage.rows, stage.in_channels, stage.out_channels, stage.kernel, stage.stride)
-    tuning.run(family, kernel, shape, y.device, launch)
+    launch(FAMILIES[family])
 
 
 def _product_programs(config: Config, rows: int, columns: int) -> tuple[int, int]:

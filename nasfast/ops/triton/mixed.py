@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from nasfast._triton import mixed
-from nasfast._triton.configs import REDUCE_REGISTERS, TOGETHER, Config
-from nasfast.ops import tuning
+from nasfast._triton.configs import FAMILIES, REDUCE_REGISTERS, TOGETHER, Config
 from nasfast.ops.triton.bn import Norm, NormGradient, cdiv, fold_known, on_device_of, options
 
 
@@ -49,10 +48,6 @@ class _Part:
         """Keyword arguments of every kernel."""
         return {"R": self.rows, "C": self.channels, "COUNT": len(self.xs)}
 
-    def shape(self) -> tuple[int | str, ...]:
-        """Type and sizes, on which the best configuration may depend."""
-        return str(self.xs[0].dtype), *self.sizes().values()
-
     def norm(self, eps: float, statistics: Tensor) -> Norm:
         """BatchNorm of the channels of all tensors; this part uses its fold from then on."""
         columns = len(self.xs) * self.channels
@@ -62,16 +57,13 @@ class _Part:
 
     def measure(self, norm: Norm) -> None:
         """Compute the statistics and the fold."""
-
-        def launch(config: Config) -> None:
-            grid = self.grid(config)
-            sums = norm.sums(grid[0], grid[1] * len(self.xs))
-            for run in _runs([True] * len(self.xs)):
-                mixed.mixed_bn_statistics_kernel[grid](
-                    xs=tuple(self.xs[run.start : run.stop]), k=run.start, sums=sums, **self.sizes(), **options(config)
-                )
-
-        tuning.run("mixed", "mixed_bn_statistics", self.shape(), self.xs[0].device, launch)
+        config = FAMILIES["mixed"]
+        grid = self.grid(config)
+        sums = norm.sums(grid[0], grid[1] * len(self.xs))
+        for run in _runs([True] * len(self.xs)):
+            mixed.mixed_bn_statistics_kernel[grid](
+                xs=tuple(self.xs[run.start : run.stop]), k=run.start, sums=sums, **self.sizes(), **options(config)
+            )
 
     def reduce(self, grad: Tensor, wanted: Sequence[bool], norm: Norm | None, *, want_gates: bool) -> Tensor:
         """Compute back of the tensors that are wanted; returns their gradient sums (COUNT * C,) if want_gates."""
@@ -95,45 +87,38 @@ class _Part:
                 rows=self.rows,
             )
 
-        def launch(config: Config) -> None:
-            limited = config._replace(registers=REDUCE_REGISTERS)
-            grid = self.grid(config)
-            packed = gradient.sums(grid[0], grid[1] * len(self.xs))
-            for run in _runs(wanted):
-                mixed.mixed_bn_reduce_kernel[grid](
-                    grad=grad,
-                    xs=tuple(self.xs[run.start : run.stop]),
-                    k=run.start,
-                    fold=self.fold,
-                    sums=packed,
-                    **self.sizes(),
-                    NORMALIZE=self.normalized,
-                    **options(limited),
-                )
-
-        tuning.run("mixed", "mixed_bn_reduce", self.shape(), grad.device, launch)
+        config = FAMILIES["mixed"]._replace(registers=REDUCE_REGISTERS)
+        grid = self.grid(config)
+        packed = gradient.sums(grid[0], grid[1] * len(self.xs))
+        for run in _runs(wanted):
+            mixed.mixed_bn_reduce_kernel[grid](
+                grad=grad,
+                xs=tuple(self.xs[run.start : run.stop]),
+                k=run.start,
+                fold=self.fold,
+                sums=packed,
+                **self.sizes(),
+                NORMALIZE=self.normalized,
+                **options(config),
+            )
         return sums
 
     def backward(self, grad: Tensor, dxs: Sequence[Tensor | None]) -> None:
         """Compute the gradients dxs, except those that are None."""
-
-        def launch(config: Config) -> None:
-            for run in _runs([dx is not None for dx in dxs]):
-                mixed.mixed_bn_backward_kernel[self.grid(config)](
-                    grad=grad,
-                    xs=tuple(self.xs[run.start : run.stop]),
-                    k=run.start,
-                    fold=self.fold,
-                    back=self.back,
-                    gates=self.gates,
-                    dxs=tuple(dxs[run.start : run.stop]),
-                    **self.sizes(),
-                    NORMALIZE=self.normalized,
-                    **options(config),
-                )
-
-        if self.xs:
-            tuning.run("mixed", "mixed_bn_backward", self.shape(), grad.device, launch)
+        config = FAMILIES["mixed"]
+        for run in _runs([dx is not None for dx in dxs]):
+            mixed.mixed_bn_backward_kernel[self.grid(config)](
+                grad=grad,
+                xs=tuple(self.xs[run.start : run.stop]),
+                k=run.start,
+                fold=self.fold,
+                back=self.back,
+                gates=self.gates,
+                dxs=tuple(dxs[run.start : run.stop]),
+                **self.sizes(),
+                NORMALIZE=self.normalized,
+                **options(config),
+            )
 
 
 def _add(parts: Sequence[_Part], y: Tensor) -> None:
@@ -141,23 +126,20 @@ def _add(parts: Sequence[_Part], y: Tensor) -> None:
     launches = [(part, run) for part in parts for run in _runs([True] * len(part.xs))]
     between = y if len(launches) == 1 else torch.empty_like(y, dtype=torch.float32)
 
-    def launch(config: Config) -> None:
-        for i, (part, run) in enumerate(launches):
-            mixed.mixed_bn_kernel[part.grid(config)](
-                xs=tuple(part.xs[run.start : run.stop]),
-                k=run.start,
-                fold=part.fold,
-                gates=part.gates,
-                subtotal=between,
-                out=y if i == len(launches) - 1 else between,
-                **part.sizes(),
-                NORMALIZE=part.normalized,
-                FIRST=i == 0,
-                **options(config),
-            )
-
-    shape = (str(y.dtype), parts[0].rows, parts[0].channels, sum(len(part.xs) for part in parts))
-    tuning.run("mixed", "mixed_bn", shape, y.device, launch)
+    config = FAMILIES["mixed"]
+    for i, (part, run) in enumerate(launches):
+        mixed.mixed_bn_kernel[part.grid(config)](
+            xs=tuple(part.xs[run.start : run.stop]),
+            k=run.start,
+            fold=part.fold,
+            gates=part.gates,
+            subtotal=between,
+            out=y if i == len(launches) - 1 else between,
+            **part.sizes(),
+            NORMALIZE=part.normalized,
+            FIRST=i == 0,
+            **options(config),
+        )
 
 
 # ---- the registered operators, with the schemas of csrc/library.cpp
