@@ -18,11 +18,9 @@ from tiny import write_folder
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.data import DataError
-from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchResult
-from nasfast.research.cells.steps import CellSearchEngine
-from nasfast.research.studies.page import study_figure
-from nasfast.research.studies.parts import plain
-from nasfast.research.studies.report import StudyReport
+from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchEngine, CellSearchResult
+from nasfast.research.studies.draw import figure_of
+from nasfast.research.studies.report import StudyReport, plain
 from nasfast.research.studies.run import run_study
 from nasfast.research.studies.wiring import study as module
 from nasfast.research.studies.wiring.config import CollapseConfig, CostConfig, GrowthConfig, TheoremsConfig, WidthConfig
@@ -321,10 +319,12 @@ def test_reduction_cells_have_figures_of_their_own(tmp_path):
     assert p.shape == (4, 2, 5, 8)
     figures = {figure.title: figure for figure in report.figures}
     for t, kind in enumerate(("normal", "reduction")):
-        assert np.array_equal(figures[f"seed 0, {kind} cell: probabilities"].data["p"], p[:, t])
-        assert figures[f"seed 0, {kind} cell: wiring"].data["steps"] == [0, 2, 4, 6]
-        study_figure(plain(figures[f"seed 0, {kind} cell: wiring"]))
-    np.testing.assert_allclose(figures["P1"].data["runs"][0]["q_in"], p[:, :, :4, 0].mean((1, 2)))
+        edges = figures[f"seed 0, {kind} cell: probabilities"].panels
+        assert np.array_equal([[mark["y"] for mark in edge["marks"]] for edge in edges], p[:, t].transpose(1, 2, 0))
+        steps = [panel["title"] for panel in figures[f"seed 0, {kind} cell: wiring"].panels]
+        assert steps == ["step 0", "step 2", "step 4", "step 6"]
+        figure_of(plain(figures[f"seed 0, {kind} cell: wiring"]))
+    np.testing.assert_allclose(figures["P1"].panels[1]["marks"][0]["y"], p[:, :, :4, 0].mean((1, 2)))
     arch = load_arch(tmp_path / "dsnas-s0" / "arch_argmax.json", read_space(tmp_path / "dsnas-s0" / "space.yaml"))
     assert len(arch) == 10
     text = report.tables[1].rows[0][2]

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 
 from nasfast import seeds
 from nasfast.research.cells.space import Cell, CellSpace, Edge, nas_bench_201_space
-from nasfast.research.nasi.cells import CellMixture
 from nasfast.research.nasi.search import Gates, Mixture, NasiConfig, sample, solve
+from nasfast.research.nasi.spaces import CellMixture
 from nasfast.research.studies.nasi.config import NasiQuickConfig
 from nasfast.research.studies.nasi.measure import BATCH, Images
 from nasfast.seeds import derive_seed

@@ -24,8 +24,6 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.research.cells.derive import derive
 from nasfast.research.cells.prototypes import DrawnBatches, prototypes
 from nasfast.research.cells.space import CellSpace
-from nasfast.research.nasi.cells import CellMixture
-from nasfast.research.nasi.kinds import TABLE_FILE, chosen_arch, mixture_of
 from nasfast.research.nasi.score import score, score_architecture, untrained
 from nasfast.research.nasi.search import (
     Mixture,
@@ -37,7 +35,7 @@ from nasfast.research.nasi.search import (
     sample,
     solve,
 )
-from nasfast.research.nasi.table import METHOD
+from nasfast.research.nasi.spaces import METHOD, TABLE_FILE, CellMixture, chosen_arch, mixture_of
 from nasfast.research.studies.nasi.config import MODES, NasiQuickConfig, NasiSearchConfig
 from nasfast.research.studies.run import Done, Task, no_task
 from nasfast.runtime.device import torch_device

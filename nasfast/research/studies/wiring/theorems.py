@@ -22,7 +22,7 @@ from nasfast.research.cells.costs import NONE, SKIP_CONNECT
 from nasfast.research.cells.network import CellSupernet
 from nasfast.research.cells.probe import sample_costs
 from nasfast.research.cells.space import CELLS, CellSpace
-from nasfast.research.studies.parts import Check
+from nasfast.research.studies.report import Check
 from nasfast.research.studies.wiring.steps import (
     Step,
     chosen_gates,
