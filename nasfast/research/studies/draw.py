@@ -18,7 +18,7 @@ from nasfast.report.plots import GREY, SERIES, draw_cells, literal, new_figure
 from nasfast.report.style import EMPTY, INK, ON_DARK, ON_LIGHT, PAPER
 from nasfast.research.studies.report import Form
 
-__all__ = ["GREY", "INK", "SERIES", "band", "figure_of", "heat", "line", "panel"]
+__all__ = ["GREY", "INK", "SERIES", "band", "figure_of", "heat", "line", "literal", "panel"]
 
 
 def panel(
@@ -32,7 +32,7 @@ def panel(
     tint: str = "",
     twin: Form | None = None,
 ) -> Form:
-    """One panel of a figure.
+    """One panel of a figure. Text between dollars is TeX in titles and labels; `literal` keeps that of a user as it is.
 
     Args:
         title: above it.
@@ -112,12 +112,14 @@ def figure_of(form: Form) -> mpl.Figure:
 def _draw(ax: Axes, form: Form) -> None:
     for mark in form["marks"]:
         _MARKS[mark["mark"]](ax, mark)
-    ax.set_title(literal(form["title"]), fontsize=10)
+    ax.set_title(form["title"], fontsize=10)
     ax.set(xlabel=form["x"], ylabel=form["y"])
     for axis in form["log"]:
         ax.set(**{f"{axis}scale": "log"})
-        # within a decade or two the labels would run into each other
-        (ax.xaxis if axis == "x" else ax.yaxis).set_minor_formatter(NullFormatter())
+        low, high = ax.get_xlim() if axis == "x" else ax.get_ylim()
+        if high > 10 * low:
+            # within a decade or two the labels between powers of ten would run into each other
+            (ax.xaxis if axis == "x" else ax.yaxis).set_minor_formatter(NullFormatter())
     if "x" not in form["log"] and not any(mark["mark"] in ("heat", "graph", "mesh", "ticks") for mark in form["marks"]):
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=_whole(form["marks"])))
     low, high = form["ylim"]
@@ -141,7 +143,7 @@ def _whole(marks: Sequence[Form]) -> bool:
 
 
 def _line(ax: Axes, mark: Form) -> None:
-    ax.plot(mark["x"], numbers(mark["y"]), label=literal(mark["label"]) or None, **_style(mark))
+    ax.plot(mark["x"], numbers(mark["y"]), label=mark["label"] or None, **_style(mark))
 
 
 def _band(ax: Axes, mark: Form) -> None:
@@ -165,7 +167,7 @@ def _histogram(ax: Axes, mark: Form) -> None:
 
 def _stairs(ax: Axes, mark: Form) -> None:
     """Shares (bins,) between edges (bins + 1,)."""
-    ax.stairs(mark["shares"], mark["edges"], label=literal(mark["label"]), **_style(mark))
+    ax.stairs(mark["shares"], mark["edges"], label=mark["label"], **_style(mark))
 
 
 def _ticks(ax: Axes, mark: Form) -> None:

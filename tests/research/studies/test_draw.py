@@ -22,11 +22,11 @@ def labels(legend) -> list[str]:
 
 def test_lines_bands_and_levels():
     x, y = [1, 2, 3], np.array([1.0, math.nan, 3.0])
-    one = panel("p", line(x, y, "#ff0000", "a", lw=3, ls="--"), band(x, y - 1, y + 1), level(2), x="l", y="v")
+    one = panel(r"$\mu_2$", line(x, y, "#ff0000", "a", lw=3, ls="--"), band(x, y - 1, y + 1), level(2), x="l", y="v")
     two = panel("q", line(x, y, label="a"), line(x, y, label="b"), log="y", ylim=(0.5, None), legend=True)
     figure = drawn(one, two)
     first, second = figure.axes
-    assert (first.get_title(), first.get_xlabel(), first.get_ylabel()) == ("p", "l", "v")
+    assert (first.get_title(), first.get_xlabel(), first.get_ylabel()) == (r"$\mu_2$", "l", "v")
     # a gap stays a gap
     np.testing.assert_array_equal(first.lines[0].get_ydata(), y)
     assert (first.lines[0].get_color(), first.lines[0].get_linestyle()) == ("#ff0000", "--")
@@ -36,6 +36,8 @@ def test_lines_bands_and_levels():
     # every label once
     assert labels(figure.legends[0]) == ["a", "b"]
     assert not drawn(one, legend=False).legends
+    # a title of a whole figure is text of a user
+    assert figure.get_suptitle() == r"a \$5 title"
 
 
 def test_a_second_axis_and_rows_of_panels():

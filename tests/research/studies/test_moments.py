@@ -328,25 +328,6 @@ def test_the_command(tmp_path, capsys, caplog):
     assert "did you mean 'width'" in capsys.readouterr().err
 
 
-def test_a_missed_mark_gives_an_exit_status(small, capsys, monkeypatch):
-    monkeypatch.setattr(study, "vanilla_checks", lambda *_: [Check("a mark", 0, 1, 2.0)])
-    assert main(["moments", "quick"]) == 1
-    captured = capsys.readouterr()
-    assert "MISSED" in captured.out and "pass marks missed" in captured.err
-
-
-def test_the_kinds_are_named(capsys):
-    assert main(["moments", "quik"]) == 1
-    assert "expected one of quick, figures, module behind moments, got 'quik'" in capsys.readouterr().err
-    assert main(["moments"]) == 1
-    with pytest.raises(SystemExit):
-        main(["moments", "--help"])
-    assert "figures 2 to 5" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        main(["moments", "module", "--help"])
-    assert "--candidate_paths" in capsys.readouterr().out
-
-
 def test_synthetic_sources_fit_the_networks():
     assert source_of(FiguresConfig())(2, torch.Generator()).shape == (2, 3072)
     assert source_of(FiguresConfig(kernel=3))(2, torch.Generator()).shape == fields(3, 32)(2, torch.Generator()).shape

@@ -13,7 +13,7 @@ import torch
 from nasfast.measure.timing import random_batch
 from nasfast.research.analysis.fairness import depth_spread
 from nasfast.research.analysis.meanfield import PhaseDiagram, phase_diagram
-from nasfast.research.studies.draw import SERIES, level, line, panel
+from nasfast.research.studies.draw import SERIES, level, line, literal, panel
 from nasfast.research.studies.inputs import maker, sample_shape
 from nasfast.research.studies.isometry.claims import bn_text, claims_of, spread_means
 from nasfast.research.studies.isometry.config import IsometryConfig
@@ -262,7 +262,7 @@ def _densities(settings: Sequence[str], rows: Sequence[Row]) -> Figure:
                 style = {"color": colour, "lw": 1.2}
                 marks.append({"mark": "stairs", "shares": mean, "edges": EDGES, "label": setting, "style": style})
         one = level(1, upright=True, ls="--")
-        panels.append(panel(place, *marks, one, x="singular value", ylim=(0, top or None)))
+        panels.append(panel(literal(place), *marks, one, x="singular value", ylim=(0, top or None)))
     caption = (
         "Share of the branch's singular values per bin of 0.1, pooled over the candidates of the layer; isometry would "
         "be one spike at 1. The bin at 0 is cut off."
