@@ -15,8 +15,7 @@ from nasfast.research.cells.prototypes import prototypes
 from nasfast.research.cells.space import choice_blocks_space, darts_space
 from nasfast.research.nasi.spaces import CellMixture
 from nasfast.research.studies.nasi.config import NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
-from nasfast.research.studies.nasi.enumeration import enumerated, enumerated_gradient, expectation, small_space
-from nasfast.research.studies.nasi.measure import synthetic
+from nasfast.research.studies.nasi.measure import enumerated, enumerated_gradient, expectation, small_space, synthetic
 from nasfast.research.studies.report import plain
 from nasfast.research.studies.run import run_study
 from nasfast.search import search_table

@@ -28,12 +28,13 @@ from nasfast.research.nasi.search import Gates, NasiConfig, NasiResult, check_pe
 from nasfast.research.nasi.spaces import nasi_table, write_answer
 from nasfast.research.studies.draw import GREY, SERIES, heat, line, panel
 from nasfast.research.studies.nasi.config import MODES, NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
-from nasfast.research.studies.nasi.enumeration import DIRECTIONS, ClosedForm, closed_form
 from nasfast.research.studies.nasi.measure import (
+    DIRECTIONS,
     EXACT_IMAGES,
     NOISE,
     NU,
     SYNTHETIC,
+    ClosedForm,
     ExactTraces,
     RandomCells,
     Records,
@@ -41,6 +42,7 @@ from nasfast.research.studies.nasi.measure import (
     SearchKind,
     Trainer,
     claim_folder,
+    closed_form,
     exact_traces,
     own_scores,
     pearson,
