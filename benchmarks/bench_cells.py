@@ -31,11 +31,10 @@ from torch.nn import functional as F
 from benchmarks.harness import positive, ratios, saved_bytes, write_json
 from nasfast.measure.timing import measure, measuring
 from nasfast.research.cells.config import CellSearchConfig
-from nasfast.research.cells.gates import estimator_of, make_estimator, uniform_logits
+from nasfast.research.cells.gates import Estimator, estimator_of, uniform_logits
 from nasfast.research.cells.network import CellSupernet
+from nasfast.research.cells.search import CellSearch, CellSearchEngine
 from nasfast.research.cells.space import DARTS_OPS, CellSpace, darts_cell, darts_space
-from nasfast.research.cells.state import CellSearch
-from nasfast.research.cells.steps import CellSearchEngine
 
 
 def _norm(channels: int) -> nn.Module:
@@ -258,7 +257,7 @@ def memory(args: argparse.Namespace, method: str, ops: tuple[str, ...]) -> int:
     logits = uniform_logits(space)
     # the same operation is sampled everywhere, so that only the number of operations differs
     logits[..., space.ops.index("sep_conv_5x5")] += 0 if method == "darts" else 100
-    draw = make_estimator(method).draw(logits, torch.Generator().manual_seed(0), 0.0)
+    draw = Estimator(method).draw(logits, torch.Generator().manual_seed(0), 0.0)
     gates = draw.gates.expand(args.cells, -1, -1).float().requires_grad_()
     measured = torch.zeros_like(gates, requires_grad=False)
     x = torch.randn(args.batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)

@@ -6,9 +6,8 @@ from nasfast.indicators.evidence import Evidence, NetworkEvidence
 from nasfast.indicators.registry import ScoreError, register
 from nasfast.indicators.table import IndicatorTable
 from nasfast.research.nasi.config import NasiConfig
-from nasfast.research.nasi.kinds import mixture_of, table_of
 from nasfast.research.nasi.search import search
-from nasfast.research.nasi.table import LogitTable
+from nasfast.research.nasi.spaces import LogitTable, mixture_of, table_of
 from nasfast.research.zero_cost import ZERO_COST
 from nasfast.spaces import Arch, format_arch
 from nasfast.supernet import ModuleSupernet, Supernet

@@ -14,10 +14,10 @@ from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.indicators.registry import ScoreError
 from nasfast.indicators.scores import NetworkEvidence, parts_of, rank_sum, score_networks, summed
 from nasfast.research.cells.space import nas_bench_201_space
-from nasfast.research.nasi.cells import CellMixture
 from nasfast.research.nasi.config import NasiConfig
 from nasfast.research.nasi.score import untrained
 from nasfast.research.nasi.search import search
+from nasfast.research.nasi.spaces import CellMixture
 from nasfast.research.zero_cost import ZERO_COST
 from nasfast.spaces import nas_bench_macro
 

@@ -1,21 +1,19 @@
-"""Mean field of wide random networks at initialisation: variances, correlations, the edge of chaos, Jacobian spectra.
+"""Mean field of wide random networks at initialisation: variances, the edge of chaos, Jacobian spectra.
 
 Quantities and names are those of Poole et al. 2016 and Pennington et al. 2017. A layer is h' = sigma(W h + b) with
 sigma_w^2 = fan_in Var(W_ij), which is the v_W of DI-NAS, and sigma_b^2 = Var(b); q is the variance of a pre-activation
 and z a standard normal number. DI-NAS eq. 6 does not say where the variance is taken; it is before the activation.
-Functions of q or c take numbers or arrays.
+Functions of q take numbers or arrays.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
 
 Array = NDArray[np.float64]
 
@@ -46,21 +44,6 @@ class Activation:
     value: Callable[[Array], Array]
     slope: Callable[[Array], Array]
     kinks: tuple[float, ...] = ()
-
-    @classmethod
-    def from_torch(cls, name: str, function: Callable[[Tensor], Tensor], kinks: Sequence[float] = ()) -> Activation:
-        """The activation of an element-wise PyTorch function, such as `torch.nn.GELU()`; autograd gives its slope."""
-
-        @torch.no_grad()
-        def value(x: Array) -> Array:
-            return function(torch.tensor(x)).numpy()
-
-        @torch.enable_grad()
-        def slope(x: Array) -> Array:
-            leaf = torch.tensor(x, requires_grad=True)
-            return torch.autograd.grad(function(leaf).sum(), leaf)[0].numpy()
-
-        return cls(name, value, slope, tuple(kinks))
 
 
 def _sigmoid(x: Array) -> Array:
@@ -121,23 +104,20 @@ def normal_nodes(splits: ArrayLike) -> tuple[Array, Array]:
 _AROUND_ZERO = normal_nodes([0.0])
 
 
-def _expect(
-    act: Activation, function: Callable[[Array], Array], std: ArrayLike, mean: ArrayLike | None = None
-) -> Array:
-    """E function(mean + std z) for each element of std and mean; the function must be smooth where `act` is.
+def _expect(act: Activation, function: Callable[[Array], Array], std: ArrayLike) -> Array:
+    """E function(std z) for each element of std; the function must be smooth where `act` is.
 
     Integrals are split at the kinks and where the argument is 0, because for a large std tanh is as steep there as a
     kink. Gauss-Hermite quadrature with 128 nodes, which is usual for smooth functions, has an error of 6e-3 for tanh'^2
     at q = 16.
     """
     std = np.asarray(std, dtype=np.float64)[..., None]
-    if mean is None and not act.kinks:
+    if not act.kinks:
         nodes, weights = _AROUND_ZERO
         return (weights * function(std * nodes)).sum(-1)
-    mean = np.zeros(1) if mean is None else np.asarray(mean)[..., None]
     # with std = 0 there is nothing to split
-    nodes, weights = normal_nodes((np.array([0.0, *act.kinks]) - mean) / np.where(std > 0, std, np.inf))
-    return (weights * function(mean + std * nodes)).sum(-1)
+    nodes, weights = normal_nodes(np.array([0.0, *act.kinks]) / np.where(std > 0, std, np.inf))
+    return (weights * function(std * nodes)).sum(-1)
 
 
 def _second_moment(act: Activation, q: ArrayLike) -> Array:
@@ -234,26 +214,6 @@ def _bisect(step: Callable[[Array], Array], near: Array) -> Array:
     return np.where(high < _TOLERANCE, 0.0, high)
 
 
-def correlation_map(act: str | Activation, c: ArrayLike, q: float, sigma_w: float, sigma_b: float) -> Array:
-    """The correlation after one more layer of two inputs with correlation c in [-1, 1], at a positive fixed point q.
-
-    C(c) = (sigma_w^2 E sigma(u1) sigma(u2) + sigma_b^2) / q with u1 = sqrt(q) z1 and
-    u2 = sqrt(q) (c z1 + sqrt(1 - c^2) z2). C(1) = 1, C'(1) = chi, and 1 is the stable fixed point if and only if
-    chi <= 1.
-
-    Raises:
-        ValueError: q is not positive and finite, or c is outside [-1, 1].
-    """
-    act, c = activation(act), np.asarray(c, dtype=np.float64)
-    if not 0 < q < math.inf or (np.abs(c) > 1).any():
-        raise ValueError(f"correlation_map: needs 0 < q < inf and c in [-1, 1], got q = {q}, c = {c}")
-    scale = math.sqrt(q)
-    nodes, weights = normal_nodes(np.array([0.0, *act.kinks]) / scale)
-    # the kinks of the inner integral depend on the outer node
-    second = _expect(act, act.value, scale * np.sqrt(1 - c * c)[..., None], scale * c[..., None] * nodes)
-    return (sigma_w**2 * (weights * act.value(scale * nodes) * second).sum(-1) + sigma_b**2) / q
-
-
 def critical_point(act: str | Activation, q: float) -> tuple[float, float]:
     """(sigma_w^2, sigma_b^2) on the critical line chi = 1 at which the fixed point is q.
 
@@ -303,27 +263,9 @@ def spectrum_moments(
     Raises:
         ValueError: the activation is unknown, or the depth is below 1.
     """
-    mu_1, mu_2 = (float(slope_moment(act, q, k)) for k in (1, 2))
-    return _moments(mu_1, mu_2, sigma_w, depth, orthogonal)
-
-
-def linear_units_moments(p: float, sigma_w: float, depth: int, *, orthogonal: bool = False) -> SpectrumMoments:
-    """`spectrum_moments` for units that have slope 1 with probability p and otherwise 0.
-
-    Gaussian weights have m1 = (v_W p)^L and m2 = (v_W p)^(2 L) (L + p) / p (DI-NAS eq. 8). varphi / m1^2 is L / p for
-    Gaussian and L (1 - p) / p for orthogonal weights: ReLU, with p = 1/2, is far from isometry with either.
-
-    Raises:
-        ValueError: p is outside (0, 1], or the depth is below 1.
-    """
-    if not 0 < p <= 1:
-        raise ValueError(f"linear_units_moments: p is a share of linear units, in (0, 1], got {p}")
-    return _moments(p, p, sigma_w, depth, orthogonal)
-
-
-def _moments(mu_1: float, mu_2: float, sigma_w: float, depth: int, orthogonal: bool) -> SpectrumMoments:
     if depth < 1:
         raise ValueError(f"mean field: depth must be at least 1, got {depth}")
+    mu_1, mu_2 = (float(slope_moment(act, q, k)) for k in (1, 2))
     s1 = 0.0 if orthogonal else -1.0
     m1 = (sigma_w**2 * mu_1) ** depth
     return SpectrumMoments(m1, m1**2 * depth * (mu_2 / mu_1**2 + 1 / depth - 1 - s1))
@@ -369,34 +311,3 @@ def phase_diagram(act: str | Activation, sigma_w: ArrayLike, sigma_b: ArrayLike)
     if len(line) and np.ptp(line, axis=0).max() < 1e-9:
         line = line[:1]
     return PhaseDiagram(w, b, q.reshape(shape), chis.reshape(shape), line)
-
-
-GAIN_MODES = ("critical", "forward", "jacobian")
-
-
-def gain(act: str | Activation, mode: str = "critical", q: float = 1.0) -> float:
-    """The scale g of a weight before an activation.
-
-    Args:
-        act: the activation.
-        mode: `forward` keeps the variance, g^2 E sigma(sqrt(q) z)^2 = q. `jacobian` keeps the size of gradients,
-            g^2 E sigma'(sqrt(q) z)^2 = 1. `critical` does both in a network without biases; it is the limit of
-            `jacobian` for small q: 1 for identity and tanh, sqrt(2) for relu and relu6.
-        q: variance of the pre-activations.
-
-    Raises:
-        ValueError: the activation or the mode is unknown, q is not positive, or `critical` is asked for a function that
-            is not 0 at 0.
-    """
-    act = activation(act)
-    if mode not in GAIN_MODES:
-        raise ValueError(f"gain: unknown mode {mode!r}; valid: {', '.join(GAIN_MODES)}")
-    if not q > 0:
-        raise ValueError(f"gain: q must be positive, got {q}")
-    if mode == "forward":
-        return float(np.sqrt(q / _second_moment(act, q)))
-    if mode == "critical":
-        if float(act.value(np.zeros(1))[0]) != 0:
-            raise ValueError(f"gain: {act.name} is not 0 at 0 and needs biases to be critical: use critical_point(q)")
-        q = _VANISHING
-    return float(1 / np.sqrt(slope_moment(act, q, 1)))

@@ -12,9 +12,9 @@ Where cells share an architecture, c is the sum over these cells.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -44,22 +44,6 @@ class Draw:
     measures: Columns
     weights: Tensor
     temperature: float = 1.0
-
-
-class Estimator(Protocol):
-    """One method. Its `logits` are (types, edges, ops), -inf where an edge has no such candidate."""
-
-    def draw(self, logits: Tensor, generator: torch.Generator, progress: float) -> Draw:
-        """The gates of a step; `progress` in [0, 1) is the share of the search that is done."""
-        ...
-
-    def gradient(self, draw: Draw, cost: Tensor) -> Tensor:
-        """Gradient by the logits from local costs (types, edges, ops), which are 0 where nothing was measured."""
-        ...
-
-    def updated(self, before: Tensor, after: Tensor, draw: Draw) -> Tensor:
-        """The logits of the next step, after the optimiser has turned `before` into `after`."""
-        ...
 
 
 def softmax_gradient(weights: Tensor, cost: Tensor, temperature: float = 1.0) -> Tensor:
@@ -98,107 +82,68 @@ def one_hot(index: Tensor, columns: int) -> tuple[Tensor, Columns]:
     return gates, [[(k,) for k in row] for row in index.tolist()]
 
 
-def nothing(logits: Tensor) -> Columns:
-    """No column on any edge."""
-    return [[()] * logits.shape[1] for _ in range(len(logits))]
+# Largest magnitude of an edge's cost, and largest norm of the gradient of all logits, in DSNAS.
+_CLAMP, _CLIP = 5.0, 10.0
 
 
 @dataclass(frozen=True)
-class Darts:
-    """Every operation runs, mixed by softmax(a / temperature) (arXiv 1806.09055)."""
+class Estimator:
+    """One method. Its `logits` are (types, edges, ops), -inf where an edge has no such candidate.
 
+    `darts` (arXiv 1806.09055) and `snas` (1812.09926) run and mix every operation, `dsnas` (2002.09128) and `proxyless`
+    (1812.00332) run one operation per edge, and proxyless measures the others too. `uniform` draws like dsnas, from
+    logits that stay 0, and learns nothing.
+
+    Attributes:
+        method: its name.
+        temperature: temperature of DARTS's softmax; where SNAS's begins.
+        final_temperature: where SNAS's ends; it falls linearly.
+        two_path: whether ProxylessNAS draws and measures only one other operation; the update then moves probability
+            between these two alone.
+
+    Raises:
+        ValueError: unknown method.
+    """
+
+    method: Method
     temperature: float = 1.0
+    final_temperature: float = 0.03
+    two_path: bool = False
+
+    def __post_init__(self) -> None:
+        if self.method not in get_args(Method):
+            raise ValueError(f"unknown method {self.method!r}; {nearest(self.method, get_args(Method))}")
 
     def draw(self, logits: Tensor, generator: torch.Generator, progress: float) -> Draw:
-        gates = torch.softmax(logits.double() / self.temperature, -1)
-        return Draw(gates, candidates_of(logits), nothing(logits), gates, self.temperature)
+        """The gates of a step; `progress` in [0, 1) is the share of the search that is done."""
+        nothing: Columns = [[()] * logits.shape[1] for _ in range(len(logits))]
+        if self.method in ("darts", "snas"):
+            t, noisy = self.temperature, logits.double()
+            if self.method == "snas":
+                t += (self.final_temperature - self.temperature) * progress
+                noisy = noisy + gumbel(logits.shape, generator).to(logits.device)
+            gates = torch.softmax(noisy / t, -1)
+            return Draw(gates, candidates_of(logits), nothing, gates, t)
+        p = torch.softmax(logits.double(), -1)
+        if self.two_path:
+            return _pair(logits, p, generator)
+        gates, runs = one_hot(sample(logits.cpu(), generator), logits.shape[-1])
+        others = [
+            [tuple(k for k in columns if k not in run) for columns, run in zip(*pair, strict=True)]
+            for pair in zip(candidates_of(logits), runs, strict=True)
+        ]
+        return Draw(gates.to(logits.device), runs, others if self.method == "proxyless" else nothing, p)
 
     def gradient(self, draw: Draw, cost: Tensor) -> Tensor:
+        """Gradient by the logits from local costs (types, edges, ops), which are 0 where nothing was measured."""
+        if self.method in ("dsnas", "uniform"):
+            of_edge = (draw.gates * cost).sum(-1, keepdim=True).clamp(-_CLAMP, _CLAMP)
+            gradient = (draw.gates - draw.weights) * of_edge
+            return gradient * (_CLIP / gradient.norm()).clamp(max=1)
         return softmax_gradient(draw.weights, cost, draw.temperature)
 
     def updated(self, before: Tensor, after: Tensor, draw: Draw) -> Tensor:
-        return after
-
-
-@dataclass(frozen=True)
-class Snas(Darts):
-    """Every operation runs, mixed by Gumbel-softmax; the temperature falls linearly to `final` (arXiv 1812.09926)."""
-
-    final: float = 0.03
-
-    def draw(self, logits: Tensor, generator: torch.Generator, progress: float) -> Draw:
-        temperature = self.temperature + (self.final - self.temperature) * progress
-        noisy = logits.double() + gumbel(logits.shape, generator).to(logits.device)
-        gates = torch.softmax(noisy / temperature, -1)
-        return Draw(gates, candidates_of(logits), nothing(logits), gates, temperature)
-
-
-@dataclass(frozen=True)
-class Dsnas:
-    """One operation per edge runs; the gradient is the score function times its cost (arXiv 2002.09128).
-
-    Attributes:
-        clamp: largest magnitude of an edge's cost.
-        clip: largest norm of the gradient of all logits.
-    """
-
-    clamp: float = 5.0
-    clip: float = 10.0
-
-    def draw(self, logits: Tensor, generator: torch.Generator, progress: float) -> Draw:
-        gates, runs = one_hot(sample(logits.cpu(), generator), logits.shape[-1])
-        return Draw(gates.to(logits.device), runs, nothing(logits), torch.softmax(logits.double(), -1))
-
-    def gradient(self, draw: Draw, cost: Tensor) -> Tensor:
-        of_edge = (draw.gates * cost).sum(-1, keepdim=True).clamp(-self.clamp, self.clamp)
-        gradient = (draw.gates - draw.weights) * of_edge
-        return gradient * (self.clip / gradient.norm()).clamp(max=1)
-
-    def updated(self, before: Tensor, after: Tensor, draw: Draw) -> Tensor:
-        return after
-
-
-@dataclass(frozen=True)
-class Proxyless:
-    """One operation per edge runs, and the costs of the others are measured too (arXiv 1812.00332).
-
-    Attributes:
-        two_path: draw and measure only one other operation; the update moves probability between these two alone.
-    """
-
-    two_path: bool = False
-
-    def draw(self, logits: Tensor, generator: torch.Generator, progress: float) -> Draw:
-        p = torch.softmax(logits.double(), -1)
-        if not self.two_path:
-            gates, runs = one_hot(sample(logits.cpu(), generator), logits.shape[-1])
-            others = [
-                [tuple(k for k in columns if k not in run) for columns, run in zip(*pair, strict=True)]
-                for pair in zip(candidates_of(logits), runs, strict=True)
-            ]
-            return Draw(gates.to(logits.device), runs, others, p)
-        weights, others = torch.zeros_like(p), []
-        index: list[list[int]] = []
-        for t, kind in enumerate(candidates_of(logits)):
-            index.append([])
-            others.append([])
-            for e, columns in enumerate(kind):
-                row = p[t, e].cpu()
-                # an edge with all its probability on one operation has no second one to draw
-                count = min(2, len(columns), int((row > 0).sum()))
-                pair = torch.multinomial(row, count, generator=generator).tolist()
-                of_pair = row[pair] / row[pair].sum()
-                weights[t, e, pair] = of_pair.to(weights.device)
-                chosen = pair[int(torch.multinomial(of_pair, 1, generator=generator))]
-                index[t].append(chosen)
-                others[t].append(tuple(k for k in pair if k != chosen))
-        gates, runs = one_hot(torch.tensor(index), logits.shape[-1])
-        return Draw(gates.to(logits.device), runs, others, weights)
-
-    def gradient(self, draw: Draw, cost: Tensor) -> Tensor:
-        return softmax_gradient(draw.weights, cost)
-
-    def updated(self, before: Tensor, after: Tensor, draw: Draw) -> Tensor:
+        """The logits of the next step, after the optimiser has turned `before` into `after`."""
         if not self.two_path:
             return after
         pair = draw.weights > 0
@@ -207,37 +152,27 @@ class Proxyless:
         return torch.where(pair, after + (mass[0] - mass[1]), before)
 
 
-_ESTIMATORS: dict[Method, Callable[[float, float, bool], Estimator]] = {
-    "darts": lambda temperature, final, two_path: Darts(temperature),
-    "snas": lambda temperature, final, two_path: Snas(temperature, final),
-    "dsnas": lambda temperature, final, two_path: Dsnas(),
-    "proxyless": lambda temperature, final, two_path: Proxyless(two_path),
-    # it draws like DSNAS, from logits that stay 0, and learns nothing
-    "uniform": lambda temperature, final, two_path: Dsnas(),
-}
-
-
-def make_estimator(
-    method: Method, *, temperature: float = 1.0, final_temperature: float = 0.03, two_path: bool = False
-) -> Estimator:
-    """The estimator of a method.
-
-    Args:
-        method: its name.
-        temperature: temperature of DARTS's softmax; where SNAS's begins.
-        final_temperature: where SNAS's ends.
-        two_path: whether ProxylessNAS measures one other operation instead of all.
-
-    Raises:
-        ValueError: unknown method.
-    """
-    if method not in _ESTIMATORS:
-        raise ValueError(f"unknown method {method!r}; {nearest(method, _ESTIMATORS)}")
-    return _ESTIMATORS[method](temperature, final_temperature, two_path)
+def _pair(logits: Tensor, p: Tensor, generator: torch.Generator) -> Draw:
+    """Two operations per edge drawn by p, one of which runs; the weights are their share of the probability."""
+    weights, others = torch.zeros_like(p), list[list[tuple[int, ...]]]()
+    index: list[list[int]] = []
+    for t, kind in enumerate(candidates_of(logits)):
+        index.append([])
+        others.append([])
+        for e, columns in enumerate(kind):
+            row = p[t, e].cpu()
+            # an edge with all its probability on one operation has no second one to draw
+            count = min(2, len(columns), int((row > 0).sum()))
+            pair = torch.multinomial(row, count, generator=generator).tolist()
+            of_pair = row[pair] / row[pair].sum()
+            weights[t, e, pair] = of_pair.to(weights.device)
+            chosen = pair[int(torch.multinomial(of_pair, 1, generator=generator))]
+            index[t].append(chosen)
+            others[t].append(tuple(k for k in pair if k != chosen))
+    gates, runs = one_hot(torch.tensor(index), logits.shape[-1])
+    return Draw(gates.to(logits.device), runs, others, weights)
 
 
 def estimator_of(cfg: CellSearchConfig) -> Estimator:
     """How the gates of a search are drawn, and what becomes of the local costs."""
-    return make_estimator(
-        cfg.method, temperature=cfg.temperature, final_temperature=cfg.final_temperature, two_path=cfg.two_path
-    )
+    return Estimator(cfg.method, cfg.temperature, cfg.final_temperature, cfg.two_path)

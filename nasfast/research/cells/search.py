@@ -2,19 +2,387 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import io
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nasfast.engine import StepResult
 from nasfast.research.cells.config import CellSearchConfig
+from nasfast.research.cells.costs import NONE
+from nasfast.research.cells.derive import derivations
+from nasfast.research.cells.gates import Columns, Draw, estimator_of, uniform_logits
+from nasfast.research.cells.network import CellSupernet
+from nasfast.research.cells.probe import GROUPS, QUANTITIES, grouped_costs
 from nasfast.research.cells.space import CellSpace
-from nasfast.research.cells.state import SEARCH, TRAIN, CellSearch, CellSearchResult
-from nasfast.research.cells.steps import CellSearchEngine
+from nasfast.runtime.files import write_atomic
+from nasfast.seeds import CELL_GATES, CELL_LOGITS, FOR_LOGITS, FOR_WEIGHTS, derive_seed
+from nasfast.spaces import arch_to_json
+from nasfast.spaces.arch import Arch
 from nasfast.train import TrainConfig, TrainStage
-from nasfast.train.batches import to_learn_from
+from nasfast.train.batches import EpochLoader, to_learn_from
 from nasfast.train.loop import train
 
-__all__ = ["SEARCH", "TRAIN", "WEIGHTS", "CellSearchConfig", "CellSearchResult", "search_cells"]
+TRAIN, SEARCH = 0, 1
+"""In a record: the index of the batch that weights learn from, and that of the held-out batch."""
+
+
+@dataclass(frozen=True)
+class CellSearchResult:
+    """The records of a search. A dimension of 2 has the training images at `TRAIN` and the held-out ones at `SEARCH`.
+
+    Attributes:
+        net: the supernet as the search left it.
+        cfg: the settings of the search.
+        steps: (records,) the step that ends each record.
+        logits: (types, edges, ops) at the end, -inf where an edge has no such candidate.
+        probabilities: (records + 1, types, edges, ops), the first before the search.
+        costs: (records, 2, 3, cells, edges, ops) sums of C and of C^2, and the number of batches.
+        edge_costs: (records, 2, cells, edges) mean of sum_k Z_k c_k.
+        outputs: (records, 2, groups, quantities) sums over samples, see `nasfast.research.cells.probe`.
+    """
+
+    net: CellSupernet
+    cfg: CellSearchConfig
+    steps: np.ndarray
+    logits: np.ndarray
+    probabilities: np.ndarray
+    costs: np.ndarray
+    edge_costs: np.ndarray
+    outputs: np.ndarray
+
+    @property
+    def space(self) -> CellSpace:
+        return self.net.space
+
+    def means(self, which: int = TRAIN, group: str = "all", quantity: str = "C") -> np.ndarray:
+        """(records,) mean over samples of C, L or H."""
+        sums = self.outputs[:, which, GROUPS.index(group)]
+        with np.errstate(invalid="ignore"):
+            return sums[:, QUANTITIES.index(quantity)] / sums[:, QUANTITIES.index("count")]
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The arrays that `save` writes as .npz."""
+        names = ("steps", "logits", "probabilities", "costs", "edge_costs", "outputs")
+        return {name: getattr(self, name) for name in names}
+
+    def save(self, folder: str | Path) -> None:
+        """Write search.npz (`arrays`), space.yaml, and one arch_RULE.json per rule of `derivations`."""
+        folder, arrays = Path(folder), io.BytesIO()
+        # numpy's types take the arrays for its argument allow_pickle
+        np.savez_compressed(arrays, **self.arrays())  # type: ignore[arg-type]
+        write_atomic(folder / "search.npz", arrays.getvalue())
+        write_atomic(folder / "space.yaml", self.space.to_yaml().encode())
+        for rule, arch in derivations(self.space, self.logits).items():
+            write_atomic(folder / f"arch_{rule}.json", (arch_to_json(arch, self.space) + "\n").encode())
+
+
+class CellSearch(nn.Module):
+    """Everything that a search changes: the network, the logits, the state of their optimiser, and the records.
+
+    All but the network's weights are buffers, so that the checkpoints of the training loop hold them.
+
+    Args:
+        space: the space of cells.
+        cfg: the settings.
+        steps: how many steps the search has.
+        fused: whether the network uses the operators of `nasfast.ops`.
+    """
+
+    # buffers
+    allowed: Tensor
+    alpha: Tensor
+    done: Tensor
+    adam_step: Tensor
+    adam_mean: Tensor
+    adam_square: Tensor
+    probabilities: Tensor
+    costs: Tensor
+    edge_costs: Tensor
+    outputs: Tensor
+
+    def __init__(self, space: CellSpace, cfg: CellSearchConfig, steps: int, *, fused: bool = True) -> None:
+        super().__init__()
+        self.space, self.cfg, self.total = space, cfg, steps
+        self.net = CellSupernet(space, fused=fused, seed=cfg.seed)
+        shape = (len(space.types), len(space.cell.edges), len(space.ops))
+        generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_LOGITS))
+        logits = cfg.alpha_mean + cfg.alpha_std * torch.randn(shape, generator=generator, dtype=torch.float64)
+        if cfg.method == "uniform":
+            logits.zero_()
+        records = min(cfg.records, steps)
+
+        def buffer(name: str, *size: int) -> None:
+            self.register_buffer(name, torch.zeros(size, dtype=torch.float64))
+
+        self.register_buffer("allowed", uniform_logits(space) == 0)
+        self.register_buffer("alpha", logits)
+        self.register_buffer("done", torch.zeros((), dtype=torch.int64))
+        buffer("adam_step")
+        buffer("adam_mean", *shape)
+        buffer("adam_square", *shape)
+        buffer("probabilities", records + 1, *shape)
+        buffer("costs", records, 2, 3, *self.net.gate_shape)
+        buffer("edge_costs", records, 2, *self.net.gate_shape[:2])
+        buffer("outputs", records, 2, len(GROUPS), len(QUANTITIES))
+        self.probabilities[0] = self.logits.softmax(-1)
+        self._of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
+        self._adam: torch.optim.Adam | None = None
+
+    @property
+    def logits(self) -> Tensor:
+        """(types, edges, ops), -inf where an edge has no such candidate."""
+        return self.alpha.masked_fill(~self.allowed, -torch.inf)
+
+    def record(self) -> int:
+        """Index of the record that the current step belongs to."""
+        records = len(self.costs)
+        return min(int(self.done) * records // self.total, records - 1)
+
+    def spread(self, gates: Tensor) -> Tensor:
+        """Repeat (types, ...) values for every cell, as a leaf that autograd follows."""
+        cells = gates[self._of_type.to(gates.device)]
+        return cells.to(next(self.net.parameters()).dtype).requires_grad_()
+
+    def collect(self, cost: Tensor) -> Tensor:
+        """Sum (cells, edges, ops) costs over the cells of each type: (types, edges, ops), float64."""
+        total = cost.new_zeros(len(self.space.types), *cost.shape[1:], dtype=torch.float64)
+        return total.index_add_(0, self._of_type.to(cost.device), cost.double())
+
+    def update(self, gradient: Tensor, draw: Draw) -> None:
+        """Take one step of Adam on the logits, from their gradient."""
+        if not self.cfg.alpha_lr or self.cfg.method == "uniform":
+            return
+        if self._adam is None:
+            self._adam = torch.optim.Adam(
+                [self.alpha],
+                lr=self.cfg.alpha_lr,
+                betas=self.cfg.alpha_betas,
+                weight_decay=self.cfg.alpha_weight_decay,
+                foreach=False,
+            )
+            # Adam changes its state in place; as buffers, the tensors come back from a checkpoint
+            self._adam.state[self.alpha] = {
+                "step": self.adam_step,
+                "exp_avg": self.adam_mean,
+                "exp_avg_sq": self.adam_square,
+            }
+        before = self.logits
+        self.alpha.grad = gradient
+        self._adam.step()
+        self.alpha.copy_(
+            torch.where(self.allowed, estimator_of(self.cfg).updated(before, self.logits, draw), self.alpha)
+        )
+
+    def note(self, which: int, draw: Draw, cost: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Add a batch to the current record."""
+        at = self.record()
+        measured = torch.zeros(draw.gates.shape, dtype=torch.bool)
+        for columns in (draw.runs, draw.measures):
+            for t, kind in enumerate(columns):
+                for e, ks in enumerate(kind):
+                    measured[t, e, list(ks)] = True
+        measured = measured.to(cost.device)[self._of_type.to(cost.device)]
+        cost = cost.double()
+        self.costs[at, which] += torch.stack([cost, cost**2, torch.ones_like(cost)]) * measured
+        self.edge_costs[at, which] += (draw.gates[self._of_type.to(cost.device)] * cost).sum(-1)
+        self.outputs[at, which] += grouped_costs(logits, labels).to(cost.device)
+
+    def result(self) -> CellSearchResult:
+        """The records so far."""
+        records = len(self.costs)
+        ends = [math.ceil((i + 1) * self.total / records) for i in range(records)]
+        batches = np.diff([0, *ends])[:, None, None, None]
+        return CellSearchResult(
+            self.net,
+            self.cfg,
+            np.array(ends),
+            self.logits.cpu().numpy(),
+            self.probabilities.cpu().numpy(),
+            self.costs.cpu().numpy(),
+            self.edge_costs.cpu().numpy() / batches,
+            self.outputs.cpu().numpy(),
+        )
+
+
+_MAX_DRAWS = 1000
+
+
+def draw_gates(
+    space: CellSpace, cfg: CellSearchConfig, logits: Tensor, *, step: int, progress: float, purpose: int = FOR_LOGITS
+) -> Draw:
+    """The gates of a step; they depend on the seed, the step and the purpose alone.
+
+    Args:
+        space: the space of cells.
+        cfg: the settings of the search.
+        logits: (types, edges, ops), -inf where an edge has no such candidate.
+        step: index of the step.
+        progress: share of the search that is done, in [0, 1).
+        purpose: `FOR_LOGITS` or `FOR_WEIGHTS` of `nasfast.seeds`.
+
+    Raises:
+        RuntimeError: with `cfg.redraw`, if in every draw some output node has only None.
+    """
+    generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_GATES, step, purpose))
+    for _ in range(_MAX_DRAWS):
+        draw = estimator_of(cfg).draw(logits, generator, progress)
+        if not cfg.redraw or reaches_outputs(space, draw.runs):
+            return draw
+    raise RuntimeError(
+        f"redraw: in each of {_MAX_DRAWS} draws some output node had no operation but None; the architecture has "
+        "collapsed, or the cell has no such operation: search without redraw"
+    )
+
+
+def reaches_outputs(space: CellSpace, runs: Columns) -> bool:
+    """Whether every output node has an edge into it that is not None."""
+    none = space.ops.index(NONE) if NONE in space.ops else -1
+    return all(
+        any(k != none for e in space.cell.into(node) for k in kind[e]) for kind in runs for node in space.cell.outputs
+    )
+
+
+class CellSearchEngine:
+    """The engine of the training loop that carries out the steps of a search.
+
+    Args:
+        search: what the steps change.
+        optimizer: optimiser of the weights.
+        held_out: batches that the logits learn from, or None if they learn from the training batches.
+        progress: called after every step with the number of steps done.
+    """
+
+    def __init__(
+        self,
+        search: CellSearch,
+        optimizer: torch.optim.SGD,
+        held_out: EpochLoader | None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._search, self._optimizer, self._held_out, self._progress = search, optimizer, held_out, progress
+        self._batches: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._next = -1
+
+    def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None = None) -> StepResult:
+        """Update the logits, and leave the gradients of the weights in their `grad`."""
+        search, cfg = self._search, self._search.cfg
+        estimator = estimator_of(cfg)
+        for parameter in search.net.parameters():
+            parameter.grad = None
+        if self._held_out is not None:
+            draw = self._draw(FOR_LOGITS)
+            xs, ys = self._held_out_batch(self._held_out, x.device)
+            if cfg.second_order:
+                cost, logits, learnt_from = self._second_order(draw, (x, y), (xs, ys))
+            else:
+                cost, logits, _ = self._costs(draw, xs, ys)
+                learnt_from = cost
+            search.note(SEARCH, draw, cost, logits, ys)
+            search.update(estimator.gradient(draw, search.collect(learnt_from)), draw)
+        draw = self._draw(FOR_WEIGHTS)
+        cost, logits, loss = self._costs(draw, x, y, weights=True)
+        search.note(TRAIN, draw, cost, logits, y)
+        if self._held_out is None:
+            search.update(estimator.gradient(draw, search.collect(cost)), draw)
+        ended = search.record()
+        search.done += 1
+        if int(search.done) == search.total or search.record() != ended:
+            search.probabilities[ended + 1] = search.logits.softmax(-1)
+        if self._progress is not None:
+            self._progress(int(search.done))
+        return StepResult(loss, (logits.argmax(1) == y).sum())
+
+    def _draw(self, purpose: int) -> Draw:
+        search, step = self._search, int(self._search.done)
+        progress = step / search.total
+        return draw_gates(search.space, search.cfg, search.logits, step=step, progress=progress, purpose=purpose)
+
+    def _costs(self, draw: Draw, x: Tensor, y: Tensor, *, weights: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """(cells, edges, ops) local costs, logits and loss of a batch; `weights` also leaves the weights' gradients."""
+        net = self._search.net
+        gates = self._search.spread(draw.gates)
+        measured = torch.zeros_like(gates, requires_grad=False)
+        logits = net(x, gates, draw.runs, measures=draw.measures, measured=measured)
+        loss = F.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, y)
+        if weights:
+            loss.backward()
+            gradient = gates.grad
+        else:
+            (gradient,) = torch.autograd.grad(loss, gates, allow_unused=True)
+        # the gradient is None if every edge has drawn the operation none
+        cost = measured if gradient is None else gradient + measured
+        return cost.detach(), logits.detach(), loss.detach()
+
+    def _held_out_batch(self, held_out: EpochLoader, device: torch.device) -> tuple[Tensor, Tensor]:
+        step = int(self._search.done)
+        if step != self._next or self._batches is None:
+            epoch, start = divmod(step, len(held_out))
+            self._batches = held_out.epoch(epoch, start=start, device=device)
+        self._next = step + 1
+        batch = next(self._batches, None)
+        if batch is None:
+            self._batches = held_out.epoch(step // len(held_out), device=device)
+            batch = next(self._batches)
+        return batch
+
+    def _second_order(
+        self, draw: Draw, train_batch: tuple[Tensor, Tensor], search_batch: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Costs and logits of the held-out batch with the weights one step ahead, and the gradient of the gates.
+
+        The gradient is the costs minus the part of that step that the gates caused (DARTS, section 2.3):
+
+        g = dL_val(w')/dZ - xi (dL_train(w+)/dZ - dL_train(w-)/dZ) / (2 e), w' = w - xi (momentum + decay + gradient),
+        w+- = w +- e v, v = dL_val(w')/dw', e = 0.01 / |v|.
+        """
+        net = self._search.net
+        weights = [p for group in self._optimizer.param_groups for p in group["params"]]
+        decays = [group["weight_decay"] for group in self._optimizer.param_groups for _ in group["params"]]
+        group = self._optimizer.param_groups[0]
+        xi, momentum = group["lr"], group["momentum"]
+
+        def gradients(batch: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+            gates = self._search.spread(draw.gates)
+            logits = net(batch[0], gates, draw.runs)
+            # the preprocessing of an input that no edge leaves has no gradient, and gets zeros
+            found = torch.autograd.grad(F.cross_entropy(logits, batch[1]), [*weights, gates], materialize_grads=True)
+            return list(found[:-1]), found[-1], logits.detach()
+
+        @torch.no_grad()
+        def move(by: list[Tensor], factor: float) -> None:
+            torch._foreach_copy_(weights, kept)
+            torch._foreach_add_(weights, by, alpha=factor)
+
+        kept = [w.detach().clone() for w in weights]
+        try:
+            ahead, _, _ = gradients(train_batch)
+            with torch.no_grad():
+                for i, (w, decay) in enumerate(zip(kept, decays, strict=True)):
+                    ahead[i] = ahead[i] + decay * w
+                    buffer = self._optimizer.state.get(weights[i], {}).get("momentum_buffer")
+                    if buffer is not None:
+                        ahead[i] = ahead[i] + momentum * buffer
+            move(ahead, -xi)
+            v, cost, logits = gradients(search_batch)
+            length = torch.stack([t.norm() for t in v]).norm()
+            e = float(0.01 / length.clamp(min=1e-12))
+            move(v, e)
+            _, plus, _ = gradients(train_batch)
+            move(v, -e)
+            _, minus, _ = gradients(train_batch)
+        finally:
+            with torch.no_grad():
+                torch._foreach_copy_(weights, kept)
+        return cost, logits, cost - xi * (plus - minus) / (2 * e)
+
 
 WEIGHTS = TrainConfig(
     epochs=150, lr=0.025, lr_end=1e-3, weight_decay=3e-4, label_smoothing=0.0, clip_norm=5.0, checkpoint_every=0

@@ -109,8 +109,3 @@ def find(name: str) -> Study:
 def names() -> list[str]:
     """The names of all studies."""
     return [study.name for studies in COMMANDS.values() for study in studies]
-
-
-def modules(name: str) -> list[Any]:
-    """The modules called `name` of all folders of studies, such as their `figures`."""
-    return [importlib.import_module(f"{HOME}.{folder}.{name}") for folder in COMMANDS]

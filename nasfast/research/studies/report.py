@@ -1,17 +1,147 @@
-"""What a study returns: its findings as text, as a JSON file and as a page."""
+"""What a study returns, as data: tables, figures, pass marks, claims and verdicts; and its report as text and files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from nasfast.config import ConfigBase
-from nasfast.research.studies.page import write_study_page
-from nasfast.research.studies.parts import Check, Claim, Figure, Table, Verdict, plain
+from nasfast.research.analysis.moments.detect import Verdict
 from nasfast.runtime.files import write_atomic
+
+
+@dataclass(frozen=True)
+class Check:
+    """A pass mark: the value `measured` must lie in the closed interval from `low` to `high`; nan fails."""
+
+    name: str
+    low: float
+    high: float
+    measured: float
+
+    @classmethod
+    def near(cls, name: str, expected: float, tolerance: float, measured: float) -> Check:
+        """The mark of a value that is known up to a tolerance."""
+        return cls(name, expected - tolerance, expected + tolerance, measured)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the mark is met."""
+        # both comparisons are false for nan, which therefore fails
+        return bool(self.low <= self.measured <= self.high)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The mark as JSON."""
+        return {**vars(self), "passed": self.passed}
+
+
+def checks_of(name: str, marks: Mapping[str, tuple[float, float, float]]) -> list[Check]:
+    """The pass marks of one thing: what is measured -> the ends of the interval, and the value."""
+    return [Check(f"{name}: {what}", low, high, float(value)) for what, (low, high, value) in marks.items()]
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence of a paper, what was measured, and in a few words whether the sentence holds."""
+
+    claim: str
+    measured: str
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of text cells; the first column is a name."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def of(cls, title: str, columns: Mapping[str, str] | Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+        """The table of values.
+
+        Args:
+            title: above the table.
+            columns: heading of every column -> format of its numbers, such as `.3f`; or only the headings.
+            rows: text is kept; None, and a number without a value, is a dash.
+        """
+        formats = list(columns.values()) if isinstance(columns, Mapping) else [""] * len(columns)
+        return cls(title, tuple(columns), tuple(tuple(map(number, row, formats)) for row in rows))
+
+    def __str__(self) -> str:
+        lines = [self.header, *self.rows]
+        widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
+        text = [
+            line[0].ljust(widths[0]) + "".join(f"  {c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))
+            for line in lines
+        ]
+        return "\n".join([self.title, *text])
+
+
+def number(value: Any, digits: str = ".4g") -> str:
+    """A cell of a table: text itself, a number with these digits, and a dash for None and nan."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "-"
+    return value if isinstance(value, str) else format(value, digits)
+
+
+def marks_table(checks: Iterable[Mapping[str, Any]]) -> Table:
+    """The pass marks, as their `to_dict` gives them; open ends are dashes."""
+    ends = ("low", "high", "measured")
+    rows = [(c["name"], *(plain(c[key]) for key in ends), "ok" if c["passed"] else "MISSED") for c in checks]
+    columns = {"": "", "from": ".4g", "to": ".4g", "measured": ".4g", "met": ""}
+    return Table.of("pass marks", columns, rows)
+
+
+Form = Mapping[str, Any]
+"""A report, or a part of it, as JSON."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a figure shows, as data; `draw.figure_of` draws it from its JSON.
+
+    Attributes:
+        title: above the figure.
+        caption: below it.
+        panels: made by `draw.panel`, in order.
+        columns: number of panels side by side.
+        width, height: inches of the figure, and of a row of panels.
+        legend: whether there is one for all panels, of every label once.
+    """
+
+    title: str
+    caption: str
+    panels: Sequence[Form]
+    columns: int = 2
+    width: float = 11.0
+    height: float = 3.1
+    legend: bool = True
+
+
+def plain(value: Any) -> Any:
+    """Nested mappings, sequences, arrays, dataclasses and scalars as JSON.
+
+    JSON has no nan and no infinity: they become None.
+    """
+    if isinstance(value, Mapping):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, (np.ndarray, np.generic)):
+        return plain(value.tolist())
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    if hasattr(value, "to_dict"):
+        return plain(value.to_dict())
+    if is_dataclass(value):
+        return plain({field.name: getattr(value, field.name) for field in fields(value)})
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +154,9 @@ class StudyReport:
         subject: what was measured.
         explanation: what the words and symbols of the page mean.
         notes: one sentence each.
-        tables: the tables, in order.
-        figures: what `page` draws.
         verdicts: the verdicts, by the name of what was judged.
-        checks: pass marks.
         claims: sentences of a paper beside what was measured.
-        data: further numbers by name, which the JSON has too, and from which figures may be drawn.
+        data: further numbers by name, which the JSON has too.
         files: paths that were written besides the report's own.
         name: stem of the report's files, such as `moments`.
         config: the settings that were asked for.
@@ -41,11 +168,11 @@ class StudyReport:
     subject: str
     explanation: str = ""
     notes: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
-    figures: tuple[Figure, ...] = ()
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
     verdicts: Mapping[str, Verdict] = field(default_factory=dict)
-    checks: tuple[Check, ...] = ()
-    claims: tuple[Claim, ...] = ()
+    checks: Sequence[Check] = ()
+    claims: Sequence[Claim] = ()
     data: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
     name: str = ""
@@ -61,25 +188,14 @@ class StudyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON; what is not finite becomes null."""
-        form = {
-            "name": self.name,
-            "config": self.config.to_dict(),
-            "subject": self.subject,
-            "explanation": self.explanation,
-            "notes": self.notes,
-            **self.data,
-            "tables": self.tables,
-            "figures": self.figures,
-            "verdicts": self.verdicts,
-            "checks": self.checks,
-            "seconds": self.seconds,
-            "machine": self.machine,
-            "environment": self.environment,
-        }
-        return plain({**form, **({"claims": self.claims} if self.claims else {})})
+        form = {key: value for key, value in vars(self).items() if key not in ("data", "files")}
+        return plain({**form, **self.data, "config": self.config.to_dict()})
 
     def save(self, folder: str | Path) -> Path:
         """Write NAME.json, NAME.html and its figures into a directory; returns the page's path."""
+        # imported here, because the page's module imports matplotlib and this one
+        from nasfast.research.studies.page import write_study_page
+
         write_atomic(Path(folder) / f"{self.name}.json", (json.dumps(self.to_dict(), indent=1) + "\n").encode())
         return write_study_page(folder, self.name)
 
@@ -87,22 +203,9 @@ class StudyReport:
         parts = [f"{self.name}: {self.subject}", *self.notes, *(f"\n{table}" for table in self.tables), ""]
         if self.verdicts:
             width = max(map(len, self.verdicts))
-            parts += [*(f"{name:{width}}  {', '.join(v.names)}" for name, v in self.verdicts.items()), ""]
+            parts += [*(f"{name:{width}}  {verdict}" for name, verdict in self.verdicts.items()), ""]
         if self.checks:
-            parts += _marks(self.checks)
+            parts.append(str(marks_table(check.to_dict() for check in self.checks)))
         for claim in self.claims:
             parts += ["", f"claim:    {claim.claim}", f"measured: {claim.measured}", f"verdict:  {claim.verdict}"]
         return "\n".join([*parts, "", f"{self.seconds:.0f} s"])
-
-
-def _marks(checks: tuple[Check, ...]) -> list[str]:
-    """The pass marks as lines of text, given as intervals or by expected values and tolerances."""
-    width = max(len(check.name) for check in checks)
-    around = checks[0].around is not None
-    ends, digits = (("expected", "within"), ".4f") if around else (("from", "to"), ".4g")
-    lines = [f"{'pass marks':{width}} {ends[0]:>9} {ends[1]:>9} {'measured':>9}"]
-    for check in checks:
-        numbers = (*(check.around or (check.low, check.high)), check.measured)
-        text = " ".join(f"{number:9{digits}}" for number in numbers)
-        lines.append(f"{check.name:{width}} {text}  {'ok' if check.passed else 'MISSED'}")
-    return lines

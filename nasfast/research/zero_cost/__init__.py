@@ -10,14 +10,16 @@ from torch import Tensor, nn
 
 from nasfast.indicators.registry import ScoreError
 from nasfast.research.zero_cost.az_nas import expressivity, progressivity, trainability
-from nasfast.research.zero_cost.beta_norm import beta_norm
-from nasfast.research.zero_cost.gradient_norm import gradient_norm
-from nasfast.research.zero_cost.log_volume import log_volume
-from nasfast.research.zero_cost.naswot import naswot
-from nasfast.research.zero_cost.ntk import ntk_q
-from nasfast.research.zero_cost.snip import snip
-from nasfast.research.zero_cost.synflow import synflow
-from nasfast.research.zero_cost.zico import zico
+from nasfast.research.zero_cost.scores import (
+    beta_norm,
+    gradient_norm,
+    log_volume,
+    naswot,
+    ntk_q,
+    snip,
+    synflow,
+    zico,
+)
 
 ZERO_COST: dict[str, Callable[[nn.Module, Tensor, Tensor], float]] = {
     "gradient_norm": gradient_norm,

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from nasfast.research.analysis.moments.inputs import fields, gaussian
 from nasfast.research.analysis.moments.networks import Draws, NetConfig, propagate
-from nasfast.research.analysis.moments.pairs import Pair, act, add, batch_norm, conv, group_norm, rescale
+from nasfast.research.analysis.moments.pairs import Pair, act, add, batch_norm, conv, layer_norm, rescale
 from nasfast.research.analysis.moments.statistics import effective_rank, energies, shape
 
 R, B, C = 2, 6, 4
@@ -62,8 +62,7 @@ def assert_same(got: Pair, want: Pair) -> None:
     ("layer", "function"),
     [
         (lambda p: batch_norm(p, 1e-3), lambda x: detached_bn(x, 1e-3)),
-        (lambda p: group_norm(p, 1e-3, 1), lambda x: F.group_norm(x, 1, eps=1e-3)),
-        (lambda p: group_norm(p, 1e-3, 2), lambda x: F.group_norm(x, 2, eps=1e-3)),
+        (lambda p: layer_norm(p, 1e-3), lambda x: F.group_norm(x, 1, eps=1e-3)),
         (lambda p: act(p, "relu"), torch.relu),
         (lambda p: act(p, "relu6"), F.relu6),
         (lambda p: act(p, "tanh"), torch.tanh),
@@ -71,7 +70,7 @@ def assert_same(got: Pair, want: Pair) -> None:
         (lambda p: add(p, act(p, "tanh")), lambda x: x + torch.tanh(x)),
         (rescale, lambda x: 1 * x),
     ],
-    ids=["batch", "layer", "group", "relu", "relu6", "tanh", "identity", "add", "rescale"],
+    ids=["batch", "layer", "relu", "relu6", "tanh", "identity", "add", "rescale"],
 )
 def test_layers_against_forward_mode(kind, layer, function):
     pair = pair_of(kind)
@@ -82,12 +81,6 @@ def test_layers_against_forward_mode(kind, layer, function):
     torch.testing.assert_close(got.x, want.x, rtol=1e-10, atol=1e-12)
     noise = got.dx * got.channels((got.log_scale / 2).exp()[:, None])
     torch.testing.assert_close(noise, want.dx, rtol=1e-10, atol=1e-12)
-
-
-def test_instance_norm():
-    pair = pair_of("conv")
-    want = per_realisation(pair, lambda x, r: F.instance_norm(x, eps=1e-3))
-    assert_same(group_norm(pair, 1e-3, C), want)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
@@ -105,18 +98,6 @@ def test_shifted_borders_are_a_translation():
     pair, weight = pair_of("conv"), weights("conv")
     centred, shifted = conv(pair, weight), conv(pair, weight, padding="shifted")
     torch.testing.assert_close(shifted.v, centred.v.roll((1, 1), (-2, -1)))
-
-
-def test_affine_normalisation():
-    pair, gamma, shift = pair_of("conv"), torch.randn(R, C).double(), torch.randn(R, C).double()
-
-    def scaled(x: Tensor, r: int) -> Tensor:
-        return x * gamma[r].reshape(-1, 1, 1) + shift[r].reshape(-1, 1, 1)
-
-    want = per_realisation(pair, lambda x, r: scaled(detached_bn(x, 1e-3), r))
-    assert_same(batch_norm(pair, 1e-3, gamma, shift), want)
-    want = per_realisation(pair, lambda x, r: scaled(F.group_norm(x, 2, eps=1e-3), r))
-    assert_same(group_norm(pair, 1e-3, 2, gamma, shift), want)
 
 
 class Noted(Draws):
@@ -272,8 +253,3 @@ def test_theorem_1_of_a_rank_one_signal():
     logs = energies(places["act"])["log_nu2_signal"] - first
     assert float(logs.mean()) == pytest.approx(-2.5 * depth / width, rel=0.1)
     assert float(logs.std()) == pytest.approx(math.sqrt(5 * depth / width), rel=0.08)
-
-
-def test_groups_must_divide():
-    with pytest.raises(ValueError, match="4 channels cannot be divided into 3 groups"):
-        group_norm(pair_of("fc"), 1e-3, 3)

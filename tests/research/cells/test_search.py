@@ -13,12 +13,19 @@ from torch.nn import functional as F
 
 from nasfast.research.cells.derive import derive
 from nasfast.research.cells.gates import one_hot, uniform_logits
-from nasfast.research.cells.montecarlo import monte_carlo
 from nasfast.research.cells.network import CellSupernet
-from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchResult, search_cells
+from nasfast.research.cells.search import (
+    SEARCH,
+    TRAIN,
+    CellSearch,
+    CellSearchConfig,
+    CellSearchEngine,
+    CellSearchResult,
+    draw_gates,
+    search_cells,
+)
 from nasfast.research.cells.space import CellSpace, darts_space, minimal_cell, simplified_cell
-from nasfast.research.cells.state import CellSearch
-from nasfast.research.cells.steps import CellSearchEngine, draw_gates
+from nasfast.research.studies.wiring.measure import monte_carlo
 from nasfast.train import CheckpointError, TrainConfig
 from nasfast.train.checkpoint import load_checkpoint
 from nasfast.train.log import read_metrics

@@ -10,10 +10,8 @@ from torch.nn import functional as F
 
 from benchmarks.straight_through import gradient_of_q
 from nasfast.indicators import IndicatorTable
-from nasfast.research.nasi.kinds import chosen_arch
-from nasfast.research.nasi.layers import LayerMixture
 from nasfast.research.nasi.search import NasiConfig, sample, search
-from nasfast.research.nasi.table import nasi_table
+from nasfast.research.nasi.spaces import LayerMixture, chosen_arch, nasi_table
 from nasfast.search import search_table
 from nasfast.spaces import SKIP, Block, FixedLayer, SearchSpace, Stage
 from nasfast.train.batches import as_epochs

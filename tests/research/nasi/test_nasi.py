@@ -17,7 +17,6 @@ from nasfast.research.cells.derive import derive
 from nasfast.research.cells.gates import gumbel
 from nasfast.research.cells.prototypes import DrawnBatches, prototypes
 from nasfast.research.cells.space import Cell, CellSpace, Edge, darts_space, nas_bench_201_space
-from nasfast.research.nasi.cells import CellMixture
 from nasfast.research.nasi.score import (
     gradient_norm,
     jacobian,
@@ -39,6 +38,7 @@ from nasfast.research.nasi.search import (
     slope,
     solve,
 )
+from nasfast.research.nasi.spaces import CellMixture
 from nasfast.seeds import derive_seed
 from nasfast.train.batches import as_epochs
 

@@ -23,7 +23,7 @@ from nasfast.research.studies.isometry.measure import (
     parts_of,
 )
 from nasfast.research.studies.moments.config import ModuleConfig
-from nasfast.research.studies.parts import Check
+from nasfast.research.studies.report import Check
 from nasfast.research.studies.run import run_study
 from nasfast.spaces import Block, Stage, mean_path, mobilenet_v2
 from nasfast.supernet import Supernet
@@ -105,20 +105,20 @@ def test_every_candidate_under_every_setting(report):
 
 
 def test_fairness_depth_convolutions_and_marks(report):
-    kinds = {(f.setting, f.layer, f.indicator_bn) for f in report.data["fairness"]}
+    kinds = {(f["setting"], f["layer"], f["indicator_bn"]) for f in report.data["fairness"]}
     assert kinds == {(s, i, bn) for s in SETTINGS for i in range(4) for bn in (True, False)}
-    assert all((f.f_phi is not None) == f.indicator_bn for f in report.data["fairness"])
-    assert [(d.setting, d.indicator_bn, len(d.std)) for d in report.data["depth"]] == [
+    assert all((f["f_phi"] is not None) == f["indicator_bn"] for f in report.data["fairness"])
+    assert [(d["setting"], d["indicator_bn"], len(d["std"])) for d in report.data["depth"]] == [
         (s, bn, 4) for s in SETTINGS for bn in (True, False)
     ]
-    orthogonal = {c.kind: c for c in report.data["convolutions"] if c.setting == "orthogonal, relu6"}
-    assert orthogonal["pointwise, projection"].varphi == pytest.approx(0, abs=1e-6)
-    assert orthogonal["pointwise, expansion x 3"].varphi == pytest.approx(2, abs=1e-6)
+    orthogonal = {c["kind"]: c for c in report.data["convolutions"] if c["setting"] == "orthogonal, relu6"}
+    assert orthogonal["pointwise, projection"]["varphi"] == pytest.approx(0, abs=1e-6)
+    assert orthogonal["pointwise, expansion x 3"]["varphi"] == pytest.approx(2, abs=1e-6)
     assert not [mark.name for mark in report.missed]
     assert len(report.claims) == 7
-    found = [f.f_iso for f in report.data["fairness"] if (f.setting, f.indicator_bn) == (SETTINGS[1], False)]
-    mean = next(m for m in report.data["fairness_means"] if (m.setting, m.indicator_bn) == (SETTINGS[1], False))
-    assert mean.f_iso == pytest.approx(sum(found) / 4) and mean.f_phi is None
+    found = [f["f_iso"] for f in report.data["fairness"] if (f["setting"], f["indicator_bn"]) == (SETTINGS[1], False)]
+    mean = next(m for m in report.data["fairness_means"] if (m["setting"], m["indicator_bn"]) == (SETTINGS[1], False))
+    assert mean["f_iso"] == pytest.approx(sum(found) / 4) and mean["f_phi"] is None
 
 
 def test_the_table_has_everything_beside_the_claims(report):
@@ -222,7 +222,7 @@ def test_closed_forms_of_a_whole_space():
         net = Supernet(space, init=scheme, fused=False)
         rows, marks = measure_convolutions(net, setting=scheme, scheme=scheme)
         assert {"depthwise 3 x 3", "depthwise 5 x 5", "depthwise 7 x 7", "pointwise, projection"} <= {
-            row.kind for row in rows
+            row["kind"] for row in rows
         }
         assert [mark.name for mark in marks if not mark.passed] == []
         assert len(marks) > 8

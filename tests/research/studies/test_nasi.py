@@ -13,13 +13,10 @@ from nasfast.config import ConfigError
 from nasfast.indicators import IndicatorTable
 from nasfast.research.cells.prototypes import prototypes
 from nasfast.research.cells.space import choice_blocks_space, darts_space
-from nasfast.research.nasi.cells import CellMixture
-from nasfast.research.studies.nasi import study
+from nasfast.research.nasi.spaces import CellMixture
 from nasfast.research.studies.nasi.config import NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
-from nasfast.research.studies.nasi.enumeration import enumerated, enumerated_gradient, expectation, small_space
-from nasfast.research.studies.nasi.measure import synthetic
-from nasfast.research.studies.parts import Check
-from nasfast.research.studies.report import StudyReport
+from nasfast.research.studies.nasi.measure import enumerated, enumerated_gradient, expectation, small_space, synthetic
+from nasfast.research.studies.report import plain
 from nasfast.research.studies.run import run_study
 from nasfast.search import search_table
 from nasfast.spaces import SearchSpace, load_arch, nas_bench_macro, read_space
@@ -102,7 +99,8 @@ def test_a_layer_wise_search_writes_a_table_for_the_other_stages(tmp_path):
         "two random architectures",
     ]
     report.save(tmp_path)
-    assert json.loads((tmp_path / "nasi-search.json").read_text(encoding="utf-8"))["figures"][0]["kind"] == "nasi_steps"
+    figures = json.loads((tmp_path / "nasi-search.json").read_text(encoding="utf-8"))["figures"]
+    assert [mark["label"] for mark in figures[0]["panels"][0]["marks"]] == ["Q", "R", "nu"]
 
 
 @pytest.mark.parametrize("space", ["nas_bench_201", "digits_mini"])
@@ -170,8 +168,7 @@ def test_batches_are_of_the_size_that_is_told(tmp_path):
 def test_searches_repeat_by_their_seed():
     cfg = NasiSearchConfig(**CELLS)
     first, second, other = (run_study("nasi search", c) for c in (cfg, cfg, cfg.replace(seed=1)))
-    assert first.figures == second.figures
-    assert first.figures[0] != other.figures[0]
+    assert plain(first.figures) == plain(second.figures) != plain(other.figures)
 
 
 def test_sensitivity_has_a_row_for_every_setting():
@@ -267,13 +264,8 @@ def test_impossible_studies_are_refused(tmp_path):
         run_study("nasi compare", NasiCompareConfig(accuracies=str(tmp_path / "absent.json"), **TINY))
 
 
-def test_the_commands(tmp_path, capsys, monkeypatch):
+def test_the_command(tmp_path, capsys):
     flags = [f"--{name}={value}" for name, value in CELLS.items()]
     assert main(["nasi", "search", *flags, "--out", str(tmp_path)]) == 0
     assert "what was found" in capsys.readouterr().out
     assert (tmp_path / "arch_nasi.json").exists() and (tmp_path / "nasi-search.html").exists()
-    # a missed mark shows
-    missed = StudyReport(subject="x", checks=(Check("a", 1, 2, 0.0),))
-    monkeypatch.setattr(study, "quick", lambda cfg, out, task: missed)
-    assert main(["nasi", "quick"]) == 1
-    assert "1 of 1 pass marks missed" in capsys.readouterr().err

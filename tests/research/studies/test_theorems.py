@@ -11,9 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from nasfast.research.cells.space import CELLS, Cell, CellSpace, Edge, minimal_cell
-from nasfast.research.studies.wiring.steps import (
+from nasfast.research.studies.wiring.theorems import (
+    EXACT,
     STATISTICS,
+    Residual,
     Step,
+    check_theorems,
     chosen_gates,
     make_batch,
     make_net,
@@ -22,8 +25,9 @@ from nasfast.research.studies.wiring.steps import (
     one_hot_gates,
     set_eps,
     take_step,
+    theorem_2,
+    theorem_3,
 )
-from nasfast.research.studies.wiring.theorems import EXACT, Residual, check_theorems, theorem_2, theorem_3
 
 SMALL = CellSpace("minimal", minimal_cell(), cells=2, channels=4, resolution=8)
 

@@ -10,14 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from nasfast.research.cells.costs import NONE, OPERATIONS
 from nasfast.research.cells.probe import LocalCosts
 from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchResult
 from nasfast.research.cells.space import DARTS_OPS, Cell, CellSpace, Edge, minimal_cell
-from nasfast.research.studies.report import StudyReport
-from nasfast.research.studies.wiring import marks, measure, study, tables
+from nasfast.research.studies.draw import figure_of
+from nasfast.research.studies.report import StudyReport, plain
+from nasfast.research.studies.wiring import measure, study
 from nasfast.research.studies.wiring.config import CollapseConfig, CostConfig, GrowthConfig, WidthConfig
-from nasfast.research.studies.wiring.figures import edge_costs, output_cost_figure, patterns
 from nasfast.research.studies.wiring.measure import measures
+from nasfast.research.studies.wiring.study import edge_costs, output_cost_figure, patterns
 
 INF = float("inf")
 CONTROLS = ("control-simplified", "control-modified__sampled", "control-modified___0_1__fixed")
@@ -149,41 +151,78 @@ def test_measures(name, bilevel):
         }
     assert m == pytest.approx(expected, abs=1e-12)
     # every measure has words in the table
-    assert set(m) <= set(tables.MEASURES)
+    assert set(m) <= set(study.MEASURES)
 
 
 def test_a_short_run_has_a_part_per_record():
     found = fabricated(SPACES["minimal"], records=4)
     assert measures(found)["C_first"] == output_cost(found, TRAIN, range(1))
-    figure = patterns("", {0: found}).data["runs"][0]
-    assert figure["steps"] == [10, 20, 30, 40] and figure["q_steps"] == [0, 10, 20, 30, 40]
-    assert figure["positive"] == pytest.approx([share_positive(found, range(r, r + 1)) for r in range(4)])
+    cost, none, _, positive = (panel["marks"][0] for panel in patterns("", {0: found}).panels)
+    assert cost["x"] == [10, 20, 30, 40] and none["x"] == [0, 10, 20, 30, 40]
+    assert list(positive["y"]) == pytest.approx([100 * share_positive(found, range(r, r + 1)) for r in range(4)])
 
 
 def test_curves_of_a_search():
     found = fabricated(SPACES["minimal"], records=4, bilevel=True)
-    curves = edge_costs("", found).data
-    # of the last of two cells
-    np.testing.assert_array_equal(curves["cost"], found.edge_costs[:, TRAIN, 1])
-    np.testing.assert_allclose(curves["total"], found.edge_costs[:, TRAIN, 1].sum(1))
-    np.testing.assert_array_equal(curves["loss"], found.outputs[:, TRAIN, 0, 1] / found.outputs[:, TRAIN, 0, 3])
-    np.testing.assert_array_equal(curves["accuracy"], found.outputs[:, TRAIN, 1, 3] / found.outputs[:, TRAIN, 0, 3])
-    assert curves["edges"] == ["(0,2)", "(1,2)", "(0,3)", "(1,3)", "(2,3)"]
-    assert curves["intermediate"] == [False, False, False, False, True]
-    clh = output_cost_figure("", found).data
-    for split, which in (("train", TRAIN), ("search", SEARCH)):
-        for g, group in enumerate(("all", "correct", "wrong")):
-            for q, name in enumerate("CLH"):
-                mean = found.outputs[:, which, g, q] / found.outputs[:, which, g, 3]
-                np.testing.assert_array_equal(clh[split][group][name], mean)
-    assert output_cost_figure("", fabricated(SPACES["minimal"], records=4)).data["search"] is None
+    costs, total, learning = edge_costs("", found).panels
+    # of the last of two cells; the four input edges have a mean
+    *edges, mean, _ = costs["marks"]
+    assert [mark["label"] for mark in edges] == ["(0,2)", "(1,2)", "(0,3)", "(1,3)", "(2,3)"]
+    np.testing.assert_array_equal([mark["y"] for mark in edges], found.edge_costs[:, TRAIN, 1].T)
+    np.testing.assert_allclose(mean["y"], found.edge_costs[:, TRAIN, 1, :4].mean(1))
+    np.testing.assert_allclose(total["marks"][0]["y"], found.edge_costs[:, TRAIN, 1].sum(1))
+    count = found.outputs[:, TRAIN, 0, 3]
+    np.testing.assert_array_equal(learning["marks"][0]["y"], found.outputs[:, TRAIN, 0, 1] / count)
+    accuracy = learning["twin"]["marks"][0]["y"]
+    np.testing.assert_allclose(accuracy, 100 * found.outputs[:, TRAIN, 1, 3] / count)
+    for g, panel in enumerate(output_cost_figure("", found).panels):
+        lines = [mark["y"] for mark in panel["marks"][:-1]]
+        means = found.outputs[:, :, g, :3] / found.outputs[:, :, g, 3:]
+        np.testing.assert_array_equal(lines, [means[:, which, q] for which in (TRAIN, SEARCH) for q in range(3)])
+    one_level = output_cost_figure("", fabricated(SPACES["minimal"], records=4))
+    assert all(len(panel["marks"]) == 4 for panel in one_level.panels)
+
+
+def test_every_operation_has_its_own_colour_and_short_name():
+    assert set(study._OPERATIONS) == set(OPERATIONS)
+    short, colours = zip(*study._OPERATIONS.values(), strict=True)
+    assert len(set(short)) == len(set(colours)) == len(OPERATIONS)
+
+
+@pytest.mark.parametrize("name", ["minimal", "restricted", "darts, reductions"])
+def test_figures_of_an_architecture(name):
+    """Candidates that an edge lacks are not drawn, and an edge whose best operation is None has no label."""
+    found = fabricated(SPACES[name], records=6)
+    figures = study.architecture_figures("t", found)
+    assert len(figures) == 2 * len(found.space.types)
+    probabilities, graphs = figures[:2]
+    assert [each["title"] for each in probabilities.panels] == [edge.name for edge in found.space.cell.edges]
+    cell = found.space.cell
+    for each, edge, inner in zip(probabilities.panels, cell.edges, cell.intermediate, strict=True):
+        assert [mark["label"] for mark in each["marks"]] == [op for op in found.space.ops if op in edge.ops]
+        assert bool(each["tint"]) == inner
+    last = graphs.panels[-1]["marks"][0]["edges"]
+    best = found.probabilities[-1, 0].argmax(-1)
+    assert [not edge[2] for edge in last] == [found.space.ops[k] == NONE for k in best]
+    np.testing.assert_allclose([edge[4] for edge in last], 1 - found.probabilities[-1, 0, :, 0])
+    for each in figures:
+        figure_of(plain(each))
+
+
+def test_heatmaps_of_near_scales_share_one():
+    space = SPACES["minimal"]
+    mean = np.random.default_rng(0).normal(0, 0.05, (5, 8))
+    near, far = (study.cost_heatmap(space, "", {"a": mean, "b": mean * scale}) for scale in (0.5, 1e-3))
+    limits = [[each["marks"][0]["limit"] for each in figure.panels] for figure in (near, far)]
+    assert limits[0][0] == limits[0][1] and limits[1][1] == pytest.approx(1e-3 * limits[1][0])
+    assert [each["marks"][0]["unit"] for each in far.panels] == [1.0, pytest.approx(1e-4)]
 
 
 def test_intervals_of_seeds():
     values = [1.0, 2.0, 4.0]
     half = 4.302653 * np.std(values, ddof=1) / math.sqrt(3)
-    assert tables._interval(values) == f"{7 / 3:.3f} ± {half:.3f}"
-    assert tables._interval([1.0]) == tables._interval([1.0, math.nan]) == "-"
+    assert study._interval(values) == f"{7 / 3:.3f} ± {half:.3f}"
+    assert study._interval([1.0]) == study._interval([1.0, math.nan]) == "-"
 
 
 class Fabricating:
@@ -259,10 +298,11 @@ def test_marks_of_width_and_of_its_control():
     # the control has its own marks, which do not depend on the search
     assert_marks(study._width(WidthConfig(seeds=2, cell="minimal"), runner), control)
     assert study._width(WidthConfig(seeds=2, control_steps=599), runner).checks == ()
-    panel = found.figures[-1].data["panels"][0]
-    assert panel["edges"] == ["(0,1)", "(0,2)", "(1,2)"]
-    one = [[mean_cost(runner.found[CONTROLS[0], 1], e, range(r, r + 1)) for e in range(3)] for r in range(12)]
-    np.testing.assert_allclose(panel["runs"][1], one)
+    marks = found.figures[-1].panels[0]["marks"]
+    # of each edge two runs and their mean, which has the label
+    assert [mark["label"] for mark in marks[2::3]] == ["(0,1)", "(0,2)", "(1,2)"]
+    one = [[mean_cost(runner.found[CONTROLS[0], 1], e, range(r, r + 1)) for r in range(12)] for e in range(3)]
+    np.testing.assert_allclose([mark["y"] for mark in marks[1:-1:3]], one)
 
 
 def test_the_control_is_that_of_section_6():
@@ -392,15 +432,15 @@ COLLAPSED = {"kept_in": 0.0, "kept_int": 0.0, "search_C_smallest": 0.1, "search_
 )
 def test_verdicts(monkeypatch, pattern, seen, name, changes):
     def verdict(of: Mapping[str, float]) -> dict:
-        monkeypatch.setattr(marks, "measures", lambda found: of)
-        return marks.verdicts(pattern, {0: None})[f"{pattern}, seed 0"].to_dict()
+        monkeypatch.setattr(study, "measures", lambda found: of)
+        return study.verdicts(pattern, {0: None})[f"{pattern}, seed 0"].to_dict()
 
-    assert verdict(seen) == {"names": [name], **dict.fromkeys(changes, True)}
+    assert verdict(seen) == {"names": [name], "evidence": dict.fromkeys(changes, True)}
     for sign, others in changes.items():
         for other in others:
             assert verdict({**seen, **other}) == {
                 "names": [f"not seen: {sign}"],
-                **{s: s != sign for s in changes},
+                "evidence": {s: s != sign for s in changes},
             }
 
 
@@ -413,7 +453,7 @@ def test_derived_cells_are_told_by_rule():
     logits[0] = [[3, 1, 0], [0, 2, 1], [0, 0, 9], [5, 0, 1], [0, 3, 0]]
     logits[1] = [[9, 0, 1], [9, 1, 0], [9, 3, 0], [9, 0, 4], [9, 5, 0]]
     found = CellSearchResult(**{**vars(found), "logits": logits})
-    rows = tables.derivation_table({7: found}).rows
+    rows = study.derivation_table({7: found}).rows
     assert rows == (
         ("seed 7", "argmax (its own)", "normal: (1,2)=skip_connect (0,3)=sep_conv_3x3 (2,3)=skip_connect; reduction: "),
         (
@@ -445,8 +485,8 @@ def test_costs_are_those_of_the_last_cell(monkeypatch):
     monkeypatch.setattr(study, "monte_carlo", fake)
     monkeypatch.setattr(measure, "monte_carlo", fake)
     monkeypatch.setattr(CostConfig, "published", True)
-    monkeypatch.setattr(tables, "sums_table", lambda cfg, runner: None)
-    monkeypatch.setattr(tables, "variants_table", lambda cfg, runner: None)
+    monkeypatch.setattr(study, "sums_table", lambda cfg, runner: None)
+    monkeypatch.setattr(study, "variants_table", lambda cfg, runner: None)
 
     made = {seed: fabricated(cfg.space(), records=3, seed=seed) for seed in (0, 1)}
     found = study._cost(cfg, SimpleNamespace(device="cpu", all=lambda searches: made))
@@ -467,9 +507,11 @@ def test_costs_are_those_of_the_last_cell(monkeypatch):
             f"{error.mean():.4f}",
             f"{clear[0]} / {clear[1]}",
         )
-        panel = next(p for p in found.figures[0].data["panels"] if p["label"] == label)
-        np.testing.assert_allclose(panel["mean"][:, 1:], mean)
-        assert np.isnan(panel["mean"][:, 0]).all() and panel["positive"] == (mean > 0).mean()
+        panel = next(p for p in found.figures[0].panels if p["title"].startswith(label))
+        grid = panel["marks"][0]["grid"]
+        np.testing.assert_allclose(grid[:, 1:], mean)
+        assert np.isnan(grid[:, 0]).all()
+        assert panel["title"] == f"{label}: {(mean > 0).mean():.0%} of the costs > 0"
         if label == "initialisation":
             share = (mean > 0).mean()
     expected = {"mean C": (0, INF, 7 / 20), "share of costs > 0": (0.6, 1, share)}
@@ -484,8 +526,8 @@ def test_sums_are_of_two_cells_without_skips(monkeypatch):
         total = torch.arange(2.0 * 5 * 8).view(2, 5, 8)
         return [LocalCosts(total, total, total)], 0.0
 
-    monkeypatch.setattr(tables, "initial_costs", initial)
-    table = tables.sums_table(CostConfig(cells=3, reductions=True, batches=10), None)
+    monkeypatch.setattr(study, "initial_costs", initial)
+    table = study.sums_table(CostConfig(cells=3, reductions=True, batches=10), None)
     assert table.rows == (("second last cell", "+7.80e+01"), ("last cell", "+2.38e+02"))
     assert (asked[0].cells, asked[0].reductions) == (2, ())
     assert ["skip_connect" in edge.ops for edge in asked[0].cell.edges] == [True] * 4 + [False]

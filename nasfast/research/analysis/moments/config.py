@@ -10,8 +10,7 @@ from nasfast.config import ConfigBase
 
 Padding = Literal["periodic", "shifted", "zero", "reflective"]
 Act = Literal["relu", "relu6", "tanh", "identity"]
-Norm = Literal["none", "batch", "layer", "group", "instance"]
-NetInit = Literal["he", "uniform", "orthogonal"]
+Norm = Literal["none", "batch", "layer"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,7 @@ class NetConfig(ConfigBase):
     """A random network, and which of its layers are measured.
 
     Attributes:
-        norm: normalisation before the activation: `none` (vanilla), `batch`, `layer`, `group`, `instance`.
+        norm: normalisation before the activation: `none` (vanilla), `batch`, `layer`.
         residual: feed-forward units per residual (H); 0 for a feed-forward network.
         act: activation: `relu`, `relu6`, `tanh`, `identity`.
         kernel: kernel size of the convolutions; 0 for fully connected layers.
@@ -27,15 +26,12 @@ class NetConfig(ConfigBase):
         depth: number of layers, or of residuals in a residual network.
         batch: number of samples, B.
         every: number of layers between records.
-        init: initialisation of every layer: `he` (Gaussian), `uniform` (in a ball, together with the bias),
-            `orthogonal`.
         sigma_w, sigma_b: Var(omega) = sigma_w^2 / fan-in and Var(beta) = sigma_b^2; sigma_w null takes sqrt(2) for ReLU
             and ReLU6, otherwise 1.
         padding: `periodic`, `zero`, `reflective`, or `shifted`, which is periodic with the whole border above and left,
             as in the paper's code. It shifts every output by a pixel, which matters only to residual networks, because
             their skip connections are not shifted.
         eps: epsilon of the normalisations.
-        groups: number of groups of `group`.
         dtype: dtype of signal and noise; moments are float64.
     """
 
@@ -47,24 +43,20 @@ class NetConfig(ConfigBase):
     depth: int = 200
     batch: int = 64
     every: int = 4
-    init: NetInit = "he"
     sigma_w: float | None = None
     sigma_b: float = 0.0
     padding: Padding = "periodic"
     eps: float = 1e-3
-    groups: int = 8
     dtype: Literal["float32", "float64"] = "float32"
 
     def _check_values(self) -> None:
-        for name, least in (("width", 1), ("depth", 1), ("batch", 2), ("every", 1), ("residual", 0), ("groups", 1)):
+        for name, least in (("width", 1), ("depth", 1), ("batch", 2), ("every", 1), ("residual", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.kernel < 0 or (self.kernel and self.kernel % 2 == 0):
             raise ValueError(f"kernel must be odd, or 0 for fully connected, got {self.kernel}")
         if self.every > self.depth:
             raise ValueError(f"every must be at most depth, got {self.every} and {self.depth}")
-        if self.init == "uniform" and self.sigma_b:
-            raise ValueError(f"sigma_b must be 0 with init='uniform', which draws biases itself, got {self.sigma_b}")
 
     @property
     def records(self) -> list[int]:

@@ -85,35 +85,6 @@ def sensitivity(x: Tensor, dx: Tensor) -> float:
     return float(moments["log_mu2_noise"] - moments["log_mu2_signal"]) / 2
 
 
-def module_chi(module: nn.Module, x: Tensor, dx: Tensor | None = None, *, draws: int = 4, seed: int = 0) -> float:
-    """delta chi of any module: how much more it amplifies noise than signal.
-
-    Args:
-        module: maps (N, C, ...) to (N, C', ...) and is not changed. A copy is used in evaluation mode, with BatchNorms
-            on the statistics of x.
-        x: the signal.
-        dx: the noise; None takes white noise and averages over `draws`.
-        draws: number of draws of white noise.
-        seed: seed of the white noise.
-
-    Returns:
-        chi; noise is amplified if chi > 1, and 20 log10 chi is the loss of signal-to-noise ratio in dB.
-
-    Raises:
-        ValueError: `draws` is below 1, or see `push`.
-    """
-    if draws < 1:
-        raise ValueError(f"module_chi: draws must be at least 1, got {draws}")
-    copy = held(module)
-    generator = torch.Generator().manual_seed(seed)
-    noises = [torch.randn(x.shape, generator=generator) for _ in range(draws)] if dx is None else [dx]
-    squares = []
-    for noise in noises:
-        y, dy = push(copy, (x.float(), noise.float()))
-        squares.append(math.exp(2 * (sensitivity(y, dy) - sensitivity(x, noise))))
-    return math.sqrt(sum(squares) / len(squares))
-
-
 @dataclass(frozen=True)
 class ModuleMoments:
     """Moments after the probed modules, in the order of their calls.

@@ -18,10 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nasfast.ops.orthogonal import orthogonalize_draws
 from nasfast.research.analysis.moments.config import NetConfig
 from nasfast.research.analysis.moments.inputs import Source, standardised
-from nasfast.research.analysis.moments.pairs import Pair, act, add, conv, normalise, rescale
+from nasfast.research.analysis.moments.pairs import Pair, act, add, batch_norm, conv, layer_norm, rescale
 from nasfast.research.analysis.moments.statistics import energies, ranks, shape
 
 Array = NDArray[np.float64]
@@ -65,34 +64,12 @@ class Draws:
             row.normal_(0, std, generator=generator)
         return values.to(self.device, self.dtype)
 
-    def ball(self, count: int, dimension: int, radius: float) -> Tensor:
-        """(R, count, dimension) numbers; every row is uniform in the ball of this radius."""
-        direction = self.normal(count, dimension)
-        depth = torch.stack([torch.rand(count, 1, generator=g) for g in self.weights]).to(self.device, self.dtype)
-        return direction * (radius * depth ** (1 / dimension) / direction.norm(dim=2, keepdim=True))
-
     def layer(self, cfg: NetConfig, channels: int) -> tuple[Tensor, Tensor | None]:
-        """Weight (R, width, channels, *kernel) and bias (R, width) of a layer."""
+        """He weight (R, width, channels, *kernel) and bias (R, width) of a layer."""
         size = (cfg.width, channels, *(cfg.kernel,) * (2 if cfg.kernel else 0))
         fan_in = channels * max(1, cfg.kernel) ** 2
-        if cfg.init == "uniform":
-            # E |omega_c|^2 = sigma_w^2
-            rows = self.ball(cfg.width, fan_in + 1, cfg.std * ((fan_in + 3) / fan_in) ** 0.5)
-            return rows[..., :-1].reshape(-1, *size), rows[..., -1]
         bias = self.normal(cfg.width, std=cfg.sigma_b) if cfg.sigma_b else None
-        if cfg.init == "he":
-            return self.normal(*size, std=cfg.std / fan_in**0.5), bias
-        (q,) = orthogonalize_draws([self.normal(cfg.width, fan_in)])
-        # rows have length sigma_w, or less if there are more rows than columns
-        return q.mul_(cfg.std * max(1.0, cfg.width / fan_in) ** 0.5).reshape(-1, *size), bias
-
-    def affine(self, cfg: NetConfig) -> tuple[Tensor, Tensor] | None:
-        """Scale and shift of a normalisation, (R, width) each; None if they are 1 and 0."""
-        if cfg.init != "uniform":
-            return None
-        # E gamma^2 + E shift^2 = 1
-        scale, shift = self.ball(cfg.width, 2, 2**0.5).unbind(2)
-        return scale, shift
+        return self.normal(*size, std=cfg.std / fan_in**0.5), bias
 
     def first(self, cfg: NetConfig, channels: int) -> Tensor:
         """Weight of the linear layer before the network, with variance 1 / fan-in."""
@@ -117,7 +94,7 @@ def propagate(cfg: NetConfig, draws: Draws, pair: Pair) -> Iterator[dict[str, Pa
     def normed(y: Pair) -> Pair:
         if cfg.norm == "none":
             return y
-        return normalise(y, cfg.norm, eps=cfg.eps, groups=cfg.groups, affine=draws.affine(cfg))
+        return (batch_norm if cfg.norm == "batch" else layer_norm)(y, cfg.eps)
 
     def linear(x: Pair) -> Pair:
         return conv(x, *draws.layer(cfg, cfg.width), padding=cfg.padding)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nasfast.research.analysis.moments.config import Act, Norm, Padding
+from nasfast.research.analysis.moments.config import Act, Padding
 
 # `shifted` is periodic with the whole border on one side, which shifts the output relative to the input
 _PAD_MODES = {"periodic": "circular", "shifted": "circular", "zero": "constant", "reflective": "reflect"}
@@ -83,50 +83,29 @@ def conv(
     return result
 
 
-def batch_norm(pair: Pair, eps: float, gamma: Tensor | None = None, shift: Tensor | None = None) -> Pair:
-    """z = (y - nu_1,c) / sqrt(mu_2,c + eps) over samples and positions; these statistics are constants for the noise.
-
-    Args:
-        pair: y and dy.
-        eps: epsilon of the normalisation.
-        gamma, shift: (R, C); if given, the result is gamma z + shift.
-    """
+def batch_norm(pair: Pair, eps: float) -> Pair:
+    """z = (y - nu_1,c) / sqrt(mu_2,c + eps) over samples and positions, which are constants for the noise."""
     z = torch.empty_like(pair.v)
     # two passes are faster here than torch.var_mean
     centred = torch.sub(pair.x, pair.x.mean(pair.over, keepdim=True), out=z[0])
     scale = torch.rsqrt(centred.square().mean(pair.over, keepdim=True) + eps)
-    if gamma is not None:
-        scale = scale * pair.channels(gamma)
     centred.mul_(scale)
-    if shift is not None:
-        centred.add_(pair.channels(shift))
     torch.mul(pair.dx, scale, out=z[1])
     return replace(pair, v=z)
 
 
-def group_norm(pair: Pair, eps: float, groups: int, gamma: Tensor | None = None, shift: Tensor | None = None) -> Pair:
-    """z = (y - m) / s over each group of channels of one sample.
+def layer_norm(pair: Pair, eps: float) -> Pair:
+    """z = (y - m) / s over the channels and positions of one sample.
 
-    Layer norm has one group, instance norm one per channel. These statistics depend on the sample, so the noise gets
-    the full derivative dz = (dy - <dy> - z <z dy>) / s.
-
-    Raises:
-        ValueError: the groups do not divide the channels.
+    These statistics depend on the sample, so the noise gets the full derivative dz = (dy - <dy> - z <z dy>) / s.
     """
-    if pair.x.shape[2] % groups:
-        raise ValueError(f"group_norm: {pair.x.shape[2]} channels cannot be divided into {groups} groups")
-    x, dx = pair.v.unflatten(3, (groups, -1))
-    dims = tuple(range(3, x.ndim))
+    x, dx = pair.v
+    dims = tuple(range(2, x.ndim))
     variance, mean = torch.var_mean(x, dims, correction=0, keepdim=True)
     s = torch.sqrt(variance + eps)
     z = (x - mean) / s
     dz = (dx - dx.mean(dims, keepdim=True) - z * (z * dx).mean(dims, keepdim=True)) / s
-    v = torch.stack((z, dz)).flatten(3, 4)
-    if gamma is not None:
-        v *= pair.channels(gamma)
-    if shift is not None:
-        v[0] += pair.channels(shift)
-    return replace(pair, v=v)
+    return replace(pair, v=torch.stack((z, dz)))
 
 
 def _tanh(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -165,22 +144,3 @@ def rescale(pair: Pair) -> Pair:
     s = torch.where(s > 0, s, 1.0)
     pair.dx.mul_(pair.channels(torch.rsqrt(s)[:, None].to(pair.v.dtype)))
     return replace(pair, log_scale=pair.log_scale + s.log())
-
-
-def normalise(pair: Pair, norm: Norm, *, eps: float, groups: int, affine: tuple[Tensor, Tensor] | None = None) -> Pair:
-    """Apply the normalisation of this name.
-
-    Args:
-        pair: y and dy.
-        norm: the name.
-        eps: epsilon of the normalisation.
-        groups: number of groups of `group`.
-        affine: scale and shift, (R, C) each, or None.
-    """
-    gamma, shift = affine or (None, None)
-    if norm == "none":
-        return pair
-    if norm == "batch":
-        return batch_norm(pair, eps, gamma, shift)
-    count = {"layer": 1, "group": groups, "instance": pair.x.shape[2]}[norm]
-    return group_norm(pair, eps, count, gamma, shift)

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from nasfast.ops.modules import ConvBNAct, InvertedResidual
 from nasfast.research.analysis.fairness import channel_moments, fairness, without_indicator_bn
-from nasfast.research.analysis.jacobian import applied, circular_conv_moments, frozen_copy, isometry
+from nasfast.research.analysis.jacobian import Isometry, applied, circular_conv_moments, frozen_copy, isometry
 from nasfast.research.analysis.meanfield import activation, normal_nodes
 from nasfast.research.studies.isometry.config import Effort
-from nasfast.research.studies.isometry.rows import EDGES, SPREADS, ConvolutionMoments, Row, Spread
-from nasfast.research.studies.parts import Check
+from nasfast.research.studies.report import Check
 from nasfast.research.studies.run import Task, no_task
 from nasfast.spaces import SKIP, Arch
 from nasfast.supernet import Init, Supernet, initialize
@@ -28,6 +27,10 @@ from nasfast.supernet.init import GAINS
 
 _LOG = logging.getLogger(__name__)
 
+EDGES = np.linspace(0, 5, 51)
+"""Bins of the singular value histograms."""
+SPREADS = ("f_mean", "f_var", "f_iso", "f_phi", "distortion", "disagreement")
+"""The spreads of `nasfast.research.analysis.fairness.Fairness` that a row of fairness has."""
 
 # Up to this many elements it is cheaper to form a Jacobian than to probe it.
 _MAX_EXACT = 2**16
@@ -41,6 +44,42 @@ _MIN_GAUSSIAN_WEIGHTS = 80_000
 _PAIR_CHANNELS, _BLOCK_CHANNELS, _BLOCK_SIZE = 96, 32, 14
 # One Gaussian pair scatters by more than the mark allows, and finite width adds a percent.
 _PAIR_DRAWS = 32
+
+
+@dataclass(frozen=True)
+class Row:
+    """One candidate of one layer, or one part of a module, under one setting.
+
+    Attributes:
+        setting: initialisation and activation.
+        layer: index, or -1 in a module that is no supernet.
+        name: name of the candidate or part.
+        branch: isometry without the skip connection or the bypassing half; this is what is judged.
+        module: isometry with it; None where both are the same.
+        var_in, var_out: variance of the branch's input and output, averaged over channels.
+        acts: activations in the branch; None if unknown.
+        histogram: share of the branch's singular values in every bin of EDGES.
+    """
+
+    setting: str
+    layer: int
+    name: str
+    branch: Isometry
+    module: Isometry | None
+    var_in: float
+    var_out: float
+    acts: int | None
+    histogram: tuple[float, ...]
+
+    @property
+    def gain(self) -> float:
+        """phi Var(in) / Var(out): how much faster small differences grow than the signal; 1 for a linear branch."""
+        return self.branch.phi * self.var_in / self.var_out if self.var_out > 0 else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row as JSON, with the gain; densities are quantiles."""
+        module = None if self.module is None else self.module.to_dict()
+        return {**vars(self), "branch": self.branch.to_dict(), "module": module, "gain": self.gain}
 
 
 def relative_gain(act: str) -> float:
@@ -69,15 +108,7 @@ def measure(
     module: nn.Module, h: Tensor, effort: Effort, *, setting: str, layer: int = -1, name: str, acts: int | None = None
 ) -> Row:
     """Measure one module at the inputs h (N, ...), as a row whose branch is the module."""
-    found = isometry(
-        module,
-        h,
-        samples=effort.samples,
-        probes=effort.probes,
-        max_exact=_MAX_EXACT,
-        lanczos_steps=effort.lanczos_steps,
-        seed=effort.seed,
-    )
+    found = isometry(module, h, max_exact=_MAX_EXACT, **vars(effort))
     with torch.no_grad():
         var_out = _variance(applied(frozen_copy(module, h), h))
     histogram = tuple(found.histogram(EDGES).tolist())
@@ -90,7 +121,7 @@ def _variance(y: Tensor) -> float:
 
 def measure_supernet(
     net: Supernet, images: Tensor, effort: Effort, *, setting: str, path: Arch | None, task: Task = no_task
-) -> tuple[list[Row], list[Spread]]:
+) -> tuple[list[Row], list[dict[str, Any]]]:
     """Measure every candidate of every layer, and how much the candidates of a layer differ.
 
     Args:
@@ -102,7 +133,7 @@ def measure_supernet(
         task: tells the progress.
 
     Returns:
-        Rows, and per layer the spreads with and without the indicator BatchNorms.
+        Rows, and per layer the SPREADS (None where they are not known) with and without the indicator BatchNorms.
     """
     rows, spreads = [], []
     done = task(setting, len(net.layers))
@@ -123,7 +154,7 @@ def measure_supernet(
                 phi = [row.branch.phi for row in measured] if indicator_bn else None
                 found = fairness(chosen, h, names=list(blocks), phi=phi)
                 of_layer = {key: getattr(found, key) for key in SPREADS}
-                spreads.append(Spread(setting, index, indicator_bn, **of_layer))
+                spreads.append({"setting": setting, "layer": index, "indicator_bn": indicator_bn, **of_layer})
         if path is not None and path[index] != SKIP:
             with torch.no_grad():
                 h = choice_layer.candidates[path[index]](h)
@@ -138,15 +169,7 @@ def _measure_block(block: nn.Module, h: Tensor, effort: Effort, setting: str, la
     if branch is block:
         return row
     # no density is computed, because it takes most of the time
-    whole = isometry(
-        block,
-        h,
-        samples=effort.samples,
-        probes=effort.probes,
-        max_exact=_MAX_EXACT,
-        lanczos_steps=0,
-        seed=effort.seed,
-    )
+    whole = isometry(block, h, max_exact=_MAX_EXACT, **{**vars(effort), "lanczos_steps": 0})
     return replace(row, module=whole)
 
 
@@ -210,31 +233,21 @@ def measure_module(module: nn.Module, x: Tensor, effort: Effort, *, setting: str
     return rows
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of convolution, and the closed form of varphi / g^4 of its orthogonal and Gaussian weights."""
-
-    name: str
-    orthogonal: float | None
-    gaussian: float | None
-
-
-def _kind_of(conv: nn.Conv2d) -> _Kind:
+def _kind_of(conv: nn.Conv2d) -> tuple[str, dict[str, float]]:
+    """A kind of convolution, and the closed form of varphi / g^4 by scheme of its weights, where there is one."""
     k, out, fan_in = conv.kernel_size[0], conv.out_channels, conv.in_channels
     if conv.groups == fan_in > 1:
-        return _Kind(f"depthwise {k} x {k}", (k * k - 1) / (k * (k + 2)), 1 + 1 / k**2)
+        return f"depthwise {k} x {k}", {"orthogonal": (k * k - 1) / (k * (k + 2)), "gaussian": 1 + 1 / k**2}
     if k > 1 or conv.groups > 1:
-        return _Kind(f"dense {k} x {k}", None, None)
+        return f"dense {k} x {k}", {}
     # Marchenko and Pastur, with the term that finite width adds
     gaussian = out / fan_in + 1 / fan_in
     if out <= fan_in:
-        return _Kind("pointwise, projection", 0.0, gaussian)
-    return _Kind(f"pointwise, expansion x {out / fan_in:.3g}", out / fan_in - 1, gaussian)
+        return "pointwise, projection", {"orthogonal": 0.0, "gaussian": gaussian}
+    return f"pointwise, expansion x {out / fan_in:.3g}", {"orthogonal": out / fan_in - 1, "gaussian": gaussian}
 
 
-def measure_convolutions(
-    module: nn.Module, *, setting: str, scheme: str
-) -> tuple[list[ConvolutionMoments], list[Check]]:
+def measure_convolutions(module: nn.Module, *, setting: str, scheme: str) -> tuple[list[dict[str, Any]], list[Check]]:
     """phi / g^2 and varphi / g^4 of every kind of convolution in a network, as circular ones of stride 1, with marks.
 
     A mark has the spec's tolerance, or four standard errors where few random filters scatter more. Kinds with few
@@ -244,17 +257,20 @@ def measure_convolutions(
         module: a module of ConvBNAct units, whose activations give g; not changed.
         setting: name of the rows.
         scheme: `orthogonal` or `gaussian`; chooses the closed forms.
+
+    Returns:
+        Rows (`expected_varphi` is None where there is no closed form), and the marks.
     """
     pooled: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     weights: dict[str, int] = {}
     for unit in module.modules():
         if not isinstance(unit, ConvBNAct):
             continue
-        kind, g2 = _kind_of(unit.conv), GAINS[unit.act_name] ** 2
+        (name, forms), g2 = _kind_of(unit.conv), GAINS[unit.act_name] ** 2
         firsts, seconds = circular_conv_moments(unit.conv.weight, unit.conv.groups)
-        weights[kind.name] = weights.get(kind.name, 0) + unit.conv.weight.numel()
-        closed = np.full(len(firsts), getattr(kind, scheme), dtype=float)
-        pooled.setdefault(kind.name, []).append((firsts / g2, seconds / g2**2, closed))
+        weights[name] = weights.get(name, 0) + unit.conv.weight.numel()
+        closed = np.full(len(firsts), forms.get(scheme, math.nan))
+        pooled.setdefault(name, []).append((firsts / g2, seconds / g2**2, closed))
     rows, marks = [], []
     for name, found in sorted(pooled.items()):
         # the filters of a depthwise convolution share a row of `found`; any other convolution is one block
@@ -262,7 +278,8 @@ def measure_convolutions(
         phi = float(firsts.mean())
         varphi = float(seconds.mean() - phi**2)
         expected = None if np.isnan(closed).any() else float(closed.mean())
-        rows.append(ConvolutionMoments(setting, name, len(found), phi, varphi, expected))
+        row: dict[str, Any] = {"setting": setting, "kind": name, "count": len(found), "phi": phi, "varphi": varphi}
+        rows.append({**row, "expected_varphi": expected})
         if scheme == "gaussian" and weights[name] < _MIN_GAUSSIAN_WEIGHTS:
             continue
         marks.append(Check.near(f"{setting}: {name}: phi / g^2", 1.0, max(_PHI_MARK, _SIGMAS * _error(firsts)), phi))

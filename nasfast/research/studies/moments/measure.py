@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,43 +80,23 @@ def source_of(cfg: FiguresConfig) -> Source:
     return fields(3, 32) if cfg.kernel else gaussian(3072)
 
 
-@dataclass(frozen=True)
-class Published:
-    """The published arrays of one figure, at the depths that a run has too; false where there are none."""
-
-    name: str = ""
-    arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.name)
-
-    def __getitem__(self, key: str) -> np.ndarray:
-        return self.arrays[key]
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.arrays
-
-    def to_dict(self) -> dict[str, Any]:
-        """The name and the arrays; nothing where there are none."""
-        return {"name": self.name, **self.arrays} if self else {}
-
-
-NOT_PUBLISHED = Published()
+Published = dict[str, Any]
+"""The published arrays of one figure, at the depths that a run has too, and its `name`; empty where there are none."""
 
 
 def published(cfg: FiguresConfig, figure: int) -> Published:
     """Read the arrays of a figure from the folder that the config names."""
     name = cfg.published(figure)
     if cfg.reference is None or name is None or not (file := Path(cfg.reference) / f"{name}.npz").exists():
-        return NOT_PUBLISHED
+        return {}
     with np.load(file, allow_pickle=False) as arrays:
         found = {key: arrays[key] for key in arrays.files}
     shared = np.isin(found["depth"], cfg.network(figure).records)
     cut = {key: v[..., shared] if v.shape[-1:] == shared.shape else v for key, v in found.items()}
-    return Published(name, cut) if shared.any() else NOT_PUBLISHED
+    return {"name": name, **cut} if shared.any() else {}
 
 
-def published_law(arrays: Published | Mapping[str, np.ndarray]) -> PowerLaw:
+def published_law(arrays: Mapping[str, np.ndarray]) -> PowerLaw:
     """The power law of figure 5, fitted to published arrays."""
     return fit_power_law(
         arrays["depth"], arrays["chi_mean"], arrays["inc_ratio_of_means"], int(arrays["units_per_residual"])

@@ -1,4 +1,4 @@
-"""The moments study: its three kinds, each `run(config, out, task) -> StudyReport`.
+"""The moments study: its three kinds, each `run(config, out, task) -> StudyReport`, with tables, figures and marks.
 
 `quick` is a small version of Labatie's experiments with pass marks, `figures` the published settings beside the
 published arrays, `module` the same measurements in a search space's candidates or in any module.
@@ -6,32 +6,51 @@ published arrays, `module` the same measurements in a search space's candidates 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from nasfast.research.analysis.moments.detect import Verdict, detect, fit_line, summarise
+from nasfast.research.analysis.moments.detect import (
+    EXPLODING,
+    ONE_DIMENSIONAL,
+    WELL_BEHAVED,
+    Verdict,
+    detect,
+    dilution_bounds,
+    fit_line,
+    power_law_of,
+    summarise,
+)
 from nasfast.research.analysis.moments.inputs import Source, fields, gaussian
-from nasfast.research.analysis.moments.module import module_moments
+from nasfast.research.analysis.moments.module import ModuleMoments, module_moments
 from nasfast.research.analysis.moments.networks import NetConfig, Run
+from nasfast.research.studies.draw import INK, SERIES, band, level, line, panel
 from nasfast.research.studies.inputs import maker, sample_shape
-from nasfast.research.studies.moments import figures as figures_of
-from nasfast.research.studies.moments import marks, tables
 from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
 from nasfast.research.studies.moments.measure import (
+    Array,
     Paths,
+    Published,
     Runner,
     measure_paths,
     module_inputs,
     published,
+    published_law,
     source_of,
 )
-from nasfast.research.studies.parts import Figure, Table
-from nasfast.research.studies.report import StudyReport
+from nasfast.research.studies.report import Check, Figure, Form, StudyReport, Table, checks_of
 from nasfast.research.studies.run import Task
 from nasfast.runtime.device import torch_device
-from nasfast.spaces import get_space
+from nasfast.spaces import SearchSpace, get_space
 from nasfast.supernet import Init, Supernet, initialize
+
+_SQRT2 = math.sqrt(2)
+_DB = 20 / math.log(10)
+"""Decibels of a log chi of 1."""
+# Ranks are averaged over twenty layers before they are compared. A rise within two standard errors does not count.
+_AVERAGED, _SIGMAS = 20, 2.0
 
 _EXPLANATION = (
     "chi, the normalised sensitivity, is how much more a network amplifies noise than signal; 20 log10 chi is the loss "
@@ -70,16 +89,16 @@ def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
     verdicts = {name: detect(found.depth, found.curves()) for name, found in runs.items()}
     checks = []
     for kind in _QUICK:
-        for family, checks_of in (
-            ("vanilla", marks.vanilla_checks),
-            ("BN feed-forward", marks.exploding_checks),
-            ("BN resnet", marks.resnet_checks),
+        for family, family_checks in (
+            ("vanilla", vanilla_checks),
+            ("BN feed-forward", exploding_checks),
+            ("BN resnet", resnet_checks),
         ):
             name = f"{kind}, {family}"
-            checks += checks_of(kind, runs[name], verdicts[name])
-    variants = _variants(runner, sources["FC"])
+            checks += family_checks(kind, runs[name], verdicts[name])
+    variants, of_variants = _variants(runner, sources["FC"])
     histogram_net = _QUICK["FC"].replace(every=_QUICK["FC"].depth // 4)
-    histograms = runner("FC, histograms", histogram_net, sources["FC"], _HISTOGRAM_SEEDS)
+    spread = runner("FC, histograms", histogram_net, sources["FC"], _HISTOGRAM_SEEDS)
     return StudyReport(
         subject="quick experiment on synthetic inputs",
         explanation=_EXPLANATION,
@@ -88,37 +107,49 @@ def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
             "64, batch 16, periodic borders",
         ),
         tables=(
-            tables.summary_table("averages over networks", runs, runner.seconds),
-            tables.fit_table(runs, verdicts),
-            tables.variants_table(variants),
+            summary_table("averages over networks", runs, runner.seconds),
+            fit_table(runs, verdicts),
+            variants,
         ),
         figures=(
-            figures_of.histograms("FC, vanilla, width 128", histograms),
-            *(figures_of.curves_of(name, found) for name, found in runs.items()),
+            histograms("FC, vanilla, width 128", spread, {}),
+            *(curves_of(name, found, {}) for name, found in runs.items()),
         ),
         verdicts=verdicts,
-        checks=(*checks, *marks.variant_checks(variants)),
+        checks=(*checks, *of_variants),
     )
 
 
-def _variants(runner: Runner, source: Source) -> marks.Variants:
+def _variants(runner: Runner, source: Source) -> tuple[Table, list[Check]]:
+    """What layer norm, tanh, tanh with BatchNorm, and a ReLU resnet without BatchNorm do, and their"""
     base = _QUICK["FC"]
 
-    def run_of(name: str, net: NetConfig) -> tuple[Run, Verdict]:
+    def run_of(name: str, net: NetConfig) -> tuple[Run, Mapping[str, float]]:
         found = runner(name, net, source, _QUICK_SEEDS["FC"])
-        return found, detect(found.depth, found.curves())
+        return found, detect(found.depth, found.curves()).evidence
 
     _, layer = run_of("layer norm", base.replace(norm="layer"))
     _, chaotic = run_of("tanh, chaotic", base.replace(act="tanh", sigma_w=2.0, sigma_b=0.3))
     _, tanh_bn = run_of("tanh with BN", base.replace(act="tanh", norm="batch"))
     resnet, plain = run_of("ReLU resnet without BN", base.replace(residual=2, depth=100))
-    return marks.Variants(
-        layer_share=layer.evidence["share"],
-        tanh_slope=chaotic.evidence["slope"],
-        tanh_bn_slope=tanh_bn.evidence["slope"],
-        growth=fit_line(resnet.depth, resnet.curves()["lognu2"].mean(0)),
-        rank=plain.evidence["rank"],
+    growth = fit_line(resnet.depth, resnet.curves()["lognu2"].mean(0))
+    rows = (
+        ("layer norm", f"mu_2/nu_2 {layer['share']:.2g}: zero-dimensional signal"),
+        ("tanh, chaotic (sigma_w 2, sigma_b 0.3)", f"log chi grows by {chaotic['slope']:.3f} per layer"),
+        ("tanh with BN", f"log chi grows by {tanh_bn['slope']:.3f} per layer"),
+        (
+            "ReLU resnet without BN, H = 2",
+            f"log nu_2 grows by {growth.slope:.3f} per residual, r_eff {plain['rank']:.2f}",
+        ),
     )
+    checks = [
+        Check("layer norm: mu_2/nu_2 at L", 0, 1e-2, layer["share"]),
+        Check("tanh, chaotic: slope of log chi", 0.12, 0.15, chaotic["slope"]),
+        Check("tanh with BN: slope of log chi", 0.085, 0.105, tanh_bn["slope"]),
+        Check("ReLU resnet without BN: growth of log nu_2", 0.6, 0.7, growth.slope),
+        Check("ReLU resnet without BN: linear, R^2", 0.99, 1, growth.r2),
+    ]
+    return Table("variants, averages over networks", ("", "measured"), rows), checks
 
 
 def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
@@ -134,24 +165,24 @@ def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
         reference = published(cfg, number)
         title = f"figure {number}: {name}"
         if number == 2:
-            drawn.append(figures_of.histograms(title, found, reference))
+            drawn.append(histograms(title, found, reference))
         else:
             runs[name] = found
-            drawn.append(figures_of.curves_of(title, found, reference))
+            drawn.append(curves_of(title, found, reference))
         if reference:
-            rows, of_figure = marks.agreement(cfg, number, found, reference)
+            rows, of_figure = agreement(cfg, number, found, reference)
             compared += rows
             checks += of_figure
     verdicts = {name: detect(found.depth, found.curves()) for name, found in runs.items()}
     shown = []
     if runs:
-        shown.append(tables.summary_table("averages over networks", runs, runner.seconds))
-        shown.append(tables.fit_table(runs, verdicts))
+        shown.append(summary_table("averages over networks", runs, runner.seconds))
+        shown.append(fit_table(runs, verdicts))
     if compared:
         header = ("against the published arrays", "largest deviation", "at l", "measured", "published", "/ allowed")
         shown.append(Table("agreement", header, tuple(compared)))
     if cfg.reference is not None:
-        checks += marks.data_checks(Path(cfg.reference))
+        checks += data_checks(Path(cfg.reference))
     kind = f"{cfg.kernel} x {cfg.kernel} convolutions, {cfg.padding} borders" if cfg.kernel else "fully connected"
     inputs = "synthetic inputs" if cfg.images is None else f"images of {Path(cfg.images).name}"
     notes = [f"{cfg.realisations} networks (paper: 1,000, FC 200), figure 2: {cfg.histogram_realisations} (10,000)"]
@@ -188,6 +219,14 @@ def _space(cfg: ModuleConfig, task: Task) -> StudyReport:
     depth = np.arange(1, len(space) + 1, dtype=float)
     verdicts = {name: detect(depth, paths.curves) for name, paths in found.items()}
     reductions = [i for i, layer in enumerate(space.layers) if not layer.normal]
+    curves = {
+        name: {
+            **summarise(paths.curves),
+            "paths_std": paths.curves["logchi"].std(0),
+            "candidates_std": paths.spreads(),
+        }
+        for name, paths in found.items()
+    }
     inputs = "1/f fields" if cfg.images is None else f"images of {Path(cfg.images).name}"
     return StudyReport(
         subject=f"space {space.name}, {len(space)} layers, {inputs}, {space.resolution} x {space.resolution}",
@@ -197,13 +236,13 @@ def _space(cfg: ModuleConfig, task: Task) -> StudyReport:
             "log chi is counted from the output of the stem; verdicts are of the average over paths",
         ),
         tables=(
-            tables.path_table(found, verdicts),
-            tables.layer_table(found, space),
-            tables.stage_table(found, reductions),
-            tables.candidate_table(found),
-            tables.comparability_table(found),
+            path_table(found, verdicts),
+            layer_table(found, space),
+            stage_table(found, reductions),
+            candidate_table(found),
+            comparability_table(found),
         ),
-        figures=(figures_of.along_paths(depth, found, reductions),),
+        figures=(space_curves("along random paths", depth, curves, [i + 1 for i in reductions]),),
         verdicts=verdicts,
     )
 
@@ -225,13 +264,394 @@ def _module(cfg: ModuleConfig, name: str, task: Task) -> StudyReport:
         verdicts[setting] = detect(depth, found.curves)
         mean = summarise(found.curves)
         settings[setting] = {key: values for key, values in mean.items() if key.startswith(("logchi", "reff"))}
-        shown.append(tables.probe_table(setting, found))
+        shown.append(probe_table(setting, found))
         task(setting, 1)(1)
     return StudyReport(
         subject=f"module {cfg.module}, input {cfg.input}, batch {cfg.batch}",
         explanation=_EXPLANATION,
         notes=(f"{cfg.draws} draws of white noise; depth counts probes",),
         tables=tuple(shown),
-        figures=(figures_of.space_curves("behind the probes", depth, settings, []),),
+        figures=(space_curves("behind the probes", depth, settings, []),),
         verdicts=verdicts,
     )
+
+
+def summary_table(title: str, runs: Mapping[str, Run], seconds: Mapping[str, float]) -> Table:
+    """The averages over networks at four depths."""
+    columns = {"": "", "l": ".0f", "log chi": ".3f", "dB": ".1f", "increment": ".4f", "BN part": ".4f"}
+    columns |= {"other part": ".4f", "r_eff(x)": ".2f", "r_eff(dx)": ".2f", "mu_4(z)": ".2f", "log nu_2(x)": ".2f"}
+    rows = []
+    for name, found in runs.items():
+        mean = {key: values.mean(0) for key, values in found.curves().items()}
+        keys = ("inc", "inc_bn", "inc_phi", "reff_signal", "reff_noise", "mu4_z", "lognu2")
+        for i in sorted({0, len(found.depth) // 4, len(found.depth) // 2, len(found.depth) - 1}):
+            chi = mean["logchi"][i]
+            # networks without BatchNorm have no parts and no normalised signal
+            left_out = () if "inc_bn" in mean else ("inc_bn", "inc_phi", "mu4_z")
+            values = [None if key in left_out else mean[key][i] for key in keys]
+            size = (str(found.realisations), f"{seconds[name]:.1f}") if i == 0 else ("", "")
+            rows.append((name if i == 0 else "", found.depth[i], chi, _DB * chi, *values, *size))
+    return Table.of(title, {**columns, "networks": "", "seconds": ""}, rows)
+
+
+def fit_table(runs: Mapping[str, Run], verdicts: Mapping[str, Verdict]) -> Table:
+    """The fits of every run, and the verdict."""
+    header = ("fits of log chi", "slope", "R^2", "exponent", "R^2", "tau", "r_eff(L)", "verdict")
+    rows = []
+    for name, found in runs.items():
+        e = verdicts[name].evidence
+        tau = f"{power_law_of(found).tau:.3f}" if found.cfg.residual else "-"
+        slope, exponent = (
+            (f"{e['slope']:.4f}", f"{e['slope_r2']:.5f}"),
+            (f"{e['exponent']:.3f}", f"{e['exponent_r2']:.5f}"),
+        )
+        rows.append((name, *slope, *exponent, tau, f"{e['rank']:.2f}", str(verdicts[name])))
+    return Table("exponential fit on l > L/4, power law on all l", header, tuple(rows))
+
+
+def path_table(found: Mapping[str, Paths], verdicts: Mapping[str, Verdict]) -> Table:
+    """The averages over random paths behind the last layer."""
+    judged = {"log chi(L)": ("log_chi", ".3f"), "dB": ("noise_factor_db", ".1f"), "exponent": ("exponent", ".3f")}
+    judged |= {
+        "R^2": ("exponent_r2", ".4f"),
+        "R^2 exponential": ("exponent_r2_against_l", ".4f"),
+        "r_eff(x)": ("rank", ".1f"),
+    }
+    columns = {"random paths": "", **{text: digits for text, (_, digits) in judged.items()}}
+    columns |= {"r_eff(dx)": ".1f", "mu_2/nu_2": ".3f", "pseudo-linear": ".3f", "verdict": ""}
+    rows = []
+    for name, paths in found.items():
+        e, last = verdicts[name].evidence, {key: values.mean(0)[-1] for key, values in paths.curves.items()}
+        values = [e[key] for key, _ in judged.values()]
+        rows.append((name, *values, last["reff_noise"], e["share"], last["pseudo_linear"], str(verdicts[name])))
+    return Table.of("from the stem to the last layer", columns, rows)
+
+
+def layer_table(found: Mapping[str, Paths], space: SearchSpace) -> Table:
+    """The averages over random paths, layer by layer."""
+    columns = {"layer": ""}
+    for name in found:
+        columns |= {f"{name}: delta chi": ".3f", f"{name}: log chi": ".3f", f"{name}: r_eff": ".1f"}
+    rows: list[list[str | float]] = []
+    for index, layer in enumerate(space.layers):
+        rows.append([f"{index} {'' if layer.normal else 'reduction'}".strip()])
+        for paths in found.values():
+            chi, rank = (paths.curves[key].mean(0) for key in ("logchi", "reff_signal"))
+            rows[-1] += [math.exp(chi[index] - (chi[index - 1] if index else 0.0)), chi[index], rank[index]]
+    return Table.of("averages over paths (increments: geometric)", columns, rows)
+
+
+def stage_table(found: Mapping[str, Paths], reductions: Sequence[int]) -> Table:
+    """Increments by place within a stage, beside those that theorem 4 predicts from the first.
+
+    By the theorem the k-th residual of a stage adds a branch of variance 1 to a sum of k branches. The branch has the
+    growth G of the reduction.
+    """
+    places: dict[int, list[int]] = {}
+    for first, end in zip(reductions, [*reductions[1:], None], strict=True):
+        for k, layer in enumerate(range(first, next(iter(found.values())).layers if end is None else end)):
+            places.setdefault(k, []).append(layer)
+    header = ("layer of a stage", *(f"{name}{text}" for name in found for text in (": delta chi", ", diluted")))
+    steps = [np.diff(paths.curves["logchi"].mean(0), prepend=0.0) for paths in found.values()]
+    rows: list[list[str | float | None]] = []
+    for k, layers in places.items():
+        rows.append(["reduction" if k == 0 else f"{k} later"])
+        for step in steps:
+            growth = math.exp(2 * step[places[0]].mean())
+            rows[-1] += [math.exp(step[layers].mean()), math.sqrt(1 + (growth - 1) / (k + 1)) if k else None]
+    rows.append(["whole stage"])
+    for step in steps:
+        rows[-1] += [math.exp(sum(step[layers].mean() for layers in places.values())), None]
+    return Table.of("within a stage, averages over stages", dict.fromkeys(header, ".3f"), rows)
+
+
+def candidate_table(found: Mapping[str, Paths]) -> Table:
+    """The increment of every candidate of every layer."""
+    places = list(dict.fromkeys(place for paths in found.values() for place in paths.increments))
+    rows = [
+        (f"{layer} {name}", *(math.exp(np.mean(paths.increments[layer, name])) for paths in found.values()))
+        for layer, name in places
+    ]
+    columns = {"layer and candidate": "", **dict.fromkeys(found, ".3f")}
+    return Table.of("delta chi of every candidate", columns, rows)
+
+
+def comparability_table(found: Mapping[str, Paths]) -> Table:
+    """How much candidates of a layer differ, and how much paths differ with depth."""
+    first_column = "std of log delta chi over candidates, then of log chi over paths"
+    header = (
+        "first quarter",
+        "last quarter",
+        "mean",
+        "paths: first quarter",
+        "last quarter",
+        "last over first",
+        "if added up",
+    )
+    rows = []
+    for name, paths in found.items():
+        quarter = max(1, paths.layers // 4)
+        candidates, between_paths = paths.spreads(), paths.curves["logchi"].std(0)
+        # what the differences would grow to if every layer added its own
+        alone = np.sqrt(np.cumsum(candidates**2))
+        (near, far), (first, last) = ((v[:quarter].mean(), v[-quarter:].mean()) for v in (candidates, between_paths))
+        spreads = [f"{value:.4f}" for value in (near, far, candidates.mean(), first, last)]
+        growth = alone[-quarter:].mean() / alone[:quarter].mean()
+        rows.append((name, *spreads, f"{last / first:.2f}", f"{growth:.2f}"))
+    return Table("do candidates stay comparable with depth?", (first_column, *header), tuple(rows))
+
+
+def probe_table(setting: str, found: ModuleMoments) -> Table:
+    """The moments behind every probe of a module."""
+    mean = summarise(found.curves)
+    keys = ("inc", "logchi", "reff_signal", "reff_noise", "variance_share", "mu4", "pseudo_linear")
+    rows = [(name, *(mean[f"{key}_mean"][i] for key in keys)) for i, name in enumerate(found.names)]
+    header = ("behind", "delta chi", "log chi", "r_eff(x)", "r_eff(dx)", "mu_2/nu_2", "mu_4", "pseudo-linear")
+    return Table.of(setting, dict.fromkeys(header, ".3f"), rows)
+
+
+_BANDS = " Lines: means over networks; bands: 16th to 84th percentile. Dashed: the published mean."
+
+
+def histograms(title: str, found: Run, reference: Published) -> Figure:
+    """Figure 2: as depth grows, the log second moments of signal and noise spread over networks."""
+    panels = []
+    for key, name in (("lognu2", r"$\log\,\nu_2(x^l)$"), ("logmu2_noise", r"$\log\,\mu_2(dx^l)$")):
+        marks: list[Form] = []
+        for i, (colour, depth) in enumerate(zip(SERIES, found.depth, strict=False)):
+            values = found.curves()[key].T[i]
+            marks.append({"mark": "histogram", "values": values, "colour": colour, "label": f"l = {depth:.0f}"})
+            if reference:
+                marks.append(level(reference[f"{key}_mean"][i], upright=True, colour=colour, ls="--"))
+        panels.append(panel(name, *marks, x="log moment", y="density", legend=True))
+    caption = (
+        "Distribution over networks of the log second moments of signal and noise. Lines: the normal distribution of "
+        "the same mean and deviation. Dashed: published mean."
+    )
+    return Figure(title, caption, panels, legend=False)
+
+
+def _curve(
+    depth: Array,
+    curves: Mapping[str, Array],
+    key: str,
+    colour: str,
+    label: str = "",
+    reference: Published | None = None,
+) -> list[Form]:
+    mean, low, high = (curves[f"{key}_{part}"] for part in ("mean", "p16", "p84"))
+    marks = [band(depth, low, high, colour), line(depth, mean, colour, label)]
+    if reference and f"{key}_mean" in reference:
+        marks.append(line(reference["depth"], reference[f"{key}_mean"], INK, lw=1, ls="--"))
+    return marks
+
+
+def curves_of(title: str, found: Run, reference: Published) -> Figure:
+    """Figure 3, 4 or 5: averages over networks, and for figure 5 the power law that the increments predict."""
+    depth, curves, residual = found.depth, summarise(found.curves()), bool(found.cfg.residual)
+
+    def shown(names: Mapping[str, str]) -> list[Form]:
+        return [
+            m
+            for colour, (key, label) in zip(SERIES, names.items(), strict=False)
+            for m in _curve(depth, curves, key, colour, label, reference)
+        ]
+
+    names, bounds = {"inc": r"$\delta\chi$"}, [level(1), level(_SQRT2)]
+    if found.cfg.norm != "none":
+        names |= {"inc_bn": r"$\delta_{\mathrm{BN}}\chi$", "inc_phi": r"$\delta_\phi\chi$"}
+    names |= {"inc_residual": r"$\delta\chi^l$"} if residual else {}
+    increments = panel("increments of the sensitivity", *shown(names), *bounds, x="l", legend=True)
+    ranks = {"reff_signal": "signal"}
+    if found.cfg.norm == "none":
+        alone = panel(r"$r_{\mathrm{eff}}(x^l)$", *shown(ranks), level(1), x="l", log="y")
+        caption = (
+            "Sensitivity increments between 1 and sqrt 2 (dotted), and the effective rank, which tends to 1." + _BANDS
+        )
+        return Figure(title, caption, [increments, alone], legend=False)
+    chi = panel(r"$\log\chi^l$", *shown({"logchi": ""}), x="l")
+    if residual:
+        law = power_law_of(found)
+        marks = [line(depth, np.exp(curves[f"logchi_{part}"]), alpha=0.4) for part in ("p16", "p84")]
+        marks.append(line(depth, np.exp(curves["logchi_mean"])))
+        marks.append(line(depth, law.c * depth**law.tau, SERIES[1], f"{law.c:.2f} l^{law.tau:.3f}", ls=":"))
+        if reference:
+            marks.append(line(reference["depth"], reference["chi_mean"], INK, lw=1, ls="--"))
+        chi = panel(r"$\chi^l$", *marks, x="l", log="xy", legend=True)
+    rank = panel("effective rank", *shown({**ranks, "reff_noise": "noise"}), x="l", log="y", legend=True)
+    absolute = _curve(depth, curves, "nu1abs_z", SERIES[1], r"$\nu_1(|z^l|)$", reference)
+    gauss = level(math.sqrt(2 / math.pi), colour=SERIES[1])
+    tails = panel(
+        "the normalised signal",
+        *_curve(depth, curves, "mu4_z", SERIES[0], r"$\mu_4(z^l)$", reference),
+        level(3, colour=SERIES[0]),
+        x="l",
+        y=r"$\mu_4$",
+        log="y",
+        # there is nothing to see below a Gaussian's 3
+        ylim=(2, None),
+        legend=True,
+        twin=panel("", *absolute, gauss, y=r"$\nu_1(|z|)$", ylim=(0, 1)),
+    )
+    caption = (
+        "Increments of the sensitivity (of a resnet: of the first unit of every residual) and their two parts, the "
+        "sensitivity (of a resnet with the power law predicted from the increments), effective ranks, and fourth "
+        "moment and mean absolute value of the normalised signal (dotted: those of a Gaussian)." + _BANDS
+    )
+    return Figure(title, caption, [increments, chi, rank, tails], legend=False)
+
+
+def space_curves(
+    title: str, depth: Array, settings: Mapping[str, Mapping[str, Array]], reductions: Sequence[int]
+) -> Figure:
+    """Averages over paths or noise draws by depth, for every setting; `reductions` are depths."""
+    titles = {"logchi": r"$\log\chi$", "reff_signal": "effective rank of the signal"}
+    spreads = {
+        "candidates_std": r"std of $\log\,\delta\chi$ over candidates",
+        "paths_std": r"std of $\log\chi$ over paths",
+    }
+    paths = all("paths_std" in curves for curves in settings.values())
+    grey = [level(reduction, upright=True, ls="-", lw=0.8, alpha=0.5) for reduction in reductions]
+    coloured = [(colour, *setting) for colour, setting in zip(SERIES, settings.items(), strict=False)]
+    x = "layer" if paths else "probe"
+    panels = []
+    for key, text in titles.items():
+        marks = [m for colour, name, curves in coloured for m in _curve(depth, curves, key, colour, name)]
+        panels.append(panel(text, *marks, *grey, x=x, log="y" if key == "reff_signal" else ""))
+    for key, text in spreads.items() if paths else ():
+        marks = [line(depth, curves[key], colour, marker="o", ms=2.5) for colour, _, curves in coloured]
+        panels.append(panel(text, *marks, *grey, x=x, ylim=(0, None)))
+    caption = (
+        "Averages over random paths, or noise draws, by depth; bands: 16th to 84th percentile. Grey lines: reductions."
+    )
+    return Figure(title, caption, panels)
+
+
+def vanilla_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
+    """Marks of networks without normalisation."""
+    curves = found.curves()
+    inc, rank = curves["inc"].mean(0), curves["reff_signal"]
+    marks = {
+        "smallest increment (theorem 2: 1)": (0.95, _SQRT2, inc.min()),
+        "largest increment (theorem 2: sqrt 2)": (0.95, _SQRT2, inc.max()),
+    }
+    if kind == "FC":
+        marks |= {
+            "increment, last half": (0.98, 1.03, inc[found.depth > found.depth[-1] / 2].mean()),
+            "r_eff(L)": (1, 1.3, rank[:, -1].mean()),
+            "detected one-dimensional": (1, 1, ONE_DIMENSIONAL in verdict.names),
+        }
+    else:
+        steps = np.diff(rank.reshape(len(rank), -1, _AVERAGED // found.cfg.every).mean(2), axis=1)
+        rise = steps.mean(0) / (steps.std(0, ddof=1) / math.sqrt(len(steps)))
+        marks |= {
+            "r_eff(L)": (1, 4, rank[:, -1].mean()),
+            "largest rise of r_eff in 20 layers, in standard errors": (-math.inf, _SIGMAS, rise.max()),
+        }
+    return checks_of(f"{kind}, vanilla", marks)
+
+
+def exploding_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
+    """Marks of networks with BatchNorm and without skip connections."""
+    curves, e = found.curves(), verdict.evidence
+    phi = curves["inc_phi"].mean(0)
+    # theorem 3, second factor: from the mean absolute values of the normalised signal alone
+    predicted = (1 - found.values["nu1_abs_squared_signal_norm"].mean(0) / 2) ** -0.5
+    marks = {
+        "slope of log chi": (*((0.18, 0.23) if kind == "FC" else (0.15, 0.21)), e["slope"]),
+        "smallest ReLU part (theorem 3: 1)": (0.99, _SQRT2, phi.min()),
+        "largest ReLU part (theorem 3: sqrt 2)": (0.99, _SQRT2, phi.max()),
+        "ReLU part minus that of theorem 3": (-0.01, 0.01, (phi - predicted).mean()),
+    }
+    if kind == "FC":
+        marks |= {
+            "R^2 of exponential": (0.999, 1, e["slope_r2"]),
+            "detected exploding": (1, 1, EXPLODING in verdict.names),
+        }
+    else:
+        marks["mu_4(z) at L, fat tails"] = (6, math.inf, curves["mu4_z"][:, -1].mean())
+    return checks_of(f"{kind}, BN feed-forward", marks)
+
+
+def resnet_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
+    """Marks of residual networks with BatchNorm."""
+    e, tau = verdict.evidence, power_law_of(found).tau
+    low, mean, high = dilution_bounds(found)
+    marks = {
+        "R^2 of power law": (0.99, 1, e["exponent_r2"]),
+        "R^2 of power law minus exponential": (0, 1, e["exponent_r2"] - e["exponent_r2_against_l"]),
+        "exponent minus tau": (-0.15, 0.15, e["exponent"] - tau),
+        "r_eff(L)": (4, math.inf, e["rank"]),
+        # both bounds hold up to small relative errors: a percent of the increment
+        "increment over lower bound of theorem 4, smallest": (0.99, math.inf, (mean / low).min()),
+        "increment over upper bound of theorem 4, largest": (0, 1.01, (mean / high).max()),
+    }
+    if kind == "FC":
+        marks["detected well behaved"] = (1, 1, WELL_BEHAVED in verdict.names)
+    return checks_of(f"{kind}, BN resnet", marks)
+
+
+_COMPARED = ("inc", "inc_bn", "inc_phi", "logchi", "reff_signal", "reff_noise", "mu4_z", "nu1abs_z")
+# Relative deviation that is allowed beside four standard errors.
+_RELATIVE = {"reff_signal": 0.03, "reff_noise": 0.03, "mu4_z": 0.03}
+
+
+def agreement(
+    cfg: FiguresConfig, figure: int, found: Run, reference: Published
+) -> tuple[list[tuple[str, ...]], list[Check]]:
+    """Rows and pass marks of one figure: deviations over what scatter and rounding of the reference allow."""
+    checks, name, count = [], reference["name"], float(reference["n_real"])
+    rows: list[tuple[str, ...]] = []
+    depth, networks = reference["depth"], found.realisations
+    curves = {key: values[:, np.isin(found.depth, depth)] for key, values in found.curves().items()}
+
+    def compare(key: str, measured: np.ndarray, expected: np.ndarray, allowed: np.ndarray) -> None:
+        ratio = np.abs(measured - expected) / allowed
+        i = int(np.nanargmax(ratio))
+        values = f"{measured[i]:.4f}", f"{expected[i]:.4f}", f"{ratio[i]:.2f}"
+        rows.append((f"{name}: {key}", f"{abs(measured[i] - expected[i]):.4f}", f"{depth[i]:.0f}", *values))
+        checks.append(Check(f"{name}: {key}, largest deviation over the allowed", 0, 1, float(ratio.max())))
+
+    if figure == 2:
+        if cfg.images is not None:
+            for key in ("lognu2", "logmu2_noise"):
+                mean, std = reference[f"{key}_mean"], reference[f"{key}_std"]
+                compare(f"mean {key}", curves[key].mean(0), mean, 4 * std * math.sqrt(1 / networks + 1 / count))
+                # fat tails scatter more than a normal's std / sqrt(2 n)
+                scatter = np.sqrt((reference[f"{key}_kurt"] + 2) / 4 * (1 / networks + 1 / count))
+                compare(f"std {key}", curves[key].std(0), std, 4 * std * scatter)
+        return rows, checks
+    if cfg.images is not None:
+        for key in _COMPARED:
+            if f"{key}_mean" not in reference or key not in curves:
+                continue
+            mean, std = reference[f"{key}_mean"], reference[f"{key}_std"]
+            allowed = 4 * std * math.sqrt(1 / networks + 1 / count) + _RELATIVE.get(key, 0.005) * np.abs(mean)
+            compare(key, curves[key].mean(0), mean, allowed + (0.02 if key == "logchi" else 0))
+    # slope and exponent need the whole depth
+    if figure == 4 and depth[-1] > 150:
+        late = depth > 100
+        mine, theirs = (
+            fit_line(depth[late], v[late]).slope for v in (curves["logchi"].mean(0), reference["logchi_mean"])
+        )
+        checks.append(Check(f"{name}: slope of log chi, l > 100", theirs - 0.004, theirs + 0.004, mine))
+    if figure == 5 and cfg.depth is None:
+        tau = published_law(reference).tau
+        checks.append(Check(f"{name}: tau", tau - 0.02, tau + 0.02, power_law_of(found).tau))
+    return rows, checks
+
+
+def data_checks(folder: Path) -> list[Check]:
+    """Marks of the published arrays alone: the ReLU part of theorem 3, and the published fit of figure 5."""
+    checks = []
+    for file in sorted(folder.glob("bn_ff_*.npz")):
+        with np.load(file, allow_pickle=False) as arrays:
+            predicted = (1 - arrays["nu1abs_z_mean"] ** 2 / 2) ** -0.5
+            distance = float(np.abs(predicted - arrays["inc_phi_mean"]).max())
+        checks.append(Check(f"{file.stem}: ReLU part against theorem 3, largest distance", 0, 0.006, distance))
+    if (file := folder / "bn_res_conv.npz").exists():
+        with np.load(file, allow_pickle=False) as arrays:
+            law = published_law(arrays)
+        checks.append(Check("bn_res_conv: tau of the published arrays", 0.548, 0.550, law.tau))
+        checks.append(Check("bn_res_conv: C of the published arrays", 1.1037, 1.1057, law.c))
+    return checks

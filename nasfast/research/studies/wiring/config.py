@@ -115,7 +115,7 @@ class ExperimentConfig(ConfigBase):
         """The space of the network that is searched; `cell` replaces the cell of the config."""
         # imported here, because they import torch, and help must not wait for that
         from nasfast.research.cells.prototypes import CLASSES, SIZE
-        from nasfast.research.studies.wiring.images import folder_of
+        from nasfast.research.studies.wiring.measure import folder_of
 
         cell = cell or CELLS[self.cell]()
         if self.no_skip_on_intermediate:

@@ -7,35 +7,44 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.nn import functional as F
 
-from nasfast.data import DataConfig, make_loader
+from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.data.datasets import split_source
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.costs import NONE
-from nasfast.research.cells.montecarlo import monte_carlo
+from nasfast.research.cells.gates import uniform_logits
 from nasfast.research.cells.network import CellSupernet
-from nasfast.research.cells.probe import GROUPS, LocalCosts
+from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs
 from nasfast.research.cells.prototypes import DrawnBatches, prototypes
-from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult, search_cells
+from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult, draw_gates, search_cells
 from nasfast.research.cells.space import Cell, CellSpace
-from nasfast.research.studies.parts import plain
+from nasfast.research.studies.report import plain
 from nasfast.research.studies.run import Done, Task
 from nasfast.research.studies.wiring.config import CostConfig, ExperimentConfig
-from nasfast.research.studies.wiring.images import folder_of
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
 from nasfast.settings import TaskSettings
 from nasfast.tasks import Task as WorkerTask
 from nasfast.tasks import TaskRunner, check_done, gpus_for
+from nasfast.train.batches import to_learn_from
 
 _STEPS_PER_EPOCH = 100
 _WINDOWS = 15
 """Parts of a run over which costs are averaged. Probabilities do not scatter and are shown at every record."""
+
+
+@cache
+def folder_of(images: str) -> FolderSource:
+    """The images of a folder, which is read once for all searches of a study."""
+    return FolderSource(images)
 
 
 @dataclass(frozen=True)
@@ -323,6 +332,51 @@ def sign_window(found: CellSearchResult) -> dict[int, dict[str, dict[str, float]
         which: {group: dict(zip("CLH", means[which, g].tolist(), strict=True)) for g, group in enumerate(GROUPS)}
         for which in (TRAIN, SEARCH)
     }
+
+
+def monte_carlo(
+    net: CellSupernet,
+    loader: object,
+    *,
+    batches: int,
+    seed: int = 0,
+    redraw: bool = False,
+    device: str = "cpu",
+) -> tuple[LocalCosts, Tensor]:
+    """Local costs of a network that does not learn; every batch draws its operations uniformly (section 4.3).
+
+    Args:
+        net: a network on `device`.
+        loader: gives (images, labels), and is started again as often as needed.
+        batches: how many batches are measured.
+        seed: seed of the draws.
+        redraw: see `CellSearchConfig`.
+        device: where to compute.
+
+    Returns:
+        The costs, (cells, edges, ops), and (groups, quantities) sums over samples, see `nasfast.research.cells.probe`.
+
+    Raises:
+        ValueError: the loader has no batch.
+    """
+    cfg = CellSearchConfig(method="uniform", redraw=redraw, seed=seed)
+    loader, space = to_learn_from(loader), net.space
+    table, outputs = LocalCosts.empty(net.gate_shape), torch.zeros(len(GROUPS), len(QUANTITIES), dtype=torch.float64)
+    of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
+    logits = uniform_logits(space)
+    for i in range(batches):
+        epoch, at = divmod(i, len(loader))
+        if at == 0:
+            stream = loader.epoch(epoch, device=device)
+        x, y = next(stream)
+        draw = draw_gates(space, cfg, logits, step=i, progress=0.0)
+        gates = draw.gates[of_type].to(device, next(net.parameters()).dtype).requires_grad_()
+        predicted = net(x, gates, draw.runs)
+        # the gradient is zeros if every edge has drawn the operation none
+        (cost,) = torch.autograd.grad(F.cross_entropy(predicted, y), gates, materialize_grads=True)
+        table.add(cost, draw.gates[of_type] > 0)
+        outputs += grouped_costs(predicted, y)
+    return table, outputs
 
 
 def initial_costs(
