@@ -128,7 +128,7 @@ class Part:
         signs, names = zip(*parts_of(name), strict=True)
         total = rank_sum([self.parts[part] for part in names], signs)
         failed = set().union(*(self.failed[part] for part in names))
-        return np.array([-np.inf if arch in failed else round(total[arch], 9) for arch in self.archs])
+        return np.array([-1e9 if arch in failed else round(total[arch], 9) for arch in self.archs])
 
     def tau(self, name: str) -> float:
         return float(kendall_tau(self.values(name), self.y, np.ones((1, len(self.y))))[0])

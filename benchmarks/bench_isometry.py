@@ -164,7 +164,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 Rows = list[dict[int, float]]
 """For each layer, choice -> value."""
 
-
 RIVAL, BEST = "blocks that keep the resolution", "keep times stage - 2 size where it reduces"
 """The formulas of structure that was fixed in advance, and that NAS-Bench-Macro likes best."""
 
@@ -325,7 +324,6 @@ def carry(args: argparse.Namespace) -> dict[str, Any]:
         start = time.process_time()
         corrections = {f"isometry, seed {s}": measured(space, "one draw", "gaussian", 64, 8, s) for s in range(SEEDS)}
         seconds = (time.process_time() - start) / SEEDS
-        corrections["gain"] = measured(space, "gain", "gaussian", 32, 6, 0)
         corrections |= structural(space)
         x = {key: ranking.scores(rows, WEIGHT) for key, rows in corrections.items()}
         base, rival = ranking.scores(None, 0), x[RIVAL]
@@ -341,7 +339,6 @@ def carry(args: argparse.Namespace) -> dict[str, Any]:
             "table_cpu_s": round(seconds, 1),
             "sqrt_size": ranking.interval(base),
             "isometry_above_rival": ranking.interval(x["isometry, seed 0"], rival),
-            "tables": {key: _text(corrections[key]) for key in ("isometry, seed 0", "isometry, seed 1")},
             "rows": [
                 {"name": key, "tau": ranking.interval(scores), "above_sqrt_size": ranking.interval(scores, base)}
                 for key, scores in x.items()
