@@ -328,12 +328,12 @@ def carry(args: argparse.Namespace) -> dict[str, Any]:
         x = {key: ranking.scores(rows, WEIGHT) for key, rows in corrections.items()}
         base, rival = ranking.scores(None, 0), x[RIVAL]
         several = [values for values in repeats.values() if len(values) > 1]
-        pooled = math.sqrt(statistics.mean(map(statistics.variance, several))) if several else math.nan
+        pooled = math.sqrt(statistics.mean(map(statistics.variance, several))) if several else None
         found[name] = {
             "architectures": len(repeats),
             "mean": round(float(ranking.y.mean()), 2),
             "sd": round(float(ranking.y.std(ddof=1)), 2),
-            "sd_of_seeds": round(pooled, 2),
+            "sd_of_seeds": pooled and round(pooled, 2),
             "reseeded": len(several),
             "train_cpu_s": round(sum(line["cpu_s"] for line in lines)),
             "table_cpu_s": round(seconds, 1),
