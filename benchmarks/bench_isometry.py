@@ -6,19 +6,16 @@ These get trained networks of their own, drawn uniformly from all architectures:
 
     python -m benchmarks.bench_isometry train --images cifar10 --trained trained.jsonl
     python -m benchmarks.bench_isometry carry --trained trained.jsonl
-    python -m benchmarks.bench_isometry explain --accuracies nas_bench_macro.json
+    python -m benchmarks.bench_isometry explain --accuracies nas_bench_macro.json --supernets supernets.jsonl
     python -m benchmarks.bench_isometry agree
-    python -m benchmarks.bench_isometry few --accuracies nas_bench_macro.json
 
 `train` appends one line per training as soon as it is finished, and does not train a line again that is there.
-`explain` varies the estimate and compares it with formulas of structure: half of the accuracies choose each weight, the
-other half judges it. `agree` compares the tables of two seeds in mobilenet_v2. `few` refines a table by few trained
-accuracies, which are chosen in two ways. Each writes its part of one JSON file, and `draw` makes the figure of
-docs/ranking.md from it.
+`explain` varies the estimate, compares it with formulas of structure, and says what tables of trained supernets add.
+`agree` compares the tables of two seeds in mobilenet_v2. Each writes its part of one JSON file, and `draw` makes the
+figure of docs/ranking.md from it.
 """
 
 import argparse
-import itertools
 import json
 import math
 import random
@@ -49,7 +46,6 @@ from nasfast.indicators.isometry import (
     random_signs,
 )
 from nasfast.indicators.rank import kendall_tau, merge_rounding
-from nasfast.indicators.refine import ridge
 from nasfast.indicators.scores import with_structure
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import IndicatorTable
@@ -60,7 +56,6 @@ from nasfast.spaces import (
     Arch,
     Block,
     FixedLayer,
-    Layer,
     SearchSpace,
     Stage,
     digits_macro,
@@ -77,9 +72,6 @@ PICTURE = ROOT / "docs" / "isometry.svg"
 
 WEIGHT = 0.2
 """The weight of the table beside `sqrt_size`, and of its structural rival; fixed before any other space was trained."""
-
-PENALTIES = (1, 2, 4, 8, 16, 32)
-"""Penalties of the ridge that starts from a score; all are in the result."""
 
 COUNT = 48
 """Trained architectures of each new space."""
@@ -119,7 +111,7 @@ def new_spaces(images: Path | None) -> dict[str, tuple[SearchSpace, DataConfig, 
     recipe = RetrainConfig(train=TrainConfig(epochs=8, lr=0.1, warmup_epochs=0.5, eval_every=8))
     return {
         "digits_macro": (digits_macro(), digits, recipe),
-        "small_deep": (small_deep(), cifar, recipe.replace(train=recipe.train.replace(epochs=3, eval_every=3))),
+        "small_deep": (small_deep(), cifar, recipe.replace(train=recipe.train.replace(epochs=12, eval_every=12))),
     }
 
 
@@ -152,8 +144,15 @@ def train(args: argparse.Namespace) -> None:
         start = time.process_time()
         with tempfile.TemporaryDirectory() as folder:
             result = retrain(space, arch, *loaders[name], recipe, run_dir=folder, seed=seed)
-        row = {"space": name, "arch": format_arch(arch), "seed": seed, "top1": result.top1,
-               "images": result.images, "cpu_s": round(time.process_time() - start, 1)}  # fmt: skip
+        row = {
+            "space": name,
+            "arch": format_arch(arch),
+            "seed": seed,
+            "top1": result.top1,
+            "epochs": recipe.train.epochs,
+            "images": result.images,
+            "cpu_s": round(time.process_time() - start, 1),
+        }
         with args.trained.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
@@ -165,47 +164,21 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 Rows = list[dict[int, float]]
 """For each layer, choice -> value."""
 
+RIVAL, BEST = "blocks that keep the resolution", "keep times stage - 2 size where it reduces"
+"""The formulas of structure that was fixed in advance, and that NAS-Bench-Macro likes best."""
+
 
 def structural(space: SearchSpace) -> dict[str, Rows]:
     """Corrections of `sqrt_size` that know only the space."""
-    places = [place for place, stage in enumerate(space.stages) for _ in range(stage.layers)]
-    formulas: dict[str, Callable[[Layer, int, int, float, float], float]] = {
-        # layer, choice, index of the stage, whether it is a block, rank of its MACs from 0 to 1
-        "blocks that keep the resolution": lambda layer, c, stage, works, rank: -works * (layer.stride == 1),
-        "times log channels": lambda layer, c, stage, works, rank: (
-            -works * (layer.stride == 1) * math.log(layer.out_channels)
-        ),
-        "times stage": lambda layer, c, stage, works, rank: -works * (layer.stride == 1) * (stage + 1),
-        "times sqrt(channels / pixels)": lambda layer, c, stage, works, rank: (
-            -works * (layer.stride == 1) * math.sqrt(layer.out_channels) / layer.size
-        ),
-        "times log(1 + sqrt(channels / pixels))": lambda layer, c, stage, works, rank: (
-            -works * (layer.stride == 1) * math.log1p(math.sqrt(layer.out_channels) / layer.size)
-        ),
-        "in the last stage": lambda layer, c, stage, works, rank: -works * (layer.stride == 1) * (stage == places[-1]),
-        "behind the first stage": lambda layer, c, stage, works, rank: -works * (layer.stride == 1) * (stage > 0),
-        "depth": lambda layer, c, stage, works, rank: -works,
-        "params": lambda layer, c, stage, works, rank: -float(layer.cost(c).params),
-        "log params": lambda layer, c, stage, works, rank: -math.log1p(layer.cost(c).params),
-        "more MACs": lambda layer, c, stage, works, rank: float(layer.cost(c).macs),
-        "blocks that reduce": lambda layer, c, stage, works, rank: works * (layer.stride > 1),
-        "size where it reduces": lambda layer, c, stage, works, rank: rank * (layer.stride > 1),
-        "largest candidate": lambda layer, c, stage, works, rank: float(rank == 1),
-        "smaller kernels": lambda layer, c, stage, works, rank: -works * layer.choices[c].kernel,
-        "keep - reduce": lambda layer, c, stage, works, rank: works * (1 if layer.stride > 1 else -1),
-        "keep - size where it reduces": lambda layer, c, stage, works, rank: rank if layer.stride > 1 else -works,
-        "keep times stage - 2 size where it reduces": lambda layer, c, stage, works, rank: (
-            2 * rank if layer.stride > 1 else -works * (stage + 1)
-        ),
-    }
-    rows: dict[str, Rows] = {name: [] for name in formulas}
-    for layer, stage in zip(space.layers, places, strict=True):
-        order = sorted(layer.options, key=lambda choice: layer.cost(choice).macs)
-        for name, formula in formulas.items():
-            rows[name].append({
-                c: float(formula(layer, c, stage, layer.operator(c).works, order.index(c) / (len(order) - 1)))
-                for c in layer.options
-            })  # fmt: skip
+    rows: dict[str, Rows] = {RIVAL: [], "times log channels": [], BEST: []}
+    stages = [number for number, stage in enumerate(space.stages, 1) for _ in range(stage.layers)]
+    for layer, stage in zip(space.layers, stages, strict=True):
+        by_macs = sorted(layer.options, key=lambda choice: layer.cost(choice).macs)
+        size = {choice: rank / (len(by_macs) - 1) for rank, choice in enumerate(by_macs)}
+        keeps = {choice: float(layer.stride == 1 and layer.operator(choice).works) for choice in layer.options}
+        rows[RIVAL].append({c: -keeps[c] for c in keeps})
+        rows["times log channels"].append({c: -keeps[c] * math.log(layer.out_channels) for c in keeps})
+        rows[BEST].append({c: 2 * size[c] if layer.stride > 1 else -keeps[c] * stage for c in keeps})
     return rows
 
 
@@ -234,28 +207,19 @@ MEASURES = {"one draw": one_draw, "exact": exact, "gain": gain}
 
 VARIANTS: tuple[tuple[str, Init, int, int], ...] = (
     ("one draw", "gaussian", 16, 8),
-    ("one draw", "gaussian", 32, 6),
     ("one draw", "gaussian", 64, 8),
-    ("one draw", "gaussian", 128, 3),
     ("one draw", "gaussian", 256, 3),
     ("one draw", "gaussian", 512, 1),
     ("one draw", "orthogonal", 64, 6),
     ("one draw", "aligned", 64, 6),
     ("gain", "gaussian", 32, 6),
-    ("gain", "orthogonal", 32, 6),
-    ("gain", "aligned", 32, 6),
     ("exact", "gaussian", 32, 1),
-    ("exact", "orthogonal", 32, 1),
-)  # fmt: skip
+)
 """(estimate, initial weights, images, paths)."""
 
 DEFINITION, NOISELESS = "one draw, gaussian, 64 images", "exact, gaussian, 32 images"
 """The variant that was fixed in advance, and the same without the noise of its estimate."""
 
-RIVAL = "blocks that keep the resolution"
-"""The formula of structure that was fixed in advance."""
-
-WEIGHTS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.5)
 SEEDS = 2
 
 
@@ -280,9 +244,6 @@ class Ranking:
         self.space, self.archs, self.y = space, list(accuracies), np.array(list(accuracies.values()))
         rng, n = np.random.default_rng(0), len(self.archs)
         self.resamples = rng.multinomial(n, np.full(n, 1 / n), size=resamples)
-        half = np.zeros(n, dtype=bool)
-        half[rng.permutation(n)[: n // 2]] = True
-        self.halves = np.stack([half, ~half]).astype(float)
 
     def scores(self, rows: Rows | None, weight: float) -> np.ndarray:
         """z(sqrt_size) + weight z(rows); the exact search's sum, so z is over the whole space."""
@@ -302,16 +263,6 @@ class Ranking:
         low, high = np.nanquantile(samples, (0.025, 0.975))
         return {"value": round(float(value), 4), "low": round(float(low), 4), "high": round(float(high), 4)}
 
-    def chosen(self, rows: Rows) -> dict[str, float]:
-        """The weight that is best on the first half of the architectures, and tau on the second."""
-        taus = [self.tau(self.scores(rows, weight), self.halves) for weight in WEIGHTS]
-        best = max(range(len(WEIGHTS)), key=lambda i: taus[i][0])
-        return {
-            "weight": WEIGHTS[best],
-            "chosen_on": round(float(taus[best][0]), 4),
-            "judged_on": round(float(taus[best][1]), 4),
-        }
-
 
 def explain(args: argparse.Namespace) -> dict[str, Any]:
     """Every variant of the estimate and every formula of structure on NAS-Bench-Macro."""
@@ -323,30 +274,25 @@ def explain(args: argparse.Namespace) -> dict[str, Any]:
     }
     formulas = structural(space)
     rival = ranking.scores(formulas[RIVAL], WEIGHT)
-    best = max(formulas.values(), key=lambda rows: ranking.tau(ranking.scores(rows, WEIGHT))[0])
-    rows = []
-    for name, terms in formulas.items():
-        x = ranking.scores(terms, WEIGHT)
-        rows.append(
-            {"name": name, "kind": "structure", "tau": round(float(ranking.tau(x)[0]), 4), **ranking.chosen(terms)}
-        )
+    rows: list[dict[str, Any]] = [
+        {"name": name, "tau": round(float(ranking.tau(ranking.scores(terms, WEIGHT))[0]), 4)}
+        for name, terms in formulas.items()
+    ]
     for measure, init, batch, paths in VARIANTS:
         for seed in range(SEEDS if (measure, init, batch) == ("one draw", "gaussian", 64) else 1):
             start = time.process_time()
             terms = measured(space, measure, init, batch, paths, seed)
             seconds, x = time.process_time() - start, ranking.scores(terms, WEIGHT)
-            row = {"name": f"{measure}, {init}, {batch} images", "kind": "isometry", "seed": seed, "paths": paths,
-                   "tau": round(float(ranking.tau(x)[0]), 4), **ranking.chosen(terms), "cpu_s": round(seconds, 1),
+            row = {"name": f"{measure}, {init}, {batch} images", "seed": seed, "paths": paths,
+                   "tau": round(float(ranking.tau(x)[0]), 4), "cpu_s": round(seconds, 1),
                    "table": _text(terms)}  # fmt: skip
             if row["name"] in (DEFINITION, NOISELESS):
                 row["above_sqrt_size"] = ranking.interval(x, ranking.scores(None, 0))
                 row["above_rival"] = ranking.interval(x, rival)
-                row["above_best_formula"] = ranking.interval(x, ranking.scores(best, WEIGHT))
+                row["above_best_formula"] = ranking.interval(x, ranking.scores(formulas[BEST], WEIGHT))
             rows.append(row)
             print(row["name"], row["tau"], flush=True)
-    found["settings"] = len(formulas) + len(VARIANTS)
     found["wanted"] = _text(wanted(ranking))
-    found["best_formula"] = next(name for name, terms in formulas.items() if terms is best)
     return {"explain": {**found, "rows": rows, "supernets": with_supernets(ranking, rows, args.supernets)}}
 
 
@@ -378,23 +324,21 @@ def carry(args: argparse.Namespace) -> dict[str, Any]:
         start = time.process_time()
         corrections = {f"isometry, seed {s}": measured(space, "one draw", "gaussian", 64, 8, s) for s in range(SEEDS)}
         seconds = (time.process_time() - start) / SEEDS
-        corrections["gain"] = measured(space, "gain", "gaussian", 32, 6, 0)
         corrections |= structural(space)
         x = {key: ranking.scores(rows, WEIGHT) for key, rows in corrections.items()}
         base, rival = ranking.scores(None, 0), x[RIVAL]
         several = [values for values in repeats.values() if len(values) > 1]
-        pooled = math.sqrt(statistics.mean(map(statistics.variance, several))) if several else math.nan
+        pooled = math.sqrt(statistics.mean(map(statistics.variance, several))) if several else None
         found[name] = {
             "architectures": len(repeats),
             "mean": round(float(ranking.y.mean()), 2),
             "sd": round(float(ranking.y.std(ddof=1)), 2),
-            "sd_of_seeds": round(pooled, 2),
+            "sd_of_seeds": pooled and round(pooled, 2),
             "reseeded": len(several),
             "train_cpu_s": round(sum(line["cpu_s"] for line in lines)),
             "table_cpu_s": round(seconds, 1),
             "sqrt_size": ranking.interval(base),
             "isometry_above_rival": ranking.interval(x["isometry, seed 0"], rival),
-            "tables": {key: _text(corrections[key]) for key in ("isometry, seed 0", "isometry, seed 1")},
             "rows": [
                 {"name": key, "tau": ranking.interval(scores), "above_sqrt_size": ranking.interval(scores, base)}
                 for key, scores in x.items()
@@ -420,64 +364,6 @@ def agree(args: argparse.Namespace) -> dict[str, Any]:
         "tau": round(float(kendall_tau(*scores, ones)[0]), 4),
         "with_structure": round(float(kendall_tau(*both, ones)[0]), 4),
     }}  # fmt: skip
-
-
-def few(args: argparse.Namespace) -> dict[str, Any]:
-    """tau on the architectures that were not trained, by the number of those that were, and by how they were chosen.
-
-    The fit is that of `nasfast.indicators.refine` with the same penalty for all choices of one score: y = c + s p + sum
-    of w[layer, choice], for the normal scores y of the ranks and the score p. The choices are one of each share of the
-    architectures by MACs, and the D-optimal design: the architecture, one by one, that raises det(I + X^T X) most.
-    """
-    space = nas_bench_macro()
-    ranking = Ranking(space, read_accuracies(args.accuracies, space))
-    explained = json.loads(args.out.read_text())["explain"]["rows"]
-    isometry = next(_numbers(row["table"]) for row in explained if row["name"] == DEFINITION)
-    x = np.concatenate([np.array(ranking.archs) == choice for choice in range(3)], axis=1).astype(float)
-    rows = []
-    for score, terms in (("sqrt_size", None), ("sqrt_size and isometry", isometry)):
-        p = ranking.scores(terms, WEIGHT)
-        for count, choose in itertools.product((16, 32, 64, 128), (by_macs, d_optimal)):
-            taus = []
-            for seed in range(8):
-                chosen = choose(ranking, x, count, np.random.default_rng(seed))
-                others = np.ones((1, len(p)))
-                others[0, chosen] = 0
-                taus.append([float(ranking.tau(scores, others)[0]) for scores in refined(x, p, ranking.y, chosen)])
-            for penalty, of_seeds in zip(PENALTIES, zip(*taus, strict=True), strict=True):
-                mean, deviation = statistics.mean(of_seeds), statistics.stdev(of_seeds)
-                rows.append({"score": score, "trained": count, "chosen": choose.__name__, "penalty": penalty,
-                             "tau": round(mean, 4), "deviation": round(deviation, 4)})  # fmt: skip
-                print(rows[-1], flush=True)
-    return {"few": rows}
-
-
-def by_macs(ranking: Ranking, x: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """One architecture of each share by MACs."""
-    order = np.argsort([ranking.space.cost(arch).macs for arch in ranking.archs], kind="stable")
-    return np.array([rng.choice(share) for share in np.array_split(order, count)])
-
-
-def d_optimal(ranking: Ranking, x: np.ndarray, count: int, rng: np.random.Generator) -> np.ndarray:
-    """The D-optimal design among 700 architectures that are drawn."""
-    drawn = rng.permutation(len(x))[:700]
-    rows, inverse, chosen = x[drawn] - x.mean(axis=0), np.eye(x.shape[1]), []
-    for _ in range(count):
-        # the factor by which one more row raises the determinant
-        factor = 1 + np.einsum("ij,jk,ik->i", rows, inverse, rows)
-        factor[chosen] = 0
-        chosen.append(int(factor.argmax()))
-        step = inverse @ rows[chosen[-1]]
-        inverse -= np.outer(step, step) / factor[chosen[-1]]
-    return drawn[chosen]
-
-
-def refined(x: np.ndarray, p: np.ndarray, truth: np.ndarray, chosen: np.ndarray) -> list[np.ndarray]:
-    """For each penalty, scores of all architectures by a ridge on the accuracies of the chosen that starts from p."""
-    y = norm.ppf((rankdata(truth[chosen]) - 0.5) / len(chosen))
-    fixed = np.stack([np.ones(len(p)), p], axis=1)
-    found = ridge(fixed[chosen], x[chosen], y, PENALTIES)
-    return [merge_rounding(np.concatenate([fixed, x], axis=1) @ coefficients) for coefficients in found]
 
 
 def wanted(ranking: Ranking) -> Rows:
@@ -514,12 +400,11 @@ def draw(args: argparse.Namespace) -> None:
     """Draw which layers the corrections correct: one panel per layer of NAS-Bench-Macro, one line per correction."""
     found, space = json.loads(args.out.read_text())["explain"], nas_bench_macro()
     tables = {row["name"]: _numbers(row["table"]) for row in reversed(found["rows"]) if "table" in row}
-    best = structural(space)[found["best_formula"]]
     lines = {
         "what all accuracies ask for": (_numbers(found["wanted"]), "#111111", "o-"),
         "isometry": (_weighted(space, tables[DEFINITION]), "#0072b2", "s-"),
         "isometry without noise": (_weighted(space, tables[NOISELESS]), "#56b4e9", "^--"),
-        "best formula": (_weighted(space, best), "#d55e00", "d:"),
+        "best formula": (_weighted(space, structural(space)[BEST]), "#d55e00", "d:"),
     }
     figure = Figure(figsize=(11, 2.9), layout="constrained")
     axes = figure.subplots(1, len(space), sharey=True)
@@ -550,13 +435,13 @@ def write(part: Callable[[argparse.Namespace], dict[str, Any]], args: argparse.N
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("train", "carry", "explain", "agree", "few", "draw"))
+    parser.add_argument("part", choices=("train", "carry", "explain", "agree", "draw"))
     parser.add_argument("--images", type=Path, help="train: folder of CIFAR-10's `train` and `test`")
     parser.add_argument("--trained", type=Path, default=TRAINED, help="JSON-lines file of the trainings")
     parser.add_argument(
         "--counts", type=int, nargs="+", default=[COUNT, 12, 12], help="train: architectures of each seed"
     )
-    parser.add_argument("--accuracies", type=Path, help="explain, few: trained accuracies of NAS-Bench-Macro, JSON")
+    parser.add_argument("--accuracies", type=Path, help="explain: trained accuracies of NAS-Bench-Macro, JSON")
     parser.add_argument("--supernets", type=Path, default=SUPERNETS, help="explain: rows of trained supernets")
     parser.add_argument("--resamples", type=int, default=300, help="explain: resamples of the bootstrap")
     parser.add_argument("--out", type=Path, default=OUT, help="result file")
@@ -566,7 +451,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     elif args.part == "draw":
         draw(args)
     else:
-        write({"carry": carry, "explain": explain, "agree": agree, "few": few}[args.part], args)
+        write({"carry": carry, "explain": explain, "agree": agree}[args.part], args)
 
 
 if __name__ == "__main__":

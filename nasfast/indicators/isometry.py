@@ -129,7 +129,9 @@ def candidate_maps(
 def choice_maps(
     net: ModuleSupernet, *, init: Init | InitScheme, paths: int, batch: int, pixels: int, seed: int
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """The same of a supernet of a module, on a copy in eval mode: what each choice gets at its first call of a path.
+    """The same of a supernet of a module: what each choice gets at its first call of a path.
+
+    It runs a copy in eval mode and single precision.
 
     Raises:
         ScoreError: the module takes something else than square images, or a choice than one map (N, C, H, W).
@@ -137,7 +139,7 @@ def choice_maps(
     space = net.space
     if not space.in_channels:
         raise ScoreError(f"{space.name} was not traced with square images (N, C, H, H), so noise cannot stand for them")
-    net = copy.deepcopy(net).cpu().requires_grad_(False).eval()
+    net = copy.deepcopy(net).cpu().float().requires_grad_(False).eval()
     generator = torch.Generator().manual_seed(seed)
     met: dict[nn.Module, tuple[Tensor, int]] = {}
 

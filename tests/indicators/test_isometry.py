@@ -12,6 +12,7 @@ from tiny import tiny_macro_space, tiny_space
 from torch import nn
 from torch.nn import functional as F
 
+import nasfast
 from nasfast.indicators import isometry as subject
 from nasfast.indicators.isometry import candidate_maps, isometry_table, largest_singular_value, mean_channel_jacobian
 from nasfast.indicators.registry import ScoreError
@@ -180,6 +181,37 @@ def test_a_candidate_without_influence_is_named(monkeypatch):
     monkeypatch.setattr(Supernet, "__init__", silent)
     with pytest.raises(ScoreError, match="layer 0, k5 e1: .* does not depend on its input"):
         isometry_table(tiny_space(), paths=1)
+
+
+def block_of(kernel: int, *, norm: bool = True, inplace: bool = False) -> nn.Sequential:
+    conv = nn.Conv2d(4, 4, kernel, padding=kernel // 2, bias=False)
+    return nn.Sequential(nn.ReLU(inplace=inplace), conv, nn.BatchNorm2d(4) if norm else nn.Identity())
+
+
+def of_module(*candidates: nn.Module, **settings) -> nasfast.Supernet:
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nasfast.Choice("only", candidates), nn.AdaptiveAvgPool2d(1))
+    return nasfast.Supernet.from_module(module, torch.zeros(1, 3, 7, 7)).to(**settings)
+
+
+def test_modules_of_one_choice_in_place_without_norms_and_in_half_precision():
+    plain = isometry_table(of_module(block_of(3), block_of(5)), paths=2).scores
+    assert isometry_table(of_module(*(block_of(k, inplace=True) for k in (3, 5))), paths=2).scores == plain
+    for dtype in (torch.float16, torch.bfloat16):
+        net = of_module(block_of(3), block_of(5), dtype=dtype)
+        assert isometry_table(net, paths=2).scores[0] == pytest.approx(plain[0], abs=1e-2)
+        assert all(p.dtype == dtype for p in net.parameters())
+    without = isometry_table(of_module(*(block_of(k, norm=False) for k in (3, 5))), paths=2).scores
+    assert all(map(math.isfinite, without[0].values())) and without != plain
+
+
+class Ones(nn.Module):
+    def forward(self, x):
+        return torch.ones_like(x)
+
+
+def test_a_module_of_a_choice_without_influence_is_named():
+    with pytest.raises(ScoreError, match="choice 'only', 1 Ones: the output of a block does not depend on its input"):
+        isometry_table(of_module(block_of(3), Ones()), paths=1)
 
 
 def test_cells_have_no_table_of_layers():

@@ -12,9 +12,10 @@ from torchvision.models import mobilenet_v2, resnet18
 
 from nasfast.indicators.isometry import largest_singular_value, mean_channel_jacobian, random_signs
 from nasfast.indicators.registry import ScoreError
+from nasfast.research.cells.space import nas_bench_201_space
 from nasfast.research.zero_cost import expressivity, progressivity, trainability
 from nasfast.research.zero_cost.az_nas import blocks
-from nasfast.supernet import build
+from nasfast.supernet import build, untrained
 
 EVERY = (expressivity, progressivity, trainability)
 
@@ -115,6 +116,15 @@ def test_blocks_of_known_networks():
     assert list(blocks(mobilenet_v2())) == [f"features.{i}" for i in range(19)]
     assert list(blocks(build(tiny_space(), (1, 0, 2, 1)))) == ["stem.0", *(f"blocks.{i}" for i in range(4)), "head.0"]
     assert list(blocks(nn.Sequential(network()))) == [f"0.features.{i}" for i in range(3)]
+
+
+def test_every_cell_is_a_block_and_so_is_every_reduction():
+    space = nas_bench_201_space(cells=2, channels=4)
+    names = ["stem.0", "cells.0", "cells.1", "transitions.1"]
+    for op in ("conv_3x3", "avg_pool_3x3"):
+        net = untrained(space, (space.ops.index(op),) * 6)
+        assert sorted(blocks(net)) == sorted(names)
+        assert all(math.isfinite(score(net, images(4, 3, 8, 8))) for score in EVERY)
 
 
 def test_the_network_is_not_changed():

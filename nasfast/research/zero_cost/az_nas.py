@@ -86,20 +86,21 @@ def trainability(module: nn.Module, images: Tensor, labels: Tensor | None = None
 
 
 def blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a module by name: children with convolutions, in plain `nn.Sequential`s and lists their elements.
+    """The blocks of a module by name, of which the first is the stem.
 
-    The first is the stem. A module that has all its blocks in one child of another kind is looked into.
+    They are children with convolutions, in a plain `nn.Sequential`, list or dict its elements. A list or dict may also
+    have blocks of other modules, such as a cell that only pools. A module that has all its blocks in one child of
+    another kind is looked into.
     """
 
     def look(parent: nn.Module, prefix: str) -> dict[str, nn.Module]:
         found: dict[str, nn.Module] = {}
+        listed = type(parent) in (nn.ModuleList, nn.ModuleDict)
         for name, child in parent.named_children():
-            if not any(isinstance(m, nn.Conv2d) for m in child.modules()):
-                continue
             path = f"{prefix}{name}"
-            if type(child) in (nn.Sequential, nn.ModuleList):
+            if type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
                 found |= look(child, f"{path}.")
-            else:
+            elif any(isinstance(m, nn.Conv2d) for m in child.modules()) or listed and any(child.children()):
                 found[path] = child
         return found
 
