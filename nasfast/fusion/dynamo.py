@@ -27,7 +27,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nasfast.fusion import members
-from nasfast.fusion.calls import square_conv
+from nasfast.fusion.calls import Conv, square_conv
 from nasfast.fusion.chain import ChainStage, stage_of
 from nasfast.fusion.execute import compiled_way, fits
 from nasfast.fusion.fold import Folded
@@ -38,7 +38,7 @@ from nasfast.ops.reference import ConvBNParams
 log = logging.getLogger(__name__)
 _NORM_ARGUMENTS = signature(F.batch_norm)
 # the parameters of a stage without tensors
-_NONE: Any = ConvBNParams(*[None] * len(ConvBNParams._fields))
+_NONE = ConvBNParams(*[None] * len(ConvBNParams._fields))  # type: ignore[arg-type]
 
 
 def nasfast(
@@ -184,16 +184,16 @@ class _Functions(Matcher):
     def conv_problem(self, conv: fx.Node) -> str | None:
         if not isinstance(_tensor(conv), FakeTensor):
             return "its result is no ordinary tensor"
-        return None if conv.args and square_conv(*conv.args[1:], **conv.kwargs) is not None else "is not square"
+        return "its settings are not those of a stage" if _conv(conv) is None else None
 
     def only_folded(self, conv: fx.Node) -> bool:
-        found = square_conv(*conv.args[1:], **conv.kwargs)
+        found = _conv(conv)
         return found is not None and found.only_folded
 
     def norm_problem(self, norm: fx.Node) -> str | None:
         if norm.op != "call_function" or norm.target is not F.batch_norm or len(norm.args) < 5:
             return f"followed by {norm.name}, not by a BatchNorm with affine parameters"
-        given = _NORM_ARGUMENTS.bind(*norm.args, **norm.kwargs).arguments
+        given = _norm(norm)
         if given["weight"] is None or given["bias"] is None:
             return "its BatchNorm has no affine parameters"
         numbers = (given.get(name, 0.0) for name in ("training", "momentum", "eps"))
@@ -218,7 +218,7 @@ class _Functions(Matcher):
         if value is None or isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
             return True
         # a counter of batches
-        counts = isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+        counts = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
         return super().changes_in_place(node) and not counts
 
 
@@ -227,7 +227,7 @@ class _GraphChain(NamedTuple):
 
     x: Any
     stages: tuple[ChainStage, ...]
-    residual: fx.Node | None
+    residual: Any
     in_place: bool
     nodes: tuple[fx.Node, ...]
 
@@ -236,20 +236,21 @@ class _GraphChain(NamedTuple):
         """The chain that a matcher found."""
         stages = []
         for stage in traced:
-            conv = square_conv(*stage.conv.args[1:], **stage.conv.kwargs)  # type: ignore[arg-type]
-            found = None if conv is None else stage_of(conv, stage.act, *stage.norm.args[1:], **stage.norm.kwargs)
+            conv, norm = _conv(stage.conv), _norm(stage.norm)
+            found = None if conv is None else stage_of(conv, stage.act, **norm)
             assert found is not None  # or the matcher would have refused it
             stages.append(found)
         nodes = [node for stage in traced for node in stage.nodes]
-        residual: Any = None if add is None else next(arg for arg in add.args if arg is not nodes[-1])
-        every = (*nodes, *([] if add is None else [add]))
-        return cls(traced[0].conv.args[0], tuple(stages), residual, adds_in_place(add), every)
+        if add is None:
+            return cls(traced[0].conv.args[0], tuple(stages), None, False, tuple(nodes))
+        (residual,) = (arg for arg in add.args if arg is not nodes[-1])
+        return cls(traced[0].conv.args[0], tuple(stages), residual, adds_in_place(add), (*nodes, add))
 
 
 def _way(chain: _GraphChain, folding: bool, always: bool) -> Way | None:
     """How a chain runs; None if its tensors are not those of a chain."""
     x, y, residual = _tensor(chain.x), _tensor(chain.nodes[-1]), _tensor(chain.residual)
-    stages: Sequence[ChainStage] = fx.map_arg(chain.stages, _tensor)
+    stages: Any = fx.map_arg(chain.stages, _tensor)
     given = [x, y, *sources_of(stages), *([] if residual is None else [residual])]
     if not all(isinstance(tensor, FakeTensor) for tensor in given):
         return None
@@ -266,6 +267,17 @@ def _way(chain: _GraphChain, folding: bool, always: bool) -> Way | None:
             return Way.FOLDED if fits(x, stages) else None
         trains = y.requires_grad and any(stage.conv.weight.requires_grad for stage in stages)
         return compiled_way(x, stages, always=always, trains=trains)
+
+
+def _conv(node: Any) -> Conv | None:
+    """The convolution of a call of torch.conv2d, with nodes for tensors; None if no stage can have it."""
+    return square_conv(*node.args[1:], **node.kwargs) if node.args else None
+
+
+def _norm(node: Any) -> dict[str, Any]:
+    """The arguments of a call of F.batch_norm behind its input, by their names."""
+    _, *given = _NORM_ARGUMENTS.bind(*node.args, **node.kwargs).arguments.items()
+    return dict(given)
 
 
 def _tensor(node: Any) -> Any:

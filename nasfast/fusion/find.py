@@ -207,8 +207,8 @@ class _Trace(Matcher):
         """Add chains and reasons to the findings; return the convolutions that the trace reaches."""
         for stages, add in self.chains():
             self._record(stages, add)
-        for conv, reason in self.reasons.items():
-            self._search.findings.reasons.setdefault(self._name(conv), reason)
+        for node, reason in self.reasons.items():
+            self._search.findings.reasons.setdefault(self._name(node), reason)
         return {conv for node in self.order if isinstance(conv := self._module(node), _ConvNd)}
 
     def traced(self, chain: Chain) -> tuple[Chain, list[fx.Node], fx.Node | None]:
