@@ -53,8 +53,9 @@ def nasfast(
     Args:
         graph_module: the graph; it is changed.
         example_inputs: its inputs.
-        options: `inner` is the name of the backend for what is left, by default "eager" for graphs with folded chains
-            and where there is no C++ compiler, and otherwise "inductor". `only_faster` is as in `nasfast.fuse`.
+        options: `inner` is the backend for what is left, a name or a function; by default "eager" for graphs with
+            folded chains and where there is no C++ compiler, and otherwise "inductor". `only_faster` is as in
+            `nasfast.fuse`.
         mode: must be None or "default"; the modes are inductor's.
 
     Raises:
