@@ -45,7 +45,7 @@ from torch.fx.experimental.optimization import fuse as fold
 import nasfast
 from benchmarks.harness import positive, write_json
 from nasfast.fusion import stages
-from nasfast.fusion.dynamo import nasfast as backend
+from nasfast.fusion.dynamo import compile_graph
 from nasfast.fusion.fold import Folded
 from nasfast.measure.timing import measure
 from nasfast.runtime.memory import keep_freed_memory
@@ -158,7 +158,9 @@ def bench(
         # dropout must drop the same as in eager PyTorch
         torch._inductor.config.fallback_random = True
         plain, fused = copy.deepcopy(eager), copy.deepcopy(models["nasfast"])
-        backends = zip(_COMPILED, (plain, fused, copy.deepcopy(eager)), ("inductor", "inductor", backend), strict=True)
+        backends = zip(
+            _COMPILED, (plain, fused, copy.deepcopy(eager)), ("inductor", "inductor", compile_graph), strict=True
+        )
         models |= {variant: torch.compile(model, backend=to) for variant, model, to in backends}  # type: ignore[misc]
     runs = {variant: make_run(model, trains, kind, images, labels) for variant, model in models.items()}
     first_calls = {variant: _seconds(run) for variant, run in runs.items()}

@@ -41,12 +41,13 @@ _NORM_ARGUMENTS = signature(F.batch_norm)
 _NONE = ConvBNParams(*[None] * len(ConvBNParams._fields))  # type: ignore[arg-type]
 
 
-def nasfast(
+def compile_graph(
     graph_module: fx.GraphModule,
     example_inputs: Sequence[Any],
     *,
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
+    name: str | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph of TorchDynamo; for `torch.compile(model, backend="nasfast", options={...})`.
 
@@ -56,7 +57,8 @@ def nasfast(
         options: `inner` is the backend for what is left, a name or a function; by default "eager" for graphs with
             folded chains and where there is no C++ compiler, and otherwise "inductor". `only_faster` is as in
             `nasfast.fuse`.
-        mode: must be None or "default"; the modes are inductor's.
+        mode: None; the modes are inductor's.
+        name: a label of the compilation, which is not used.
 
     Raises:
         ValueError: an option or a mode that there is not.
@@ -64,8 +66,8 @@ def nasfast(
     settings = {"inner": None, "only_faster": True, **(options or {})}
     if unknown := settings.keys() - {"inner", "only_faster"}:
         raise ValueError(f"backend nasfast: unknown options {sorted(unknown)}; it has inner and only_faster")
-    if mode not in (None, "default"):
-        raise ValueError(f'backend nasfast: mode must be None or "default", got {mode!r}; inductor has such modes')
+    if mode is not None:
+        raise ValueError(f"backend nasfast: it has no modes, got {mode!r}; leave out mode, or use backend='inductor'")
     inner = settings["inner"] or ("inductor" if _has_cpp_compiler() else "eager")
     folds = settings["inner"] in (None, "eager") and settings["only_faster"]
     ways = fuse_graph(graph_module, folding=folds, always=not settings["only_faster"])
