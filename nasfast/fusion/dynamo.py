@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from inspect import signature
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -137,36 +138,53 @@ class OperatorChain(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None, *tensors: Tensor | None) -> Tensor:
         """The result of the chain for (N, C, H, W); tensors are those of its stages, as in `ConvBNParams`."""
-        each = len(_NONE)
-        params = [ConvBNParams(*tensors[i : i + each]) for i in range(0, len(tensors), each)]  # type: ignore[arg-type]
-        stages = [s._replace(stage=s.stage._replace(params=p)) for s, p in zip(self._settings, params, strict=True)]
-        y = self._run(x, stages, residual)
-        return y.to(result_dtype(x)) if self._in_place else y
-
-    def _run(self, x: Tensor, stages: Sequence[ChainStage], residual: Tensor | None) -> Tensor:
         if any([type(length) is not int for length in x.shape]):
             # the sizes were decided on and are guarded; a plan has numbers
             x = x.view([int(length) for length in x.shape])
-        return run_stages(x, stages, residual)
+        return self._finished(run_stages(x, self._stages(tensors), residual), x)
+
+    def _stages(self, tensors: Sequence[Tensor | None]) -> list[ChainStage]:
+        each = len(_NONE)
+        params = [ConvBNParams(*tensors[i : i + each]) for i in range(0, len(tensors), each)]  # type: ignore[arg-type]
+        return [s._replace(stage=s.stage._replace(params=p)) for s, p in zip(self._settings, params, strict=True)]
+
+    def _finished(self, y: Tensor, x: Tensor) -> Tensor:
+        return y.to(result_dtype(x)) if self._in_place else y
 
 
 class FoldedChain(OperatorChain):
     """A chain without gradients, with its BatchNorms folded into its convolutions as long as nothing changes."""
 
     # another thread may replace it
-    _kept: tuple[Folded, Tensor] | None = None
+    _kept: _Kept | None = None
 
-    def _run(self, x: Tensor, stages: Sequence[ChainStage], residual: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None, *tensors: Tensor | None) -> Tensor:
+        """As `OperatorChain.forward`."""
         dtype = result_dtype(x)
         # nothing counts the changes of statistics, and the counters of batches are no inputs of a graph in eval mode
-        statistics = torch.cat([t for s in stages for t in s.stage.params[3:5] if t is not None])
+        statistics = torch.cat([t for i in range(3, len(tensors), len(_NONE)) for t in tensors[i : i + 2]])  # type: ignore[misc]
         kept = self._kept
-        if kept is None or not kept[0].serves(stages, dtype) or not torch.equal(kept[1], statistics):
+        if (
+            kept is None
+            or not all(map(is_, tensors, kept.tensors))
+            or not kept.folded.serves(kept.stages, dtype)
+            or not torch.equal(kept.statistics, statistics)
+        ):
+            stages = self._stages(tensors)
             if any(tensor.is_inference() for tensor in sources_of(stages)):
                 y = plain_stages(x, stages)
-                return y if residual is None else y + residual
-            kept = self._kept = Folded(stages, dtype, x.shape, []), statistics
-        return kept[0].run(x, residual)
+                return self._finished(y if residual is None else y + residual, x)
+            kept = self._kept = _Kept(Folded(stages, dtype, x.shape, []), stages, tensors, statistics)
+        return self._finished(kept.folded.run(x, residual), x)
+
+
+class _Kept(NamedTuple):
+    """A chain that was folded, and what for."""
+
+    folded: Folded
+    stages: list[ChainStage]
+    tensors: tuple[Tensor | None, ...]
+    statistics: Tensor
 
 
 class _Functions(Matcher):
