@@ -1,12 +1,16 @@
 """`nasfast.fuse` against PyTorch on CNNs of torchvision and, where it is installed, timm: training and inference.
 
-    python -m benchmarks.bench_fuse_models [--models NAME ...] [--compile] [--out FILE]
+    python -m benchmarks.bench_fuse_models [--models NAME ...] [--compile] [--rounds N] [--out FILE]
 
 Every row has one model, what trains, and a type. All variants are in channels_last and on one thread. Times are CPU
 times of the thread, so that other programs on the machine disturb them less. Freed memory stays with the process:
 otherwise one variant gives it back to the system, and the next one waits for new pages. The peers are eager PyTorch;
 without gradients also eager PyTorch with BatchNorms folded into convolutions by torch.nn.utils.fusion, which torch.fx
-applies; and with `--compile`, for a few models, torch.compile. A run that was stopped continues with the same `--out`.
+applies; and with `--compile` torch.compile, which takes minutes for a row. Then rows have two more variants: the fused
+model compiled, and the backend "nasfast" of torch.compile, of which `backend_ratio` is the time divided by that of the
+faster of `fuse` and torch.compile. `first_call_s` are seconds until the end of the first step, in which a variant is
+compiled; inductor keeps what it compiled on disk, so that a second run compiles faster. Every row is written as soon as
+it is measured, and a run that was stopped continues with the same `--out`.
 
 In half, no rows train all weights: on a CPU, PyTorch takes more than a minute for such a step of two images.
 
@@ -41,6 +45,7 @@ from torch.fx.experimental.optimization import fuse as fold
 import nasfast
 from benchmarks.harness import positive, write_json
 from nasfast.fusion import stages
+from nasfast.fusion.dynamo import compile_graph
 from nasfast.fusion.fold import Folded
 from nasfast.measure.timing import measure
 from nasfast.runtime.memory import keep_freed_memory
@@ -64,8 +69,10 @@ MODELS = (
     "timm/mobilenetv4_conv_small", "timm/regnety_002", "torchvision/efficientnet_b0", "torchvision/googlenet",
     "torchvision/densenet121",
 )  # fmt: skip
-# a model takes minutes to compile, once for each type and mode
-COMPILED = ("torchvision/mobilenet_v2", "torchvision/mobilenet_v3_small", "torchvision/shufflenet_v2_x0_5")
+# the variants of `--compile`
+_COMPILED = ("compile", "compiled fused", "backend")
+# and those that are ours
+_OURS = ("nasfast", "compiled fused", "backend")
 
 
 def names() -> list[str]:
@@ -134,7 +141,7 @@ def bench(
     labels = torch.randint(10, (batch,), generator=generator)
     eager = prepare(make(name), trains, kind)
     row = dict(model=name, trains=trains, type=kind, batch=batch, resolution=resolution, rounds=rounds)
-    row |= {"compiled": compiled, "load_average": os.getloadavg()[0]}
+    row |= {"compiled": list(_COMPILED) if compiled else [], "load_average": os.getloadavg()[0]}
     try:
         make_run(eager, trains, kind, images[:2], labels[:2])()
     except RuntimeError as error:
@@ -150,16 +157,24 @@ def bench(
         torch.compiler.reset()
         # dropout must drop the same as in eager PyTorch
         torch._inductor.config.fallback_random = True
-        models["compile"] = torch.compile(copy.deepcopy(eager))  # type: ignore[assignment]
+        plain, fused = copy.deepcopy(eager), copy.deepcopy(models["nasfast"])
+        backends = zip(
+            _COMPILED, (plain, fused, copy.deepcopy(eager)), ("inductor", "inductor", compile_graph), strict=True
+        )
+        models |= {variant: torch.compile(model, backend=to) for variant, model, to in backends}  # type: ignore[misc]
     runs = {variant: make_run(model, trains, kind, images, labels) for variant, model in models.items()}
+    first_calls = {variant: _seconds(run) for variant, run in runs.items()}
     times = measure(runs, rounds=rounds, warmup=1)
     for variant, run in runs.items():
         if not math.isclose(run.loss, runs["eager"].loss, rel_tol=_TOLERANCE[kind]):
             raise RuntimeError(f"{name}, {trains}, {kind}: {variant} has loss {run.loss}, eager {runs['eager'].loss}")
     medians = {variant: phases["step"]["median_ms"] for variant, phases in times.items()}
-    peer = min((variant for variant in medians if variant != "nasfast"), key=medians.__getitem__)
+    peer = min((variant for variant in medians if variant not in _OURS), key=medians.__getitem__)
+    if compiled:
+        row["backend_ratio"] = medians["backend"] / min(medians["nasfast"], medians["compile"])
     return {
         **row,
+        "first_call_s": first_calls,
         "times": times,
         "peer": peer,
         "ratio": medians["nasfast"] / medians[peer],
@@ -167,6 +182,12 @@ def bench(
         "convolutions": report.convolutions,
         "in_chains": report.fused,
     }
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def host_costs(rounds: int) -> dict:
@@ -200,7 +221,7 @@ def host_costs(rounds: int) -> dict:
 
 
 def summary(rows: Sequence[dict]) -> list[str]:
-    """For every kind of row: median, least and greatest ratio."""
+    """For every kind of row: median, least and greatest ratio, and the same of the backend."""
     lines = []
     for trains in TRAINS:
         for kind in TYPES:
@@ -212,6 +233,12 @@ def summary(rows: Sequence[dict]) -> list[str]:
                     f"trains {trains:11} {kind:13} {len(ratios):3} models: median {statistics.median(ratios):.2f}, "
                     f"from {min(ratios):.2f} to {max(ratios):.2f}{unable}"
                 )
+                backends = [row["backend_ratio"] for row in here if "backend_ratio" in row]
+                if backends:
+                    lines[-1] += (
+                        f"; backend by the faster of fuse and compile: median {statistics.median(backends):.2f}, "
+                        f"from {min(backends):.2f} to {max(backends):.2f}"
+                    )
             elif here:
                 lines.append(f"trains {trains:11} {kind:13}{unable}")
     return lines
@@ -222,7 +249,10 @@ def described(row: dict) -> str:
     begin = f"{row['model']:34} trains {row['trains']:11} {row['type']:13}"
     if "unable" in row:
         return f"{begin} PyTorch cannot run it: {row['unable']}"
-    return f"{begin} {row['ratio']:.2f} of {row['peer']:7} ({row['ratio_to_eager']:.2f} of eager)"
+    eager = row["times"]["eager"]["step"]["median_ms"]
+    others = [f"{name} {phases['step']['median_ms'] / eager:.2f}" for name, phases in row["times"].items()]
+    first = f"first calls {sum(row['first_call_s'].values()):.0f} s"
+    return f"{begin} {row['ratio']:.2f} of {row['peer']:7}; of eager: {', '.join(others[1:])}; {first}"
 
 
 _KEYS = ("model", "trains", "type", "batch", "resolution", "rounds", "compiled")
@@ -236,7 +266,7 @@ def main() -> None:
     parser.add_argument("--batch", type=positive, default=BATCH, help="images per step")
     parser.add_argument("--resolution", type=positive, default=RESOLUTION, help="side of the images in pixels")
     parser.add_argument("--rounds", type=positive, default=ROUNDS, help="timed rounds")
-    parser.add_argument("--compile", action="store_true", help=f"torch.compile as a peer of {', '.join(COMPILED)}")
+    parser.add_argument("--compile", action="store_true", help="also torch.compile and the backend")
     parser.add_argument("--host", action="store_true", help="only the time of a chain in Python")
     parser.add_argument(
         "--out", type=Path, help="JSON file for the results, written after every row; rows that it has are kept"
@@ -251,15 +281,15 @@ def main() -> None:
         if args.out:
             write_json(args.out, rows)
         return
-    known = {tuple(row.get(key) for key in _KEYS) for row in rows}
+    compiled = list(_COMPILED) if args.compile else []
+    known = [[row.get(key) or [] for key in _KEYS] for row in rows]
     for name in args.models or names():
-        compiled = args.compile and name in COMPILED
         for trains in args.trains:
             for kind in args.types:
                 settings = name, trains, kind, args.batch, args.resolution, args.rounds
-                if (*settings, compiled) in known or (trains, kind) in _LEFT_OUT:
+                if [*settings, compiled] in known or (trains, kind) in _LEFT_OUT:
                     continue
-                rows.append(bench(*settings, compiled=compiled))
+                rows.append(bench(*settings, compiled=args.compile))
                 print(described(rows[-1]), flush=True)
                 if args.out:
                     write_json(args.out, rows)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nasfast.fusion.calls import Conv, square_conv
@@ -142,17 +142,37 @@ def passed(module: nn.Module, path: Path) -> list[nn.Module]:
     return found
 
 
+def stage_of(
+    conv: Conv,
+    act: str,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> ChainStage | None:
+    """The stage of a convolution, an activation and a call of F.batch_norm with these arguments behind its input.
+
+    None if BatchNorm has no affine parameters, as every stage has.
+    """
+    if weight is None or bias is None:
+        return None
+    params = ConvBNParams(conv.weight, weight, bias, running_mean, running_var, conv.bias)
+    stage = Stage(params, conv.stride, conv.padding, conv.groups, act, training, momentum, eps)
+    return ChainStage(stage, conv.dilation)
+
+
 def _stage(conv: nn.Conv2d, bn: nn.BatchNorm2d, act: str) -> ChainStage | None:
     # nn.Module finds parameters by their names ten times as slowly
     weight, affine, buffers = conv._parameters.get("weight"), bn._parameters, bn._buffers
-    if weight is None or affine.get("weight") is None or affine.get("bias") is None or conv.padding_mode != "zeros":
+    if weight is None or conv.padding_mode != "zeros":
         return None
     if "running_mean" not in buffers or "running_var" not in buffers or "bias" not in conv._parameters:
         return None
     square = square_conv(weight, conv._parameters["bias"], conv.stride, conv.padding, conv.dilation, conv.groups)
     if square is None:
         return None
-    learned: Any = affine["weight"], affine["bias"]
-    params = ConvBNParams(weight, learned[0], learned[1], **running_of(bn), conv_bias=square.bias)
-    stage = Stage(params, square.stride, square.padding, square.groups, act, **settings_of(bn))
-    return ChainStage(stage, square.dilation)
+    learned = {name: affine.get(name) for name in ("weight", "bias")}
+    return stage_of(square, act, **running_of(bn), **learned, **settings_of(bn))

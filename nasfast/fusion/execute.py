@@ -81,7 +81,7 @@ class BoundChain:
     def _decide(self, x: Tensor, situation: tuple, recorded: bool) -> Way:
         *_, batch, wanted, trains = situation
         stages = self._stages
-        if not _fits(x, stages):
+        if not fits(x, stages):
             return Way.PLAIN
         folds = not batch and not wanted and self._can_fold(x)
         if self._only_folded and not folds:
@@ -126,7 +126,7 @@ class BoundChain:
         folded = self._folded
         if folded is None or not folded.serves(stages, dtype):
             # the tensors may be others than those for which the way was decided
-            if not _fits(x, stages) or not self._can_fold(x):
+            if not fits(x, stages) or not self._can_fold(x):
                 return run_stages(x, stages, residual)
             counters = [bn.num_batches_tracked for bn in self.members.norms if bn.num_batches_tracked is not None]
             folded = self._folded = Folded(stages, dtype, x.shape, counters)
@@ -147,19 +147,33 @@ class CompiledChain:
 
     def way(self, x: Tensor, *, recorded: bool) -> Way | None:
         """As `BoundChain.way`."""
-        stages = self._stages
-        if stages is None or any([stage.conv.only_folded for stage in stages]) or x.dim() != 4 or not _fits(x, stages):
+        if self._stages is None:
             return None
-        if self._always:
-            return Way.OPERATOR
-        trains = torch.is_grad_enabled() and any([stage.conv.weight.requires_grad for stage in stages])
-        return Way.OPERATOR if rule.pays(x, in_float32(stages), trains=trains, recorded=recorded) else Way.PLAIN
+        trains = torch.is_grad_enabled() and any([stage.conv.weight.requires_grad for stage in self._stages])
+        return compiled_way(x, self._stages, always=self._always, trains=trains, recorded=recorded)
 
     def run_all(self, way: Way, x: Tensor, residual: Tensor | None) -> Tensor:
         """As `BoundChain.run_all`."""
         assert self._members is not None and self._stages is not None  # or there would be no way
         self._members.count_batch()
         return run_stages(x, self._members.stages() or self._stages, residual)
+
+
+def compiled_way(
+    x: Tensor, stages: Sequence[ChainStage], *, always: bool, trains: bool, recorded: bool = False
+) -> Way | None:
+    """How stages run on x in a compiled graph, where nothing can be measured; None if they are not those of a chain.
+
+    Args:
+        always: whether a chain always runs on the operator, and not only where the rule expects a gain.
+        trains: whether a convolution trains.
+        recorded: as in `BoundChain.way`.
+    """
+    if any([stage.conv.only_folded for stage in stages]) or x.dim() != 4 or not fits(x, stages):
+        return None
+    if always:
+        return Way.OPERATOR
+    return Way.OPERATOR if rule.pays(x, in_float32(stages), trains=trains, recorded=recorded) else Way.PLAIN
 
 
 def surroundings(x: Tensor) -> tuple | None:
@@ -173,7 +187,7 @@ def surroundings(x: Tensor) -> tuple | None:
     return x.device, x.shape, x.dtype, autocast, x.requires_grad if torch.is_grad_enabled() else None
 
 
-def _fits(x: Tensor, stages: Sequence[ChainStage]) -> bool:
+def fits(x: Tensor, stages: Sequence[ChainStage]) -> bool:
     """Whether shapes and types are those of a chain."""
     exact = [_undilated(stage) for stage in stages]
     try:

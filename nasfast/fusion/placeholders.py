@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nasfast.fusion.calls import ACTIVATION_FUNCTIONS, Conv, activation_of, square_conv
-from nasfast.fusion.chain import ChainStage
+from nasfast.fusion.chain import ChainStage, stage_of
 from nasfast.fusion.execute import BoundChain
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way, plain, result_dtype
-from nasfast.ops.reference import ConvBNParams, Stage
 
 
 class StartForward(ReplacedForward):
@@ -213,24 +212,13 @@ def _extend_conv(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Te
     return _Placeholder(input.run, input.stages, conv)
 
 
-def _extend_batch_norm(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor | None:
+def _extend_batch_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     if not isinstance(input, _Placeholder) or input.conv is None or not input.open:
         return None
-    if weight is None or bias is None or not plain(weight, bias):
+    stage = stage_of(input.conv, "identity", *args, **kwargs)
+    if stage is None or not plain(stage.stage.params.bn_weight, stage.stage.params.bn_bias):
         return None
-    conv = input.conv
-    params = ConvBNParams(conv.weight, weight, bias, running_mean, running_var, conv.bias)
-    stage = Stage(params, conv.stride, conv.padding, conv.groups, "identity", training, momentum, eps)
-    return input.extended((*input.stages, ChainStage(stage, conv.dilation)))
+    return input.extended((*input.stages, stage))
 
 
 def _extend_activation(function: object, input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import iadd
 from types import NoneType
 from typing import Any
 
@@ -21,6 +20,7 @@ from nasfast.fusion import members
 from nasfast.fusion.calls import IN_PLACE
 from nasfast.fusion.chain import Chain, Path, descendant
 from nasfast.fusion.execute import BoundChain, CompiledChain
+from nasfast.fusion.match import adds_in_place
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way, result_dtype
 from nasfast.fusion.watch import hooks_of
@@ -272,7 +272,7 @@ def _chain_step(
             act = members.function_activation(node)
             assert act is not None  # or it would not be in the chain
             parts.append((None, act))
-    chain = ChainPart(number, add is not None and add.target in (iadd, "add_"), tuple(parts))
+    chain = ChainPart(number, adds_in_place(add), tuple(parts))
     return Step(chain, (slots[nodes[0].args[0]], residual), {})
 
 

@@ -48,5 +48,6 @@ def folds(monkeypatch):
             calls.append(len(stages))
             super().__init__(stages, *args)
 
-    monkeypatch.setattr("nasfast.fusion.execute.Folded", Recorded)
+    for user in ("execute", "dynamo"):
+        monkeypatch.setattr(f"nasfast.fusion.{user}.Folded", Recorded)
     return calls

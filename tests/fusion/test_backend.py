@@ -1,0 +1,311 @@
+"""`torch.compile(model, backend="nasfast")`: the same results, and chains on our operators or folded."""
+
+import copy
+import importlib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+import torchvision
+from fused_models import (
+    Body,
+    Fickle,
+    added_in_place,
+    check_same,
+    conv,
+    disturb,
+    observe,
+    set_mode,
+    unit,
+    whole,
+)
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torchvision.models.mobilenetv2 import InvertedResidual, MobileNetV2
+
+from nasfast.fusion import dynamo
+from nasfast.fusion.stages import Way
+
+pytestmark = pytest.mark.usefixtures("native")
+
+
+@pytest.fixture(autouse=True)
+def ways(monkeypatch):
+    """How many chains the compiled graphs have of each way."""
+    torch.compiler.reset()
+    found = Counter()
+    fuse_graph = dynamo.fuse_graph
+
+    def record(*args, **kwargs):
+        here = fuse_graph(*args, **kwargs)
+        found.update({way.name: number for way, number in here.items()})
+        return here
+
+    monkeypatch.setattr(dynamo, "fuse_graph", record)
+    yield found
+    torch.compiler.reset()
+
+
+def compile_model(model: nn.Module, inner: str = "aot_eager", *, only_faster: bool = False, **settings) -> nn.Module:
+    """Compile a model in place, so that the names of its parameters stay."""
+    settings.setdefault("fullgraph", True)
+    model.compile(backend=dynamo.compile_graph, options={"inner": inner, "only_faster": only_faster}, **settings)
+    return model
+
+
+def images(*shape: int, dtype: torch.dtype = torch.double) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
+
+
+def small(norm: type[nn.Module] = nn.BatchNorm2d) -> nn.Module:
+    """MobileNetV2 with three blocks."""
+    return MobileNetV2(num_classes=10, inverted_residual_setting=[[1, 8, 1, 1], [6, 16, 2, 2]], norm_layer=norm)
+
+
+def check(model: nn.Module, x: torch.Tensor, steps: int = 2) -> None:
+    """Compare a compiled model with its eager copy: result, gradients and buffers."""
+    compiled = copy.deepcopy(model)
+    compile_model(compiled)
+    check_same(observe(compiled, x, steps), observe(model, x, steps))
+
+
+NETWORKS = [
+    ("mobilenet_v2", 19),
+    ("mobilenet_v3_small", 22),
+    ("resnet18", 12),
+    ("efficientnet_b0", 34),
+    ("shufflenet_v2_x0_5", 21),
+]
+
+
+@pytest.mark.parametrize("mode", ["frozen convolutions", "mixed"])
+def test_a_small_network_computes_the_same_in_float64(mode, ways):
+    model = set_mode(disturb(small()).double().to(memory_format=torch.channels_last), mode)
+    check(model, images(2, 3, 32, 32))
+    assert ways == {"OPERATOR": 5}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["frozen convolutions", "all trainable", "eval"])
+@pytest.mark.parametrize(("name", "chains"), NETWORKS)
+def test_networks_compute_the_same_in_float64(name, chains, mode, ways):
+    model = getattr(torchvision.models, name)(num_classes=10).double().to(memory_format=torch.channels_last)
+    for module in model.modules():
+        if isinstance(module, (nn.Dropout, torchvision.ops.StochasticDepth)):
+            module.p = 0.0
+    check(set_mode(disturb(model), mode), images(2, 3, 64, 64), steps=1)
+    assert ways == {"OPERATOR": chains}
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_float32_runs_on_the_operators(training, executed, ways):
+    model = set_mode(small().to(memory_format=torch.channels_last), "frozen convolutions").train(training)
+    compiled = compile_model(copy.deepcopy(model), "eager")
+    x = images(2, 3, 32, 32, dtype=torch.float)
+    got, want = observe(compiled, x), observe(model, x)
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], msg=lambda text, name=name: f"{name}: {text}")
+    assert ways["OPERATOR"] == len(executed) == 5
+
+
+WAYS = ["chain", "read between", "read twice", "other activation", "activation twice", "no activation", "dropped"]
+WAYS += [
+    "normalised twice",
+    "more convolutions",
+    "no gradient first",
+    "no gradient last",
+    "no residual",
+    "concatenated",
+]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_a_forward_is_right(way):
+    model = disturb(Fickle()).double().to(memory_format=torch.channels_last)
+    model.way = way
+    check(model, images(2, 4, 6, 6))
+
+
+def changed_between(m: Body, x: torch.Tensor) -> torch.Tensor:
+    x = 1 * x
+    y = m.conv1(x)
+    x.mul_(3)
+    return m.bn2(m.conv2(m.act(m.bn1(y)))) + x
+
+
+def cast_inside(m: Body, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = m.conv1(x)
+    return m.bn2(m.conv2(m.act(m.bn1(y.to(x.dtype)))))
+
+
+LEFT = {
+    "no affine parameters": (lambda: Body(whole, bn1=nn.BatchNorm2d(8, affine=False)), 1),
+    "another norm": (lambda: Body(whole, bn1=nn.GroupNorm(2, 8)), 1),
+    "stride that is not square": (lambda: nn.Sequential(conv(4, 4, 3, stride=(2, 1)), nn.BatchNorm2d(4)), 0),
+    "padding by name": (lambda: nn.Sequential(conv(4, 4, 3, padding="same"), nn.BatchNorm2d(4)), 0),
+    "transposed": (lambda: nn.Sequential(nn.ConvTranspose2d(4, 4, 3), nn.BatchNorm2d(4)), 0),
+    "shared BatchNorm": (lambda: Body(whole, bn1=(bn := nn.BatchNorm2d(8)), bn2=bn, conv2=conv(8, 8, 1)), 0),
+    "dilation": (lambda: unit(dilation=2, padding=2), 0),
+    "autocast between": (lambda: Body(cast_inside), 1),
+    "no running statistics": (lambda: Body(whole, bn1=nn.BatchNorm2d(8, track_running_stats=False)), 1),
+    "added in place": (lambda: Body(added_in_place), 1),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_no_chain_is_left(case, ways):
+    build, chains = LEFT[case]
+    check(disturb(build()).double().to(memory_format=torch.channels_last), images(2, 4, 6, 6))
+    assert ways["OPERATOR"] == chains
+
+
+def test_the_input_of_a_chain_may_change(ways):
+    model = disturb(Body(changed_between)).double().to(memory_format=torch.channels_last)
+    compiled = compile_model(copy.deepcopy(model))
+    x = images(2, 4, 6, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+    assert ways["OPERATOR"] == 1
+
+
+def test_a_momentum_that_changes_is_right():
+    model = (
+        nn.Sequential(conv(4, 4, 1), nn.BatchNorm2d(4, momentum=None)).double().to(memory_format=torch.channels_last)
+    )
+    compiled = compile_model(copy.deepcopy(model), "eager", fullgraph=False)
+    x = images(2, 4, 6, 6)
+    check_same(observe(compiled, x, 3), observe(model, x, 3))
+
+
+def test_results_keep_their_layout(ways):
+    model = disturb(unit())
+    compiled = compile_model(copy.deepcopy(model))
+    x = torch.randn(2, 4, 6, 6)
+    assert compiled(x).stride() == model(x).stride() and not ways["OPERATOR"]
+
+
+def test_the_rule_decides_by_size_and_by_what_trains(ways):
+    model = nn.Sequential(conv(16, 64, 1), nn.BatchNorm2d(64), nn.ReLU6()).to(memory_format=torch.channels_last)
+    compile_model(model, only_faster=True, dynamic=False)
+    for size, trains, count in [(40, True, 0), (8, False, 0), (40, False, 1)]:
+        model[0].requires_grad_(trains)
+        model(images(2, 16, size, size, dtype=torch.float))
+        assert ways["OPERATOR"] == count
+
+
+def test_other_batch_sizes_run_on_the_operators(ways):
+    operators = Counter()
+
+    def count(graph, example):
+        operators.update(node.target for node in graph.graph.nodes)
+        return graph
+
+    inner = aot_autograd(fw_compiler=count)
+    model = set_mode(disturb(InvertedResidual(4, 4, 1, 2)), "frozen convolutions").to(memory_format=torch.channels_last)
+    compiled = compile_model(copy.deepcopy(model), inner)
+    for graphs, batch in enumerate((2, 3, 4, 2), 1):
+        x = images(batch, 4, 9, 9, dtype=torch.float)
+        got, want = observe(compiled, x), observe(model, x)
+        for name in want:
+            torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-4)
+        # each size has its own graph
+        assert operators[torch.ops.nasfast.conv_bn_act_chain_fwd.default] == ways["OPERATOR"] == min(graphs, 3)
+
+
+def test_autocast_runs_on_the_operators(executed, ways):
+    model = set_mode(disturb(InvertedResidual(4, 4, 1, 2)), "frozen convolutions").to(memory_format=torch.channels_last)
+    compiled, x = compile_model(copy.deepcopy(model), "eager"), images(2, 4, 9, 9, dtype=torch.float)
+    exact = observe(copy.deepcopy(model), x)
+    with torch.autocast("cpu", torch.bfloat16):
+        want, got = observe(model, x), observe(compiled, x)
+    assert len(executed) == 1 and got.keys() == want.keys()
+    for name in want:
+        allowed, error = ((seen[name] - exact[name]).double().norm() for seen in (want, got))
+        assert error <= 1.5 * allowed + 1e-6, name
+
+
+def changes() -> dict:
+    other = disturb(unit()).state_dict()
+
+    @torch.no_grad()
+    def scale(m: nn.Module) -> None:
+        m[0][0].weight.mul_(2)
+
+    def train(m: nn.Module) -> None:
+        # statistics change without a count
+        nn.Sequential(*m.train()[0])(torch.randn(2, 4, 6, 6) + 3)
+        m.eval()
+
+    return {
+        "nothing": lambda m: None,
+        "weights": scale,
+        "a state": lambda m: m[0].load_state_dict(other),
+        "statistics": train,
+        "a new weight": lambda m: setattr(m[0][0], "weight", nn.Parameter(m[0][0].weight.detach() * 3)),
+    }
+
+
+def test_folded_chains_follow_changes(folds, ways):
+    model = (
+        disturb(nn.Sequential(unit(nn.Hardswish()), unit(), nn.Flatten())).eval().to(memory_format=torch.channels_last)
+    )
+    compiled = copy.deepcopy(model)
+    compiled.compile(backend=dynamo.compile_graph, fullgraph=True)
+    x = images(2, 4, 6, 6, dtype=torch.float)
+    for name, change in changes().items():
+        for m in (model, compiled):
+            torch.manual_seed(0)
+            change(m)
+        for _ in range(2):
+            with torch.no_grad():
+                torch.testing.assert_close(compiled(x), model(x), msg=lambda text, name=name: f"{name}: {text}")
+    assert ways == {"FOLDED": 1} and folds == [2] * 5
+
+
+def test_a_graph_with_gradients_is_not_folded(ways):
+    """A frozen backbone in eval mode and a head that trains are one graph."""
+    model = nn.Sequential(disturb(unit()).requires_grad_(False).eval(), nn.Flatten(), nn.Linear(4 * 36, 2))
+    model.double().to(memory_format=torch.channels_last)
+    compiled = compile_model(copy.deepcopy(model), "eager", only_faster=True)
+    x = images(2, 4, 6, 6)
+    check_same(observe(compiled, x), observe(model, x))
+    assert not ways["FOLDED"]
+
+
+def test_what_the_operators_lack_is_left_without_gradients(ways):
+    """A graph whose convolutions do not fold is for the other backend."""
+    model = nn.Sequential(unit(), conv(4, 4, 1), nn.Sigmoid(), conv(4, 4, 1), nn.Sigmoid()).eval()
+    compiled = compile_model(copy.deepcopy(model).to(memory_format=torch.channels_last), "eager", only_faster=True)
+    x = images(2, 4, 6, 6, dtype=torch.float)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+    assert not ways["FOLDED"]
+
+
+def test_wrong_options_are_refused():
+    model, x = unit(), torch.randn(2, 4, 6, 6)
+    with pytest.raises(Exception, match="unknown options"):
+        torch.compile(model, backend=dynamo.compile_graph, options={"iner": "eager"})(x)
+    with pytest.raises(Exception, match="it has no modes"):
+        torch.compile(model, backend=dynamo.compile_graph, mode="max-autotune")(x)
+
+
+def test_pytorch_finds_the_backend_by_its_name():
+    tomllib = pytest.importorskip("tomllib")
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["torch_dynamo_backends"]["nasfast"].partition(":")
+    assert getattr(importlib.import_module(module), name) is dynamo.compile_graph
+
+
+@pytest.mark.aot
+def test_inductor_compiles_what_is_left(ways):
+    model = set_mode(disturb(InvertedResidual(4, 4, 1, 2)), "frozen convolutions").to(memory_format=torch.channels_last)
+    compiled, x = copy.deepcopy(model), images(2, 4, 8, 8, dtype=torch.float)
+    compile_model(compiled, "inductor")
+    got, want = observe(compiled, x, 2), observe(model, x, 2)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-4)
+    assert ways[Way.OPERATOR.name] == 1
