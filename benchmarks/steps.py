@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks import floor
 from benchmarks.harness import saved_bytes
 from nasfast import ops
-from nasfast.measure import floor
 from nasfast.measure.timing import TrainingStep, measure
 from nasfast.spaces import Arch
 

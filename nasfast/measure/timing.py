@@ -1,6 +1,6 @@
 """One training step of a supernet as the unit of measurement, and the interleaved timing of variants.
 
-`nasfast step`, `nasfast profile` and the benchmarks use it.
+`nasfast step`, `nasfast latency` and the benchmarks use it.
 """
 
 from __future__ import annotations
