@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +157,7 @@ class RankReport:
 
     def to_json(self) -> str:
         """The report and its verdict as JSON."""
-        form = _plain(self)
-        form["verdict"] = self.verdict
-        return json.dumps(form, indent=1)
+        return json.dumps({**asdict(self), "verdict": self.verdict}, indent=1)
 
     def save(self, path: str | Path) -> None:
         """Write `to_json` to a file."""
@@ -404,14 +402,3 @@ def merge_rounding(values: np.ndarray, *, additive: bool = True) -> np.ndarray:
     starts = np.concatenate(([0], np.flatnonzero(steps) + 1))
     merged[order] = values[order][starts][np.concatenate(([0], np.cumsum(steps)))]
     return merged
-
-
-def _plain(value: Any) -> Any:
-    """Nested dataclasses as JSON-ready dicts."""
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value

@@ -101,24 +101,17 @@ class World:
                     if not tensor.is_contiguous():
                         tensor.copy_(whole)
 
-    def broadcast(self, data: bytes, *, source: int = 0) -> bytes:
-        """The bytes that rank `source` gives; those of the other ranks are ignored.
+    def broadcast(self, data: bytes) -> bytes:
+        """The bytes that rank 0 gives; those of the other ranks are ignored.
 
         Raises:
             RankError: a rank has ended.
         """
-        if self.size == 1:
-            return data
-        length = torch.tensor([len(data)])
-        with _explained():
-            dist.broadcast(length, source)
-            if self.rank == source:
-                content = torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)
-            else:
-                content = torch.empty(int(length), dtype=torch.uint8)
-            if length:
-                dist.broadcast(content, source)
-        return data if self.rank == source else content.numpy().tobytes()
+        shared = [data]
+        if self.size > 1:
+            with _explained():
+                dist.broadcast_object_list(shared, 0)
+        return shared[0]
 
     def gather(self, data: bytes) -> list[bytes]:
         """The bytes of all ranks in the order of the ranks, on every rank.
@@ -126,7 +119,11 @@ class World:
         Raises:
             RankError: a rank has ended.
         """
-        return [self.broadcast(data, source=rank) for rank in range(self.size)]
+        parts = [data] * self.size
+        if self.size > 1:
+            with _explained():
+                dist.all_gather_object(parts, data)
+        return parts
 
 
 SINGLE = World()

@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -135,14 +135,8 @@ class TrainState:
                 self._averaged.load_state_dict(checkpoint.part("average."))
             if self._sampler is not None:
                 self._sampler.load_state_dict(state["sampler"])
-            # older checkpoints lack the last three
-            progress = Progress(
-                state["step"],
-                Sums(**state["sums"]),
-                state.get("best"),
-                state.get("evaluation_due", False),
-                state.get("stale", 0),
-            )
+            progress = Progress(**{field.name: state[field.name] for field in fields(Progress)})
+            progress.sums = Sums(**state["sums"])
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"checkpoint does not fit this run: {error}") from error
         momentum = checkpoint.part("momentum.")
