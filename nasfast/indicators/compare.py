@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nasfast.display import text_table
 from nasfast.indicators.rank import Estimate, rank
 from nasfast.indicators.structure import BASELINES, structure_scores
 from nasfast.indicators.table import IndicatorTable
@@ -63,15 +64,14 @@ class ScoreComparison:
 
     def __str__(self) -> str:
         """The comparison as a text table."""
-        width = max(len(row.name) for row in self.rows)
+        half = f"architectures for +-{self.half_width:g}"
+        table = [["", "Kendall tau-b", "minus sqrt_size", "Spearman rho", half]]
+        table += [
+            [row.name, str(row.kendall), str(row.above), str(row.spearman), str(row.wanted or "-")] for row in self.rows
+        ]
         lines = [
             f"{self.architectures} trained architectures, 95 % bootstrap intervals",
-            f"{'':{width}} {'Kendall tau-b':>24} {'minus sqrt_size':>24} {'Spearman rho':>24} "
-            f"{f'architectures for +-{self.half_width:g}':>26}",
-        ]
-        lines += [
-            f"{row.name:{width}} {row.kendall!s:>24} {row.above!s:>24} {row.spearman!s:>24} {row.wanted or '-':>26}"
-            for row in self.rows
+            *text_table(table, right=1),
         ]
         lines += [f"not computed: {name}: {why}" for name, why in self.refused.items()]
         more = (self.rows[0].wanted or 0) - self.architectures
