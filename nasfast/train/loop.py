@@ -135,7 +135,8 @@ class _Training:
         )
         self.log: TrainLog | None = None
         self.writer: CheckpointWriter | None = None
-        self.largest, self.pending, self.stopped = 0, list[tuple[int, Outcome, Tensor]](), False
+        self.pending: list[tuple[int, Outcome, Tensor]] = []
+        self.stopped = False
 
     def run(self, engine: Callable[[torch.optim.SGD], Engine] | None) -> Path:
         """Make the steps that are left, and return the path of the last checkpoint."""
@@ -147,7 +148,7 @@ class _Training:
                 self.open_files(stack)
             if at.evaluation_due:
                 self.conclude(evaluates=True)
-            runner = None if engine is None else engine(self.optimizer)
+            runner, largest = None if engine is None else engine(self.optimizer), 0
             self.clock, self.seen = time.monotonic(), 0
             while at.step < self.total and not self.exhausted:
                 epoch, start = divmod(at.step, per_epoch)
@@ -155,21 +156,28 @@ class _Training:
                     lr = lr_at(at.step, total=self.total, peak=cfg.peak_lr, warmup=warmup, end=cfg.lr_end)
                     paths = None if self.sampler is None else self.sampler.step()
                     # a resumed run may begin with the short batch that ends an epoch: an engine serves the largest
-                    if runner is None or (engine is None and len(x) > self.largest):
-                        runner, self.largest = self.engine_of(x), len(x)
+                    if runner is None or (engine is None and len(x) > largest):
+                        runner, largest = self.engine_of(x), len(x)
                     if self.world.rank:
                         seed_other_rank(self.seed, self.world.rank, at.step, device=self.device)
                     if extras.mix is not None:
                         x, y = extras.mix(x, y)
                         x = x.contiguous(memory_format=torch.channels_last)
-                    asked, clip = self.stop.requested, cfg.clip_norm
-                    results = _step(
-                        runner, self.exchange, self.optimizer, x, y, paths, lr=lr, clip_norm=clip, stop=asked
+                    outcome, norm = _step(
+                        runner,
+                        self.exchange,
+                        self.optimizer,
+                        x,
+                        y,
+                        paths,
+                        lr=lr,
+                        clip_norm=cfg.clip_norm,
+                        stop=self.stop.requested,
                     )
                     if self.averaged is not None:
                         self.averaged.update_parameters(self.model)
                     at.step += 1
-                    self.pending.append((at.step, *results))
+                    self.pending.append((at.step, outcome, norm))
                     epoch_ends, ends = at.step % per_epoch == 0, at.step == self.total
                     evaluates = self.evaluate is not None and epoch_ends and (ends or (epoch + 1) % cfg.eval_every == 0)
                     due = at.step % cfg.checkpoint_every == 0 if cfg.checkpoint_every else epoch_ends
