@@ -117,7 +117,7 @@ class CacheBackend:
         """
         resident = self._resident(device) if self._form.uniform else None
         if resident is not None:
-            yield from (self._gathered(*resident, request, device) for request in requests)
+            yield from (self._gather(*resident, request, device) for request in requests)
             return
         pool = ThreadPoolExecutor(self._workers) if self._workers else None
         pending: deque[_PendingBatch] = deque()
@@ -153,7 +153,7 @@ class CacheBackend:
             _LOG.info("%s of decoded images are on %s", size_text(size), device)
         return self._all
 
-    def _gathered(self, array: Tensor, readable: np.ndarray, request: Request, device: torch.device) -> Decoded:
+    def _gather(self, array: Tensor, readable: np.ndarray, request: Request, device: torch.device) -> Decoded:
         """The answer to a request, from the resident images."""
         rows, side = self._rows[request.indices], self._form.augmentation.resolution
         kept = np.flatnonzero(readable[rows])

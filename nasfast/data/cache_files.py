@@ -124,7 +124,7 @@ class FileStore:
         key, root = self.folder.name, self.folder.parent
         try:
             root.mkdir(parents=True, exist_ok=True)
-            with _locked(root / f"{key}.lock"):
+            with _file_lock(root / f"{key}.lock"):
                 if self._open():  # another process has built it meanwhile
                     return
                 for left in root.glob(f".{key}-*"):  # of a process that was killed
@@ -232,7 +232,7 @@ def _digest(data: bytes | memoryview) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _file_lock(path: Path) -> Iterator[None]:
     """Hold the lock, after waiting for any process that has it.
 
     Where the file system has no locks, several processes may decode the same images, which only wastes time.

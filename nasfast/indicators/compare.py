@@ -123,7 +123,7 @@ def compare_scores(
     for name, values in every.items():
         report = rank(accuracies, values, space, resamples=resamples, seed=seed)
         mine = report.predictor
-        wanted = _wanted(mine.kendall, report.architectures, half_width)
+        wanted = _architectures_needed(mine.kendall, report.architectures, half_width)
         rows.append(ScoreRow(name, mine.kendall, mine.spearman, report.above[_REFERENCE], wanted))
     return ScoreComparison(len(accuracies), half_width, tuple(rows), dict(refused or {}), attainable)
 
@@ -150,7 +150,7 @@ def attainable_tau(right: NDArray[np.bool_]) -> float:
     return 2 / math.pi * math.asin(math.sqrt(max(0.0, 1 - variance / total))) if total > 0 else 0.0
 
 
-def _wanted(tau: Estimate, count: int, half_width: float) -> int | None:
+def _architectures_needed(tau: Estimate, count: int, half_width: float) -> int | None:
     if tau.low is None or tau.high is None:
         return None
     return math.ceil(count * ((tau.high - tau.low) / (2 * half_width)) ** 2)

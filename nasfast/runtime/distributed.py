@@ -84,7 +84,7 @@ class World:
             RankError: a rank has ended.
         """
         if self.size > 1:
-            with _explained():
+            with _as_rank_error():
                 dist.all_reduce(tensor)
 
     def send(self, tensors: Iterable[Tensor]) -> None:
@@ -94,7 +94,7 @@ class World:
             RankError: a rank has ended.
         """
         if self.size > 1:
-            with _explained():
+            with _as_rank_error():
                 for tensor in tensors:
                     whole = tensor.contiguous()  # the backends need contiguous tensors
                     dist.broadcast(whole, 0)
@@ -109,7 +109,7 @@ class World:
         """
         shared = [data]
         if self.size > 1:
-            with _explained():
+            with _as_rank_error():
                 dist.broadcast_object_list(shared, 0)
         return shared[0]
 
@@ -121,7 +121,7 @@ class World:
         """
         parts = [data] * self.size
         if self.size > 1:
-            with _explained():
+            with _as_rank_error():
                 dist.all_gather_object(parts, data)
         return parts
 
@@ -135,7 +135,7 @@ _GONE = re.compile(r"connection|closed|reset|timed out|refused|broken pipe|remot
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _as_rank_error() -> Iterator[None]:
     """Raise RankError where an error means that a connection to another rank ended."""
     try:
         yield

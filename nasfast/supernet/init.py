@@ -258,7 +258,7 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
             taps = (
                 weight.zero_()[..., weight.shape[2] // 2, weight.shape[3] // 2] if recipe.shape is _centre else weight
             )
-            targets.append(Target(f"{name}.weight", taps, shape, recipe.scale(*shape) * _gain_of(modules, name)))
+            targets.append(Target(f"{name}.weight", taps, shape, recipe.scale(*shape) * _gain(modules, name)))
         if layer.bias is not None:
             layer.bias.zero_()
     fill_orthogonal(targets, seed)
@@ -267,7 +267,7 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
     for (name, recipe), (z,) in zip(built.items(), draws, strict=True):
         assert recipe.build is not None
         weight = recipe.build(shapes[name], z)
-        layers[name].weight.copy_(weight.mul_(_gain_of(modules, name)) if recipe.gain else weight)
+        layers[name].weight.copy_(weight.mul_(_gain(modules, name)) if recipe.gain else weight)
     begin_norms(module, scheme.shift, scheme.branch_scale)
     if scheme.alignment is not None:
         align(module, scheme.alignment, scheme.linear_share, GAINS, seed=seed)
@@ -275,7 +275,7 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
         _warn_if_kernels_coincide(modules)
 
 
-def _gain_of(modules: dict[str, nn.Module], name: str) -> float:
+def _gain(modules: dict[str, nn.Module], name: str) -> float:
     """The gain of the convolution of this name, by the activation of its unit."""
     unit = modules.get(name.rpartition(".")[0])
     act = getattr(unit, "act", None) if getattr(unit, "conv", None) is modules[name] else None

@@ -157,7 +157,7 @@ class _Training:
                     paths = None if self.sampler is None else self.sampler.step()
                     # a resumed run may begin with the short batch that ends an epoch: an engine serves the largest
                     if runner is None or (engine is None and len(x) > largest):
-                        runner, largest = self.engine_of(x), len(x)
+                        runner, largest = self.new_engine(x), len(x)
                     if self.world.rank:
                         seed_other_rank(self.seed, self.world.rank, at.step, device=self.device)
                     if extras.mix is not None:
@@ -212,7 +212,7 @@ class _Training:
         )
         self.writer = stack.enter_context(CheckpointWriter(self.folder))
 
-    def engine_of(self, x: Tensor) -> Engine:
+    def new_engine(self, x: Tensor) -> Engine:
         """What `cfg.engine` asks for: on a CPU an `EagerEngine`, which calls the model."""
         cfg, shape = self.cfg, tuple(x.shape)
         smoothing, bf16 = cfg.label_smoothing, cfg.precision == "bf16"

@@ -197,7 +197,7 @@ def _newest(
         return None
     path, checkpoint = found
     if stage.extends:
-        checkpoint = _extended(stage.name, path, checkpoint, state.settings)
+        checkpoint = _extend(stage.name, path, checkpoint, state.settings)
     if checkpoint.state["settings"] != state.settings:
         raise CheckpointError(
             f"{path} was written with other settings: {difference(checkpoint.state['settings'], state.settings)}; "
@@ -256,7 +256,7 @@ def _why_not_resumed(path: Path, settings: Mapping[str, Any], extends: bool, unk
     return difference(before, now)
 
 
-def _extended(stage: str, path: Path, checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Checkpoint:
+def _extend(stage: str, path: Path, checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Checkpoint:
     """A checkpoint as one of a training with the number of epochs in `settings`.
 
     Raises:
