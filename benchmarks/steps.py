@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from benchmarks import floor
 from benchmarks.harness import saved_bytes
 from nasfast import ops
-from nasfast.measure import floor
 from nasfast.measure.timing import TrainingStep, measure
 from nasfast.ops.conv import FrozenConv2d
 from nasfast.ops.plan import storage_dtype

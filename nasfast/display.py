@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ class Tabular:
 
     def __str__(self) -> str:
         header, rows = self._cells()
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = ("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in (header, *rows))
-        return "\n".join([self.caption, *(line.rstrip() for line in lines)])
+        return "\n".join([self.caption, *text_table([header, *rows])])
 
     def _repr_html_(self) -> str:
         header, rows = self._cells()
@@ -53,6 +51,15 @@ class Tabular:
         records = self.records()
         header = list(records[0]) if records else []
         return header, [[_text(value) for value in record.values()] for record in records]
+
+
+def text_table(rows: Sequence[Sequence[str]], *, right: int | None = None) -> list[str]:
+    """Lines of a table whose first row is its header; columns from number `right` on are aligned right, others left."""
+    columns = []
+    for i, column in enumerate(zip(*rows, strict=True)):
+        pad = str.ljust if right is None or i < right else str.rjust
+        columns.append([pad(cell, max(map(len, column))) for cell in column])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]
 
 
 def _row(cells: Iterable[str], tag: str) -> str:

@@ -25,12 +25,12 @@ import torch
 from torch import nn
 
 from benchmarks.captures import EagerCapture
+from benchmarks.floor import measure_machine, step_floor, trace
 from benchmarks.gpu.launches import noted_chains, noted_launches
 from benchmarks.gpu.plan import append, processes
 from benchmarks.gpu.system import clocks
 from nasfast.engine import EagerEngine, GraphEngine
 from nasfast.engine.capture import CudaCapture
-from nasfast.measure.floor import measure_machine, step_floor, trace
 from nasfast.measure.timing import TrainingStep, measure, measuring, random_batch, seconds_of
 from nasfast.ops import use_backend
 from nasfast.spaces import Arch, Block, FixedLayer, SearchSpace, Stage, get_space, mean_path

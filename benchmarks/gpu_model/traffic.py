@@ -4,7 +4,7 @@
                                            [--out FILE]
 
 recorder.py records the step. Each tensor that a launch is given counts once, as if the caches served all repeated
-reads. The floor is that of nasfast.measure.floor: forward writes and reads every convolution's output once, backward
+reads. The floor is that of benchmarks.floor: forward writes and reads every convolution's output once, backward
 writes once and reads three times. It includes no statistics, and no gradient twice.
 """
 
@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.floor import Machine, step_floor, trace
 from benchmarks.gpu_model.recorder import BACKENDS, Workload, record_step
 from benchmarks.harness import positive, write_json
-from nasfast.measure.floor import Machine, step_floor, trace
 from nasfast.spaces import get_space, mean_path
 from nasfast.supernet import StandaloneNetwork
 

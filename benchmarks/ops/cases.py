@@ -13,8 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from benchmarks.floor import Machine
 from nasfast import ops
-from nasfast.measure.floor import Machine
 from nasfast.ops.backends import explain
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -13,8 +13,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor, nn
 
+from benchmarks import floor
 from benchmarks.ops.cases import BOTH, DTYPES, Call, Case, Setting, Size
-from nasfast.measure import floor
 from nasfast.ops.modules import ConvBNAct, FusedConvBNAct
 from nasfast.spaces import Block, Layer, SearchSpace, mean_path, mobilenet_v2, shufflenet_v2
 from nasfast.supernet import UnitFactory

@@ -8,8 +8,8 @@ from functools import cache
 import pytest
 import torch
 
+from benchmarks.floor import Machine, measure_machine
 from benchmarks.ops.cases import DTYPES, SIZES
-from nasfast.measure.floor import Machine, measure_machine
 from nasfast.measure.timing import machine, measuring
 
 

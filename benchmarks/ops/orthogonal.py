@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import nasfast
+from benchmarks.floor import Machine
 from benchmarks.ops.cases import FORWARD, Call, Case, Setting, Size
 from nasfast import ops
-from nasfast.measure.floor import Machine
 
 # largest number of columns in each class; a wide matrix is transposed first
 _LIMITS = (32, 64, 128, 256)

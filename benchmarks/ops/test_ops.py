@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import pytest
 
+from benchmarks.floor import Machine
 from benchmarks.harness import saved_bytes
 from benchmarks.ops.cases import BOTH, FORWARD, Call, Case, Setting, prepare
 from benchmarks.ops.table import table
-from nasfast.measure.floor import Machine
 
 
 class Work(NamedTuple):

@@ -18,10 +18,9 @@ from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import rank
 from nasfast.indicators.scores import check_network_score, get_score, parts_of, score_networks, score_paths, summed
 from nasfast.indicators.table import IndicatorTable, TableError
-from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
+from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.measure.doctor import doctor
 from nasfast.measure.latency import check_replaceable, head_of, latency
-from nasfast.measure.profile import profile
 from nasfast.measure.step_times import step_times
 from nasfast.report import write_comparison, write_report
 from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, repeats_of, worth_of_score
@@ -331,10 +330,6 @@ def _step(cfg: StepTimesConfig, out: str | None) -> None:
         print(f"written: {out}")
 
 
-def _profile(cfg: ProfileConfig) -> None:
-    print(profile(cfg))
-
-
 def _doctor() -> None:
     print(doctor())
 
@@ -350,7 +345,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "report": _report,
     "latency": _latency,
     "step": _step,
-    "profile": _profile,
     "doctor": _doctor,
 }
 

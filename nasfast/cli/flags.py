@@ -16,7 +16,7 @@ from nasfast import extensions
 from nasfast.cli.parser import Parser
 from nasfast.config import ConfigError, flatten, load_yaml, local, nearest
 from nasfast.indicators.rank import MIN_RESAMPLES
-from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
+from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.runtime.imports import import_modules
 from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
 
@@ -315,11 +315,6 @@ def _step(parser: Parser, argv: Sequence[str]) -> tuple[StepTimesConfig, str | N
     return StepTimesConfig(**settings), out
 
 
-def _profile(parser: Parser, argv: Sequence[str]) -> tuple[ProfileConfig]:
-    parser.add_settings(ProfileConfig)
-    return (ProfileConfig(**parser.parse_flags(argv).as_dict()),)
-
-
 def _no_flags(parser: Parser, argv: Sequence[str]) -> tuple[()]:
     parser.parse_flags(argv)
     return ()
@@ -336,7 +331,6 @@ _FLAGS: dict[str, Callable[[Parser, Sequence[str]], tuple[Any, ...]]] = {
     "report": _report,
     "latency": _latency,
     "step": _step,
-    "profile": _profile,
     "doctor": _no_flags,
 }
 

@@ -30,7 +30,6 @@ _COMMANDS = {
     "latency": "latency of every candidate on this machine, as a table for --search.max_latency_ms",
     "step": "times of a training step: the rows of the paper's Table 2 on this machine, beside the published figures",
     **extensions.COMMANDS,
-    "profile": "one training step by layer and operator, with a trace to open",
     "doctor": "versions, CPU and GPU, and which backend every operator uses and why",
 }
 

@@ -36,7 +36,7 @@ _CHUNK = 8
 """Images that a thread draws at a time. The number is small so that all threads work on the same batch."""
 
 
-class _Begun(NamedTuple):
+class _PendingBatch(NamedTuple):
     """A batch that threads are drawing.
 
     Attributes:
@@ -117,17 +117,17 @@ class CacheBackend:
         """
         resident = self._resident(device) if self._form.uniform else None
         if resident is not None:
-            yield from (self._gathered(*resident, request, device) for request in requests)
+            yield from (self._gather(*resident, request, device) for request in requests)
             return
         pool = ThreadPoolExecutor(self._workers) if self._workers else None
-        begun: deque[_Begun] = deque()
+        pending: deque[_PendingBatch] = deque()
         try:
             for request in requests:
-                begun.append(self._begin(request, device, pool))
-                if len(begun) > (self._prefetch if pool else 0):
-                    yield self._finished(begun.popleft())
-            while begun:
-                yield self._finished(begun.popleft())
+                pending.append(self._start(request, device, pool))
+                if len(pending) > (self._prefetch if pool else 0):
+                    yield self._finish(pending.popleft())
+            while pending:
+                yield self._finish(pending.popleft())
         finally:
             if pool:
                 pool.shutdown(cancel_futures=True)
@@ -153,7 +153,7 @@ class CacheBackend:
             _LOG.info("%s of decoded images are on %s", size_text(size), device)
         return self._all
 
-    def _gathered(self, array: Tensor, readable: np.ndarray, request: Request, device: torch.device) -> Decoded:
+    def _gather(self, array: Tensor, readable: np.ndarray, request: Request, device: torch.device) -> Decoded:
         """The answer to a request, from the resident images."""
         rows, side = self._rows[request.indices], self._form.augmentation.resolution
         kept = np.flatnonzero(readable[rows])
@@ -164,7 +164,7 @@ class CacheBackend:
         bad = [self._source.name(int(row)) for row in rows[~readable[rows]]]
         return Decoded(images.permute(0, 3, 1, 2), kept, bad)
 
-    def _begin(self, request: Request, device: torch.device, pool: ThreadPoolExecutor | None) -> _Begun:
+    def _start(self, request: Request, device: torch.device, pool: ThreadPoolExecutor | None) -> _PendingBatch:
         """Start to draw a batch, in threads if there is a pool."""
         rows, side = self._rows[request.indices], self._form.augmentation.resolution
         # images that are not in the cache have size 0; any positive size will do for them here
@@ -174,7 +174,7 @@ class CacheBackend:
         )
         chunks = (range(first, min(first + _CHUNK, len(rows))) for first in range(0, len(rows), _CHUNK))
         draws = [partial(self._draw, request, rows, views, images.numpy(), chunk) for chunk in chunks]
-        return _Begun(request, images, [pool.submit(draw).result for draw in draws] if pool else draws)
+        return _PendingBatch(request, images, [pool.submit(draw).result for draw in draws] if pool else draws)
 
     def _draw(self, request: Request, rows: np.ndarray, views: Views, images: np.ndarray, chunk: range) -> list[int]:
         """Draw the rows `chunk` of `images` (n, resolution, resolution, C); return those that could not be read."""
@@ -194,12 +194,12 @@ class CacheBackend:
             images[row] = render(image, shown, place, self._form.augmentation).permute(1, 2, 0).numpy()
         return bad
 
-    def _finished(self, begun: _Begun) -> Decoded:
+    def _finish(self, pending: _PendingBatch) -> Decoded:
         """Wait for a batch and return it without the images that could not be read."""
-        bad = [row for result in begun.results for row in result()]
-        kept = np.setdiff1d(np.arange(len(begun.images)), bad)
-        images = begun.images[torch.from_numpy(kept)] if bad else begun.images
-        indices = self._rows[begun.request.indices[bad]] if bad else []
+        bad = [row for result in pending.results for row in result()]
+        kept = np.setdiff1d(np.arange(len(pending.images)), bad)
+        images = pending.images[torch.from_numpy(kept)] if bad else pending.images
+        indices = self._rows[pending.request.indices[bad]] if bad else []
         return Decoded(images.permute(0, 3, 1, 2), kept, [self._source.name(int(index)) for index in indices])
 
 

@@ -124,7 +124,7 @@ class FileStore:
         key, root = self.folder.name, self.folder.parent
         try:
             root.mkdir(parents=True, exist_ok=True)
-            with _locked(root / f"{key}.lock"):
+            with _file_lock(root / f"{key}.lock"):
                 if self._open():  # another process has built it meanwhile
                     return
                 for left in root.glob(f".{key}-*"):  # of a process that was killed
@@ -151,7 +151,7 @@ class FileStore:
         if needed > free:
             raise OSError(errno.ENOSPC, f"it needs about {size_text(needed)}, and {size_text(free)} are free there")
         _LOG.info("decoding %d images once into the cache %s, about %s", count, self.folder, size_text(needed))
-        sizes, digest, told = np.zeros((count, 2), np.int64), hashlib.blake2b(digest_size=16), time.monotonic()
+        sizes, digest, reported = np.zeros((count, 2), np.int64), hashlib.blake2b(digest_size=16), time.monotonic()
         with open(folder / "images.npy", "wb") as file, ThreadPoolExecutor(max(1, self._workers)) as pool:
             file.write(_header(0))
             for first in range(0, count, _CHUNK):
@@ -161,8 +161,8 @@ class FileStore:
                         sizes[index] = pixels.shape[:2]
                         file.write(data := pixels.tobytes())
                         digest.update(data)
-                if time.monotonic() - told > _REPORT_SECONDS:
-                    told = time.monotonic()
+                if time.monotonic() - reported > _REPORT_SECONDS:
+                    reported = time.monotonic()
                     _LOG.info("image cache: %d of %d images decoded", chunk.stop, count)
             file.seek(0)
             file.write(_header(int(sizes.prod(axis=1).sum()) * self._form.channels))
@@ -232,7 +232,7 @@ def _digest(data: bytes | memoryview) -> str:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _file_lock(path: Path) -> Iterator[None]:
     """Hold the lock, after waiting for any process that has it.
 
     Where the file system has no locks, several processes may decode the same images, which only wastes time.

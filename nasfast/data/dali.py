@@ -64,7 +64,7 @@ def _missing() -> str | None:
     return None
 
 
-def _windowed(augmentation: Augmentation) -> bool:
+def _cuts_window(augmentation: Augmentation) -> bool:
     """Whether a window is cut out of the image first, so that only the window need be decoded."""
     return augmentation.kind == "imagenet"
 
@@ -132,7 +132,7 @@ def _pipeline(
     """
     from nvidia.dali import Pipeline, fn, types
 
-    side, windowed = augmentation.resolution, _windowed(augmentation)
+    side, windowed = augmentation.resolution, _cuts_window(augmentation)
     lit = windowed and not augmentation.grey
     wanted = ["corner", "size"] if windowed else []
     if render:
@@ -230,7 +230,7 @@ class DaliBackend:
         plans: deque[_Plan] = deque()
         try:
             with ThreadPoolExecutor(self._workers, "nasfast-dali") as pool:
-                planned = inbox.plans = self._planned(requests, plans, pool)
+                planned = inbox.plans = self._plan_all(requests, plans, pool)
                 while True:
                     pipeline.schedule_run()  # takes a batch from the inbox; the first call takes `depth` batches
                     while plans and not len(plans[0].rows):
@@ -265,7 +265,7 @@ class DaliBackend:
             render=device_id is not None,
         )
 
-    def _planned(self, requests: Sequence[Request], plans: deque[_Plan], pool: ThreadPoolExecutor) -> Iterator[_Plan]:
+    def _plan_all(self, requests: Sequence[Request], plans: deque[_Plan], pool: ThreadPoolExecutor) -> Iterator[_Plan]:
         """Plan all requests in order; yield the plans that have images for DALI."""
         for request in requests:
             new = request.indices[self._sizes[request.indices, 0] == 0]
@@ -380,10 +380,10 @@ class DaliBackend:
     def _place(self, image: np.ndarray, views: Views, row: int, out: np.ndarray) -> None:
         """Fill `out` (resolution, resolution, C) with a view of an image, which may be decoded as a window already."""
         side = self._augmentation.resolution
-        if _windowed(self._augmentation):
-            out[...] = _resized(image, (side, side))
+        if _cuts_window(self._augmentation):
+            out[...] = _resize(image, (side, side))
             return
-        image = _resized(image, tuple(views.fit[row].tolist()))
+        image = _resize(image, tuple(views.fit[row].tolist()))
         top, left = views.window[row, :2].tolist()
         first, last = max(top, 0), max(0, min(top + side, image.shape[0]))
         begin, end = max(left, 0), max(0, min(left + side, image.shape[1]))
@@ -392,7 +392,7 @@ class DaliBackend:
         out[first - top : last - top, begin - left : end - left] = image[first:last, begin:end]
 
 
-def _resized(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+def _resize(image: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Resize (H, W, C) bytes in one thread, bilinear with antialiasing as PIL does."""
     if image.shape[:2] == size:
         return image

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+from torchvision.datasets.folder import make_dataset
 from torchvision.transforms.v2 import functional as F
 
 _LOG = logging.getLogger(__name__)
@@ -136,9 +137,7 @@ class FolderSource(_FileSource):
         self.root = Path(root)
         if not self.root.is_dir():
             raise DataError(f"image folder {self.root} does not exist: give a folder with one sub-folder per class")
-        found = sorted(
-            entry.name for entry in os.scandir(self.root) if entry.is_dir() and not entry.name.startswith(".")
-        )
+        found = sorted(entry.name for entry in self.root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
         if not found:
             raise DataError(f"image folder {self.root} has no class sub-folder: expected {self.root}/CLASS/IMAGE.jpg")
         if classes is not None and list(classes) != found:
@@ -153,29 +152,25 @@ class FolderSource(_FileSource):
             )
         self.classes = tuple(found)
         self.not_images: list[str] = []
-        self._paths: list[str] = []
-        labels: list[int] = []
-        for label, name in enumerate(found):
-            paths = self._scan(self.root / name)
-            if not paths:
-                raise DataError(f"class folder {self.root / name} holds no image ({', '.join(sorted(_EXTENSIONS))})")
-            self._paths += paths
-            labels += [label] * len(paths)
-        self.labels = np.asarray(labels, dtype=np.int64)
+        numbers = {name: label for label, name in enumerate(found)}
+        images = make_dataset(self.root, numbers, is_valid_file=self._is_image, allow_empty=True)
+        self._paths = [path for path, _ in images]
+        self.labels = np.array([label for _, label in images], dtype=np.int64)
+        if empty := [name for name, label in numbers.items() if label not in self.labels]:
+            extensions = ", ".join(sorted(_EXTENSIONS))
+            raise DataError(f"class folder {self.root / empty[0]} holds no image ({extensions})")
         if self.not_images:
             shown = ", ".join(self.not_images[:5])
             _LOG.warning("%s: skipped %d files that are not images: %s", self.root, len(self.not_images), shown)
 
-    def _scan(self, folder: Path) -> list[str]:
-        images: list[str] = []
-        for parent, folders, files in os.walk(folder):
-            folders.sort()
-            for file in sorted(files):
-                if file.startswith("."):
-                    continue
-                path = os.path.join(parent, file)
-                (images if Path(file).suffix.lower() in _EXTENSIONS else self.not_images).append(path)
-        return images
+    def _is_image(self, path: str) -> bool:
+        name = os.path.basename(path)
+        if name.startswith("."):
+            return False
+        image = os.path.splitext(name)[1].lower() in _EXTENSIONS
+        if not image:
+            self.not_images.append(path)
+        return image
 
 
 class ListSource(_FileSource):

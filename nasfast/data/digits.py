@@ -38,7 +38,7 @@ def _load(split: Split) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return numbers, images, digits.target[numbers].astype(np.int64)
 
 
-def _enlarged(image: np.ndarray, side: int) -> Image.Image:
+def _enlarge(image: np.ndarray, side: int) -> Image.Image:
     return Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC)
 
 
@@ -57,7 +57,7 @@ class DigitsSource(ImageSource):
     def __init__(self, split: Split) -> None:
         self._numbers, images, self.labels = _load(split)
         self.classes = tuple(map(str, range(10)))
-        self._images = [_enlarged(image, _SIDE).convert("RGB") for image in images]
+        self._images = [_enlarge(image, _SIDE).convert("RGB") for image in images]
 
     def image(self, index: int) -> Image.Image:
         return self._images[index]
@@ -83,7 +83,7 @@ class ClutteredDigitsSource(ImageSource):
 
     def __init__(self, split: Split) -> None:
         self.classes = tuple(map(str, range(10)))
-        labels, self._images = _cluttered(split)
+        labels, self._images = _make_cluttered(split)
         self.labels = labels.copy()
 
     def image(self, index: int) -> Image.Image:
@@ -94,10 +94,10 @@ class ClutteredDigitsSource(ImageSource):
 
 
 @cache  # every stage of a run, and every network that a process retrains, opens the same images
-def _cluttered(split: Split) -> tuple[np.ndarray, tuple[Image.Image, ...]]:
+def _make_cluttered(split: Split) -> tuple[np.ndarray, tuple[Image.Image, ...]]:
     """Labels (n,) int64 and images of a part."""
     _, images, labels = _load(split)
-    pieces, digits = ([np.asarray(_enlarged(image, side)) for image in images] for side in (16, 20))
+    pieces, digits = ([np.asarray(_enlarge(image, side)) for image in images] for side in (16, 20))
     rng = np.random.default_rng(0 if split == "train" else 1)
     drawn = rng.integers(len(images), size=_CLUTTERED[split])
     return labels[drawn], tuple(_draw(pieces, digits[number], rng) for number in drawn)

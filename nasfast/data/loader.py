@@ -169,11 +169,11 @@ class Loader:
         if not new:
             return
         self.bad_files.update(new)
-        _LOG.warning("skipped %d unreadable images (%d so far): %s", len(new), len(self.bad_files), _shown(new))
+        _LOG.warning("skipped %d unreadable images (%d so far): %s", len(new), len(self.bad_files), _name_some(new))
         if len(self.bad_files) > self._max_bad_files:
             raise DataError(
                 f"{len(self.bad_files)} images could not be read, more than data.max_bad_files={self._max_bad_files}: "
-                f"{_shown(sorted(self.bad_files))}. Repair or delete them, or raise the limit"
+                f"{_name_some(sorted(self.bad_files))}. Repair or delete them, or raise the limit"
             )
 
 
@@ -189,13 +189,13 @@ def _ahead(batches: Iterator[tuple[Tensor, Tensor]], device: torch.device) -> It
             copied = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
             done = stream.record_event()
         if waiting is not None:
-            yield _received(*waiting)
+            yield _after_copy(*waiting)
         waiting = copied, done
     if waiting is not None:
-        yield _received(*waiting)
+        yield _after_copy(*waiting)
 
 
-def _received(batch: tuple[Tensor, Tensor], done: torch.cuda.Event) -> tuple[Tensor, Tensor]:
+def _after_copy(batch: tuple[Tensor, Tensor], done: torch.cuda.Event) -> tuple[Tensor, Tensor]:
     """The batch, ordered after its copy; the copy of the next batch may go on."""
     current = torch.cuda.current_stream(batch[0].device)
     current.wait_event(done)
@@ -204,7 +204,7 @@ def _received(batch: tuple[Tensor, Tensor], done: torch.cuda.Event) -> tuple[Ten
     return batch
 
 
-def _shown(names: list[str]) -> str:
+def _name_some(names: list[str]) -> str:
     more = f" and {len(names) - _NAMED_FILES} more" if len(names) > _NAMED_FILES else ""
     return ", ".join(names[:_NAMED_FILES]) + more
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from nasfast.display import text_table
 from nasfast.indicators.rank import Estimate, rank
 from nasfast.indicators.structure import BASELINES, structure_scores
 from nasfast.indicators.table import IndicatorTable
@@ -63,15 +64,14 @@ class ScoreComparison:
 
     def __str__(self) -> str:
         """The comparison as a text table."""
-        width = max(len(row.name) for row in self.rows)
+        half = f"architectures for +-{self.half_width:g}"
+        table = [["", "Kendall tau-b", "minus sqrt_size", "Spearman rho", half]]
+        table += [
+            [row.name, str(row.kendall), str(row.above), str(row.spearman), str(row.wanted or "-")] for row in self.rows
+        ]
         lines = [
             f"{self.architectures} trained architectures, 95 % bootstrap intervals",
-            f"{'':{width}} {'Kendall tau-b':>24} {'minus sqrt_size':>24} {'Spearman rho':>24} "
-            f"{f'architectures for +-{self.half_width:g}':>26}",
-        ]
-        lines += [
-            f"{row.name:{width}} {row.kendall!s:>24} {row.above!s:>24} {row.spearman!s:>24} {row.wanted or '-':>26}"
-            for row in self.rows
+            *text_table(table, right=1),
         ]
         lines += [f"not computed: {name}: {why}" for name, why in self.refused.items()]
         more = (self.rows[0].wanted or 0) - self.architectures
@@ -123,7 +123,7 @@ def compare_scores(
     for name, values in every.items():
         report = rank(accuracies, values, space, resamples=resamples, seed=seed)
         mine = report.predictor
-        wanted = _wanted(mine.kendall, report.architectures, half_width)
+        wanted = _architectures_needed(mine.kendall, report.architectures, half_width)
         rows.append(ScoreRow(name, mine.kendall, mine.spearman, report.above[_REFERENCE], wanted))
     return ScoreComparison(len(accuracies), half_width, tuple(rows), dict(refused or {}), attainable)
 
@@ -150,7 +150,7 @@ def attainable_tau(right: NDArray[np.bool_]) -> float:
     return 2 / math.pi * math.asin(math.sqrt(max(0.0, 1 - variance / total))) if total > 0 else 0.0
 
 
-def _wanted(tau: Estimate, count: int, half_width: float) -> int | None:
+def _architectures_needed(tau: Estimate, count: int, half_width: float) -> int | None:
     if tau.low is None or tau.high is None:
         return None
     return math.ceil(count * ((tau.high - tau.low) / (2 * half_width)) ** 2)

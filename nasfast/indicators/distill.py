@@ -43,7 +43,7 @@ def distill(
         row[[columns[pair] for pair in enumerate(arch) if pair in columns]] = 1
     _check_finite(space, list(columns), x, y)
     free = sum(max(len(row) - 1, 0) for row in values)
-    if len(archs) <= free or np.linalg.matrix_rank(_centred(values, x)) < free:
+    if len(archs) <= free or np.linalg.matrix_rank(_centre(values, x)) < free:
         raise ScoreError(
             f"{len(archs)} different paths do not determine the {free} free scores of a table of {space.name}: give "
             "more (score.paths)"
@@ -94,7 +94,7 @@ def z_sum(parts: Sequence[tuple[IndicatorTable, float]], *, meta: dict[str, Any]
     return IndicatorTable.of_rows(space, rows, meta)
 
 
-def _centred(values: Sequence[Sequence[int]], x: np.ndarray) -> np.ndarray:
+def _centre(values: Sequence[Sequence[int]], x: np.ndarray) -> np.ndarray:
     """One variable fewer per layer: each indicator minus that of the layer's last value, so that weights average 0."""
     parts, start = [], 0
     for row in values:
@@ -106,7 +106,7 @@ def _centred(values: Sequence[Sequence[int]], x: np.ndarray) -> np.ndarray:
 
 def _fit(values: Sequence[Sequence[int]], x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, float]:
     """Weights of the columns of x, which average 0 in each layer, and the intercept."""
-    design = np.column_stack([_centred(values, x), np.ones(len(y))])
+    design = np.column_stack([_centre(values, x), np.ones(len(y))])
     solution, *_ = np.linalg.lstsq(design, y, rcond=None)
     weights, start = [], 0
     for row in values:

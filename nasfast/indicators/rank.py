@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+from nasfast.display import text_table
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.structure import baselines, structure_scores
 from nasfast.indicators.table import IndicatorTable, TableError
@@ -157,9 +158,7 @@ class RankReport:
 
     def to_json(self) -> str:
         """The report and its verdict as JSON."""
-        form = _plain(self)
-        form["verdict"] = self.verdict
-        return json.dumps(form, indent=1)
+        return json.dumps({**asdict(self), "verdict": self.verdict}, indent=1)
 
     def save(self, path: str | Path) -> None:
         """Write `to_json` to a file."""
@@ -167,23 +166,18 @@ class RankReport:
 
     def __str__(self) -> str:
         """The report as a text table."""
-        above = {name: str(estimate) for name, estimate in self.above.items()}
-        quantiles = " ".join(f"{f'{q:.0%}':>7}" for q in _BUDGET_QUANTILES)
         rows = (self.predictor, *self.baselines)
-        width = max(10, *(len(row.name) for row in rows))
-        lines = [
-            f"{self.architectures} architectures, 95 % intervals from {self.resamples} bootstrap resamples"
-            + (f"; {self.unscored} others have no score and are left out" if self.unscored else ""),
-            f"{'':{width}} {'Kendall tau-b':>24} {'predictor minus it':>24} {'tau within equal depth':>24} "
-            f"{'Spearman rho':>24}   regret under the MACs quantile",
-            f"{'':{width}} {'':>24} {'':>24} {'':>24} {'':>24}   {quantiles}",
-        ]
+        header = ["", "Kendall tau-b", "predictor minus it", "tau within equal depth", "Spearman rho"]
+        table = [[*header, *(f"regret {q:.0%}" for q in _BUDGET_QUANTILES)]]
         for row in rows:
-            regret = " ".join(f"{r:7.2f}" for r in row.regret)
-            lines.append(
-                f"{row.name:{width}} {row.kendall!s:>24} {above.get(row.name, '-'):>24} "
-                f"{row.kendall_within_depth!s:>24} {row.spearman!s:>24}   {regret}"
-            )
+            estimates = (row.kendall, self.above.get(row.name, "-"), row.kendall_within_depth, row.spearman)
+            table.append([row.name, *map(str, estimates), *(f"{regret:.2f}" for regret in row.regret)])
+        unscored = f"; {self.unscored} others have no score and are left out" if self.unscored else ""
+        lines = [
+            f"{self.architectures} architectures, 95 % intervals from {self.resamples} bootstrap resamples{unscored}",
+            *text_table(table, right=1),
+            "regret: accuracy lost by the favourite under this quantile of the MACs",
+        ]
         return "\n".join([*lines, *(f"{row.name}: {row.undefined}." for row in rows if row.undefined), self.verdict])
 
 
@@ -404,14 +398,3 @@ def merge_rounding(values: np.ndarray, *, additive: bool = True) -> np.ndarray:
     starts = np.concatenate(([0], np.flatnonzero(steps) + 1))
     merged[order] = values[order][starts][np.concatenate(([0], np.cumsum(steps)))]
     return merged
-
-
-def _plain(value: Any) -> Any:
-    """Nested dataclasses as JSON-ready dicts."""
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
-    return value

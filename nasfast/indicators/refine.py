@@ -98,12 +98,12 @@ def refine(
         row[[1 + columns[pair] for pair in enumerate(arch) if pair in columns]] = 1
     fixed = np.stack([np.ones_like(p), p], axis=1)
 
-    predicted = _cross_validated(fixed, features, y)
+    predicted = _cross_validate(fixed, features, y)
     weights = bootstrap_weights(len(archs), resamples, seed)
     default, refined = (kendall_tau(x, truth, weights) for x in (p, predicted))
     # a constant score has no tau; it ranks like chance
     gain = Estimate.of(refined - np.nan_to_num(default))
-    best = _chosen(fixed, features, y)
+    best = _choose_penalty(fixed, features, y)
     _, s, d, *w = ridge(fixed, features, y)[best]
     rows = [
         {v: float(s * row[v] + d * (other[v] - row[v]) + w[columns[i, v]]) for v in row}
@@ -140,7 +140,7 @@ def ridge(
     return np.concatenate([(y - w @ features.T) @ inverse.T, w], axis=1)
 
 
-def _chosen(fixed: np.ndarray, features: np.ndarray, y: np.ndarray) -> int:
+def _choose_penalty(fixed: np.ndarray, features: np.ndarray, y: np.ndarray) -> int:
     """Index of the largest penalty whose cross-validated error is near the least; see `refine`."""
     errors = np.empty((len(_PENALTIES), len(y)))
     for test in _folds(len(y)):
@@ -150,12 +150,12 @@ def _chosen(fixed: np.ndarray, features: np.ndarray, y: np.ndarray) -> int:
     return int(np.flatnonzero(above.mean(axis=1) <= above.std(axis=1) / math.sqrt(len(y))).max())
 
 
-def _cross_validated(fixed: np.ndarray, features: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _cross_validate(fixed: np.ndarray, features: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Predictions of y by fits, choice of the penalty included, that did not see them."""
     predicted = np.empty_like(y)
     for test in _folds(len(y)):
         seen = fixed[~test], features[~test], y[~test]
-        coefficients = ridge(*seen)[_chosen(*seen)]
+        coefficients = ridge(*seen)[_choose_penalty(*seen)]
         predicted[test] = np.concatenate([fixed, features], axis=1)[test] @ coefficients
     return predicted
 

@@ -10,16 +10,9 @@ from typing import Any
 
 from scipy.stats import rankdata
 
-from nasfast.indicators import (  # noqa: F401  each registers its scores
-    accuracy,
-    bn_gamma,
-    isometry,
-    path_accuracy,
-    path_loss,
-    structural,
-)
+from nasfast.indicators import bn_gamma, isometry, paths  # noqa: F401  each registers its scores
 from nasfast.indicators.distill import distill, z_sum
-from nasfast.indicators.evidence import Evidence, NetworkEvidence
+from nasfast.indicators.evidence import Evidence, NetworkEvidence, space_of_layers
 from nasfast.indicators.registry import (
     SCORES,
     Score,
@@ -31,7 +24,7 @@ from nasfast.indicators.registry import (
     get_score,
     register,
 )
-from nasfast.indicators.structure import structure_table
+from nasfast.indicators.structure import BASELINES, structure_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.settings import ScoreConfig
 from nasfast.spaces import Arch, LayerSpace, format_arch
@@ -58,6 +51,18 @@ __all__ = [
     "untrained_table",
     "with_structure",
 ]
+
+
+def _register_baseline(name: str) -> None:
+    @register(name, additive=True, trained=False, images=False, networks=True)
+    def baseline(evidence: Evidence | NetworkEvidence) -> IndicatorTable:
+        return structure_table(space_of_layers(evidence), name)
+
+    baseline.__doc__ = f"The baseline {name} of docs/ranking_zero_cost.md: it depends only on the space."
+
+
+for _name in BASELINES:
+    _register_baseline(_name)
 
 
 def score_of(cfg: ScoreConfig) -> Score:

@@ -17,8 +17,6 @@ TABLE_FILE, REFINED_FILE = "indicators.json", "refined.json"
 """In a run directory: the table of the score stage, and the one that a search with `search.refine` searched."""
 
 _FORMAT = "nasfast.indicator_table/2"
-# the format before tables had a rule; such tables have the rule "product"
-_OLD_FORMAT = "nasfast.indicator_table/1"
 
 Rule = Literal["product", "sum"]
 
@@ -158,17 +156,16 @@ class IndicatorTable(Tabular):
         """
         try:
             form = unseal(text)
-            if form["format"] not in (_FORMAT, _OLD_FORMAT):
+            if form["format"] != _FORMAT:
                 raise TableError(
                     f"indicator table has format {form['format']!r}, this version reads {_FORMAT!r}: score again"
                 )
-            rule: Rule = form["rule"] if form["format"] == _FORMAT else "product"
             block = tuple({int(k): float(v) for k, v in row["block"].items()} for row in form["layers"])
             layer = tuple(None if row["layer"] is None else float(row["layer"]) for row in form["layers"])
             space = space_kind(form["space"]).from_dict(form["space"])
             if not isinstance(space, LayerSpace):
                 raise TableError(f"space {space.name!r} is one of cells, and a table is of layers")
-            return cls(space, block, layer, form["meta"], rule)
+            return cls(space, block, layer, form["meta"], form["rule"])
         except TableError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,4 +1,1 @@
-"""Measurements on this machine: timing, latency tables, profiles, the memory floor, and `nasfast doctor`.
-
-`projection` computes from measured steps what they would take on other GPUs.
-"""
+"""Measurements on this machine: times of steps, latency tables, and `nasfast doctor`."""

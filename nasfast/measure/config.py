@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nasfast.config import ConfigBase, ConfigError
-from nasfast.settings import MethodName, check_common, check_device
+from nasfast.settings import check_common, check_device
 from nasfast.spaces import Arch, SearchSpace, get_space, mean_path, parse_arch
 from nasfast.spaces.cost import output_size
 
 
 @dataclass(frozen=True)
-class StepConfig(ConfigBase):
-    """Which training step is measured.
+class StepTimesConfig(ConfigBase):
+    """Which training step `step` measures, and how often.
 
     Attributes:
         space: `mobilenet_v2`, `mobilenet_v3`, `shufflenet_v2`, `nas_bench_macro`, `digits_mini`, or the path of a YAML
@@ -25,6 +25,7 @@ class StepConfig(ConfigBase):
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         threads: number of CPU threads; 0 takes torch's choice.
         seed: seed of the weights and images.
+        rounds: timed steps per row, after two that are not timed.
     """
 
     space: str = "mobilenet_v2"
@@ -35,12 +36,10 @@ class StepConfig(ConfigBase):
     device: str = "auto"
     threads: int = 0
     seed: int = 0
+    rounds: int = 10
 
     def _check_values(self) -> None:
-        if self.batch < 1:
-            raise ValueError(f"batch must be at least 1, got {self.batch}")
-        if self.threads < 0 or self.seed < 0:
-            raise ValueError(f"threads and seed must not be negative, got threads={self.threads}, seed={self.seed}")
+        check_common(self.threads, self.seed, batch=self.batch, rounds=self.rounds)
         check_device(self.device)
 
     def resolve(self) -> tuple[SearchSpace, Arch]:
@@ -60,22 +59,6 @@ class StepConfig(ConfigBase):
                 "value per channel, and it needs two: raise batch or resolution"
             )
         return space, mean_path(space) if self.path is None else space.check(parse_arch(self.path))
-
-
-@dataclass(frozen=True)
-class StepTimesConfig(StepConfig):
-    """Which step `step` measures, and how often.
-
-    Attributes:
-        rounds: timed steps per row, after two that are not timed.
-    """
-
-    rounds: int = 10
-
-    def _check_values(self) -> None:
-        super()._check_values()
-        if self.rounds < 1:
-            raise ValueError(f"rounds must be at least 1, got {self.rounds}")
 
 
 @dataclass(frozen=True)
@@ -141,25 +124,3 @@ class LatencyConfig(ConfigBase):
             ConfigError: the space is unknown, is one of cells, or its YAML file cannot be read.
         """
         return get_space(self.space, num_classes=self.num_classes, resolution=self.resolution)
-
-
-@dataclass(frozen=True)
-class ProfileConfig(StepConfig):
-    """Which step `profile` records, and how it is shown.
-
-    Attributes:
-        out: folder of the trace.
-        method: method of `nasfast.settings.METHODS`, which decides what trains and the initial weights.
-        tracer: `torch` fills the tables and writes trace.json; `nvtx` only emits the ranges, for a run under nsys.
-        top: number of rows of the table of operators.
-    """
-
-    out: str = "runs/profile"
-    method: MethodName = "dinas"
-    tracer: Literal["torch", "nvtx"] = "torch"
-    top: int = 20
-
-    def _check_values(self) -> None:
-        super()._check_values()
-        if self.top < 1:
-            raise ValueError(f"top must be at least 1, got {self.top}")

@@ -63,26 +63,26 @@ class Parts:
 
     Attributes:
         modules: name -> module and the shape (C, H, W) of its input.
-        of_layers: for each layer, option -> name of its part; None for an identity, which takes no time.
+        layers: for each layer, option -> name of its part; None for an identity, which takes no time.
     """
 
     modules: dict[str, tuple[nn.Module, tuple[int, int, int]]]
-    of_layers: tuple[dict[int, str | None], ...]
+    layers: tuple[dict[int, str | None], ...]
 
-    def of(self, arch: Arch) -> list[str]:
+    def names(self, arch: Arch) -> list[str]:
         """The names of the parts of a network."""
-        chosen = (row[choice] for row, choice in zip(self.of_layers, arch, strict=True))
+        chosen = (row[choice] for row, choice in zip(self.layers, arch, strict=True))
         return [*(name for name in (_STEM, _HEAD) if name in self.modules), *(name for name in chosen if name)]
 
 
-def parts_of(space: SearchSpace, *, seed: int = 0) -> Parts:
+def space_parts(space: SearchSpace, *, seed: int = 0) -> Parts:
     """The parts of a space; layers of equal shapes share those of equal candidates.
 
     They are taken from whole networks, so that they are what a network runs.
     """
     side = output_size(space.layers[-1].size, space.layers[-1].stride)
     modules: dict[str, tuple[nn.Module, tuple[int, int, int]]] = {}
-    of_layers: list[dict[int, str | None]] = [{} for _ in space.layers]
+    layers: list[dict[int, str | None]] = [{} for _ in space.layers]
     names: dict[object, str | None] = {}
     for number in range(max(map(len, space.options))):
         arch = tuple(options[min(number, len(options) - 1)] for options in space.options)
@@ -99,11 +99,11 @@ def parts_of(space: SearchSpace, *, seed: int = 0) -> Parts:
                 names[block, shapes] = name
                 if name is not None:
                     modules[name] = module, (layer.in_channels, layer.size, layer.size)
-            of_layers[i][choice] = names[block, shapes]
-    return Parts(modules, tuple(of_layers))
+            layers[i][choice] = names[block, shapes]
+    return Parts(modules, tuple(layers))
 
 
-def parts_of_module(net: ModuleSupernet) -> Parts:
+def module_parts(net: ModuleSupernet) -> Parts:
     """The candidates of a supernet of a module, as they are in its networks.
 
     Raises:
@@ -121,17 +121,17 @@ def parts_of_module(net: ModuleSupernet) -> Parts:
             )
     paths = {module: path for path, module in net.module.named_modules()}
     modules: dict[str, tuple[nn.Module, tuple[int, int, int]]] = {}
-    of_layers: list[dict[int, str | None]] = [{} for _ in space.choices]
+    layers: list[dict[int, str | None]] = [{} for _ in space.choices]
     for number in range(max(map(len, space.options))):
         arch = tuple(options[min(number, len(options) - 1)] for options in space.options)
         network = inherit(net, arch)
         for i, (choice, value) in enumerate(zip(space.choices, arch, strict=True)):
             name = None if choice.branches[value].identity else f"{space.place(i)}, {choice.label(value)}"
-            of_layers[i][value] = name
+            layers[i][value] = name
             if name is not None:
                 channels, height, width = choice.inputs[0]
                 modules[name] = network.get_submodule(paths[net.layers[i]]), (channels, height, width)
-    return Parts(modules, tuple(of_layers))
+    return Parts(modules, tuple(layers))
 
 
 def _network(space: SearchSpace, arch: Arch, seed: int) -> StandaloneNetwork:
@@ -153,8 +153,8 @@ class Fit:
     per_part: float = 0.0
 
     @classmethod
-    def of(cls, sums: Sequence[float], counts: Sequence[int], measured: Sequence[float]) -> Fit:
-        """The least squares of the relative errors over some networks.
+    def least_squares(cls, sums: Sequence[float], counts: Sequence[int], measured: Sequence[float]) -> Fit:
+        """The fit of least squared relative errors over some networks.
 
         Args:
             sums: for each network, the sum of the times of its parts in ms.
@@ -344,7 +344,7 @@ def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = N
 
     Raises:
         ConfigError: the space is unknown or too small for the networks asked for, the device does not exist, or
-            onnxruntime has no such provider; with `net`, `cfg.calibrate` is 0, or see `parts_of_module`.
+            onnxruntime has no such provider; with `net`, `cfg.calibrate` is 0, or see `module_parts`.
         RuntimeError: the extra `onnx` is missing, a network cannot be exported or compiled, or the times contradict
             each other.
     """
@@ -364,9 +364,9 @@ def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = N
         where = machine()
     fitted, validated = archs[: cfg.calibrate], archs[cfg.calibrate :]
     medians = {name: summary["median_ms"] for name, summary in times.items()}
-    sums = [sum(medians[name] for name in parts.of(arch)) for arch in fitted]
-    counts = [len(parts.of(arch)) if net is None else 1 for arch in fitted]
-    fit = Fit.of(sums, counts, [medians[format_arch(arch)] for arch in fitted]) if fitted else Fit()
+    sums = [sum(medians[name] for name in parts.names(arch)) for arch in fitted]
+    counts = [len(parts.names(arch)) if net is None else 1 for arch in fitted]
+    fit = Fit.least_squares(sums, counts, [medians[format_arch(arch)] for arch in fitted]) if fitted else Fit()
     fixed = sum(fit.value(medians[name]) for name in (_STEM, _HEAD) if name in medians)
     if net is not None:
         fit, fixed = Fit(fit.scale), max(0.0, fit.per_part)
@@ -397,10 +397,10 @@ def _subject(cfg: LatencyConfig, net: ModuleSupernet | None) -> tuple[LayerSpace
     """What is timed: the space, its parts, and what makes the network of an architecture."""
     if net is None:
         space = cfg.resolve()
-        return space, parts_of(space, seed=cfg.seed), lambda arch: _network(space, arch, cfg.seed)
+        return space, space_parts(space, seed=cfg.seed), lambda arch: _network(space, arch, cfg.seed)
     if not cfg.calibrate:
         raise ConfigError("calibrate must be at least 4 for a module, whose part outside of choices is fitted, got 0")
-    return net.space, parts_of_module(net), functools.partial(inherit, net)
+    return net.space, module_parts(net), functools.partial(inherit, net)
 
 
 def _images(cfg: LatencyConfig, shape: tuple[int, int, int]) -> Tensor:
@@ -435,7 +435,7 @@ def _architectures(space: LayerSpace, cfg: LatencyConfig) -> list[Arch]:
 def _entries(
     space: LayerSpace, parts: Parts, times: Mapping[str, dict[str, float]], fit: Fit
 ) -> Iterator[dict[str, Any]]:
-    for i, row in enumerate(parts.of_layers):
+    for i, row in enumerate(parts.layers):
         for choice, name in sorted(row.items()):
             value = 0.0 if name is None else fit.value(times[name]["median_ms"])
             yield {"layer": i, "choice": choice, "label": space.label(i, choice), "value": value, "part": name}

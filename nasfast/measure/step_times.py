@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from nasfast.display import text_table
 from nasfast.engine import GraphEngine
 from nasfast.measure.config import StepTimesConfig
 from nasfast.measure.doctor import environment
@@ -39,6 +40,7 @@ PUBLISHED = (
 )
 
 _OURS = "DI-NAS, nasfast ops"
+_PHASES = ("forward", "backward", "step")
 # row, method, whether it uses the operators of nasfast, and how it runs
 _ROWS: tuple[tuple[str, MethodName, bool, str], ...] = (
     ("SPOS", "spos", False, "eager"),
@@ -120,26 +122,26 @@ class StepTimesReport:
             f"machine: {where}, {self.machine['threads']} threads, {self.machine['cpu_capability']}, "
             f"nasfast {self.machine['nasfast_isa'] or 'without native kernels'}, torch {self.machine['torch']}",
             "",
-            f"{'':22} {'trains':>10} {'forward':>9} {'backward':>9} {'step':>9} {'q20 - q80':>17} {'per image':>9} "
-            f"{'/ SPOS':>7} | {'published':>9} {'/ SPOS':>7}",
         ]
+        table = [["", "trains", *_PHASES, "q20 - q80", "per image", "/ SPOS", "published", "published / SPOS"]]
         for row in self.rows:
-            step = row.times["step"]
-            quantiles = f"{step['q20_ms']:.1f} - {step['q80_ms']:.1f}"
-            published = f"{'-':>9} {'-':>7}"
-            if row.published_ms is not None:
-                published = f"{row.published_ms:9.1f} {row.published_ms / PUBLISHED_MS['spos']:7.2f}"
-            forward, backward = (
-                f"{row.times[phase]['median_ms']:9.1f}" if phase in row.times else f"{'-':>9}"
-                for phase in ("forward", "backward")
-            )
-            lines.append(
-                f"{row.name:22} {row.trainable:>10} {forward} {backward} {row.step_ms:9.1f} {quantiles:>17} "
-                f"{row.step_ms / cfg.batch:9.2f} {row.step_ms / first.step_ms:7.2f} | {published}"
+            quick = row.times["step"]
+            table.append(
+                [
+                    row.name,
+                    row.trainable,
+                    *(f"{row.times[phase]['median_ms']:.1f}" if phase in row.times else "-" for phase in _PHASES),
+                    f"{quick['q20_ms']:.1f} - {quick['q80_ms']:.1f}",
+                    f"{row.step_ms / cfg.batch:.2f}",
+                    f"{row.step_ms / first.step_ms:.2f}",
+                    "-" if row.published_ms is None else f"{row.published_ms:.1f}",
+                    "-" if row.published_ms is None else f"{row.published_ms / PUBLISHED_MS['spos']:.2f}",
+                ]
             )
         return "\n".join(
             [
                 *lines,
+                *text_table(table, right=1),
                 "",
                 PUBLISHED,
                 "reference ops, which SPOS and BNNAS use too: plain PyTorch modules, eager, channels_last",

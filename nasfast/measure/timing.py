@@ -1,6 +1,6 @@
 """One training step of a supernet as the unit of measurement, and the interleaved timing of variants.
 
-`nasfast step`, `nasfast profile` and the benchmarks use it.
+`nasfast step`, `nasfast latency` and the benchmarks use it.
 """
 
 from __future__ import annotations
@@ -80,21 +80,18 @@ class TrainingStep:
         return {"forward": middle - start, "backward": end - middle, "step": end - start}
 
     def _on_cuda(self) -> dict[str, float]:
-        with torch.cuda.device(self.images.device):
-            return self._between_events()
-
-    def _between_events(self) -> dict[str, float]:
         # events are used because a synchronisation between the phases would keep backward's launches from running ahead
-        start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        torch.cuda.synchronize(self.images.device)
-        start.record()
-        loss = self.loss()
-        middle.record()
-        loss.backward()
-        end.record()
-        torch.cuda.synchronize(self.images.device)
-        phases = {"forward": start.elapsed_time(middle), "backward": middle.elapsed_time(end)}
-        return {name: ms / 1e3 for name, ms in {**phases, "step": start.elapsed_time(end)}.items()}
+        with torch.cuda.device(self.images.device):
+            start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+            torch.cuda.synchronize()
+            start.record()
+            loss = self.loss()
+            middle.record()
+            loss.backward()
+            end.record()
+            torch.cuda.synchronize()
+        phases = {"forward": (start, middle), "backward": (middle, end), "step": (start, end)}
+        return {name: begin.elapsed_time(stop) / 1e3 for name, (begin, stop) in phases.items()}
 
 
 def seconds_of(

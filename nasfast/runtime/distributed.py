@@ -84,7 +84,7 @@ class World:
             RankError: a rank has ended.
         """
         if self.size > 1:
-            with _explained():
+            with _as_rank_error():
                 dist.all_reduce(tensor)
 
     def send(self, tensors: Iterable[Tensor]) -> None:
@@ -94,31 +94,24 @@ class World:
             RankError: a rank has ended.
         """
         if self.size > 1:
-            with _explained():
+            with _as_rank_error():
                 for tensor in tensors:
                     whole = tensor.contiguous()  # the backends need contiguous tensors
                     dist.broadcast(whole, 0)
                     if not tensor.is_contiguous():
                         tensor.copy_(whole)
 
-    def broadcast(self, data: bytes, *, source: int = 0) -> bytes:
-        """The bytes that rank `source` gives; those of the other ranks are ignored.
+    def broadcast(self, data: bytes) -> bytes:
+        """The bytes that rank 0 gives; those of the other ranks are ignored.
 
         Raises:
             RankError: a rank has ended.
         """
-        if self.size == 1:
-            return data
-        length = torch.tensor([len(data)])
-        with _explained():
-            dist.broadcast(length, source)
-            if self.rank == source:
-                content = torch.frombuffer(bytearray(data or b"-"), dtype=torch.uint8)
-            else:
-                content = torch.empty(int(length), dtype=torch.uint8)
-            if length:
-                dist.broadcast(content, source)
-        return data if self.rank == source else content.numpy().tobytes()
+        shared = [data]
+        if self.size > 1:
+            with _as_rank_error():
+                dist.broadcast_object_list(shared, 0)
+        return shared[0]
 
     def gather(self, data: bytes) -> list[bytes]:
         """The bytes of all ranks in the order of the ranks, on every rank.
@@ -126,7 +119,11 @@ class World:
         Raises:
             RankError: a rank has ended.
         """
-        return [self.broadcast(data, source=rank) for rank in range(self.size)]
+        parts = [data] * self.size
+        if self.size > 1:
+            with _as_rank_error():
+                dist.all_gather_object(parts, data)
+        return parts
 
 
 SINGLE = World()
@@ -138,7 +135,7 @@ _GONE = re.compile(r"connection|closed|reset|timed out|refused|broken pipe|remot
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
+def _as_rank_error() -> Iterator[None]:
     """Raise RankError where an error means that a connection to another rank ended."""
     try:
         yield

@@ -53,8 +53,6 @@ __all__ = [
     "top_k",
 ]
 
-_top_k = top_k
-
 
 def search_table(
     table: IndicatorTable,
@@ -116,7 +114,8 @@ def run_search(
             f"{space.name!r} ({space.fingerprint}): score again, or load the space of the table"
         )
     if config.method != "evolution":
-        return _top_k(table, space, read_limits(config, space), k=config.top_k, allow_identity=config.allow_identity)
+        limits = read_limits(config, space)
+        return top_k(table, space, limits, k=config.top_k, allow_identity=config.allow_identity)
     scores = option_scores(table, allow_identity=config.allow_identity)
     record = None
     if history is not None:

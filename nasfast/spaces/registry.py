@@ -5,7 +5,6 @@ A new space of layers is a function in `builders.py` and a line in `BUILDERS`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -47,7 +46,7 @@ def space_kind(form: Mapping[str, Any]) -> type[ArchSpace]:
     """The class of a space by its written form, which has the `KEY` of one kind.
 
     Raises:
-        ConfigError: it has no kind's key; the text names the keys that no kind has, and those that each kind has.
+        ConfigError: it has no kind's key; the text names the first key that no kind has.
     """
     if SearchSpace.KEY in form:
         return SearchSpace
@@ -57,18 +56,11 @@ def space_kind(form: Mapping[str, Any]) -> type[ArchSpace]:
         if key in form:
             return extensions.load(entry)
     kinds = [SearchSpace, *map(extensions.load, extensions.SPACE_KINDS.values())]
-    valid = {kind.KEY: sorted(field.name for field in fields(kind)) for kind in kinds}
-    everywhere = sorted(set().union(*valid.values()))
-    parts, meant = [], set(form)
-    for key in (str(key) for key in form if key not in everywhere):
-        close = difflib.get_close_matches(key, everywhere, n=1, cutoff=0.5)
-        meant.update(close)
-        parts.append(f"unknown config key {key!r}" + "".join(f" (did you mean {match!r}?)" for match in close))
-    parts.append(f"a space must have one of the keys {', '.join(map(repr, valid))}")
-    # the kind with most of the keys comes first
-    for key, names in sorted(valid.items(), key=lambda item: -len(meant.intersection(item[1]))):
-        parts.append(f"valid with {key!r}: {', '.join(names)}")
-    raise ConfigError("; ".join(parts))
+    known = sorted({field.name for kind in kinds for field in fields(kind)})
+    for key in form:
+        if key not in known:
+            raise ConfigError(f"unknown config key {key!r}; {nearest(str(key), known)}")
+    raise ConfigError(f"a space must have one of the keys {', '.join(repr(kind.KEY) for kind in kinds)}")
 
 
 def read_space(path: str | Path) -> ArchSpace:

@@ -177,14 +177,14 @@ class SearchSpace(LayerSpace):
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
         """The searchable layers in order, with their shapes resolved; an Arch has one value for each."""
-        channels, size = _output_of(self.stem_layers, (self.in_channels, self.resolution))
+        channels, size = _output_shape(self.stem_layers, (self.in_channels, self.resolution))
         layers = []
         for stage in self.stages:
             for i in range(stage.layers):
                 choices = () if i in stage.pinned else stage.choices
                 stride = stage.stride if i == 0 else 1
                 layers.append(Layer(channels, stage.out, stride, size, choices, stage.activation))
-                channels, size = _output_of(layers)
+                channels, size = _output_shape(layers)
         return tuple(layers)
 
     @cached_property
@@ -195,7 +195,7 @@ class SearchSpace(LayerSpace):
     @cached_property
     def head_layers(self) -> tuple[Layer, ...]:
         """The layers of the head with their shapes resolved; each has one choice."""
-        return _resolve(self.head, *_output_of(self.layers))
+        return _resolve(self.head, *_output_shape(self.layers))
 
     @property
     def own_activations(self) -> set[Activation]:
@@ -224,7 +224,7 @@ class SearchSpace(LayerSpace):
         return total + linear_cost(self.features, self.num_classes, bias=self.classifier_bias)
 
 
-def _output_of(layers: Sequence[Layer], empty: tuple[int, int] = (0, 0)) -> tuple[int, int]:
+def _output_shape(layers: Sequence[Layer], empty: tuple[int, int] = (0, 0)) -> tuple[int, int]:
     """Channels and size after `layers`; `empty` when there are none."""
     return (layers[-1].out_channels, output_size(layers[-1].size, layers[-1].stride)) if layers else empty
 
@@ -263,5 +263,5 @@ def _resolve(fixed: Sequence[FixedLayer], channels: int, size: int) -> tuple[Lay
     layers: list[Layer] = []
     for layer in fixed:
         layers.append(Layer(channels, layer.out, layer.stride, size, (layer.block,), layer.activation))
-        channels, size = _output_of(layers)
+        channels, size = _output_shape(layers)
     return tuple(layers)

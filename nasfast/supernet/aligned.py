@@ -32,7 +32,6 @@ from torch import Tensor, nn
 
 from nasfast.ops.modules import ConvBNAct
 from nasfast.ops.orthogonal import Target, fill_orthogonal
-from nasfast.supernet.blocks import kinds_with_linear_paths
 
 # "layers.3.candidates.2" belongs to the layer "layers.3"
 _CANDIDATE = re.compile(r"\.?\bcandidates\.\d+$")
@@ -70,9 +69,8 @@ def _paths(module: nn.Module) -> Iterator[tuple[str, list[ConvBNAct], tuple[int,
         if not hasattr(block, "linear_paths"):
             if _CANDIDATE.search(name) and not isinstance(block, nn.Identity):
                 raise ValueError(
-                    f"init='aligned': {name} is a {type(block).__name__}, whose linear part is not known. These kinds "
-                    f"can be aligned: {', '.join(kinds_with_linear_paths())}. Use them, give the block's module a "
-                    "method linear_paths(), or choose init='orthogonal'"
+                    f"init='aligned': {name} is a {type(block).__name__}, whose linear part is not known: choose "
+                    "init='orthogonal', or give the module a method linear_paths()"
                 )
             continue
         for role, units in block.linear_paths().items():

@@ -220,21 +220,6 @@ def build_block(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
     return module
 
 
-def kinds_with_linear_paths() -> list[str]:
-    """The block kinds whose modules have `linear_paths()`; each is built once, in a layer that changes shape."""
-    units = UnitFactory(act="relu", fused=False, track_running_stats=False)
-    found = []
-    for kind in _BLOCK_BUILDERS:
-        try:
-            block = Block(kind)
-            module = build_block(block, Layer(4, 16, 2, 8, (block,)), units)
-        except Exception:  # a kind of the user's own may refuse this layer, and this serves the text of an error
-            continue
-        if hasattr(module, "linear_paths"):
-            found.append(kind)
-    return sorted(found)
-
-
 @block_builder("conv")
 def _conv(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
     return units.conv_bn_act(layer.in_channels, layer.out_channels, block.kernel, stride=layer.stride)

@@ -135,7 +135,7 @@ def trace_space(module: nn.Module, example: tuple[Any, ...], *, name: str) -> Mo
     traces = {name: _Trace(name, choice) for name, choice in find_choices(module).items()}
     handles = [trace.choice.register_forward_hook(trace.run_all, with_kwargs=True) for trace in traces.values()]
     try:
-        total, result = _counted(module, example, {})
+        total, result = _count_macs(module, example, {})
     finally:
         for handle in handles:
             handle.remove()
@@ -170,7 +170,7 @@ class _Trace:
         labels, shapes = self.choice.labels, []
         for i, candidate in enumerate(self.choice.candidates):
             try:
-                macs, result = _counted(candidate, args, kwargs)
+                macs, result = _count_macs(candidate, args, kwargs)
             except Exception as error:
                 raise RuntimeError(f"choice {self.name!r}: {labels[i]} cannot run on its input: {error}") from error
             self.macs[i] += macs
@@ -197,7 +197,7 @@ class _Trace:
         return ModuleChoice(self.name, tuple(branches), tuple(self.inputs))
 
 
-def _counted(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
+def _count_macs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
     """MACs of a call, which torch's counter doubles, and its result."""
     # imported here, because it takes 0.15 seconds
     from torch.utils.flop_counter import FlopCounterMode

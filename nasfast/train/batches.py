@@ -48,11 +48,11 @@ class _IterableLoader:
     def epoch(
         self, epoch: int, *, start: int = 0, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in islice(self._reseeded(epoch), start, None):
+        for batch in islice(self._batches_of(epoch), start, None):
             x, y = _images_and_labels(batch, self._classes)
             yield x.to(device, memory_format=torch.channels_last), y.to(device, torch.long)
 
-    def _reseeded(self, epoch: int) -> Iterator[Any]:
+    def _batches_of(self, epoch: int) -> Iterator[Any]:
         """The batches of an epoch; each is made while the generators are in states that only this epoch uses.
 
         A DataLoader shuffles with these generators, and its data set augments with them, when a batch is asked for. So

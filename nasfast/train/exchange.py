@@ -7,7 +7,6 @@ mode normalises by the images of its own rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -47,23 +46,24 @@ class FlatExchange:
         self.module, self._world = model, world
         self._parameters = [p for p in model.parameters() if p.requires_grad]
 
-    def step(self, x: Tensor, run: Callable[[], StepResult], *, stop: bool) -> Outcome:
-        """Compute the gradients over the images of all ranks.
+    def begin(self, x: Tensor) -> None:
+        """Called before forward and backward with (N, C, H, W) images of this rank."""
+
+    def finish(self, result: StepResult, images: int, *, stop: bool) -> Outcome:
+        """Add up over the ranks what one step gave; the sums replace the gradients in `grad`.
 
         Args:
-            x: (N, C, H, W) images of this rank.
-            run: runs forward and backward on these images and leaves the gradients in `grad`; the gradients of all
-                ranks replace them there.
+            result: of this rank.
+            images: number of images of this rank.
             stop: whether this rank was asked to stop.
 
         Raises:
             RankError: a rank is gone.
         """
-        result = run()
         if self._world.size == 1:
-            return Outcome(result, len(x), stop)
+            return Outcome(result, images, stop)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        flat = torch.cat([*((g * len(x)).reshape(-1) for g in gradients), _row(result, len(x), stop)])
+        flat = torch.cat([*((g * images).reshape(-1) for g in gradients), _row(result, images, stop)])
         self._world.add(flat)
         *sums, row = flat.split([*(g.numel() for g in gradients), _ROW])
         if gradients:
@@ -89,12 +89,15 @@ class OverlappedExchange:
         self.module.register_comm_hook(self, _add_weighted)
         self._images, self._settled = 0, False
 
-    def step(self, x: Tensor, run: Callable[[], StepResult], *, stop: bool) -> Outcome:
-        """See `FlatExchange.step`."""
+    def begin(self, x: Tensor) -> None:
+        """See `FlatExchange.begin`."""
         if not self._settled:
             self._settle(x)
         self._images = len(x)
-        row = _row(run(), len(x), stop)
+
+    def finish(self, result: StepResult, images: int, *, stop: bool) -> Outcome:
+        """See `FlatExchange.finish`."""
+        row = _row(result, images, stop)
         self._world.add(row)
         return _outcome(row, [p.grad for p in self._model.parameters() if p.grad is not None])
 

@@ -1,4 +1,4 @@
-"""The training loop, which supernet training, the search of cells and retraining share.
+"""The training loop, which supernet training, the search of cells and retraining share: read `_Training.run`.
 
 A run that is killed at any moment and resumed continues from its last checkpoint. On the CPU it ends with the same
 bytes as an unbroken run, because the model, optimiser, sampler, generator, data position and running sums are all in
@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.termination import Terminated, noticed
 from nasfast.settings import TrainConfig
-from nasfast.spaces import Sampler
+from nasfast.spaces import Arch, Sampler
 from nasfast.train.batches import EpochLoader, to_learn_from
 from nasfast.train.checkpoint import SUFFIX, CheckpointError, CheckpointFolder, CheckpointWriter, load_checkpoint
 from nasfast.train.config import TrainExtras, TrainStage
@@ -65,50 +65,34 @@ def _step(
     optimizer: ClippedSGD,
     x: Tensor,
     y: Tensor,
-    paths: list[tuple[int, ...]] | None,
-    cfg: TrainConfig,
+    paths: list[Arch] | None,
     *,
+    lr: float,
+    clip_norm: float,
     stop: bool,
 ) -> tuple[Outcome, Tensor]:
     """One optimiser step; the gradients of several paths add up (FairNAS, algorithm 1).
 
     Returns:
-        the step's outcome over all ranks, and the gradient norm before clipping.
+        the loss, the counts and `stop` over all ranks, and the gradient norm before clipping.
     """
-    outcome = exchange.step(x, lambda: engine.forward_backward(x, y, paths), stop=stop)
-    norm = optimizer.clipped_step(cfg.clip_norm)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    exchange.begin(x)
+    result = engine.forward_backward(x, y, paths)
+    outcome = exchange.finish(result, len(x), stop=stop)
+    norm = optimizer.clipped_step(clip_norm)
     return outcome, norm.to(outcome.result.loss.device)
 
 
-class _Pending:
-    """Results of steps that are still on the device; they are read together, because each read waits for the device."""
-
-    def __init__(self) -> None:
-        self._steps: list[tuple[int, Outcome, Tensor]] = []
-
-    def add(self, step: int, outcome: Outcome, norm: Tensor) -> None:
-        """Keep the results of one step."""
-        self._steps.append((step, outcome, norm))
-
-    def read(self) -> Iterator[tuple[int, float, int, int, float, bool]]:
-        """Yield (step, loss, correct, images, gradient norm, stop) of every step since the last call."""
-        steps, self._steps = self._steps, []
-        if not steps:
-            return
-        rows = [
-            torch.stack([torch.as_tensor(v, dtype=torch.float64, device=norm.device) for v in (*result, *counts, norm)])
-            for _, (result, *counts), norm in steps
-        ]
-        for (step, *_), (loss, correct, images, stop, norm) in zip(steps, torch.stack(rows).tolist(), strict=True):
-            yield step, loss, int(correct), int(images), norm, stop > 0
-
-
-class _Loop:
-    """The state of one call of `train`; see there for the arguments.
+class _Training:
+    """One call of `train`; see there for the arguments. `run` is the loop.
 
     Attributes:
-        folder: the checkpoints of the stage.
-        total: optimiser steps of the stage, if it does not stop early.
+        at: the position: step, sums since the last log line, and the best evaluation.
+        judged: the network that is evaluated: the average of the weights where there is one.
+        pending: (step, outcome, gradient norm) of steps whose results are still on the device.
+        stopped: whether a rank was asked to stop.
     """
 
     def __init__(
@@ -120,201 +104,155 @@ class _Loop:
         *,
         sampler: Sampler | None,
         evaluate: Callable[[nn.Module], Evaluation] | None,
-        engine: Callable[[torch.optim.SGD], Engine] | None,
         extras: TrainExtras,
         device: str,
         world: World,
     ) -> None:
-        self._model, self._loader, self._cfg, self._stage = model, loader, cfg, stage
-        self._sampler, self._evaluate, self._make_engine = sampler, evaluate, engine
-        self._extras, self._device, self._world = extras, device, world
-        self._optimizer = make_optimizer(model, cfg)
-        self._per_epoch, self.total = len(loader), cfg.epochs * len(loader)
-        self._averaged: AveragedModel | None = None
+        self.model, self.loader, self.cfg, self.stage = model, loader, cfg, stage
+        self.sampler, self.evaluate, self.extras = sampler, evaluate, extras
+        self.device, self.world = device, world
+        self.optimizer = make_optimizer(model, cfg)
+        self.total = cfg.epochs * len(loader)
+        self.averaged: AveragedModel | None = None
         if extras.ema is not None:
-            average = get_ema_multi_avg_fn(extras.ema)
-            self._averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
-        self._state = TrainState(
+            self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(extras.ema), use_buffers=True)
+        self.judged: nn.Module = model if self.averaged is None else self.averaged.module
+        self.state = TrainState(
             model,
-            self._optimizer,
+            self.optimizer,
             sampler,
             fingerprint=stage.fingerprint,
             settings={"stage": stage.name, "train": cfg.of_result, "batches_per_epoch": len(loader), **stage.settings},
             loader_kind=getattr(loader, "kind", None),
-            averaged=self._averaged,
+            averaged=self.averaged,
         )
         folder = Path(stage.run_dir) / "checkpoints"
         self.folder = CheckpointFolder(folder, stage.file_prefix, keep=cfg.keep_checkpoints)
-        self._at = begin(self._state, self.folder, stage=stage, world=world)
-        self._seed = torch.initial_seed()
-        self._exchange = (OverlappedExchange if sampler is None and world.size > 1 else FlatExchange)(model, world)
-        self._log: TrainLog | None = None
-        self._writer: CheckpointWriter | None = None
-        self._runner: Engine | None = None
-        self._largest, self._pending, self._stopped = 0, _Pending(), False
+        self.at = begin(self.state, self.folder, stage=stage, world=world)
+        self.seed = torch.initial_seed()
+        self.exchange: Exchange = (OverlappedExchange if sampler is None and world.size > 1 else FlatExchange)(
+            model, world
+        )
+        self.log: TrainLog | None = None
+        self.writer: CheckpointWriter | None = None
+        self.pending: list[tuple[int, Outcome, Tensor]] = []
+        self.stopped = False
 
-    def run(self) -> Path:
+    def run(self, engine: Callable[[torch.optim.SGD], Engine] | None) -> Path:
         """Make the steps that are left, and return the path of the last checkpoint."""
+        cfg, extras, at, per_epoch = self.cfg, self.extras, self.at, len(self.loader)
+        warmup = round(cfg.warmup_epochs * per_epoch)
         with ExitStack() as stack:
-            self._stop = stack.enter_context(noticed())  # first, so that SIGTERM waits for the last checkpoint
-            if self._world.is_main:
-                self._open_files(stack)
-            if self._at.evaluation_due:
-                self._conclude(evaluates=True)
-            if self._make_engine:
-                self._runner = self._make_engine(self._optimizer)
-            self._clock, self._seen = time.monotonic(), 0
-            while self._at.step < self.total and not self._exhausted:
-                self._run_epoch()
-        if self._exhausted and self._at.step < self.total:
-            _LOG.info(
-                "%s: stopped after %d of %d epochs, because %d evaluations were not better than the best top-1, %.2f%%",
-                self._stage.name,
-                self._at.step // self._per_epoch,
-                self._cfg.epochs,
-                self._at.stale,
-                100 * (self._at.best or 0.0),
-            )
-        self._take_result()
-        return self.folder.path(self._at.step)
+            self.stop = stack.enter_context(noticed())  # first, so that SIGTERM waits for the last checkpoint
+            if self.world.is_main:
+                self.open_files(stack)
+            if at.evaluation_due:
+                self.conclude(evaluates=True)
+            runner, largest = None if engine is None else engine(self.optimizer), 0
+            self.clock, self.seen = time.monotonic(), 0
+            while at.step < self.total and not self.exhausted:
+                epoch, start = divmod(at.step, per_epoch)
+                for x, y in self.loader.epoch(epoch, start=start, device=self.device):
+                    lr = lr_at(at.step, total=self.total, peak=cfg.peak_lr, warmup=warmup, end=cfg.lr_end)
+                    paths = None if self.sampler is None else self.sampler.step()
+                    # a resumed run may begin with the short batch that ends an epoch: an engine serves the largest
+                    if runner is None or (engine is None and len(x) > largest):
+                        runner, largest = self.new_engine(x), len(x)
+                    if self.world.rank:
+                        seed_other_rank(self.seed, self.world.rank, at.step, device=self.device)
+                    if extras.mix is not None:
+                        x, y = extras.mix(x, y)
+                        x = x.contiguous(memory_format=torch.channels_last)
+                    outcome, norm = _step(
+                        runner,
+                        self.exchange,
+                        self.optimizer,
+                        x,
+                        y,
+                        paths,
+                        lr=lr,
+                        clip_norm=cfg.clip_norm,
+                        stop=self.stop.requested,
+                    )
+                    if self.averaged is not None:
+                        self.averaged.update_parameters(self.model)
+                    at.step += 1
+                    self.pending.append((at.step, outcome, norm))
+                    epoch_ends, ends = at.step % per_epoch == 0, at.step == self.total
+                    evaluates = self.evaluate is not None and epoch_ends and (ends or (epoch + 1) % cfg.eval_every == 0)
+                    due = at.step % cfg.checkpoint_every == 0 if cfg.checkpoint_every else epoch_ends
+                    saves, logs = evaluates or due or ends, at.step % cfg.log_every == 0 or epoch_ends
+                    # reading waits for a GPU, so it is done rarely there; on the CPU every step is read at once
+                    if x.device.type == "cpu" or logs or saves:
+                        self.read(1 if paths is None else len(paths))
+                    if logs:
+                        self.write_means(epoch, lr)
+                    if saves or self.stopped:
+                        self.conclude(evaluates=evaluates)
+                if at.step < self.total and (done := at.step % per_epoch):
+                    raise RuntimeError(f"loader has length {per_epoch} but epoch {epoch} ended after {done} batches")
+        self.take_result()
+        return self.folder.path(at.step)
 
     @property
-    def _exhausted(self) -> bool:
+    def exhausted(self) -> bool:
         """Whether the training ends early."""
-        return self._extras.patience is not None and self._at.stale >= self._extras.patience
+        return self.extras.patience is not None and self.at.stale >= self.extras.patience
 
-    @property
-    def _judged(self) -> nn.Module:
-        """The network that is evaluated: the average of the weights where there is one."""
-        return self._model if self._averaged is None else self._averaged.module
-
-    def _take_result(self) -> None:
-        """Give the model the weights that count: those of the best evaluation with patience, else the average.
-
-        Raises:
-            CheckpointError: the best checkpoint cannot be read.
-        """
-        if self._extras.patience is not None and self._evaluate is not None:
-            if self._world.is_main:
-                try:
-                    best = load_checkpoint(self.folder.best)
-                except CheckpointError as error:
-                    raise CheckpointError(
-                        f"{error}; it has the network that early stopping keeps: delete "
-                        f"{self.folder.stem}-*{SUFFIX} and train again"
-                    ) from error
-                self._model.load_state_dict(best.part("model." if self._averaged is None else "average.module."))
-            self._world.send(self._model.state_dict().values())
-        elif self._averaged is not None:
-            self._model.load_state_dict(self._averaged.module.state_dict())
-
-    def _open_files(self, stack: ExitStack) -> None:
+    def open_files(self, stack: ExitStack) -> None:
         """Lock the run directory, check that checkpoints fit on the disk, and open log and checkpoint writer."""
-        stage, at = self._stage, self._at
-        if self._world.leads:
+        stage, at = self.stage, self.at
+        if self.world.leads:
             stack.enter_context(run_lock(stage.run_dir))
         if at.step < self.total:
-            self.folder.check_room(self._state.size, evaluates=self._evaluate is not None)
-        shown = self._world.leads and not stage.quiet
-        self._log = stack.enter_context(
+            self.folder.check_room(self.state.size, evaluates=self.evaluate is not None)
+        shown = self.world.leads and not stage.quiet
+        self.log = stack.enter_context(
             TrainLog(Path(stage.run_dir), stage.name, step=at.step, total=self.total, shown=shown)
         )
-        self._writer = stack.enter_context(CheckpointWriter(self.folder))
+        self.writer = stack.enter_context(CheckpointWriter(self.folder))
 
-    def _run_epoch(self) -> None:
-        """Make the steps from the current one to the end of its epoch."""
-        epoch, start = divmod(self._at.step, self._per_epoch)
-        for x, y in self._loader.epoch(epoch, start=start, device=self._device):
-            self._run_step(x, y, epoch)
-        if self._at.step < self.total and (done := self._at.step % self._per_epoch):
-            raise RuntimeError(f"loader has length {self._per_epoch} but epoch {epoch} ended after {done} batches")
+    def new_engine(self, x: Tensor) -> Engine:
+        """What `cfg.engine` asks for: on a CPU an `EagerEngine`, which calls the model."""
+        cfg, shape = self.cfg, tuple(x.shape)
+        smoothing, bf16 = cfg.label_smoothing, cfg.precision == "bf16"
+        return make_engine(self.exchange.module, cfg.engine, batch=shape, label_smoothing=smoothing, bf16=bf16)
 
-    def _run_step(self, x: Tensor, y: Tensor, epoch: int) -> None:
-        """Make one step, and read, log, evaluate and save what is due after it."""
-        at, cfg = self._at, self._cfg
-        lr = self._set_lr()
-        paths = None if self._sampler is None else self._sampler.step()
-        runner = self._runner_of(x)
-        if self._world.rank:
-            seed_other_rank(self._seed, self._world.rank, at.step, device=self._device)
-        if self._extras.mix is not None:
-            x, y = self._extras.mix(x, y)
-            x = x.contiguous(memory_format=torch.channels_last)
-        outcome, norm = _step(runner, self._exchange, self._optimizer, x, y, paths, cfg, stop=self._stop.requested)
-        if self._averaged is not None:
-            self._averaged.update_parameters(self._model)
-        at.step += 1
-        self._pending.add(at.step, outcome, norm)
-        epoch_ends, ends = at.step % self._per_epoch == 0, at.step == self.total
-        evaluates = self._evaluate is not None and epoch_ends and (ends or (epoch + 1) % cfg.eval_every == 0)
-        due = at.step % cfg.checkpoint_every == 0 if cfg.checkpoint_every else epoch_ends
-        saves, logs = evaluates or due or ends, at.step % cfg.log_every == 0 or epoch_ends
-        # reading waits for a GPU, so it is done rarely there; on the CPU every step is read at once
-        if x.device.type == "cpu" or logs or saves:
-            self._read(1 if paths is None else len(paths))
-        if logs:
-            self._write_log(epoch, lr)
-        if saves or self._stopped:
-            self._conclude(evaluates=evaluates)
-            self._clock = time.monotonic() if evaluates else self._clock
-
-    def _runner_of(self, x: Tensor) -> Engine:
-        """What executes a step of these images."""
-        # a resumed run may begin with the short batch that ends an epoch, so the engine is made for the largest
-        if self._runner is None or (self._make_engine is None and len(x) > self._largest):
-            self._largest = len(x)
-            self._runner = make_engine(
-                self._exchange.module,
-                self._cfg.engine,
-                batch=tuple(x.shape),
-                label_smoothing=self._cfg.label_smoothing,
-                bf16=self._cfg.precision == "bf16",
-            )
-        return self._runner
-
-    def _set_lr(self) -> float:
-        """Give the optimiser the learning rate of the next step, and return it."""
-        cfg, warmup = self._cfg, round(self._cfg.warmup_epochs * self._per_epoch)
-        lr = lr_at(self._at.step, total=self.total, peak=cfg.peak_lr, warmup=warmup, end=cfg.lr_end)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        return lr
-
-    def _read(self, paths: int) -> None:
-        """Read the results of the steps since the last read; `paths` is the number of paths of a step.
+    def read(self, paths: int) -> None:
+        """Read the results of the steps since the last read together; `paths` is the number of paths of a step.
 
         Raises:
             TrainingDivergedError: a loss or a gradient norm is not finite.
         """
-        for step, loss, correct, images, norm, asked in self._pending.read():
+        steps, self.pending = self.pending, []
+        rows = [
+            torch.stack([torch.as_tensor(v, dtype=torch.float64, device=norm.device) for v in (*result, *counts, norm)])
+            for _, (result, *counts), norm in steps
+        ]
+        for (step, *_), (loss, correct, images, stop, norm) in zip(steps, torch.stack(rows).tolist(), strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
-                if self._writer:
-                    self._writer.wait()
-                saved, cfg = self.folder.paths(), self._cfg
-                kept = saved[-1] if saved else "none yet"
+                if self.writer:
+                    self.writer.wait()
+                saved, cfg = self.folder.paths(), self.cfg
                 raise TrainingDivergedError(
-                    f"{self._stage.name}: loss {loss}, gradient norm {norm} at step {step} of {self.total}; stopped. "
-                    f"Last good checkpoint: {kept}. Lower lr ({cfg.lr}) or clip_norm ({cfg.clip_norm})"
+                    f"{self.stage.name}: loss {loss}, gradient norm {norm} at step {step} of {self.total}; stopped. "
+                    f"Last good checkpoint: {saved[-1] if saved else 'none yet'}. "
+                    f"Lower lr ({cfg.lr}) or clip_norm ({cfg.clip_norm})"
                 )
-            self._at.sums.add(loss, correct, images * paths)
-            self._seen += images * paths
-            self._stopped |= asked
+            self.at.sums.add(loss, int(correct), int(images) * paths)
+            self.seen += int(images) * paths
+            self.stopped |= stop > 0
 
-    def _write_log(self, epoch: int, lr: float) -> None:
-        """Write the means since the last log line."""
-        at, now = self._at, time.monotonic()
-        if self._log:
-            self._log.write(
-                at.step,
-                epoch=epoch,
-                lr=lr,
-                loss=at.sums.loss / at.sums.steps,
-                top1=at.sums.correct / at.sums.images,
-                images_per_s=self._seen / max(now - self._clock, 1e-9),
-            )
-        at.sums, self._clock, self._seen = Sums(), now, 0
+    def write_means(self, epoch: int, lr: float) -> None:
+        """Log the means since the last log line."""
+        sums, now = self.at.sums, time.monotonic()
+        if self.log:
+            speed = self.seen / max(now - self.clock, 1e-9)
+            loss, top1 = sums.loss / sums.steps, sums.correct / sums.images
+            self.log.write(self.at.step, epoch=epoch, lr=lr, loss=loss, top1=top1, images_per_s=speed)
+        self.at.sums, self.clock, self.seen = Sums(), now, 0
 
-    def _conclude(self, *, evaluates: bool) -> None:
+    def conclude(self, *, evaluates: bool) -> None:
         """Evaluate and save, then end the training if SIGTERM came.
 
         SIGTERM does not wait for an evaluation; the checkpoint then says that the evaluation is due.
@@ -322,29 +260,60 @@ class _Loop:
         Raises:
             Terminated: SIGTERM came.
         """
-        at, better = self._at, False
+        at, better = self.at, False
         at.evaluation_due = evaluates
-        if self._evaluate is not None and evaluates and not self._stopped:
+        if self.evaluate is not None and evaluates and not self.stopped:
             try:
-                with self._stop.at_once():
-                    self._world.send(self._judged.buffers())  # the running statistics of rank 0 count
-                    result = self._evaluate(self._judged)
+                with self.stop.at_once():
+                    self.world.send(self.judged.buffers())  # the running statistics of rank 0 count
+                    result = self.evaluate(self.judged)
                 at.evaluation_due, better = False, at.best is None or result.top1 > at.best
                 at.stale = 0 if better else at.stale + 1
                 if better:
                     at.best = result.top1
-                if self._log:
-                    self._log.write(at.step, eval_top1=result.top1, eval_top5=result.top5, eval_loss=result.loss)
+                if self.log:
+                    self.log.write(at.step, eval_top1=result.top1, eval_top5=result.top5, eval_loss=result.loss)
             except Terminated:
-                self._stopped = True
-        if self._writer:
-            self._writer.save(at.step, self._state.capture(at), best=better)
-        if self._stopped:
-            if self._writer:
-                self._writer.wait()
+                self.stopped = True
+        if self.writer:
+            self.writer.save(at.step, self.state.capture(at), best=better)
+        if self.stopped:
+            if self.writer:
+                self.writer.wait()
             raise Terminated(
-                f"{self._stage.name}: step {at.step} of {self.total} is saved in {self.folder.path(at.step)}"
+                f"{self.stage.name}: step {at.step} of {self.total} is saved in {self.folder.path(at.step)}"
             )
+        if evaluates:
+            self.clock = time.monotonic()  # the speed is that of steps
+
+    def take_result(self) -> None:
+        """Give the model the weights that count: those of the best evaluation with patience, else the average.
+
+        Raises:
+            CheckpointError: the best checkpoint cannot be read.
+        """
+        if self.exhausted and self.at.step < self.total:
+            _LOG.info(
+                "%s: stopped after %d of %d epochs, because %d evaluations were not better than the best top-1, %.2f%%",
+                self.stage.name,
+                self.at.step // len(self.loader),
+                self.cfg.epochs,
+                self.at.stale,
+                100 * (self.at.best or 0.0),
+            )
+        if self.extras.patience is not None and self.evaluate is not None:
+            if self.world.is_main:
+                try:
+                    best = load_checkpoint(self.folder.best)
+                except CheckpointError as error:
+                    raise CheckpointError(
+                        f"{error}; it has the network that early stopping keeps: delete "
+                        f"{self.folder.stem}-*{SUFFIX} and train again"
+                    ) from error
+                self.model.load_state_dict(best.part("model." if self.averaged is None else "average.module."))
+            self.world.send(self.model.state_dict().values())
+        elif self.averaged is not None:
+            self.model.load_state_dict(self.judged.state_dict())
 
 
 def train(
@@ -397,16 +366,7 @@ def train(
     loader = to_learn_from(loader, classes=getattr(getattr(model, "space", None), "num_classes", None) or None)
     device = torch_device(device)
     model.to(device).to(memory_format=torch.channels_last).train()
-    loop = _Loop(
-        model,
-        loader,
-        cfg,
-        stage,
-        sampler=sampler,
-        evaluate=evaluate,
-        engine=engine,
-        extras=extras,
-        device=device,
-        world=world,
+    training = _Training(
+        model, loader, cfg, stage, sampler=sampler, evaluate=evaluate, extras=extras, device=device, world=world
     )
-    return loop.run()
+    return training.run(engine)

@@ -6,7 +6,7 @@ import logging
 import random
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -135,14 +135,8 @@ class TrainState:
                 self._averaged.load_state_dict(checkpoint.part("average."))
             if self._sampler is not None:
                 self._sampler.load_state_dict(state["sampler"])
-            # older checkpoints lack the last three
-            progress = Progress(
-                state["step"],
-                Sums(**state["sums"]),
-                state.get("best"),
-                state.get("evaluation_due", False),
-                state.get("stale", 0),
-            )
+            progress = Progress(**{field.name: state[field.name] for field in fields(Progress)})
+            progress.sums = Sums(**state["sums"])
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"checkpoint does not fit this run: {error}") from error
         momentum = checkpoint.part("momentum.")
@@ -203,7 +197,7 @@ def _newest(
         return None
     path, checkpoint = found
     if stage.extends:
-        checkpoint = _extended(stage.name, path, checkpoint, state.settings)
+        checkpoint = _extend(stage.name, path, checkpoint, state.settings)
     if checkpoint.state["settings"] != state.settings:
         raise CheckpointError(
             f"{path} was written with other settings: {difference(checkpoint.state['settings'], state.settings)}; "
@@ -262,7 +256,7 @@ def _why_not_resumed(path: Path, settings: Mapping[str, Any], extends: bool, unk
     return difference(before, now)
 
 
-def _extended(stage: str, path: Path, checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Checkpoint:
+def _extend(stage: str, path: Path, checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Checkpoint:
     """A checkpoint as one of a training with the number of epochs in `settings`.
 
     Raises:

@@ -20,7 +20,7 @@ from nasfast.cli import main as cli
 from nasfast.cli.flags import _FLAGS, Parser
 from nasfast.cli.main import main
 from nasfast.config import load_yaml
-from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
+from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.pipeline import RunConfig
 from nasfast.research.studies import registry
 from nasfast.retrain import save_model
@@ -333,9 +333,7 @@ def test_help_of_stages_explains_every_setting(capsys, command):
     assert ("--resume" in text) == (command in ("run", "supernet", "retrain"))
 
 
-@pytest.mark.parametrize(
-    "config", [RunConfig, LatencyConfig, StepTimesConfig, ProfileConfig, *registry.names()], ids=str
-)
+@pytest.mark.parametrize("config", [RunConfig, LatencyConfig, StepTimesConfig, *registry.names()], ids=str)
 def test_every_flag_has_a_help_text(config):
     parser = Parser("run", "")
     parser.add_class_arguments(registry.find(config).load("config") if isinstance(config, str) else config)
@@ -367,17 +365,8 @@ def test_step(tmp_path, capsys):
     assert len(json.loads(out.read_text())["rows"]) == 4
 
 
-def test_profile(tmp_path, capsys):
-    assert main(["profile", *SMALL_STEP, "--out", str(tmp_path), "--top", "3"]) == 0
-    text = capsys.readouterr().out
-    assert "layers.5" in text
-    assert f"trace: {tmp_path / 'trace.json'}" in text
-    assert "traceEvents" in json.loads((tmp_path / "trace.json").read_text())
-
-
-@pytest.mark.parametrize("command", ["step", "profile"])
-def test_a_path_of_another_space_is_refused(capsys, command):
-    assert main([command, "--space", "digits_mini", "--path", "0 1"]) == 1
+def test_a_path_of_another_space_is_refused(capsys):
+    assert main(["step", "--space", "digits_mini", "--path", "0 1"]) == 1
     assert "must have 6 values, got 2" in capsys.readouterr().err
 
 

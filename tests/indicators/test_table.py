@@ -44,12 +44,8 @@ def test_rows_of_scores_add_up():
     assert (again.scores, again.layer, again.rule) == (table.scores, table.layer, "sum")
 
 
-def test_tables_of_earlier_versions_are_products():
-    table = macro_table(layer_indicators=True)
-    form = unseal(table.to_json())
-    assert form.pop("rule") == "product"
-    old = IndicatorTable.from_json(seal({**form, "format": "nasfast.indicator_table/1"}))
-    assert old == table
+def test_an_unknown_rule_is_refused():
+    form = unseal(macro_table(layer_indicators=True).to_json())
     with pytest.raises(TableError, match="rule must be one of product, sum, got 'mean'"):
         IndicatorTable.from_json(seal({**form, "rule": "mean"}))
 

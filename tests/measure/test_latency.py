@@ -17,7 +17,7 @@ from nasfast.config import ConfigError
 from nasfast.measure import latency as module
 from nasfast.measure.config import LatencyConfig
 from nasfast.measure.deployed import deployed, fold
-from nasfast.measure.latency import Fit, LatencyReport, latency, parts_of
+from nasfast.measure.latency import Fit, LatencyReport, latency, space_parts
 from nasfast.runtime.onnx import check_provider
 from nasfast.spaces import (
     SKIP,
@@ -45,11 +45,11 @@ def cfg(tmp_path) -> LatencyConfig:
 def clockwork(monkeypatch):
     """Makes the times of parts and networks known: a part takes its MACs, a network 1.5 times that and 0.2 per part."""
     space = tiny_space()
-    parts = parts_of(space)
+    parts = space_parts(space)
     alone = {name: 1.0 + i / 10 for i, name in enumerate(parts.modules)}
 
     def whole(arch: Arch) -> float:
-        return 1.5 * sum(alone[n] for n in parts.of(arch)) + 0.2 * len(parts.of(arch))
+        return 1.5 * sum(alone[n] for n in parts.names(arch)) + 0.2 * len(parts.names(arch))
 
     def timed(work, *, rounds):
         times = {name: alone[name] if name in alone else whole(parse_arch(name)) for name in work}
@@ -62,14 +62,14 @@ def clockwork(monkeypatch):
 @pytest.mark.parametrize("space", SPACES, ids=lambda space: space.name)
 def test_the_parts_of_a_network_compute_the_network(space):
     """Each part has the input shape that it is timed at, and what a network runs is exactly its parts."""
-    parts = parts_of(space)
+    parts = space_parts(space)
     for number in range(3):
         arch = tuple(options[number % len(options)] for options in space.options)
         x = torch.randn(2, space.in_channels, space.resolution, space.resolution)
         modules = [parts.modules["stem"]]
-        modules += [parts.modules[n] for row, v in zip(parts.of_layers, arch, strict=True) if (n := row[v]) is not None]
+        modules += [parts.modules[n] for row, v in zip(parts.layers, arch, strict=True) if (n := row[v]) is not None]
         modules.append(parts.modules["head and classifier"])
-        assert len(modules) == len(parts.of(arch))
+        assert len(modules) == len(parts.names(arch))
         macs = 0
         for part, shape in modules:
             assert tuple(x.shape[1:]) == shape
@@ -89,11 +89,11 @@ def macs_of(network: nn.Module, x) -> int:
 
 def test_equal_shapes_and_candidates_are_timed_once():
     space = tiny_space(stages=(tiny_space().stages[0].replace(layers=4), tiny_space().stages[1]))
-    parts = parts_of(space)
+    parts = space_parts(space)
     # layer 0 reduces; layers 1, 2, 3 are equal, layer 4 widens, layer 5 is alone
-    assert parts.of_layers[1] == parts.of_layers[2] == parts.of_layers[3]
+    assert parts.layers[1] == parts.layers[2] == parts.layers[3]
     assert len(parts.modules) == 2 + 3 * 4
-    assert len(set(parts.of((0, 1, 1, 1, 0, 0)))) == 2 + 4
+    assert len(set(parts.names((0, 1, 1, 1, 0, 0)))) == 2 + 4
 
 
 def test_different_candidates_are_different_parts():
@@ -101,16 +101,16 @@ def test_different_candidates_are_different_parts():
     choices = tuple(Block("shuffle_xception", kernel) for kernel in (3, 7))
     stem, head = FixedLayer(Block("conv"), 8, stride=2), FixedLayer(Block("conv", 1), 16)
     space = SearchSpace("two", 16, 4, (stem,), (Stage(16, 1, 2, choices),), (head,))
-    parts = parts_of(space)
-    kernels = [parts.modules[name][0].main[0].conv.kernel_size[0] for name in parts.of_layers[0].values()]
+    parts = space_parts(space)
+    kernels = [parts.modules[name][0].main[0].conv.kernel_size[0] for name in parts.layers[0].values()]
     assert kernels == [3, 7]
 
 
 def test_an_identity_takes_no_time_and_a_strided_one_does():
-    parts = parts_of(tiny_macro_space())
-    assert [row[0] is None for row in parts.of_layers] == [False, True, False, True]
+    parts = space_parts(tiny_macro_space())
+    assert [row[0] is None for row in parts.layers] == [False, True, False, True]
     pinned = tiny_space(stages=(tiny_space().stages[0].replace(pinned=(1,)), tiny_space().stages[1]))
-    assert parts_of(pinned).of_layers[1] == {SKIP: None}
+    assert space_parts(pinned).layers[1] == {SKIP: None}
 
 
 def test_folding_changes_nothing_but_the_batch_norms():
@@ -131,12 +131,12 @@ def test_folding_changes_nothing_but_the_batch_norms():
 def test_the_fit_recovers_scale_and_overhead():
     rng = np.random.default_rng(0)
     sums, counts = rng.uniform(5, 20, 8), rng.integers(5, 22, 8)
-    fit = Fit.of(sums, counts, 0.8 * sums - 0.05 * counts)
+    fit = Fit.least_squares(sums, counts, 0.8 * sums - 0.05 * counts)
     assert (fit.scale, fit.per_part) == (pytest.approx(0.8), pytest.approx(-0.05))
     assert fit.value(1.0) == pytest.approx(0.75)
     assert fit.value(0.01) == 0
     with pytest.raises(RuntimeError, match="do not grow with those of their layers"):
-        Fit.of([1, 2, 3], [4, 4, 4], [3, 2, 1])
+        Fit.least_squares([1, 2, 3], [4, 4, 4], [3, 2, 1])
 
 
 def test_a_table_predicts_whole_networks(cfg, clockwork):
@@ -207,7 +207,7 @@ def test_the_file_is_a_table_of_the_space(cfg, tmp_path):
     assert (table.quantity, table.unit, table.device, table.batch) == ("latency", "ms", "cpu", 1)
     assert all(value > 0 for row in table.rows for choice, value in row if choice != SKIP)
     form = json.loads((tmp_path / "deep" / "latency.json").read_text())
-    assert form["parts"].keys() == parts_of(tiny_space()).modules.keys()
+    assert form["parts"].keys() == space_parts(tiny_space()).modules.keys()
     assert all(0 < t["q20_ms"] <= t["median_ms"] <= t["q80_ms"] for t in form["parts"].values())
     assert form["machine"]["torch"] == torch.__version__ and form["machine"]["threads"] == 1
     text = str(report)
@@ -297,7 +297,7 @@ def test_wrong_settings_are_named(cfg, changes, message):
 
 def test_a_block_of_another_kind_is_timed_too():
     space = tiny_space(stages=(tiny_space().stages[0].replace(choices=(Block("conv", 3), Block("identity"))),))
-    assert len(parts_of(space).modules) == 2 + 2 + 1
+    assert len(space_parts(space).modules) == 2 + 2 + 1
 
 
 def test_on_a_gpu(cfg, gpu):

@@ -14,7 +14,6 @@ from nasfast.config import ConfigError
 from nasfast.measure import step_times as module
 from nasfast.measure.config import StepTimesConfig
 from nasfast.measure.step_times import PUBLISHED_MS, StepTimesReport, StepTimesRow, step_times
-from nasfast.spaces import ArchError
 
 
 @pytest.fixture
@@ -110,9 +109,7 @@ def test_threads_are_those_asked_for(cfg):
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"rounds": 0}, ValueError, "rounds must be at least 1, got 0"),
         ({"dtype": "fp16"}, ConfigError, "got 'fp16', allowed: 'fp32', 'bf16'"),
-        ({"path": "0 0"}, ArchError, "must have 4 values, got 2"),
         ({"roundz": 1}, ConfigError, "unknown config key 'roundz'; did you mean 'rounds'"),
     ],
 )

@@ -8,7 +8,7 @@ from tiny import tiny_space
 from torch import nn
 
 from nasfast.config import ConfigError
-from nasfast.measure.config import StepConfig
+from nasfast.measure.config import StepTimesConfig
 from nasfast.measure.timing import TrainingStep, machine, measure, measuring, random_batch, summarise
 from nasfast.runtime.device import torch_device
 from nasfast.spaces import ArchError, mean_path
@@ -99,9 +99,9 @@ def test_machine_says_what_it_is():
 
 
 def test_the_path_may_be_given():
-    space, path = StepConfig(space="digits_mini", path="0,1,2 3 4 5", resolution=64).resolve()
+    space, path = StepTimesConfig(space="digits_mini", path="0,1,2 3 4 5", resolution=64).resolve()
     assert (space.resolution, path) == (64, (0, 1, 2, 3, 4, 5))
-    space, path = StepConfig(space="digits_mini").resolve()
+    space, path = StepTimesConfig(space="digits_mini").resolve()
     assert (space.resolution, path) == (32, mean_path(space))
 
 
@@ -109,7 +109,8 @@ def test_the_path_may_be_given():
     ("changes", "error", "message"),
     [
         ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
-        ({"threads": -1}, ValueError, "threads and seed must not be negative, got threads=-1, seed=0"),
+        ({"rounds": 0}, ValueError, "rounds must be at least 1, got 0"),
+        ({"threads": -1}, ValueError, "threads and seed must not be negative, got -1 and 0"),
         ({"device": "tpu"}, ValueError, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         ({"space": "digits"}, ConfigError, "unknown space 'digits'.*did you mean 'digits_mini'"),
         ({"path": "0 1"}, ArchError, "must have 6 values, got 2"),
@@ -119,11 +120,11 @@ def test_the_path_may_be_given():
 )
 def test_what_cannot_be_measured_is_refused(changes, error, message):
     with pytest.raises(error, match=message):
-        StepConfig(**{"space": "digits_mini", **changes}).resolve()
+        StepTimesConfig(**{"space": "digits_mini", **changes}).resolve()
 
 
 def test_an_absent_gpu_is_named():
-    cfg = StepConfig(space="digits_mini", device="cuda")
+    cfg = StepTimesConfig(space="digits_mini", device="cuda")
     with pytest.raises(ConfigError, match="torch sees no GPU: use --device cpu"):
         torch_device(cfg.device)
 

@@ -101,32 +101,15 @@ def test_names_and_files_of_both_kinds(tmp_path):
         named_space("dart")
 
 
-LAYERS_HAVE = "activation, classifier_bias, head, in_channels, name, num_classes, resolution, stages, stem"
-CELLS_HAVE = (
-    "affine, cell, cells, channels, classifier_bias, head, in_channels, name, norm, num_classes, order, pool_norm, "
-    "preprocess, reduce_by, reductions, resolution, stem_multiplier"
-)
-
-
-@pytest.mark.parametrize(
-    ("build", "key", "given", "valid"),
-    [
-        (darts_space, "cell", "cel", [("cell", CELLS_HAVE), ("stages", LAYERS_HAVE)]),
-        (digits_mini, "stages", "stage", [("stages", LAYERS_HAVE), ("cell", CELLS_HAVE)]),
-    ],
-)
-def test_a_misspelt_key_of_a_space_is_named_with_the_keys_of_both_kinds(tmp_path, build, key, given, valid):
+@pytest.mark.parametrize(("build", "key", "given"), [(darts_space, "cell", "cel"), (digits_mini, "stages", "stage")])
+def test_a_misspelt_key_of_a_space_is_named_with_the_nearest(tmp_path, build, key, given):
     path = tmp_path / "mine.yaml"
     build().save(path)
     path.write_text(path.read_text().replace(f"\n{key}:", f"\n{given}:"))
-    text = f"{path}: unknown config key {given!r} (did you mean {key!r}?); "
-    text += "a space must have one of the keys 'stages', 'cell'"
-    for kind, keys in valid:
-        text += f"; valid with {kind!r}: {keys}"
     for read in (read_space, named_space, get_space):
         with pytest.raises(ConfigError) as error:
             read(str(path))
-        assert str(error.value) == text
+        assert str(error.value).startswith(f"{path}: unknown config key {given!r}; did you mean {key!r}")
 
 
 def test_where_layers_are_needed_a_space_of_cells_is_refused(tmp_path):

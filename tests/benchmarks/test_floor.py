@@ -7,7 +7,7 @@ import torch
 import torchvision
 from torch import nn
 
-from nasfast.measure import floor
+from benchmarks import floor
 from nasfast.ops.modules import ConvBNAct, InvertedResidual
 from nasfast.spaces import mean_path, mobilenet_v2, nas_bench_macro, shufflenet_v2
 from nasfast.supernet import StandaloneNetwork

@@ -6,10 +6,15 @@ import pytest
 import torch
 from tiny import batches, tiny_space
 
-from nasfast.indicators.accuracy import path_accuracy
+from nasfast.indicators.evidence import Evidence
+from nasfast.indicators.paths import recalibrated_accuracy
 from nasfast.spaces import ArchError, UniformSampler
 from nasfast.supernet import Supernet, inherit
 from nasfast.train import TrainConfig, evaluate, recalibrate_bn, train_supernet
+
+
+def accuracy_of(net, arch, train, val, **settings) -> float:
+    return recalibrated_accuracy(Evidence(net, val, loaders=(train, val), **settings), arch)
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +28,7 @@ def trained(tmp_path_factory) -> Supernet:
 
 def test_a_trained_path_is_better_than_chance(trained):
     train, val = batches(6), batches(6, seed=1)
-    accuracies = [path_accuracy(trained, a, train_loader=train, val_loader=val) for a in ((0,) * 4, (2, 1, 0, 2))]
+    accuracies = [accuracy_of(trained, a, train, val) for a in ((0,) * 4, (2, 1, 0, 2))]
     assert min(accuracies) > 0.6
     # 48 images: an accuracy is a count of them
     assert all(round(a * 48) == pytest.approx(a * 48) for a in accuracies)
@@ -34,7 +39,7 @@ def test_it_is_the_recalibrated_standalone_network(trained):
     network = inherit(trained, arch)
     recalibrate_bn(network, train, batches=2)
     want = evaluate(network, val).top1
-    assert path_accuracy(trained, arch, train_loader=train, val_loader=val, recalibration_batches=2) == want
+    assert accuracy_of(trained, arch, train, val, recalibration_batches=2) == want
     # the images must be normalised by the statistics of the path: without any the network guesses
     raw = evaluate(inherit(trained, arch).eval(), val).top1
     assert raw != want
@@ -44,7 +49,7 @@ def test_the_supernet_is_left_as_it_was(trained):
     before = {n: t.clone() for n, t in trained.state_dict().items()}
     flags = {n: p.requires_grad for n, p in trained.named_parameters()}
     trained.train()
-    path_accuracy(trained, (0, 1, 2, 0), train_loader=batches(2), val_loader=batches(2))
+    accuracy_of(trained, (0, 1, 2, 0), batches(2), batches(2))
     after = trained.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[n], after[n]) for n in before)
@@ -54,4 +59,4 @@ def test_the_supernet_is_left_as_it_was(trained):
 
 def test_an_illegal_architecture_is_refused(trained):
     with pytest.raises(ArchError, match="layer 1"):
-        path_accuracy(trained, (0, 7, 0, 0), train_loader=batches(1), val_loader=batches(1))
+        accuracy_of(trained, (0, 7, 0, 0), batches(1), batches(1))
