@@ -66,11 +66,17 @@ def storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
-    """A checkpoint as a safetensors file; equal content gives equal bytes."""
+    """A checkpoint as a safetensors file, whose format other libraries read; equal content gives equal bytes."""
     stored = Checkpoint(storable(checkpoint.tensors), checkpoint.state)
     header = json.dumps({"digest": stored.digest, "state": stored.state}, sort_keys=True)
-    # one metadata key, because safetensors writes several in no fixed order
-    return save_bytes(stored.tensors, metadata={_KEY: header})
+    data = memoryview(save_bytes(stored.tensors, metadata={_KEY: header, "format": "pt"}))
+    # safetensors writes metadata in no fixed order
+    end = 8 + int.from_bytes(data[:8], "little")
+    form = json.loads(bytes(data[8:end]))
+    form["__metadata__"] = dict(sorted(form["__metadata__"].items()))
+    text = json.dumps(form, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
+    return b"".join((len(text).to_bytes(8, "little"), text, data[end:]))
 
 
 def decode(data: bytes, name: str) -> Checkpoint:

@@ -257,7 +257,7 @@ def test_without_onnxruntime_the_other_files_can_still_be_exported(searched, cap
 
 def test_a_damaged_network_does_not_hide_the_others(searched, capsys, caplog):
     save(searched, best=BEST, best_2=SECOND)
-    (searched / "retrain/best/arch.json").write_text("{")
+    (searched / "retrain/best/config.json").write_text("{")
     assert export(searched, "--arch", "2 2 1 1") == 0
     assert "retrain/best is left out" in caplog.text
 
@@ -274,7 +274,7 @@ def files(run_dir):
     """What a repeated retraining must reproduce."""
     found = {}
     for path in run_dir.rglob("*"):
-        if path.name in ("model.safetensors", "arch.json") or path.parent.name == "checkpoints":
+        if path.name in ("model.safetensors", "config.json") or path.parent.name == "checkpoints":
             found[str(path.relative_to(run_dir))] = path.read_bytes()
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     found["metrics"] = sorted(str({**line, "images_per_s": 0}) for line in lines)
