@@ -29,6 +29,7 @@ from nasfast.indicators.registry import (
     check_network_score,
     check_score,
     get_score,
+    list_scores,
     register,
 )
 from nasfast.indicators.structure import structure_table
@@ -47,6 +48,7 @@ __all__ = [
     "check_score",
     "get_score",
     "gives_table",
+    "list_scores",
     "parts_of",
     "rank_sum",
     "register",
