@@ -5,7 +5,6 @@ The torchvision backend runs in DataLoader workers and works everywhere.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -13,15 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils import signal_handling
 
 from nasfast.data.augment import Augmentation, render
-from nasfast.data.datasets import DataError, ImageSource
-
-_LOG = logging.getLogger(__name__)
-
-_RESTARTS = 3
-"""How often workers are started again for the same batch before the loader gives up."""
+from nasfast.data.datasets import ImageSource
 
 
 class Request(NamedTuple):
@@ -111,16 +104,6 @@ def _as_is(sample: Any) -> Any:
     return sample
 
 
-def _unwatch(batches: Any) -> None:
-    """Make PyTorch report a dead worker only when the next batch is asked for, which may take it five seconds.
-
-    Otherwise PyTorch raises from a signal handler at once, wherever the main thread is, for example in a training step.
-    """
-    if getattr(batches, "_worker_pids_set", False):
-        signal_handling._remove_worker_pids(id(batches))
-        batches._worker_pids_set = False
-
-
 class TorchvisionBackend:
     """Decodes with PIL and torchvision in the worker processes of a `torch.utils.data.DataLoader`.
 
@@ -138,41 +121,20 @@ class TorchvisionBackend:
         self._workers, self._prefetch = workers, prefetch
 
     def decode(self, requests: Sequence[Request], device: torch.device) -> Iterator[Decoded]:
-        """Answers in the order of the requests; if a worker is killed, workers start again at the missing batch.
+        """Answers in the order of the requests.
 
         Raises:
-            DataError: workers died four times at the same batch.
+            RuntimeError: a worker was killed; PyTorch says so, and a run continues with `--resume`.
         """
-        done, restarts = 0, 0
-        while done < len(requests):
-            loader = DataLoader(
-                _Requests(self._source, self._augmentation, requests[done:]),
-                batch_size=None,
-                num_workers=self._workers,
-                prefetch_factor=self._prefetch if self._workers else None,
-                # a forked worker inherits its data set, which then need not be picklable; a user's may not be
-                multiprocessing_context="fork" if self._workers else None,
-                collate_fn=_as_is,
-                pin_memory=device.type == "cuda",
-                # without a generator of its own the loader draws from the global one, and a resumed run would differ
-                generator=torch.Generator(),
-            )
-            try:
-                batches = iter(loader)
-                _unwatch(batches)
-                for decoded in batches:
-                    yield decoded
-                    done, restarts = done + 1, 0
-            except (RuntimeError, EOFError, ConnectionError, FileNotFoundError) as error:
-                # PyTorch's messages for a worker that the kernel or a person killed, or the end of its connection if it
-                # died while it handed over a batch; a worker's own error is passed on
-                told = "exited unexpectedly" in str(error) or "is killed by signal" in str(error)
-                if isinstance(error, RuntimeError) and not told:
-                    raise
-                restarts += 1
-                if restarts > _RESTARTS:
-                    raise DataError(
-                        f"loader workers died {restarts} times at the same batch ({error}); if memory is short, set "
-                        "data.workers lower"
-                    ) from error
-                _LOG.warning("a loader worker died (%s): starting the workers again", str(error).split(".")[0])
+        yield from DataLoader(
+            _Requests(self._source, self._augmentation, requests),
+            batch_size=None,
+            num_workers=self._workers,
+            prefetch_factor=self._prefetch if self._workers else None,
+            # a forked worker inherits its data set, which then need not be picklable; a user's may not be
+            multiprocessing_context="fork" if self._workers else None,
+            collate_fn=_as_is,
+            pin_memory=device.type == "cuda",
+            # without a generator of its own the loader draws from the global one, and a resumed run would differ
+            generator=torch.Generator(),
+        )

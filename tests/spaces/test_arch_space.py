@@ -20,9 +20,9 @@ from nasfast.spaces import (
     SearchSpace,
     arch_from_json,
     arch_to_json,
-    list_spaces,
     digits_mini,
     get_space,
+    list_spaces,
     named_space,
     read_space,
 )
