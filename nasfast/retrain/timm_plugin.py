@@ -60,17 +60,16 @@ def nasfast(
     network = standalone_network(written, arch, activation=activation)
     if not pretrained:
         network = build(written, arch, activation=activation, seed=torch.initial_seed() % 2**63)
-    if features_only and not hasattr(network, "feature_info"):
+    if features_only and not network.feature_info:
         raise ValueError(
             "features_only: a cell gives several maps at a time; leave it out, or take a network of layers"
         )
-    maps = range(len(network.feature_info)) if features_only else ()
     return build_model_with_cfg(
         functools.partial(_adapted, network),
         "nasfast",
         pretrained,
         pretrained_cfg=dict(pretrained_cfg or network_form(network)["pretrained_cfg"]),
-        feature_cfg={"flatten_sequential": True, "out_indices": tuple(maps)},
+        feature_cfg={"flatten_sequential": True, "out_indices": tuple(range(len(network.feature_info)))},
         features_only=features_only,
         **kwargs,
     )

@@ -32,7 +32,7 @@ class ArchNetwork(nn.Module):
     space: ArchSpace
     arch: Arch
     activation: str
-    classifier: nn.Module
+    classifier: nn.Linear
     num_features: int
     images: ImageInfo | None = None
 
@@ -40,6 +40,14 @@ class ArchNetwork(nn.Module):
     def num_classes(self) -> int:
         """Outputs of the classifier; 0 without one."""
         return self.classifier.out_features if isinstance(self.classifier, nn.Linear) else 0
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """The last map of each size before the head, as timm's `features_only` gives it; none in a network of cells.
+
+        Each has its channels `num_chs`, the `reduction` of the image's height and width, and its `module`.
+        """
+        return []
 
     def get_classifier(self) -> nn.Module:
         """The last layer."""
@@ -49,7 +57,8 @@ class ArchNetwork(nn.Module):
         """Replace the classifier by a new one; 0 classes are none, and the output is then (N, num_features)."""
         biased = getattr(self.classifier, "bias", True) is not None
         new = nn.Linear(self.num_features, num_classes, bias=biased) if num_classes else nn.Identity()
-        self.classifier = new.to(next(self.parameters()))
+        # only a caller who asks for no classes gets something else than a linear layer
+        self.classifier = new.to(next(self.parameters()))  # type: ignore[assignment]
 
     def forward_features(self, x: Tensor) -> Tensor:
         """(N, in_channels, H, W) images -> (N, num_features, H', W'), which is pooled for the classifier."""
@@ -87,10 +96,7 @@ class StandaloneNetwork(ArchNetwork):
 
     @property
     def feature_info(self) -> list[dict[str, Any]]:
-        """The last map of each size before the head, as timm's `features_only` gives it.
-
-        Each has its channels `num_chs`, the `reduction` of the image's height and width, and its `module`.
-        """
+        """See `ArchNetwork`."""
         layers = [(f"stem.{i}", layer) for i, layer in enumerate(self.space.stem_layers)]
         layers += [(f"blocks.{i}", layer) for i, layer in enumerate(self.space.layers)]
         maps, reduction = {}, 1
