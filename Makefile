@@ -16,7 +16,7 @@ install = $(1)/bin/uv pip install --quiet --python $(1)/bin/python -c $(2)
 define make_environment
 	test -x $(2)/bin/python || $(1) -m venv $(2)
 	$(2)/bin/pip install --quiet --disable-pip-version-check -c $(3) uv
-	$(call install,$(2),$(3)) torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel -r pyproject.toml --extra demo
+	$(call install,$(2),$(3)) torch torchvision pybind11 ninja cmake 'setuptools>=77' wheel -r pyproject.toml --extra search --extra demo
 endef
 INSTALL = $(call install,$(VENV),constraints.txt)
 INPUTS = pyproject.toml setup.py CMakeLists.txt constraints.txt $(SOURCES)
@@ -28,7 +28,7 @@ $(VENV)/tools: constraints.txt pyproject.toml
 	touch $@
 
 $(VENV)/installed: $(VENV)/tools $(INPUTS)
-	$(INSTALL) --no-build-isolation -e '.[demo]'
+	$(INSTALL) --no-build-isolation -e '.[search,demo]'
 	touch $@
 
 # The user's build, and in the same folder the emulation of the CUDA kernels and, where nvcc is, these kernels for one GPU.
@@ -40,7 +40,7 @@ install-tests: $(TESTED)  ## add what the tests and checks need to .venv
 
 $(TESTED): $(VENV)/tools $(INPUTS)
 	NASFAST_ISAS=$(ISAS) NASFAST_EMULATION=ON NASFAST_CUDA=$(if $(shell command -v nvcc),ON,OFF) CUDAARCHS='$(ARCHS)' \
-		$(INSTALL) --no-build-isolation -e '.[test,demo]'
+		$(INSTALL) --no-build-isolation -e '.[search,test,demo]'
 	touch $(VENV)/installed $@
 
 demo: install  ## run the whole search, from images to report.html, on handwritten digits
@@ -50,7 +50,7 @@ demo: install  ## run the whole search, from images to report.html, on handwritt
 # Each process of pytest uses one thread: more threads than cores would wait for each other. All tests of a file run in one
 # process, which makes the fixtures of the file once. Files start in the order of tests/conftest.py, longest first; xdist
 # would start those with the most tests first.
-PARALLEL = -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
+PARALLEL = -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --timeout 1800
 test: install-tests  ## run every test but those of test-compiled, in up to 8 processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) -m "not aot" --durations=25 --durations-min=2
 
@@ -80,7 +80,7 @@ $(OLDEST)/installed: constraints-oldest.txt pyproject.toml
 # tests start in another folder, because Python would import the nasfast of this one. This build has the baseline alone.
 test-oldest: $(OLDEST)/installed  ## run tests on the oldest versions of torch and Triton (constraints-oldest.txt)
 	rm -rf build/lib.*
-	NASFAST_ISAS=BASELINE $(call install,$(OLDEST),constraints-oldest.txt) --no-build-isolation '.[test,demo]'
+	NASFAST_ISAS=BASELINE $(call install,$(OLDEST),constraints-oldest.txt) --no-build-isolation '.[search,test,demo]'
 	cd $(OLDEST) && PYTHONPATH= bin/nasfast doctor && PYTHONPATH= OMP_NUM_THREADS=1 bin/pytest -q $(PARALLEL) \
 		-k "not every_instruction_set" $(OPTIONS_OLDEST) --rootdir $(CURDIR) -c $(CURDIR)/pyproject.toml \
 		$(TESTS_OLDEST:%=$(CURDIR)/tests/%)
@@ -150,7 +150,7 @@ wheel wheel-cuda: $(VENV)/tools
 	PATH="$(CURDIR)/build/$@/tools/bin:$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
 		--wheel-dir build/$@ build/$@/linux/nasfast-*.whl
 	$(PYTHON) -m venv build/$@/venv
-	build/$@/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(echo build/$@/nasfast-*.whl)[demo]"
+	build/$@/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(echo build/$@/nasfast-*.whl)[search,demo]"
 	cd build/$@ && env -i PATH= HOME="$$HOME" venv/bin/python -c 'import nasfast; print(nasfast.__version__, nasfast.__file__)' && \
 		env -i PATH= HOME="$$HOME" venv/bin/nasfast doctor && \
 		env -i PATH= HOME="$$HOME" venv/bin/nasfast run --config demo --out run --train.epochs 1 --retrain.train.epochs 1

@@ -1,12 +1,14 @@
 """nasfast: fast, fair, weight-frozen neural architecture search.
 
-Names are imported when first used, so that `nasfast.search` and `nasfast.spaces` work without importing torch.
+Names are imported when first used, so that `nasfast.search` and `nasfast.spaces` work without importing torch, and
+`nasfast.fuse` without the packages of the search.
 """
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from nasfast import extensions
 
 __version__ = "0.1.0"
 
@@ -87,9 +89,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return importlib.import_module(f"nasfast.{name}")
+        return extensions.load(f"nasfast.{name}")
     if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+        return extensions.load(f"{_HOMES[name]}:{name}")
     raise AttributeError(f"module 'nasfast' has no attribute {name!r}; it exports {', '.join(__all__)}")
 
 

@@ -1,8 +1,18 @@
-"""`python -m nasfast ...` does the same as `nasfast ...`; torchrun starts this module."""
+"""The script `nasfast`, which `python -m nasfast` does too; torchrun starts this module."""
 
 import sys
 
-from nasfast.cli.main import main
+from nasfast import extensions
+
+
+def main() -> int:
+    """Run a command and return the exit status."""
+    try:
+        run = extensions.load("nasfast.cli.main:main")
+    except ModuleNotFoundError as error:
+        sys.exit(f"nasfast: {error}")
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

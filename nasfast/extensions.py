@@ -50,11 +50,26 @@ COMMAND_RUN = "nasfast.research.studies.command:run"
 """The functions of these commands; `nasfast.cli` calls them as it calls those of its own commands."""
 
 
+_OF_SEARCH = "PIL jsonargparse matplotlib rich safetensors scipy tensorboard torchvision yaml".split()
+"""Packages that the extra `search` installs; `fuse` and the operators need none of them."""
+
+
 def load(entry: str) -> Any:
     """Import what an entry names.
 
     Args:
-        entry: `module:attribute`.
+        entry: `module:attribute`, or a module.
+
+    Raises:
+        ModuleNotFoundError: a package is not installed; the text names the extra that has it.
     """
-    module, _, attribute = entry.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    name, _, attribute = entry.partition(":")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in _OF_SEARCH:
+            raise
+        raise ModuleNotFoundError(
+            f"{name} needs {error.name}, which comes with the search: pip install 'nasfast[search]'", name=error.name
+        ) from error
+    return getattr(module, attribute) if attribute else module

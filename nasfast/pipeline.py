@@ -27,8 +27,9 @@ from nasfast.indicators.scores import gives_table, score_of, score_table, untrai
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, TableError
 from nasfast.measure.doctor import environment
 from nasfast.report import at_chance, write_report
-from nasfast.retrain import RetrainResult, export_onnx, load_model, retrain
-from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, model_folder
+from nasfast.retrain import RetrainResult, export_onnx, export_program, load_model, retrain
+from nasfast.retrain.card import write_card
+from nasfast.retrain.export import FORM_FILE, MODEL_FILE, ONNX_FILE, PROGRAM_FILE, model_folder
 from nasfast.runtime.arguments import check_type
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
@@ -469,7 +470,7 @@ def export(
     pareto: bool = False,
     onnx: bool = True,
 ) -> list[Path]:
-    """The files of retrained networks; a warning says if a network is not what the last search found.
+    """The files of retrained networks, with a model card; a warning says if one is not what the last search found.
 
     Args:
         run_dir: the run directory.
@@ -481,7 +482,7 @@ def export(
 
     Raises:
         FileNotFoundError: the run directory does not exist, or no such network was retrained.
-        RuntimeError: the extra `onnx` is missing, or onnxruntime disagrees with PyTorch.
+        RuntimeError: the extra `onnx` is missing, or an exported program disagrees with PyTorch.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -498,12 +499,14 @@ def export(
         network = load_model(folder)
         warn_if_superseded(run_dir, one, network)
         warn_if_unnamed(one, network, folder)
-        files += [folder / file for file in (MODEL_FILE, ARCH_FILE, SPACE_FILE)]
-        if onnx:
-            with run_lock(run_dir):
-                difference = export_onnx(network, folder / "model.onnx")
-            _LOG.info("%s: model.onnx agrees with PyTorch to %.1e of the largest logit", one, difference)
-            files.append(folder / "model.onnx")
+        files += [folder / MODEL_FILE, folder / FORM_FILE]
+        writers = {PROGRAM_FILE: export_program} | ({ONNX_FILE: export_onnx} if onnx else {})
+        with run_lock(run_dir):
+            files.append(write_card(network, folder, run_dir=run_dir))
+            for file, write in writers.items():
+                difference = write(network, folder / file)
+                _LOG.info("%s: %s agrees with PyTorch to %.1e of the largest logit", one, file, difference)
+                files.append(folder / file)
     return files
 
 

@@ -34,7 +34,7 @@ def write_config(folder: Path, **changes) -> Path:
 def contents(run_dir: Path) -> dict[str, object]:
     """Everything that a repeated run must reproduce."""
     names = ["space.yaml", "indicators.json", "archs.json"]
-    names += [f"retrain/{n}/{f}" for n in ("best", "random") for f in ("model.safetensors", "arch.json", "space.yaml")]
+    names += [f"retrain/{n}/{f}" for n in ("best", "random") for f in ("model.safetensors", "config.json")]
     result = {name: (run_dir / name).read_bytes() for name in names}
     result |= {str(p.name): p.read_bytes() for p in (run_dir / "checkpoints").iterdir()}
     result["metrics"] = [{k: v for k, v in m.items() if k != "images_per_s"} for m in read_metrics(run_dir)]

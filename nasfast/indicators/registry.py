@@ -99,8 +99,13 @@ def get_score(name: str) -> Score:
     if name in extensions.SCORES:
         importlib.import_module(extensions.SCORES[name])
     if name not in SCORES:
-        raise ScoreError(f"unknown score {name!r}; {nearest(name, [*SCORES, *extensions.SCORES])}")
+        raise ScoreError(f"unknown score {name!r}; {nearest(name, list_scores())}")
     return SCORES[name]
+
+
+def list_scores() -> list[str]:
+    """The names that `get_score` takes; none is imported."""
+    return sorted({*SCORES, *extensions.SCORES})
 
 
 def all_scores() -> dict[str, Score]:

@@ -22,6 +22,7 @@ from nasfast.indicators.registry import (
     check_network_score,
     check_score,
     get_score,
+    list_scores,
     register,
 )
 from nasfast.indicators.structure import BASELINES, structure_table
@@ -40,6 +41,7 @@ __all__ = [
     "check_score",
     "get_score",
     "gives_table",
+    "list_scores",
     "parts_of",
     "rank_sum",
     "register",

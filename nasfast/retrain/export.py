@@ -1,43 +1,86 @@
-"""A retrained network as files: model.safetensors, arch.json and space.yaml, and ONNX."""
+"""A retrained network as files that need no nasfast: weights, config.json, and torch.export's and ONNX's programs."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.export import Dim
 
 from nasfast.config import nearest
 from nasfast.runtime.files import temporary_beside, write_atomic
 from nasfast.runtime.onnx import INPUT, OUTPUT, open_session, require_onnx, write_onnx
-from nasfast.settings import SPACE_FILE, ImageInfo
-from nasfast.spaces import arch_to_json, format_arch, load_arch, read_space
+from nasfast.settings import ImageInfo
+from nasfast.spaces import Arch, ArchSpace, format_arch, space_kind
 from nasfast.supernet import ArchNetwork, standalone_network
 from nasfast.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
 
-MODEL_FILE, ARCH_FILE = "model.safetensors", "arch.json"
+MODEL_FILE, FORM_FILE, PROGRAM_FILE, ONNX_FILE = "model.safetensors", "config.json", "model.pt2", "model.onnx"
+"""Names that Hugging Face and timm, torch.export and onnxruntime expect."""
 
-_ONNX_TOLERANCE = 1e-3
+_TOLERANCE = 1e-3
 """Largest difference of logits, relative to the largest logit; fp32 sums of some 60 layers differ by their order."""
+
+# timm's own defaults, for a network of which it is not known how images become its input
+_CROP_SHARE, _MEAN, _STD = 0.875, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def save_model(network: ArchNetwork, path: str | Path) -> None:
-    """Write the weights to `path`, and arch.json and space.yaml beside it; `load_model` needs all three.
+    """Write the weights to `path`, and config.json beside it; `load_model` and timm need both.
 
-    arch.json also has the costs, and `network.images`: the classes, and how an image becomes the input. The metadata of
-    the safetensors file has the latter too.
+    The metadata of the safetensors file has the architecture and `network.images`, too.
 
     Raises:
         OSError, CheckpointError: a file cannot be written.
     """
     path = Path(path)
-    space = network.space
-    write_atomic(path.parent / SPACE_FILE, space.to_yaml().encode())
-    form = {**json.loads(arch_to_json(network.arch, space)), **_description(network)}
-    write_atomic(path.parent / ARCH_FILE, (json.dumps(form, indent=1) + "\n").encode())
+    write_atomic(path.parent / FORM_FILE, (json.dumps(network_form(network), indent=1) + "\n").encode())
     save_checkpoint(path, Checkpoint(network.state_dict(), {**_state(network), "images": _images(network)}))
+
+
+def network_form(network: ArchNetwork) -> dict[str, Any]:
+    """What config.json has, in the form of timm on Hugging Face: from `model_args` the network can be built."""
+    space, images = network.space, network.images
+    names = {} if images is None else {"label_names": list(images.classes)}
+    return {
+        "architecture": "nasfast",
+        "num_classes": network.num_classes,
+        "num_features": network.num_features,
+        **names,
+        "model_args": {
+            "space": space.to_dict(),
+            "arch": list(network.arch),
+            "activation": network.activation,
+        },
+        "pretrained_cfg": {
+            "input_size": [space.in_channels, space.resolution, space.resolution],
+            "num_classes": network.num_classes,
+            "crop_pct": _CROP_SHARE if images is None else images.resolution / images.short_side,
+            "interpolation": "bilinear",
+            "mean": list(_MEAN if images is None else images.mean),
+            "std": list(_STD if images is None else images.std),
+            "classifier": "classifier",
+        },
+    }
+
+
+def read_form(path: Path) -> tuple[ArchSpace, Arch, str]:
+    """The space, the architecture and the activation in a config.json.
+
+    Raises:
+        ValueError: it is damaged, or not of a network of nasfast; the text names the file.
+    """
+    try:
+        args = json.loads(path.read_text(encoding="utf-8"))["model_args"]
+        space = space_kind(args["space"]).from_dict(args["space"])
+        return space, space.check(args["arch"]), str(args["activation"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path} is not that of a network of nasfast: {error}") from error
 
 
 def _state(network: ArchNetwork) -> dict[str, Any]:
@@ -51,12 +94,6 @@ def _state(network: ArchNetwork) -> dict[str, Any]:
 
 def _images(network: ArchNetwork) -> dict[str, Any] | None:
     return network.images.to_dict() if network.images else None
-
-
-def _description(network: ArchNetwork) -> dict[str, Any]:
-    """What a user of the network needs to know of it, as JSON."""
-    cost = network.space.cost(network.arch)
-    return {"macs": cost.macs, "params": cost.params, "images": _images(network)}
 
 
 def model_folder(folder: Path, name: str) -> Path:
@@ -77,7 +114,7 @@ def load_model(path: str | Path) -> ArchNetwork:
 
     Raises:
         TypeError: path is no path.
-        FileNotFoundError: the weights, arch.json or space.yaml are missing.
+        FileNotFoundError: the weights or config.json are missing.
         ValueError: the files do not belong together or are damaged.
     """
     if not isinstance(path, (str, os.PathLike)):
@@ -85,16 +122,16 @@ def load_model(path: str | Path) -> ArchNetwork:
     path = Path(path)
     if path.is_dir():
         path = path / MODEL_FILE
-    for file in (path, path.parent / ARCH_FILE, path.parent / SPACE_FILE):
+    form = path.parent / FORM_FILE
+    for file in (path, form):
         if not file.exists():
             raise FileNotFoundError(
-                f"{file} is missing: an exported model is {MODEL_FILE}, {ARCH_FILE} and {SPACE_FILE} in one folder"
+                f"{file} is missing: an exported model is {MODEL_FILE} and {FORM_FILE} in one folder"
             )
-    space = read_space(path.parent / SPACE_FILE)
-    arch = load_arch(path.parent / ARCH_FILE, space)
+    space, arch, activation = read_form(form)
     try:
         saved = load_checkpoint(path)
-        network = standalone_network(space, arch, activation=saved.state["activation"])
+        network = standalone_network(space, arch, activation=activation)
         images = saved.state.pop("images")
         if saved.state != _state(network):
             raise CheckpointError(f"they belong to {saved.state}")
@@ -102,10 +139,49 @@ def load_model(path: str | Path) -> ArchNetwork:
         network.images = ImageInfo.from_dict(images) if images else None
     except (RuntimeError, TypeError, KeyError) as error:
         raise ValueError(
-            f"{path} does not have the weights of {path.parent / ARCH_FILE}: {error}; "
-            "`nasfast retrain --resume` writes them again"
+            f"{path} does not have the weights of {form}: {error}; `nasfast retrain --resume` writes them again"
         ) from error
     return network.eval()
+
+
+def export_program(network: ArchNetwork, path: str | Path) -> float:
+    """Write the program of torch.export with a free batch size, after comparing it with the network.
+
+    `torch.export.load(path).module()` takes images (N, in_channels, resolution, resolution) fp32 and gives logits
+    (N, num_classes) where there is no nasfast.
+
+    Args:
+        network: the network; it is put into eval mode on the CPU.
+        path: the .pt2 file; an older one is replaced only if the new one passes the comparison.
+
+    Returns:
+        Largest absolute difference of logits over 4 random images, divided by the largest absolute logit.
+
+    Raises:
+        RuntimeError: the network has operators other than PyTorch's, or the program computes something else.
+    """
+    path = Path(path)
+    network = network.eval().cpu()
+    images = _random_images(network)
+    with torch.no_grad():
+        expected = network(images)
+        program = torch.export.export(network, (images,), dynamic_shapes=({0: Dim("batch")},))
+    called = {str(node.target): getattr(node.target, "namespace", "aten") for node in program.graph.nodes}
+    if foreign := [name for name, namespace in called.items() if namespace != "aten"]:
+        raise RuntimeError(
+            f"{path} is not written: without nasfast it could not call {', '.join(foreign)}; build the block of "
+            "PyTorch's operators, or export ONNX alone"
+        )
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # paths of this machine, which the file would have
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    with torch.no_grad():
+        difference = _difference(torch.export.load(file).module()(images), expected)
+    _check_difference(difference, path, "the exported program", "torch")
+    write_atomic(path, file.getvalue())
+    return difference
 
 
 def export_onnx(network: ArchNetwork, path: str | Path) -> float:
@@ -125,11 +201,9 @@ def export_onnx(network: ArchNetwork, path: str | Path) -> float:
         RuntimeError: the extra `onnx` is not installed, or onnxruntime and PyTorch disagree.
     """
     require_onnx()
-    path, space = Path(path), network.space
+    path = Path(path)
     network = network.eval().cpu()
-    images = torch.randn(
-        4, space.in_channels, space.resolution, space.resolution, generator=torch.Generator().manual_seed(0)
-    )
+    images = _random_images(network)
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
         expected = network(images)
@@ -137,12 +211,8 @@ def export_onnx(network: ArchNetwork, path: str | Path) -> float:
     try:
         write_onnx(network, images, unchecked)
         (got,) = open_session(unchecked).run([OUTPUT], {INPUT: images.numpy()})
-        difference = ((torch.from_numpy(got) - expected).abs().max() / expected.abs().max()).item()
-        if not difference <= _ONNX_TOLERANCE:
-            raise RuntimeError(
-                f"{path} is not written: onnxruntime differs from PyTorch by {difference:.2g} of the largest logit, "
-                f"expected at most {_ONNX_TOLERANCE:g}; export again with another version of onnxruntime or torch"
-            )
+        difference = _difference(torch.from_numpy(got), expected)
+        _check_difference(difference, path, "onnxruntime", "onnxruntime or torch")
         _describe(unchecked, network)
         os.replace(unchecked, path)
     finally:
@@ -150,11 +220,32 @@ def export_onnx(network: ArchNetwork, path: str | Path) -> float:
     return difference
 
 
+def _random_images(network: ArchNetwork) -> Tensor:
+    """Four random images, the same at each call."""
+    space, generator = network.space, torch.Generator().manual_seed(0)
+    return torch.randn(4, space.in_channels, space.resolution, space.resolution, generator=generator)
+
+
+def _difference(got: Tensor, expected: Tensor) -> float:
+    return ((got - expected).abs().max() / expected.abs().max()).item()
+
+
+def _check_difference(difference: float, path: Path, what: str, package: str) -> None:
+    """Refuse a file that computes something else than the network."""
+    if not difference <= _TOLERANCE:
+        raise RuntimeError(
+            f"{path} is not written: {what} differs from PyTorch by {difference:.2g} of the largest logit, "
+            f"expected at most {_TOLERANCE:g}; export again with another version of {package}"
+        )
+
+
 def _describe(path: Path, network: ArchNetwork) -> None:
     """Put what a user needs to know of the network into the metadata of an ONNX file."""
     import onnx
 
     model = onnx.load_model_from_string(path.read_bytes())
-    form = {"space": network.space.name, "arch": list(network.arch), **_description(network)}
+    cost = network.space.cost(network.arch)
+    form = {"space": network.space.name, "arch": list(network.arch), "macs": cost.macs, "params": cost.params}
+    form["images"] = _images(network)
     onnx.helper.set_model_props(model, {key: json.dumps(value) for key, value in form.items()})
     path.write_bytes(model.SerializeToString())

@@ -33,7 +33,7 @@ def classify(network: ArchNetwork, image: Image.Image | str | Path, *, top_k: in
         )
     if top_k < 1:
         raise ValueError(f"top_k must be 1 or more, got {top_k}")
-    x = preprocess(image, network.images).to(network.classifier.weight)
+    x = preprocess(image, network.images).to(next(network.parameters()))
     with torch.no_grad():
         probabilities = network.eval()(x[None]).float().softmax(1)[0]
     values, places = probabilities.topk(min(top_k, len(probabilities)))

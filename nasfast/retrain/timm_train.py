@@ -1,6 +1,6 @@
-"""Run an unmodified timm script with the model `nasfast` registered:
+"""Run an unmodified timm script with the architecture `nasfast` registered:
 
-python -m nasfast.retrain.timm_train train.py DATA --model nasfast --model-kwargs arch=runs/x/retrain/best
+python -m nasfast.retrain.timm_train train.py DATA --model local-dir:runs/x/retrain/best
 """
 
 import runpy

@@ -18,7 +18,7 @@ from nasfast.spaces.cost import Cost, Operator
 from nasfast.spaces.cost_table import CostTable, read_cost_table
 from nasfast.spaces.layer_space import LayerSpace
 from nasfast.spaces.module_space import Branch, ModuleChoice, ModuleSpace
-from nasfast.spaces.registry import BUILDERS, get_space, named_space, names_file, read_space, space_kind
+from nasfast.spaces.registry import BUILDERS, get_space, list_spaces, named_space, names_file, read_space, space_kind
 from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler, mean_path
 from nasfast.spaces.space import FixedLayer, Layer, SearchSpace, Stage
 
@@ -54,6 +54,7 @@ __all__ = [
     "digits_mini",
     "format_arch",
     "get_space",
+    "list_spaces",
     "load_arch",
     "mean_path",
     "mobilenet_v2",

@@ -42,6 +42,11 @@ BUILDERS: dict[str, Callable[..., ArchSpace]] = {
 """Built-in name -> builder. Every builder takes `num_classes` and `resolution`, both with defaults."""
 
 
+def list_spaces() -> list[str]:
+    """The built-in names that `get_space` and `named_space` take."""
+    return sorted(BUILDERS)
+
+
 def space_kind(form: Mapping[str, Any]) -> type[ArchSpace]:
     """The class of a space by its written form, which has the `KEY` of one kind.
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from nasfast.config import ConfigError
-from nasfast.retrain.export import ARCH_FILE
+from nasfast.retrain.export import FORM_FILE, read_form
 from nasfast.search import SearchResult, equal_cost_peers, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.search.limits import read_limits
@@ -136,13 +136,13 @@ def _of_layers(cfg: RunConfig, space: SearchSpace, found: SearchResult) -> dict[
 
 def _retrained(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
     """The architectures of the retrained networks of a space by name, `best` first."""
-    paths = sorted(run_dir.glob(f"retrain/*/{ARCH_FILE}"), key=lambda p: (p.parent.name != "best", p.parent.name))
+    paths = sorted(run_dir.glob(f"retrain/*/{FORM_FILE}"), key=lambda p: (p.parent.name != "best", p.parent.name))
     found = {}
     for path in paths:
         try:
-            of_network = read_space(path.parent / SPACE_FILE)
+            of_network, arch, _ = read_form(path)
             if of_network.fingerprint == space.fingerprint:
-                found[path.parent.name] = load_arch(path, of_network)
+                found[path.parent.name] = arch
         except ValueError as error:
             _LOG.warning("%s is left out: %s", path.parent, error)
     return found

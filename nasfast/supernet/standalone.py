@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,15 @@ from nasfast.supernet.supernet import ModuleSupernet, Supernet
 
 
 class ArchNetwork(nn.Module):
-    """The standalone network of one architecture, of any kind of space.
+    """The standalone network of one architecture, of any kind of space; its methods are those of a timm model.
 
     Its input is (N, in_channels, resolution, resolution), its output logits (N, num_classes).
 
     Attributes:
         space, arch: what it is the network of.
         activation: activation of the blocks of layers that have none of their own.
-        classifier: its last layer.
+        classifier: its last layer; `nn.Identity` after `reset_classifier(0)`.
+        num_features: channels that reach the classifier.
         images: how images become its input, and its classes; None where that is not known.
     """
 
@@ -31,11 +33,44 @@ class ArchNetwork(nn.Module):
     arch: Arch
     activation: str
     classifier: nn.Linear
+    num_features: int
     images: ImageInfo | None = None
 
-    def features(self, x: Tensor) -> Tensor:
-        """(N, in_channels, H, W) images -> (N, features, H', W'), which is pooled for the classifier."""
+    @property
+    def num_classes(self) -> int:
+        """Outputs of the classifier; 0 without one."""
+        return self.classifier.out_features if isinstance(self.classifier, nn.Linear) else 0
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """The last map of each size before the head, as timm's `features_only` gives it; none in a network of cells.
+
+        Each has its channels `num_chs`, the `reduction` of the image's height and width, and its `module`.
+        """
+        return []
+
+    def get_classifier(self) -> nn.Module:
+        """The last layer."""
+        return self.classifier
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier by a new one; 0 classes are none, and the output is then (N, num_features)."""
+        biased = getattr(self.classifier, "bias", True) is not None
+        new = nn.Linear(self.num_features, num_classes, bias=biased) if num_classes else nn.Identity()
+        # only a caller who asks for no classes gets something else than a linear layer
+        self.classifier = new.to(next(self.parameters()))  # type: ignore[assignment]
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(N, in_channels, H, W) images -> (N, num_features, H', W'), which is pooled for the classifier."""
         raise NotImplementedError
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """(N, num_features, H', W') -> logits (N, num_classes), or with `pre_logits` the pooled (N, num_features)."""
+        pooled = x.mean((2, 3))
+        return pooled if pre_logits else self.classifier(pooled)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
 
 
 class StandaloneNetwork(ArchNetwork):
@@ -46,7 +81,7 @@ class StandaloneNetwork(ArchNetwork):
     def __init__(self, space: SearchSpace, arch: Iterable[int], *, activation: str | None = None) -> None:
         super().__init__()
         self.arch = space.check(arch)
-        self.space = space
+        self.space, self.num_features = space, space.features
         self.activation = activation or space.activation
         units = UnitFactory(act=self.activation, fused=False, track_running_stats=True)
         self.stem = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.stem_layers))
@@ -59,12 +94,20 @@ class StandaloneNetwork(ArchNetwork):
         self.head = nn.Sequential(*(build_block(layer.choices[0], layer, units) for layer in space.head_layers))
         self.classifier = nn.Linear(space.features, space.num_classes, bias=space.classifier_bias)
 
-    def features(self, x: Tensor) -> Tensor:
-        """(N, in_channels, H, W) images -> (N, space.features, H', W')."""
-        return self.head(self.blocks(self.stem(x)))
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        """See `ArchNetwork`."""
+        layers = [(f"stem.{i}", layer) for i, layer in enumerate(self.space.stem_layers)]
+        layers += [(f"blocks.{i}", layer) for i, layer in enumerate(self.space.layers)]
+        maps, reduction = {}, 1
+        for module, layer in layers:
+            reduction *= layer.stride
+            maps[reduction] = {"num_chs": layer.out_channels, "reduction": reduction, "module": module}
+        return list(maps.values())
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.features(x).mean((2, 3)))
+    def forward_features(self, x: Tensor) -> Tensor:
+        """(N, in_channels, H, W) images -> (N, num_features, H', W')."""
+        return self.head(self.blocks(self.stem(x)))
 
 
 def standalone_network(space: ArchSpace, arch: Iterable[int], *, activation: str | None = None) -> ArchNetwork:

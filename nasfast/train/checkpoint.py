@@ -24,6 +24,7 @@ from nasfast.runtime.files import check_room, link_atomic, write_atomic
 _LOG = logging.getLogger(__name__)
 
 _KEY = "nasfast"
+_PYTORCH = {"format": "pt"}  # by this, other libraries know PyTorch's tensors
 _DIGITS = 8
 SUFFIX = ".safetensors"
 
@@ -66,11 +67,26 @@ def storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def encode(checkpoint: Checkpoint) -> bytes:
-    """A checkpoint as a safetensors file; equal content gives equal bytes."""
+    """A checkpoint as a safetensors file, whose format other libraries read; equal content gives equal bytes."""
     stored = Checkpoint(storable(checkpoint.tensors), checkpoint.state)
     header = json.dumps({"digest": stored.digest, "state": stored.state}, sort_keys=True)
-    # one metadata key, because safetensors writes several in no fixed order
-    return save_bytes(stored.tensors, metadata={_KEY: header})
+    data = save_bytes(stored.tensors, metadata={_KEY: header, **_PYTORCH})
+    form, end = _header(data)
+    return b"".join((_header_bytes(form), memoryview(data)[end:]))
+
+
+def _header(data: bytes) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where the tensors begin."""
+    end = 8 + int.from_bytes(data[:8], "little")
+    return json.loads(data[8:end]), end
+
+
+def _header_bytes(form: dict[str, Any]) -> bytes:
+    """The header with its metadata in order, which safetensors writes in no fixed order."""
+    form["__metadata__"] = dict(sorted(form["__metadata__"].items()))
+    text = json.dumps(form, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text
 
 
 def decode(data: bytes, name: str) -> Checkpoint:
@@ -85,12 +101,13 @@ def decode(data: bytes, name: str) -> Checkpoint:
     """
     try:
         tensors = load_bytes(data)
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(json.loads(data[8 : 8 + length])["__metadata__"][_KEY])
+        form, end = _header(data)
+        header = json.loads(form["__metadata__"][_KEY])
         checkpoint, digest = Checkpoint(tensors, header["state"]), header["digest"]
+        form["__metadata__"] |= _PYTORCH
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{name} is not a readable checkpoint ({type(error).__name__}: {error})") from error
-    if checkpoint.digest != digest:
+    if checkpoint.digest != digest or _header_bytes(form) != data[:end]:
         raise CheckpointError(f"{name} is damaged: its content does not match its digest")
     return checkpoint
 

@@ -425,7 +425,7 @@ def test_export_without_onnx(exported, capsys):
     out, _ = exported
     assert main(["export", "--out", str(out), "--name", "best-2", "--onnx", "false"]) == 0
     names = [line.rsplit("/", 1)[-1] for line in capsys.readouterr().out.splitlines()]
-    assert names == ["model.safetensors", "arch.json", "space.yaml"]
+    assert names == ["model.safetensors", "config.json", "README.md", "model.pt2"]
     assert not (out / "retrain/best-2/model.onnx").exists()
 
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from nasfast import extensions
 from nasfast.indicators import bn_gamma, registry
-from nasfast.indicators.registry import SCORES, ScoreError, all_scores, available, get_score, register
+from nasfast.indicators.registry import SCORES, ScoreError, all_scores, available, get_score, list_scores, register
 from nasfast.indicators.scores import Evidence, score_of, score_paths, score_table
 from nasfast.indicators.structure import structure_table
 from nasfast.search import search_table
@@ -118,6 +118,7 @@ def test_every_score_gives_a_table_or_says_why_not(macro_space):
     net = Supernet(macro_space, init="aligned")
     images = batches(2, resolution=12)
     evidence = Evidence(net, images, loaders=(images, images), paths=12)
+    assert list_scores() == sorted(all_scores())
     assert available(net) == list(all_scores()) and set(extensions.SCORES) < set(available(net))
     for name in available(net):
         table = score_table(name, evidence)

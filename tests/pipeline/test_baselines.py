@@ -14,8 +14,9 @@ from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import RunConfig
+from nasfast.retrain import load_model
 from nasfast.search import load_candidates
-from nasfast.spaces import SearchSpace, load_arch
+from nasfast.spaces import SearchSpace
 from nasfast.stages.inputs import image_loaders
 from nasfast.train.checkpoint import load_checkpoint
 
@@ -111,7 +112,7 @@ def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(run_dir, 
     shutil.copytree(run_dir, out)
     space = SearchSpace.load(out / "space.yaml")
     earlier, weights = (
-        load_arch(out / "retrain/best/arch.json", space),
+        load_model(out / "retrain/best").arch,
         (out / "retrain/best/model.safetensors").read_bytes(),
     )
     smaller = space.cost(earlier).macs - 1
@@ -119,7 +120,7 @@ def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(run_dir, 
     assert RunConfig.load(out / "config.yaml").search.max_macs == smaller
     assert main(["retrain", "--out", str(out), "--retrain.random_architectures", "0"]) == 0
     best = load_candidates(out / "archs.json", space).candidates[0].arch
-    assert load_arch(out / "retrain/best/arch.json", space) == best != earlier
+    assert load_model(out / "retrain/best").arch == best != earlier
     (kept,) = (out / "retrain-superseded").iterdir()
     assert (kept / "model.safetensors").read_bytes() == weights
 

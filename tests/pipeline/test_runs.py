@@ -21,8 +21,9 @@ from nasfast.cli.main import main
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import RunConfig
 from nasfast.report.evidence import compare
+from nasfast.retrain import load_model
 from nasfast.search import Limits, equal_cost_peers, load_candidates
-from nasfast.spaces import SKIP, Arch, SearchSpace, load_arch
+from nasfast.spaces import SKIP, Arch, SearchSpace
 
 
 def test_every_file_of_a_run(run_dir):
@@ -39,12 +40,11 @@ def test_every_file_of_a_run(run_dir):
     expected |= {
         f"retrain/{name}/{file}"
         for name in ("best", "random")
-        for file in ("model.safetensors", "arch.json", "space.yaml", "result.json")
+        for file in ("model.safetensors", "config.json", "result.json")
     }
     expected |= {f"checkpoints/supernet-{s:08d}.safetensors" for s in (16, 20)}
-    space = SearchSpace.load(run_dir / "space.yaml")
     for name in ("best", "random"):
-        arch = "_".join(map(str, load_arch(run_dir / "retrain" / name / "arch.json", space)))
+        arch = "_".join(map(str, load_model(run_dir / "retrain" / name).arch))
         expected |= {f"checkpoints/retrain-{name}-{arch}-{s}.safetensors" for s in ("00000008", "00000011", "best")}
     boards = {n for n in names if n.startswith("tensorboard/")}
     figures = {n for n in names if n.startswith("report/")}
@@ -68,9 +68,9 @@ def test_the_results_belong_together(run_dir):
         assert candidate.macs == space.cost(candidate.arch).macs <= LIMIT
         assert candidate.score == pytest.approx(table.score(candidate.arch))
     assert len(found.pareto) > 1
-    best = load_arch(run_dir / "retrain/best/arch.json", space)
+    best = load_model(run_dir / "retrain/best").arch
     assert best == found.candidates[0].arch
-    random = load_arch(run_dir / "retrain/random/arch.json", space)
+    random = load_model(run_dir / "retrain/random").arch
     assert random != best
     result = json.loads((run_dir / "retrain/best/result.json").read_text())
     assert result["macs"] == found.candidates[0].macs
@@ -271,7 +271,7 @@ def test_an_identity_in_the_answer_can_be_retrained(run_dir, tmp_path):
         main(["retrain", "--out", str(out), "--retrain.random_architectures", "0", "--search.allow_identity", "true"])
         == 0
     )
-    assert load_arch(out / "retrain/best/arch.json", space)[1::2] == (SKIP, SKIP)
+    assert load_model(out / "retrain/best").arch[1::2] == (SKIP, SKIP)
 
 
 @pytest.mark.slow

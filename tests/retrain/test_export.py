@@ -1,8 +1,10 @@
-"""A network as files: the same logits after reloading, errors that name the file, and ONNX."""
+"""A network as files: the same logits after reloading, errors that name the file, programs of torch.export and ONNX."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,8 +12,10 @@ import pytest
 import torch
 from tiny import batches, tiny_excited_space, tiny_space
 
-from nasfast.retrain import export_onnx, load_model, save_model
-from nasfast.spaces import SKIP
+from nasfast.retrain import RetrainConfig, RetrainResult, export_onnx, export_program, load_model, save_model
+from nasfast.retrain.card import write_card
+from nasfast.search import Candidate, Limits, save_candidates
+from nasfast.spaces import SKIP, CostTable
 from nasfast.supernet import build
 
 SPACE, ARCH = tiny_space(), (1, 0, 2, SKIP)
@@ -39,7 +43,7 @@ def test_reloaded_logits_are_equal(network, folder):
         assert not again.training
         assert (again.arch, again.space) == (ARCH, SPACE)
         assert torch.equal(again(x), network(x))
-    assert sorted(p.name for p in folder.iterdir()) == ["arch.json", "model.safetensors", "space.yaml"]
+    assert sorted(p.name for p in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
 def test_loading_draws_no_weights(folder, monkeypatch):
@@ -53,18 +57,18 @@ def test_loading_draws_no_weights(folder, monkeypatch):
 def test_saving_again_gives_the_same_bytes(network, folder, tmp_path_factory):
     other = tmp_path_factory.mktemp("again")
     save_model(load_model(folder), other / "model.safetensors")
-    for name in ("arch.json", "model.safetensors", "space.yaml"):
+    for name in ("config.json", "model.safetensors"):
         assert (other / name).read_bytes() == (folder / name).read_bytes()
 
 
-@pytest.mark.parametrize("name", ["arch.json", "model.safetensors", "space.yaml"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_missing_file_is_named(folder, name):
     (folder / name).unlink()
     with pytest.raises(FileNotFoundError, match=f"{name} is missing: an exported model is"):
         load_model(folder)
 
 
-@pytest.mark.parametrize("name", ["arch.json", "model.safetensors", "space.yaml"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize("kind", ["truncated", "empty", "foreign"])
 def test_a_damaged_file_is_a_value_error(folder, name, kind):
     path = folder / name
@@ -77,10 +81,10 @@ def test_a_damaged_file_is_a_value_error(folder, name, kind):
 
 
 def test_weights_of_another_architecture_are_refused(folder):
-    form = json.loads((folder / "arch.json").read_text())
-    form["arch"] = [0, 0, 2, SKIP]
-    (folder / "arch.json").write_text(json.dumps(form))
-    with pytest.raises(ValueError, match="does not have the weights of .*arch.json"):
+    form = json.loads((folder / "config.json").read_text())
+    form["model_args"]["arch"] = [0, 0, 2, SKIP]
+    (folder / "config.json").write_text(json.dumps(form))
+    with pytest.raises(ValueError, match="does not have the weights of .*config.json"):
         load_model(folder)
 
 
@@ -90,19 +94,92 @@ def test_one_changed_bit_is_noticed(folder, place):
     data = bytearray(path.read_bytes())
     data[place] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match="does not have the weights of .*arch.json.*retrain --resume"):
+    with pytest.raises(ValueError, match="does not have the weights of .*config.json.*retrain --resume"):
         load_model(folder)
 
 
 def test_weights_of_a_network_of_the_same_shapes_are_refused(folder):
     """Activation and choices need not show in the shapes of the weights."""
-    form = (folder / "space.yaml").read_text()
-    (folder / "space.yaml").write_text(form.replace("activation: relu6", "activation: tanh"))
-    arch = json.loads((folder / "arch.json").read_text())
-    arch["fingerprint"] = SPACE.replace(activation="tanh").fingerprint
-    (folder / "arch.json").write_text(json.dumps(arch))
-    with pytest.raises(ValueError, match="does not have the weights of .*arch.json: they belong to .*'relu6'"):
+    form = json.loads((folder / "config.json").read_text())
+    form["model_args"]["activation"] = "tanh"
+    (folder / "config.json").write_text(json.dumps(form))
+    with pytest.raises(ValueError, match="does not have the weights of .*config.json: they belong to .*'relu6'"):
         load_model(folder)
+
+
+WITHOUT_NASFAST = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "nasfast":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+sys.path += sys.argv[1].split(":")
+import torch
+network, (images, want) = torch.export.load(sys.argv[2]).module(), torch.load(sys.argv[3])
+with torch.no_grad():
+    for count in (1, len(images)):
+        torch.testing.assert_close(network(images[:count]), want[:count])
+assert "nasfast" not in sys.modules and not hasattr(torch.ops.nasfast, "bn_act")
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_plain_pytorch_computes_the_same_without_nasfast(network, tmp_path):
+    """-I ignores PYTHONPATH, -S the packages of the environment, from which torch alone is found again."""
+    path, images = tmp_path / "model.pt2", torch.randn(5, 3, 16, 16)
+    assert export_program(network, path) < 1e-4
+    with torch.no_grad():
+        torch.save((images, network(images)), tmp_path / "logits.pt")
+    code = [sys.executable, "-I", "-S", "-c", WITHOUT_NASFAST]
+    where = os.pathsep.join(p for p in sys.path if p.endswith("-packages"))
+    done = subprocess.run([*code, where, path, tmp_path / "logits.pt"], capture_output=True, text=True, timeout=300)
+    assert done.stdout == "equal\n", done.stderr
+    assert str(Path(torch.__file__).parent).encode() not in path.read_bytes(), "the file has a path of this machine"
+
+
+@pytest.mark.slow
+def test_a_program_with_an_operator_of_another_library_is_refused(network, tmp_path):
+    @torch.library.custom_op("nasfast_tests::double", mutates_args=())
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    class Double(torch.nn.Module):
+        def forward(self, x):
+            return double(x)
+
+    double.register_fake(torch.empty_like)
+    network.blocks[1] = Double()
+    with pytest.raises(RuntimeError, match="model.pt2 is not written: .* could not call nasfast_tests.double.default"):
+        export_program(network, tmp_path / "model.pt2")
+    assert not list(tmp_path.iterdir())
+
+
+def test_hugging_face_knows_the_weights_as_pytorchs(folder):
+    safetensors = pytest.importorskip("safetensors")
+    with safetensors.safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata()["format"] == "pt"
+
+
+def test_the_card_says_what_is_known(network, folder):
+    text = write_card(network, folder, run_dir=folder).read_text()
+    cost = SPACE.cost(ARCH)
+    assert f"| MACs per image | {cost.macs:,} |" in text and f"| parameters | {cost.params:,} |" in text
+    assert "| latency | not measured |" in text
+    assert "Its accuracy is not known" in text and "How images become the input, and what the classes are" in text
+
+    cfg = RetrainConfig(patience=3)
+    result = RetrainResult(ARCH, cost.macs, cost.params, 0.8, 1.0, 0.5, 9, 1.0, 100, "ff" * 12 + "f0", settings=cfg)
+    (folder / "result.json").write_text(json.dumps(result.to_dict()))
+    table = CostTable("latency", "ms", tuple(tuple((c, 0.25) for c in (SKIP, 0, 1, 2)) for _ in range(4)), about="here")
+    found = [Candidate(ARCH, 1.0, cost.macs, cost.params, values=(1.25,))]
+    save_candidates(folder / "archs.json", SPACE, found, limits=Limits(tables=((table, None),)))
+    text = write_card(network, folder, run_dir=folder).read_text()
+    # Wilson's interval of 80 of 100, by the formula
+    assert "| top-1 accuracy | 80.00% (95 % interval 71.12% to 86.66%) |" in text
+    assert "on 100 validation images, which also chose the epoch" in text and "after one training of 9 epochs" in text
+    assert "| latency, by a table of its layers | 1.25 ms (here) |" in text and "not measured" not in text
 
 
 @pytest.mark.slow

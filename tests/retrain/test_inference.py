@@ -33,10 +33,10 @@ def picture():
 
 def test_the_files_say_how_images_become_the_input(folder):
     assert load_model(folder).images == INFO
-    form = json.loads((folder / "arch.json").read_text())
-    cost = SPACE.cost(ARCH)
-    assert (form["macs"], form["params"]) == (cost.macs, cost.params)
-    assert ImageInfo.from_dict(form["images"]) == INFO
+    form = json.loads((folder / "config.json").read_text())
+    told = form["pretrained_cfg"]
+    assert (tuple(form["label_names"]), tuple(told["mean"]), tuple(told["std"])) == (INFO.classes, INFO.mean, INFO.std)
+    assert told["crop_pct"] == INFO.resolution / INFO.short_side
 
 
 def test_the_most_probable_classes_come_first(folder, picture):

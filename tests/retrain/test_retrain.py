@@ -13,7 +13,8 @@ from tiny import batches, tiny_excited_space, tiny_space
 from nasfast.config import ConfigError
 from nasfast.indicators.scores import Evidence, score_paths
 from nasfast.retrain import RetrainConfig, RetrainResult, load_model, retrain
-from nasfast.spaces import SKIP, ArchError, FairSampler, load_arch, mobilenet_v2
+from nasfast.retrain.export import network_form, read_form
+from nasfast.spaces import SKIP, ArchError, FairSampler
 from nasfast.supernet import Supernet, build
 from nasfast.train import TrainConfig, evaluate, train_supernet
 from nasfast.train.checkpoint import load_checkpoint
@@ -56,11 +57,10 @@ def test_every_image_is_recorded(tmp_path):
 def test_files(retrained):
     assert {p.name for p in retrained.folder.iterdir()} >= {
         "model.safetensors",
-        "arch.json",
-        "space.yaml",
+        "config.json",
         "result.json",
     }
-    assert load_arch(retrained.folder / "arch.json", tiny_space()) == retrained.arch
+    assert read_form(retrained.folder / "config.json")[1] == retrained.arch
     stages = {m["stage"] for m in read_metrics(retrained.run_dir)}
     assert stages == {"retrain/best"}
     evaluations = [m["step"] for m in read_metrics(retrained.run_dir) if "eval_top1" in m]
@@ -165,8 +165,8 @@ def test_settings_that_cannot_be(form, message):
 
 
 def test_a_network_of_another_space_is_refused(retrained, tmp_path):
-    for name in ("model.safetensors", "arch.json"):
-        (tmp_path / name).write_bytes((retrained.folder / name).read_bytes())
-    mobilenet_v2().save(tmp_path / "space.yaml")
-    with pytest.raises(ArchError, match="written for space 'tiny'"):
+    (tmp_path / "model.safetensors").write_bytes((retrained.folder / "model.safetensors").read_bytes())
+    other = build(tiny_space(num_classes=3), retrained.arch)
+    (tmp_path / "config.json").write_text(json.dumps(network_form(other)))
+    with pytest.raises(ValueError, match="does not have the weights of .*config.json: they belong to"):
         load_model(tmp_path)

@@ -1,4 +1,4 @@
-"""The timm plug-in: `timm.create_model("nasfast")`, its arguments, and an unmodified script under the wrapper."""
+"""The timm plug-in: networks from folders and the hub, arguments, maps, and an unmodified script under the wrapper."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import subprocess
 import sys
 
 import pytest
-import timm
 import torch
+from tiny import tiny_space
 
-from nasfast.retrain import (
-    ImageInfo,
-    load_model,
-    save_model,
-    timm_plugin,  # noqa: F401  registers the model
-)
+from nasfast.retrain import ImageInfo, load_model, save_model
+from nasfast.spaces import get_space
+from nasfast.supernet import build
+
+timm = pytest.importorskip("timm")
+from nasfast.retrain import timm_plugin  # noqa: E402, F401  registers the model
 
 SCRIPT = '''
 """Trains a few steps the way timm's train.py does."""
@@ -27,11 +27,9 @@ import sibling
 
 parser = argparse.ArgumentParser()
 parser.add_argument("data"), parser.add_argument("--model")
-parser.add_argument("--model-kwargs", nargs="*", default=[])
 args = parser.parse_args()
-kwargs = dict(pair.split("=") for pair in args.model_kwargs)
 torch.manual_seed(0)
-model = timm.create_model(args.model, num_classes=3, drop_rate=0.0, in_chans=3, **kwargs)
+model = timm.create_model(args.model, num_classes=3, drop_rate=0.0, in_chans=3)
 config = timm.data.resolve_data_config({}, model=model)
 optimizer = create_optimizer_v2(model, opt="sgd", lr=0.2, momentum=0.9, weight_decay=1e-4)
 scheduler, _ = create_scheduler_v2(optimizer, sched="cosine", num_epochs=8, warmup_epochs=0)
@@ -49,8 +47,13 @@ print("input", config["input_size"], "trained", sibling.VALUE)
 '''
 
 
-def test_pretrained_logits_are_the_networks(retrained):
-    model = timm.create_model("nasfast", pretrained=True, arch=str(retrained.folder)).eval()
+@pytest.fixture
+def name(retrained) -> str:
+    return f"local-dir:{retrained.folder}"
+
+
+def test_pretrained_logits_are_the_networks(retrained, name):
+    model = timm.create_model(name, pretrained=True).eval()
     x = retrained.val[0][0]
     with torch.no_grad():
         assert torch.equal(model(x), load_model(retrained.folder)(x))
@@ -60,29 +63,60 @@ def test_pretrained_logits_are_the_networks(retrained):
         assert torch.equal(model.forward_head(features, pre_logits=True), features.mean((2, 3)))
 
 
-def test_fresh_weights_follow_torchs_seed(retrained):
+def test_a_network_of_the_hub(retrained, tmp_path, monkeypatch):
+    """The hub's files are in its cache, laid out as a download leaves them, and nothing is fetched."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    repository = tmp_path / "models--me--net"
+    (repository / "snapshots").mkdir(parents=True)
+    (repository / "snapshots" / ("0" * 40)).symlink_to(retrained.folder)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+    model = timm.create_model("hf-hub:me/net", pretrained=True, cache_dir=tmp_path).eval()
+    x = retrained.val[0][0]
+    with torch.no_grad():
+        assert torch.equal(model(x), load_model(retrained.folder)(x))
+
+
+def test_maps_of_a_backbone(retrained, name):
+    model = timm.create_model(name, pretrained=True, features_only=True).eval()
+    assert model.feature_info.channels() == [8, 12] and model.feature_info.reduction() == [2, 4]
+    network, x = load_model(retrained.folder), retrained.val[0][0]
+    with torch.no_grad():
+        small, smaller = model(x)
+        stem = network.stem(x)
+        assert torch.equal(small, stem) and torch.equal(smaller, network.blocks(stem))
+        (only,) = timm.create_model(name, pretrained=True, features_only=True, out_indices=(1,)).eval()(x)
+        assert torch.equal(only, smaller)
+
+
+def test_maps_are_as_deep_as_their_reduction_says():
+    space = get_space("mobilenet_v2", resolution=64)
+    network = build(space, (0,) * len(space)).eval()
+    kwargs = {"space": space.to_dict(), "arch": network.arch, "features_only": True}
+    model = timm.create_model("nasfast", **kwargs).eval()
+    assert model.feature_info.reduction() == [2, 4, 8, 16, 32]
+    with torch.no_grad():
+        shapes = [tuple(y.shape) for y in model(torch.zeros(1, 3, 64, 64))]
+    info = zip(model.feature_info.channels(), model.feature_info.reduction(), strict=True)
+    assert shapes == [(1, channels, 64 // r, 64 // r) for channels, r in info]
+
+
+def test_fresh_weights_follow_torchs_seed(retrained, name):
     def weight(seed: int):
         torch.manual_seed(seed)
-        return timm.create_model("nasfast", arch=retrained.folder).network.stem[0].conv.weight
+        return timm.create_model(name).stem[0].conv.weight
 
     assert torch.equal(weight(1), weight(1))
     assert not torch.equal(weight(1), weight(2))
     assert not torch.equal(weight(1), load_model(retrained.folder).stem[0].conv.weight)
 
 
-def test_fresh_networks_keep_the_activation(retrained):
+def test_the_model_describes_itself(name):
     """The network was trained with tanh blocks; the space says relu6."""
-    model = timm.create_model("nasfast", arch=str(retrained.folder))
-    assert model.network.activation == "tanh"
-
-
-def test_the_model_describes_itself(retrained):
-    model = timm.create_model("nasfast", arch=str(retrained.folder))
-    assert (model.num_classes, model.num_features, model.head_hidden_size) == (4, 16, 16)
-    assert timm.data.resolve_data_config({}, model=model)["input_size"] == (3, 16, 16)
-    assert model.get_classifier() is model.network.classifier
-    name = model.default_cfg["classifier"]
-    assert dict(model.named_modules())[name] is model.get_classifier()
+    model = timm.create_model(name)
+    assert (model.num_classes, model.num_features, model.activation) == (4, 16, "tanh")
+    assert timm.data.resolve_data_config({}, model=model)["input_size"] == [3, 16, 16]
+    assert dict(model.named_modules())[model.default_cfg["classifier"]] is model.get_classifier()
     assert "nasfast" in timm.list_models()
 
 
@@ -92,42 +126,49 @@ def test_images_become_the_input_as_in_the_training(retrained, tmp_path, pretrai
     network = load_model(retrained.folder)
     network.images = ImageInfo(tuple("abcd"), 16, 16, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
     save_model(network, tmp_path / "model.safetensors")
-    model = timm.create_model("nasfast", pretrained=pretrained, arch=str(tmp_path))
+    model = timm.create_model(f"local-dir:{tmp_path}", pretrained=pretrained)
     config = timm.data.resolve_data_config({}, model=model)
-    assert (config["crop_pct"], config["mean"], config["std"]) == (1.0, (0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
+    assert (config["crop_pct"], config["mean"], config["std"]) == (1.0, [0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
+    assert tuple(model.pretrained_cfg["label_names"]) == tuple("abcd")
 
 
-def test_number_of_classes(retrained):
-    model = timm.create_model("nasfast", pretrained=True, arch=str(retrained.folder), num_classes=7)
+def test_number_of_classes(retrained, name):
+    model = timm.create_model(name, pretrained=True, num_classes=7)
     x = retrained.val[0][0]
     assert model(x).shape == (8, 7)
+    assert torch.equal(model.stem[0].conv.weight, load_model(retrained.folder).stem[0].conv.weight)
     model.reset_classifier(2)
     assert (model(x).shape, model.num_classes) == ((8, 2), 2)
     assert model.get_classifier().bias is not None
-    kept = timm.create_model("nasfast", pretrained=True, arch=str(retrained.folder), num_classes=4)
+    model.reset_classifier(0)
+    assert (model(x).shape, model.num_classes) == ((8, 16), 0)
+    kept = timm.create_model(name, pretrained=True, num_classes=4)
     assert torch.equal(kept.get_classifier().weight, load_model(retrained.folder).classifier.weight)
 
 
-def test_an_architecture_is_required():
-    with pytest.raises(ValueError, match="needs the folder of an exported model"):
+def test_an_exported_network_is_required():
+    with pytest.raises(ValueError, match="needs an exported network: name the model local-dir:"):
         timm.create_model("nasfast")
 
 
-def test_other_input_channels_are_refused(retrained):
+def test_other_input_channels_are_refused(name):
     with pytest.raises(ValueError, match="the space has 3 input channels, got in_chans=1"):
-        timm.create_model("nasfast", arch=str(retrained.folder), in_chans=1)
-    timm.create_model("nasfast", arch=str(retrained.folder), in_chans=3)
+        timm.create_model(name, in_chans=1)
+    timm.create_model(name, in_chans=3)
 
 
-def test_arguments_that_would_be_ignored_are_refused(retrained):
-    with pytest.raises(ValueError, match="has no drop_path_rate, drop_rate; allowed: arch, num_classes"):
-        timm.create_model("nasfast", arch=str(retrained.folder), drop_rate=0.2, drop_path_rate=0.1)
-    timm.create_model("nasfast", arch=str(retrained.folder), drop_rate=0.0, drop_path_rate=None)
+def test_arguments_that_would_be_ignored_are_refused(name):
+    with pytest.raises(ValueError, match="has no drop_path_rate, drop_rate; allowed: num_classes, features_only"):
+        timm.create_model(name, drop_rate=0.2, drop_path_rate=0.1)
+    timm.create_model(name, drop_rate=0.0, drop_path_rate=None)
 
 
-def test_a_folder_without_a_model(tmp_path):
-    with pytest.raises(FileNotFoundError, match="model.safetensors is missing"):
-        timm.create_model("nasfast", arch=str(tmp_path))
+def test_weights_that_are_not_there(tmp_path):
+    network = build(tiny_space(), (1, 0, 2, 1))
+    save_model(network, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(RuntimeError, match="No suitable checkpoints"):
+        timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
 
 
 def wrapper(*arguments: str, cwd) -> subprocess.CompletedProcess:
@@ -142,8 +183,8 @@ def test_an_unmodified_script_trains_under_the_wrapper(retrained, tmp_path):
     scripts.mkdir()
     (scripts / "train.py").write_text(SCRIPT)
     (scripts / "sibling.py").write_text("VALUE = 42\n")
-    arguments = ["scripts/train.py", "DATA", "--model", "nasfast", "--model-kwargs", f"arch={retrained.folder}"]
+    arguments = ["scripts/train.py", "DATA", "--model", f"local-dir:{retrained.folder}"]
     done = wrapper(*arguments, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "input (3, 16, 16) trained 42"
+    assert done.stdout.strip() == "input [3, 16, 16] trained 42"
     assert "Overwriting" not in done.stderr, "the model was registered twice"

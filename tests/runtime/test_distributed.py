@@ -190,7 +190,7 @@ def test_networks_side_by_side_are_those_of_a_single_process(done):
     out, codes, shown = done
     assert codes["networks"] == [0, 0]
     for name in NETWORKS:
-        for file in ("model.safetensors", "arch.json"):
+        for file in ("model.safetensors", "config.json"):
             path = Path("retrain") / name / file
             assert (out / "networks" / path).read_bytes() == (out / "single" / path).read_bytes(), path
         results = [json.loads((out / d / "retrain" / name / "result.json").read_text()) for d in ("networks", "single")]

@@ -324,10 +324,8 @@ class CellStandalone(_Skeleton, ArchNetwork):
         style = Style(space.order, space.norm, True, space.pool_norm, track_running_stats=True, fused=False)
         super().__init__(space, options, style)
         self.arch, self.activation, self._runs = self_arch, "relu", options
+        self.num_features = space.features
 
-    def features(self, x: Tensor) -> Tensor:
+    def forward_features(self, x: Tensor) -> Tensor:
         """The maps before the pooling: (N, in_channels, H, W) -> (N, space.features, H', W')."""
         return self._features(x, None, self._runs)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.classifier(self.features(x).mean((2, 3)))

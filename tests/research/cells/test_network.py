@@ -313,8 +313,8 @@ def test_a_cell_space_has_standalone_networks():
     assert not equal(built, build(S1, arch, seed=4))
     x = images(S1)
     network.eval()
-    torch.testing.assert_close(network(x), network.classifier(network.features(x).mean((2, 3))))
-    assert network.features(x).shape == (3, S1.features, 8, 8)
+    torch.testing.assert_close(network(x), network.classifier(network.forward_features(x).mean((2, 3))))
+    assert network.forward_features(x).shape == (3, S1.features, 8, 8)
     assert all(m.affine and m.track_running_stats for m in network.modules() if isinstance(m, nn.BatchNorm2d))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +16,17 @@ from nasfast.config import ConfigError
 from nasfast.pipeline import RunConfig, retrain_best
 from nasfast.research.cells.network import CellStandalone, CellSupernet
 from nasfast.research.cells.space import CellSpace, darts_space, minimal_cell, nas_bench_201_space
-from nasfast.retrain import RetrainConfig, export_onnx, load_model, retrain, save_model, timm_plugin  # noqa: F401
-from nasfast.spaces import ArchError, arch_to_json, load_arch
+from nasfast.retrain import (
+    RetrainConfig,
+    export_onnx,
+    export_program,
+    load_model,
+    retrain,
+    save_model,
+    timm_plugin,  # noqa: F401  registers the model
+)
+from nasfast.retrain.export import network_form, read_form
+from nasfast.spaces import ArchError, arch_to_json
 from nasfast.stages.chosen import to_retrain
 from nasfast.train import TrainConfig, evaluate
 
@@ -42,7 +52,7 @@ def test_it_learns_and_reports_what_it_measured(retrained_cells):
     cost = SPACE.cost(ARCH)
     assert (result.macs, result.params) == (cost.macs, cost.params)
     assert sum(p.numel() for p in network.parameters()) == cost.params
-    assert load_arch(retrained_cells.folder / "arch.json", SPACE) == ARCH
+    assert read_form(retrained_cells.folder / "config.json")[:2] == (SPACE, ARCH)
 
 
 def test_fresh_weights_are_those_of_the_seed(tmp_path):
@@ -85,8 +95,7 @@ def test_a_cell_serves_networks_of_other_sizes(tmp_path):
     small = searched.replace(cells=4, channels=2, reductions=(1, 2), num_classes=4, resolution=16)
     retrain(small, arch, batches(1), batches(1), ONE_EPOCH, run_dir=tmp_path)
     assert load_model(tmp_path / "retrain" / "best").arch == arch
-    with pytest.raises(ArchError, match="was written for space 'darts'"):
-        load_arch(tmp_path / "retrain/best/arch.json", searched)
+    assert load_model(tmp_path / "retrain" / "best").space != searched
 
 
 def test_settings_that_networks_of_cells_do_not_have(tmp_path):
@@ -108,15 +117,14 @@ def test_saving_again_gives_the_same_bytes(space, tmp_path):
     network = nasfast.build(space, (1,) * len(space), seed=1)
     save_model(network, tmp_path / "one" / "model.safetensors")
     save_model(load_model(tmp_path / "one"), tmp_path / "two" / "model.safetensors")
-    for name in ("arch.json", "model.safetensors", "space.yaml"):
+    for name in ("config.json", "model.safetensors"):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
 
 
 def test_weights_of_another_kind_of_space_are_refused(retrained_cells, tmp_path):
-    for name in ("model.safetensors", "arch.json"):
-        (tmp_path / name).write_bytes((retrained_cells.folder / name).read_bytes())
-    tiny_space().save(tmp_path / "space.yaml")
-    with pytest.raises(ArchError, match="was written for space 'tiny cells'"):
+    (tmp_path / "model.safetensors").write_bytes((retrained_cells.folder / "model.safetensors").read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps(network_form(nasfast.build(tiny_space(), (0, 0, 0, 0)))))
+    with pytest.raises(ValueError, match="does not have the weights of .*config.json: they belong to"):
         load_model(tmp_path)
 
 
@@ -130,6 +138,7 @@ def test_onnx_computes_the_same_at_any_batch_size(tmp_path):
     for x, _ in batches(3):
         network.train()(x[:, :, :15, :15])
     assert export_onnx(network, tmp_path / "model.onnx") < 1e-4
+    assert export_program(network, tmp_path / "model.pt2") < 1e-4
     session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
     x = torch.randn(5, 3, 15, 15)
     (got,) = session.run(["logits"], {"images": x.numpy()})
@@ -138,7 +147,8 @@ def test_onnx_computes_the_same_at_any_batch_size(tmp_path):
 
 
 def test_timm_builds_it(retrained_cells):
-    model = timm.create_model("nasfast", pretrained=True, arch=str(retrained_cells.folder)).eval()
+    name = f"local-dir:{retrained_cells.folder}"
+    model = timm.create_model(name, pretrained=True).eval()
     x = retrained_cells.val[0][0]
     with torch.no_grad():
         assert torch.equal(model(x), load_model(retrained_cells.folder)(x))
@@ -146,9 +156,11 @@ def test_timm_builds_it(retrained_cells):
     assert features.shape == (8, SPACE.features, 16, 16)
     assert model.num_features == SPACE.features == 12
     assert model.get_classifier().bias is None
-    other = timm.create_model("nasfast", arch=str(retrained_cells.folder), num_classes=7)
+    with pytest.raises(ValueError, match="features_only: a cell gives several maps"):
+        timm.create_model(name, features_only=True)
+    other = timm.create_model(name, num_classes=7)
     assert other(x).shape == (8, 7)
-    assert not torch.equal(other.network.stem[0].weight, model.network.stem[0].weight)
+    assert not torch.equal(other.stem[0].weight, model.stem[0].weight)
 
 
 # --- from a run directory
@@ -179,7 +191,7 @@ def test_the_commands_retrain_and_export_it(searched, capsys):
     assert main(["retrain", "--out", str(searched), "--resume"]) == 0, "the settings are in config.yaml"
     assert (searched / "retrain/darts/model.safetensors").read_bytes() == weights
     assert main(["export", "--out", str(searched), "--name", "darts", "--onnx", "false"]) == 0
-    assert str(searched / "retrain/darts/arch.json") in capsys.readouterr().out
+    assert str(searched / "retrain/darts/config.json") in capsys.readouterr().out
 
 
 def test_an_architecture_may_be_named_by_its_operations(tmp_path):
