@@ -1,4 +1,4 @@
-"""`nasfast run --seeds N --dry-run`: the tasks, with time and memory from a few timed steps. No run begins."""
+"""`nasfast run --seeds N --dry_run`: the tasks, with time and memory from a few timed steps. No run begins."""
 
 from __future__ import annotations
 

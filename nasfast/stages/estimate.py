@@ -1,4 +1,4 @@
-"""`nasfast run --dry-run`: the stages, with time and memory from a few timed steps. No run begins."""
+"""`nasfast run --dry_run`: the stages, with time and memory from a few timed steps. No run begins."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Plan:
             lines.append(f"{e.what:{width}}  {e.number:6}  {self.threads:7}  {duration(e.seconds):>11}  {memory:>15}")
         ends = []
         if self.max_hours is not None and 3600 * self.max_hours < self.seconds:
-            ends = [f"--max-hours {self.max_hours:g} ends before that; --resume continues."]
+            ends = [f"--max_hours {self.max_hours:g} ends before that; --resume continues."]
         if self.settings is None:
             lines.append(f"One after another: about {duration(self.seconds)}. Nothing was trained.")
             return "\n".join([*lines, *ends])

@@ -39,7 +39,7 @@ class Cluster:
         self._ray, self._running = ray, dict[Future[Ending], Any]()
         where = f"Ray cluster at {address}" if address else "Ray cluster of this machine"
         here = f"this process has Ray {ray.__version__}"
-        start = "start one with `ray start --head`, or give the address of one with --ray.address HOST:PORT"
+        start = "start one with `ray start --head`, or give the address of one with --ray_address HOST:PORT"
         if address:
             _reach(address, f"no {where}", f"{here}; {start}")
         try:

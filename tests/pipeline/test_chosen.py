@@ -413,9 +413,9 @@ def test_torchrun_and_tasks_exclude_each_other(searched, monkeypatch, capsys):
 
 def test_hours_make_no_tasks(searched, capsys):
     """They stop this process, as they stop a run."""
-    assert main(["retrain", "--out", str(searched), *FLAGS, "--max-hours", "1e-7"]) == 143
+    assert main(["retrain", "--out", str(searched), *FLAGS, "--max_hours", "1e-7"]) == 143
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("nasfast retrain: --max-hours 1e-07 is over")
+    assert said.startswith("nasfast retrain: --max_hours 1e-07 is over")
     assert said.endswith("; the same command with --resume continues")
     assert not (searched / apart.FOLDER).exists()
 

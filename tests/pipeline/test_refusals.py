@@ -44,7 +44,7 @@ def test_an_unreachable_limit_is_refused_before_training(config, tmp_path, monke
         (["--score.table", "absent.json"], "cannot read the table absent.json"),
     ],
 )
-@pytest.mark.parametrize("command", ["run", "supernet", "run --dry-run", "run --seeds 2", "run --seeds 2 --dry-run"])
+@pytest.mark.parametrize("command", ["run", "supernet", "run --dry_run", "run --seeds 2", "run --seeds 2 --dry_run"])
 def test_what_the_search_would_refuse_is_refused_before_there_are_loaders(
     config, tmp_path, monkeypatch, capsys, command, flags, reason
 ):

@@ -59,7 +59,7 @@ def test_more_seeds_than_room_are_refused_before_anything_is_trained(tmp_path, m
     assert main(["run", "--out", str(cfg.run_dir), *FLAGS, "--seeds", "4"]) == 1
     said = capsys.readouterr().err
     assert "which is enough for 3 seeds: free some space, lower --seeds" in said and "Nothing was trained" in said
-    assert main(["run", "--out", str(cfg.run_dir), *FLAGS, "--seeds", "4", "--workers", "2", "--dry-run"]) == 1
+    assert main(["run", "--out", str(cfg.run_dir), *FLAGS, "--seeds", "4", "--workers", "2", "--dry_run"]) == 1
     assert capsys.readouterr().err == said, "as the run would be"
     assert not cfg.run_dir.exists()
     cfg.run_dir.mkdir()

@@ -72,7 +72,7 @@ def test_seeds_are_plain_runs_and_a_stopped_run_continues(tmp_path, config, here
     assert (out / "report.html").read_text() == before
 
     # 0.2 s end in the middle of the first supernet
-    assert main(["run", "--out", str(stopped), *flags, "--max-hours", str(0.2 / 3600)]) == 0
+    assert main(["run", "--out", str(stopped), *flags, "--max_hours", str(0.2 / 3600)]) == 0
     assert "The time limit came first: 2 tasks are missing (seed-0, seed-1)" in capfd.readouterr().out
     assert "0 of 2 seeds are scored" in (stopped / "report.html").read_text()
     assert main(["run", "--out", str(stopped), *flags, "--resume"]) == 0
@@ -97,7 +97,7 @@ def test_a_failing_seed_is_reported_and_the_rest_goes_on(tmp_path, config, here,
 def test_a_dry_run_writes_nothing(tmp_path, config, capfd, monkeypatch):
     monkeypatch.setattr(room, "cores", lambda: 3)
     monkeypatch.setattr(room, "free_memory", lambda: 5 << 30)
-    assert main(["run", "--out", str(tmp_path / "out"), "--config", config, "--seeds", "3", "--dry-run"]) == 0
+    assert main(["run", "--out", str(tmp_path / "out"), "--config", config, "--seeds", "3", "--dry_run"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[1].startswith("seeds (supernet, score, search)") and lines[2].startswith("networks (retraining)")
     assert lines[1].split("search)")[1].split()[:2] == ["3", "1"]

@@ -105,7 +105,7 @@ def test_two_drivers_of_one_folder_are_refused(tmp_path, monkeypatch):
         ({"workers": -1}, "workers"),
         ({"attempts": 0}, "attempts"),
         ({"max_hours": 0.0}, "max-hours"),
-        ({"max_hours": 1e9}, "max-hours must be positive and at most 1,000,000, got"),
+        ({"max_hours": 1e9}, "max_hours must be positive and at most 1,000,000, got"),
         ({"ray_address": "a:1"}, "--executor ray"),
     ],
 )
