@@ -26,7 +26,7 @@ class ConfigError(ValueError):
 
 
 class Number(float):
-    """Annotation of a number that may be written with K, M or G behind it, as in 2.4M; configs make it a float."""
+    """Annotation, beside float, of a number that may have K, M or G behind it, as in 2.4M; configs make it a float."""
 
 
 def nearest(key: str, valid: typing.Iterable[str]) -> str:
@@ -259,8 +259,9 @@ def _plain(value: Any) -> Any:
 
 def _filled(field: dataclasses.Field[Any], value: Any) -> Any:
     """A value; of a nested config, a mapping with the field's default in place of what it leaves out."""
-    nested = isinstance(value, Mapping) and isinstance(field.default, ConfigBase)
-    return merge(field.default.to_dict(), value) if nested else value
+    default: Any = field.default
+    nested = isinstance(default, ConfigBase) and isinstance(value, Mapping)
+    return merge(default.to_dict(), value) if nested else value
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:

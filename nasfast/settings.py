@@ -438,8 +438,8 @@ class SearchConfig(ConfigBase):
 
     method: Literal["auto", "exact", "evolution"] = "auto"
     top_k: int = 5
-    max_macs: Number | None = None
-    max_params: Number | None = None
+    max_macs: float | Number | None = None
+    max_params: float | Number | None = None
     max_latency_ms: float | None = None
     latency_table: str | None = None
     latency_device: str | None = None

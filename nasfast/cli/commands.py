@@ -19,24 +19,18 @@ from nasfast.config import ConfigError
 from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import MIN_RESAMPLES, rank
 from nasfast.indicators.scores import check_network_score, get_score, parts_of, score_networks, score_paths, summed
-from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
 from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
 from nasfast.measure.doctor import doctor
 from nasfast.measure.latency import check_replaceable, head_of, latency
 from nasfast.measure.profile import profile
 from nasfast.measure.step_times import step_times
-from nasfast.report import write_comparison, write_report
-from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, repeats_of, worth_of_score
-from nasfast.runtime.distributed import World, start
-from nasfast.runtime.launcher import environment_size
-from nasfast.runtime.termination import Terminated, stopped_at
-from nasfast.search import load_candidates
-from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
-from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
-from nasfast.stability.estimate import plan_seeds
-from nasfast.stability.page import STABILITY_FILE, sentences, write_stability_page
-from nasfast.stability.run import run_seeds
-from nasfast.stability.trained import (
+from nasfast.pipeline.check import check_one_process, without_supernet
+from nasfast.pipeline.estimate import plan_run
+from nasfast.pipeline.inputs import evidence_to_rank, untrained_networks
+from nasfast.pipeline.seeds import plan_seeds, run_seeds
+from nasfast.pipeline.seeds_page import STABILITY_FILE, sentences, write_stability_page
+from nasfast.pipeline.trained import (
     ACCURACIES_FILE,
     REPORT_FILE,
     check_names,
@@ -44,14 +38,19 @@ from nasfast.stability.trained import (
     estimate_sample,
     train_sample,
 )
-from nasfast.stages.checks import check_one_process, without_supernet
-from nasfast.stages.estimate import plan_run
-from nasfast.stages.inputs import evidence_to_rank
-from nasfast.stages.untrained import untrained_networks
+from nasfast.report import write_comparison, write_report
+from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, repeats_of, worth_of_score
+from nasfast.runtime.distributed import World, start
+from nasfast.runtime.launcher import environment_size
+from nasfast.runtime.termination import Terminated, stopped_at
+from nasfast.search import load_candidates
+from nasfast.search.candidate import ARCHS_FILE
+from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
+from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
 
 
 def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
-    tables = load_candidates(cfg.run_dir / pipeline.ARCHS_FILE).tables
+    tables = load_candidates(cfg.run_dir / ARCHS_FILE).tables
     for place, c in enumerate(found, start=1):
         costs = [f"{c.macs:,} MACs", f"{c.params:,} params"]
         costs += [f"{value:.4g} {t.unit} {t.quantity}" for t, value in zip(tables, c.values, strict=True)]
@@ -61,7 +60,7 @@ def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
         print(f"{table.quantity}: {table.about or 'a table of your own'}")
     if any(c.optimal for c in found):
         print(worth_of_score(cfg.run_dir))
-    print(f"written: {cfg.run_dir / pipeline.ARCHS_FILE}")
+    print(f"written: {cfg.run_dir / ARCHS_FILE}")
 
 
 def _show_retrained(cfg: RunConfig, results: dict[str, Any]) -> None:
@@ -175,7 +174,7 @@ def _supernet(cfg: RunConfig, tasks: None, *, resume: bool = False) -> None:
 
 def _score(cfg: RunConfig, tasks: None) -> None:
     if pipeline.score(cfg) is not None:
-        print(f"written: {cfg.run_dir / pipeline.TABLE_FILE}")
+        print(f"written: {cfg.run_dir / TABLE_FILE}")
 
 
 def _search(cfg: RunConfig, tasks: None, *, num_classes: int | None = None) -> None:
@@ -205,14 +204,20 @@ def _retrain(
             _show_retrained(cfg, results)
 
 
-def _export(args: argparse.Namespace) -> None:
+def _with_defaults(given: dict[str, Any], parser: Parser) -> argparse.Namespace:
+    return argparse.Namespace(**parser.get_defaults().as_dict() | given)
+
+
+def _export(given: dict[str, Any], parser: Parser) -> None:
+    args = _with_defaults(given, parser)
     if (args.name is not None) + (args.arch is not None) + args.pareto > 1:
         raise FlagError("--name, --arch and --pareto each say what to export: give one of them")
     for file in pipeline.export(args.out, name=args.name or "best", arch=args.arch, pareto=args.pareto, onnx=args.onnx):
         print(file)
 
 
-def _rank(args: argparse.Namespace, tasks: TaskSettings | None) -> None:
+def _rank(given: dict[str, Any], parser: Parser) -> None:
+    tasks, args = take_tasks(given), _with_defaults(given, parser)
     _check_rank(args, tasks)
     for name, default in (("space", "nas_bench_macro"), ("batch", 64), ("seed", 0), ("interval", 0.1)):
         if getattr(args, name) is None:
@@ -315,11 +320,11 @@ def _config_of(out: str) -> RunConfig:
             f"{path} is missing: run `nasfast supernet --out {out}` first. A score of untrained weights needs no "
             f"checkpoint, but the settings of a run in {path}"
         )
-    return RunConfig.load(path).replace(out=out)
+    return RunConfig.load(path).replace(out=out).resolved()
 
 
 def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, float], ArchSpace]:
-    path = Path(args.predictor) if args.predictor else Path(args.out) / pipeline.TABLE_FILE
+    path = Path(args.predictor) if args.predictor else Path(args.out) / TABLE_FILE
     if args.out is not None and not path.exists():
         raise FileNotFoundError(f"{path} is missing: run `nasfast score --out {args.out}` first")
     try:
@@ -373,7 +378,8 @@ def _sampled(args: argparse.Namespace, space: ArchSpace) -> dict[Arch, float]:
     return {arch: accuracies[arch] for arch in archs}
 
 
-def _report(args: argparse.Namespace) -> None:
+def _report(given: dict[str, Any], parser: Parser) -> None:
+    args = _with_defaults(given, parser)
     runs = [Path(run) for run in [*(args.runs or ()), *([] if args.out is None else [args.out])]]
     if not runs or (args.out is not None and args.runs):
         raise FlagError("give one run directory (--out RUN) or the names of several to compare: nasfast report A B")
@@ -387,7 +393,7 @@ def _report(args: argparse.Namespace) -> None:
     print(f"written: {write_stability_page(runs[0]) if of_seeds else write_report(runs[0])}")
 
 
-def _latency(settings: dict[str, Any]) -> None:
+def _latency(settings: dict[str, Any], parser: Parser) -> None:
     out = settings.pop("out", "latency.json")
     cfg = LatencyConfig.from_dict(settings)
     # a file that must not be replaced is named before minutes of measuring
@@ -398,7 +404,7 @@ def _latency(settings: dict[str, Any]) -> None:
     print(f"written: {out}")
 
 
-def _step(settings: dict[str, Any]) -> None:
+def _step(settings: dict[str, Any], parser: Parser) -> None:
     out = settings.pop("out", None)
     report = step_times(StepTimesConfig.from_dict(settings))
     print(report)
@@ -407,12 +413,31 @@ def _step(settings: dict[str, Any]) -> None:
         print(f"written: {out}")
 
 
+def _profile(settings: dict[str, Any], parser: Parser) -> None:
+    print(profile(ProfileConfig.from_dict(settings)))
+
+
+def _doctor(given: dict[str, Any], parser: Parser) -> None:
+    print(doctor())
+
+
 _STAGES: dict[str, Callable[..., None]] = {
     "run": _run,
     "supernet": _supernet,
     "score": _score,
     "search": _search,
     "retrain": _retrain,
+}
+"""The commands that take a RunConfig, the settings of tasks, and their other flags."""
+
+_OTHERS: dict[str, Callable[[dict[str, Any], Parser], None]] = {
+    "export": _export,
+    "rank": _rank,
+    "report": _report,
+    "latency": _latency,
+    "step": _step,
+    "profile": _profile,
+    "doctor": _doctor,
 }
 
 
@@ -427,26 +452,12 @@ def execute(command: str, given: dict[str, Any], parser: Parser) -> None:
     Raises:
         FlagError: flags contradict each other.
     """
-    if command.split()[0] in extensions.COMMANDS:
-        extensions.load(extensions.COMMAND_RUN)(command, given)
-        return
-    tasks = take_tasks(given)
     if command in _STAGES:
+        tasks = take_tasks(given)
+        check_one_process(split_hours(tasks)[0], environment_size())
         cfg, others = run_config(command, given)
-        check_one_process(tasks, environment_size())
         _STAGES[command](cfg, tasks, **others)
-        return
-    if command in ("latency", "step"):
-        {"latency": _latency, "step": _step}[command](given)
-        return
-    if command == "profile":
-        print(profile(ProfileConfig.from_dict(given)))
-        return
-    if command == "doctor":
-        print(doctor())
-        return
-    args = argparse.Namespace(**parser.get_defaults().as_dict() | given)
-    if command == "rank":
-        _rank(args, tasks)
+    elif command in _OTHERS:
+        _OTHERS[command](given, parser)
     else:
-        {"export": _export, "report": _report}[command](args)
+        extensions.load(extensions.COMMAND_RUN)(command, given)

@@ -19,11 +19,11 @@ from nasfast.cli.flags import COMMANDS, Parser
 from nasfast.cli.main import main
 from nasfast.config import load_yaml
 from nasfast.measure.config import LatencyConfig, ProfileConfig, StepTimesConfig
-from nasfast.pipeline import RunConfig
 from nasfast.research.studies import registry
 from nasfast.retrain import save_model
 from nasfast.runtime.distributed import SINGLE
 from nasfast.search import Candidate, Limits, save_candidates
+from nasfast.settings import RunConfig
 from nasfast.spaces import format_arch, nas_bench_macro
 from nasfast.supernet import build
 

@@ -11,10 +11,10 @@ import pytest
 from tiny import tiny_space
 
 from nasfast.cli.main import main
+from nasfast.pipeline import estimate
+from nasfast.pipeline.estimate import Estimate, Plan
 from nasfast.runtime.termination import Terminated
 from nasfast.settings import TaskSettings
-from nasfast.stages import estimate
-from nasfast.stages.estimate import Estimate, Plan
 
 
 @pytest.fixture

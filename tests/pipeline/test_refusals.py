@@ -13,14 +13,13 @@ from tiny import batches, tiny_space
 from nasfast import pipeline
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
-from nasfast.pipeline import RunConfig
+from nasfast.pipeline import inputs
 from nasfast.retrain import retrain
 from nasfast.runtime.distributed import World
 from nasfast.runtime.lock import RunDirectoryError
 from nasfast.search import InfeasibleConstraintError
-from nasfast.settings import TaskSettings
+from nasfast.settings import RunConfig, TaskSettings
 from nasfast.spaces import FairSampler
-from nasfast.stages import inputs
 from nasfast.supernet import Supernet
 from nasfast.train import CheckpointError, TrainConfig, train_supernet
 

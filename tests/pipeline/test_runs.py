@@ -19,9 +19,9 @@ from tiny import tiny_space
 import nasfast.train.loop as loop
 from nasfast.cli.main import main
 from nasfast.indicators.table import IndicatorTable
-from nasfast.pipeline import RunConfig
 from nasfast.report.evidence import compare
 from nasfast.search import Limits, equal_cost_peers, load_candidates
+from nasfast.settings import RunConfig
 from nasfast.spaces import SKIP, Arch, SearchSpace, load_arch
 
 

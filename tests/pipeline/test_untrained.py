@@ -13,10 +13,10 @@ from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.indicators.scores import untrained_table
 from nasfast.indicators.table import IndicatorTable
+from nasfast.pipeline.check import check_same_run
 from nasfast.search import load_candidates
 from nasfast.settings import RunConfig, SpaceConfig, SupernetConfig
 from nasfast.spaces import SearchSpace
-from nasfast.stages.checks import check_same_run
 from nasfast.train import CheckpointError
 
 

@@ -16,12 +16,12 @@ import pytest
 
 from nasfast.cli.flags import parse, run_config
 from nasfast.indicators.table import IndicatorTable
+from nasfast.pipeline.seeds import check_seeds
 from nasfast.report import html, plots, write_report
 from nasfast.report.run_files import body_of
 from nasfast.runtime.files import seal
 from nasfast.search.candidate import SearchResult, TableLimit, load_candidates
 from nasfast.spaces import SearchSpace, digits_mini, mobilenet_v2, nas_bench_macro, parse_arch, shufflenet_v2
-from nasfast.stability.run import check_seeds
 
 HOSTILE = '<script>alert("x")</script> $\\frac{$ & \'"'
 

@@ -44,9 +44,9 @@ def run(command: str, given: dict[str, Any]) -> None:
     """
     # imported here, because they import torch, and help must not wait for that
     from nasfast.cli.commands import at_most, split_hours
+    from nasfast.pipeline.check import check_one_process
     from nasfast.research.studies.run import run_study
     from nasfast.runtime.launcher import environment_size
-    from nasfast.stages.checks import check_one_process
 
     study, out = registry.find(command), given.pop("out", None)
     tasks, hours = split_hours(take_tasks(given) if study.tasks else None)
