@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from nasfast.runtime import progress
 from nasfast.runtime.termination import raised
 from nasfast.tasks import Task, TaskRunner, TaskSettings
 
@@ -46,7 +45,6 @@ def always_fail(folder: Path, *, text: str) -> None:
 
 
 def wait_for_ever(folder: Path) -> None:
-    progress.tell("waiting", 1, 4)
     try:
         time.sleep(600)
     finally:

@@ -5,6 +5,7 @@ supernet -> checkpoints/   score -> indicators.json   search -> archs.json   ret
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from nasfast.pipeline.supernet import supernet
 from nasfast.report import write_report
 from nasfast.retrain import RetrainResult
 from nasfast.runtime.distributed import SINGLE, World
+from nasfast.runtime.progress import Callback, calling
 from nasfast.search import Candidate
 from nasfast.settings import RunConfig, TaskSettings
 from nasfast.spaces import format_arch
@@ -58,7 +60,14 @@ class RunResult(Tabular):
 
 
 @stage(create=True)
-def run(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE, tasks: TaskSettings | None = None) -> RunResult:
+def run(
+    cfg: RunConfig,
+    *,
+    resume: bool = False,
+    world: World = SINGLE,
+    tasks: TaskSettings | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> RunResult:
     """Run all stages in order, from images to a retrained network and report.html.
 
     Args:
@@ -66,15 +75,18 @@ def run(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE, tasks: T
         resume: whether to continue an interrupted run; complete parts are not repeated.
         world: the ranks that train together; rank 0 runs the other stages while the others wait.
         tasks: where networks are retrained; see `retrain_best`.
+        callbacks: each is called with stage, step and metrics of every line of metrics.jsonl that this process writes;
+            tasks have processes of their own.
 
     Raises:
         TypeError: `cfg` is not a RunConfig.
     """
     check_one_process(tasks, world.size)
-    supernet(cfg, resume=resume, world=world)
-    candidates = []
-    if world.is_main:
-        score(cfg)
-        candidates = search(cfg)
-    retrained = retrain_best(cfg, resume=resume, world=world, tasks=tasks)
+    with calling(callbacks):
+        supernet(cfg, resume=resume, world=world)
+        candidates = []
+        if world.is_main:
+            score(cfg)
+            candidates = search(cfg)
+        retrained = retrain_best(cfg, resume=resume, world=world, tasks=tasks)
     return RunResult(candidates, retrained, write_report(cfg.run_dir) if world.is_main else None)

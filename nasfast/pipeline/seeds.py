@@ -18,11 +18,7 @@ from nasfast.indicators.scores import gives_table
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.agreement import Agreement, agreement
-from nasfast.pipeline.check import (
-    MACHINE_DATA,
-    already_begun,
-    check_same_run,
-)
+from nasfast.pipeline.check import MACHINE_DATA, already_begun, check_same_run
 from nasfast.pipeline.estimate import Estimate, Plan, memory, trial_of
 from nasfast.pipeline.inputs import checked_space, retrain_loaders
 from nasfast.pipeline.score import score
@@ -33,33 +29,14 @@ from nasfast.retrain import retrain
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import seal, write_atomic
 from nasfast.runtime.tracking import tracked
-from nasfast.search import (
-    InfeasibleConstraintError,
-    equal_cost_peers,
-    top_k,
-)
+from nasfast.search import InfeasibleConstraintError, equal_cost_peers, top_k
 from nasfast.search.limits import read_limits
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig, TaskSettings
-from nasfast.spaces import (
-    Arch,
-    LayerSpace,
-    SearchSpace,
-    arch_file_text,
-)
-from nasfast.tasks import (
-    Task,
-    TaskError,
-    TaskResult,
-    TaskRunner,
-    gpus_for,
-    saved_result,
-    threads_for,
-    workers_for,
-)
+from nasfast.spaces import Arch, LayerSpace, SearchSpace, arch_file_text
+from nasfast.tasks import Task, TaskError, TaskResult, TaskRunner, gpus_for, saved_result, threads_for, workers_for
 
 _LOG = logging.getLogger(__name__)
-
 
 LEAST_SEEDS = 2
 
