@@ -11,9 +11,7 @@ from nasfast.retrain.export import ARCH_FILE, MODEL_FILE, model_folder
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.onnx import require_onnx
 from nasfast.settings import SPACE_FILE
-from nasfast.spaces import (
-    Arch,
-)
+from nasfast.spaces import Arch
 
 _LOG = logging.getLogger(__name__)
 

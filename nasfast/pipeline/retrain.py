@@ -15,9 +15,7 @@ from typing import Any
 import torch
 
 from nasfast.config import portable
-from nasfast.pipeline.check import (
-    check_one_process,
-)
+from nasfast.pipeline.check import check_one_process
 from nasfast.pipeline.chosen import to_retrain, with_seeds
 from nasfast.pipeline.inputs import load_supernet, retrain_loaders
 from nasfast.pipeline.stage import save_config, say, stage
@@ -27,19 +25,8 @@ from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.progress import followed_by
 from nasfast.runtime.tracking import tracked
 from nasfast.settings import RunConfig, TaskSettings
-from nasfast.spaces import (
-    Arch,
-    ArchSpace,
-    SearchSpace,
-    space_kind,
-)
-from nasfast.tasks import (
-    TASK_FILE,
-    Task,
-    TaskRunner,
-    check_done,
-    gpus_for,
-)
+from nasfast.spaces import Arch, ArchSpace, SearchSpace, space_kind
+from nasfast.tasks import TASK_FILE, Task, TaskRunner, check_done, gpus_for
 from nasfast.train.supernet import make_supernet
 
 _LOG = logging.getLogger(__name__)

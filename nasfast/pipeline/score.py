@@ -10,19 +10,12 @@ from typing import Any
 from nasfast.config import ConfigError, difference
 from nasfast.indicators.scores import gives_table, score_table, untrained_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
-from nasfast.pipeline.check import (
-    check_same_run,
-    check_search,
-)
+from nasfast.pipeline.check import check_same_run, check_search
 from nasfast.pipeline.inputs import evidence_of, saved_space
 from nasfast.pipeline.stage import save_config, say, scored_with, stage
 from nasfast.runtime.files import write_atomic
 from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig
-from nasfast.spaces import (
-    SearchSpace,
-    get_space,
-    read_cost_table,
-)
+from nasfast.spaces import SearchSpace, get_space, read_cost_table
 
 _LOG = logging.getLogger(__name__)
 

@@ -11,22 +11,10 @@ from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.refine import refine
 from nasfast.indicators.scores import gives_table, score_of
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, TableError
-from nasfast.pipeline.check import (
-    check_same_run,
-    check_search,
-    without_supernet,
-)
+from nasfast.pipeline.check import check_same_run, check_search, without_supernet
 from nasfast.pipeline.inputs import evidence_of, saved_space
 from nasfast.pipeline.stage import save_config, say, scored_with, stage
-from nasfast.search import (
-    Candidate,
-    History,
-    Limits,
-    evolve,
-    pareto_front,
-    run_search,
-    save_candidates,
-)
+from nasfast.search import Candidate, History, Limits, evolve, pareto_front, run_search, save_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.search.limits import read_limits
 from nasfast.settings import CONFIG_FILE, RunConfig

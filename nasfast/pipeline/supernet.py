@@ -18,9 +18,7 @@ from nasfast.report import at_chance
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import read_metrics, write_atomic
 from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig
-from nasfast.spaces import (
-    SearchSpace,
-)
+from nasfast.spaces import SearchSpace
 from nasfast.train import CheckpointError
 from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.supernet import make_supernet, train_supernet
