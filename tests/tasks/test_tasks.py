@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -191,3 +194,27 @@ def test_the_time_limit_stops_cleanly_and_a_later_call_continues(tmp_path):
     assert (tmp_path / "wait/saved").exists()
     assert not (tmp_path / "die").exists()
     assert task_functions.count(tmp_path / "deep/add") == 2
+
+
+@pytest.mark.kill
+def test_the_worker_of_a_killed_driver_saves_and_ends(tmp_path):
+    begin = time.monotonic()
+    program = (
+        "import sys; from nasfast.tasks import Task, TaskRunner\n"
+        "if __name__ == '__main__':\n"
+        "    with TaskRunner(sys.argv[1]) as runner:\n"
+        "        runner.run([Task('wait', 'task_functions:wait_for_ever')])\n"
+    )
+    (tmp_path / "driver.py").write_text(program)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    driver = subprocess.Popen([sys.executable, tmp_path / "driver.py", tmp_path], env=environment)
+    while not (tmp_path / "wait/waits").exists():
+        assert driver.poll() is None and time.monotonic() < begin + 200
+        time.sleep(0.1)
+    driver.kill()
+    driver.wait()
+    while not (tmp_path / "wait/saved").exists():
+        assert time.monotonic() < begin + 300
+        time.sleep(0.1)
+    with TaskRunner(tmp_path, TaskSettings(max_hours=1e-9)) as runner:
+        assert runner.run([Task("wait", "task_functions:wait_for_ever")])[0].status == "stopped"
