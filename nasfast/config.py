@@ -25,6 +25,10 @@ class ConfigError(ValueError):
     """A configuration cannot be used; the text says which key, what was given and what is allowed."""
 
 
+class Number(float):
+    """Annotation, beside float, of a number that may have K, M or G behind it, as in 2.4M; configs make it a float."""
+
+
 def nearest(key: str, valid: typing.Iterable[str]) -> str:
     """The part of an error text that helps with a misspelt name: the nearest valid name and the list of all."""
     valid = sorted(valid)
@@ -59,7 +63,8 @@ class ConfigBase:
         for f in dataclasses.fields(self):
             if f.init:
                 # the dataclass is frozen: an ordinary assignment is refused
-                object.__setattr__(self, f.name, _convert(getattr(self, f.name), hints[f.name], f.name))
+                value = _filled(f, getattr(self, f.name))
+                object.__setattr__(self, f.name, _convert(value, hints[f.name], f.name))
         self._check_values()
 
     def _check_values(self) -> None:
@@ -70,7 +75,7 @@ class ConfigBase:
         """Build from a plain mapping.
 
         Args:
-            mapping: field name -> value; absent fields keep their defaults.
+            mapping: field name -> value; absent fields keep their defaults, in nested mappings too.
             where: prefix of the keys in errors, e.g. `"train."`.
 
         Raises:
@@ -90,35 +95,11 @@ class ConfigBase:
             if required and name not in mapping:
                 raise ConfigError(f"config key '{where}{name}' is required and was not given: add it")
         try:
-            return cls(**{k: _convert(v, hints[k], f"{where}{k}") for k, v in mapping.items()})
+            return cls(**{k: _convert(_filled(fields[k], v), hints[k], f"{where}{k}") for k, v in mapping.items()})
         except ConfigError:
             raise
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{where.rstrip('.') or cls.__name__}: {error}") from error
-
-    @classmethod
-    def check_value(cls, key: str, value: Any) -> None:
-        """Check one value against the annotated type.
-
-        Args:
-            key: a field's name; that of a nested config has dots, as in `train.epochs`.
-
-        Raises:
-            ConfigError: the value has the wrong type.
-        """
-        _convert(value, cls.annotation(key), key)
-
-    @classmethod
-    def annotation(cls, key: str) -> Any:
-        """The annotated type of a field; the name of a nested config's field has dots.
-
-        Raises:
-            KeyError: there is no such field.
-        """
-        kind: Any = cls
-        for part in key.split("."):
-            kind = _hints(kind)[part]
-        return kind
 
     def to_dict(self) -> dict[str, Any]:
         """The config as a nested dict of lists, dicts and scalars; `from_dict` makes an equal config of it."""
@@ -245,17 +226,26 @@ def _hints(config: Any) -> dict[str, Any]:
     return typing.get_type_hints(config)
 
 
-_SUFFIXES = {"K": "e3", "M": "e6", "G": "e9"}
+_SUFFIXES = {"K": 3, "M": 6, "G": 9}
 
 
-def expand_suffix(text: str) -> str:
-    """A number with K, M or G for thousands, millions or thousands of millions, as one with an exponent: 2.4M, 2.4e6.
+def to_number(value: Any) -> float:
+    """A number, also from a text such as 475e6 or 2.4M: K, M and G are thousands, millions and thousands of millions.
 
-    Any other text stays as it is.
+    Raises:
+        ValueError: it is none.
     """
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([KMG])", text)
-    # the zero, because not every version of jsonargparse reads .5e9 as a number
-    return ("0" if match[1].startswith(".") else "") + match[1] + _SUFFIXES[match[2]] if match else text
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([KMG])", value) if isinstance(value, str) else None
+    return float(f"{match[1]}e{_SUFFIXES[match[2]]}" if match else value)
+
+
+def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested mapping with the values of `changes` in place of its own."""
+    merged = dict(base)
+    for key, value in changes.items():
+        nested = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = merge(merged[key], value) if nested else value
+    return merged
 
 
 def _plain(value: Any) -> Any:
@@ -265,6 +255,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return value
+
+
+def _filled(field: dataclasses.Field[Any], value: Any) -> Any:
+    """A value; of a nested config, a mapping with the field's default in place of what it leaves out."""
+    default: Any = field.default
+    nested = isinstance(default, ConfigBase) and isinstance(value, Mapping)
+    return merge(default.to_dict(), value) if nested else value
 
 
 def _convert(value: Any, hint: Any, where: str) -> Any:
@@ -297,20 +294,18 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         if len(inner) != len(value):
             raise ConfigError(f"config key '{where}': expected {len(inner)} values, got {len(value)}")
         return tuple(_convert(v, h, f"{where}[{i}]") for i, (v, h) in enumerate(zip(value, inner, strict=True)))
-    if hint is float and isinstance(value, str):
+    if hint in (float, Number) and isinstance(value, str):
         # YAML 1.1 reads 4e-5 and 475e6 as strings, because they have no dot
-        try:
-            return float(expand_suffix(value))
-        except ValueError:
-            pass
+        with contextlib.suppress(ValueError):
+            return to_number(value)
     real = isinstance(value, numbers.Real) and not isinstance(value, bool)  # numbers of NumPy too
-    if hint is float and real:
+    if hint in (float, Number) and real:
         return float(value)
     if hint is int and real and float(value).is_integer():
         return int(value)
     if hint is Any:
         return value
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        expected = "a number, such as 0.5, 475e6 or 2.4M" if hint is float else hint.__name__
+        expected = "a number, such as 0.5, 475e6 or 2.4M" if hint in (float, Number) else hint.__name__
         raise ConfigError(f"config key '{where}': expected {expected}, got {value!r}")
     return value

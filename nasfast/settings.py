@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from nasfast.config import ConfigBase, ConfigError, expand_suffix, nearest
+from nasfast.config import ConfigBase, ConfigError, Number, nearest, to_number
 from nasfast.spaces import named_space
 
 CONFIG_FILE = "config.yaml"
@@ -438,8 +438,8 @@ class SearchConfig(ConfigBase):
 
     method: Literal["auto", "exact", "evolution"] = "auto"
     top_k: int = 5
-    max_macs: float | None = None
-    max_params: float | None = None
+    max_macs: float | Number | None = None
+    max_params: float | Number | None = None
     max_latency_ms: float | None = None
     latency_table: str | None = None
     latency_device: str | None = None
@@ -490,7 +490,7 @@ class SearchConfig(ConfigBase):
                 found.append((text, None))
                 continue
             try:
-                found.append((file.strip(), float(expand_suffix(maximum.strip()))))
+                found.append((file.strip(), to_number(maximum.strip())))
             except ValueError:
                 raise ValueError(f"tables: expected 'FILE <= NUMBER' or 'FILE', got {text!r}") from None
         return found
@@ -578,28 +578,28 @@ class TaskSettings(ConfigBase):
 
     Attributes:
         executor: `processes` of this machine, or the workers of a `ray` cluster.
-        workers: tasks at a time on this machine; 0 takes as many as cores and memory allow. A Ray cluster decides by
-            itself.
+        workers: tasks at a time on this machine; 0 or null takes as many as cores and memory allow. A Ray cluster
+            decides by itself. Networks are retrained as tasks if this is given, 0 included, or the executor is `ray`.
         attempts: how often a task is tried that fails or whose worker dies.
-        max_hours: after this time no task starts, and running ones save what they have and stop; None for no limit.
-        ray_address: `HOST:PORT` of the cluster; None takes the cluster of this machine.
+        max_hours: the command stops cleanly after this time, and can be continued; null for no limit.
+        ray_address: `HOST:PORT` of the cluster; null takes the cluster of this machine.
     """
 
     executor: Literal["processes", "ray"] = "processes"
-    workers: int = 0
+    workers: int | None = None
     attempts: int = 3
     max_hours: float | None = None
     ray_address: str | None = None
 
     def _check_values(self) -> None:
-        if self.workers < 0:
+        if self.workers is not None and self.workers < 0:
             raise ValueError(f"workers must not be negative, got {self.workers}; 0 takes as many as the machine allows")
         if self.attempts < 1:
             raise ValueError(f"attempts must be at least 1, got {self.attempts}")
         if self.max_hours is not None and not 0 < self.max_hours <= _MOST_HOURS:
-            raise ValueError(f"max-hours must be positive and at most {_MOST_HOURS:,}, got {self.max_hours}")
+            raise ValueError(f"max_hours must be positive and at most {_MOST_HOURS:,}, got {self.max_hours}")
         if self.ray_address is not None and self.executor != "ray":
-            raise ValueError(f"--ray.address {self.ray_address} needs --executor ray")
+            raise ValueError(f"--ray_address {self.ray_address} needs --executor ray")
 
 
 @dataclass(frozen=True)

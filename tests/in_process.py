@@ -1,40 +1,38 @@
-"""An executor for tests that runs each task in this process at once, so that no worker imports PyTorch."""
+"""Tasks for tests that run in this process, one after another, so that no worker imports PyTorch."""
 
 from __future__ import annotations
 
-import os
-from concurrent.futures import Future
-from pathlib import Path
+from concurrent.futures import Executor, Future
 
 import torch
 
-from nasfast.tasks import Task, runner
-from nasfast.tasks.work import Ending, execute
+from nasfast import tasks
 
 
-class InProcess:
-    """As `nasfast.tasks.processes.Processes`."""
+class _Inline(Executor):
+    """A pool of no threads: it calls what it is given, in the main thread, which hears SIGTERM."""
 
-    def __init__(self, capacity: int) -> None:
-        self.capacity = 1
+    def __init__(self, max_workers: int) -> None:
+        pass
 
-    def submit(self, task: Task, folder: Path, deadline: float | None) -> Future[Ending]:
-        future: Future[Ending] = Future()
-        threads = torch.get_num_threads()
+    def submit(self, function, /, *args, **kwargs):
+        future = Future()
         try:
-            future.set_result(execute(task, str(folder), os.getcwd(), deadline))
+            future.set_result(function(*args, **kwargs))
         except Exception as error:
             future.set_exception(error)
-        torch.set_num_threads(threads)
         return future
 
-    def release(self, future: Future[Ending]) -> None:
-        pass
 
-    def close(self) -> None:
-        pass
+def _in_process(self, task, *arguments) -> tasks.Ending:
+    threads = torch.get_num_threads()
+    try:
+        return tasks.execute(task, *arguments)
+    finally:
+        torch.set_num_threads(threads)
 
 
 def run_tasks_here(monkeypatch) -> None:
-    """Let runners take this executor for `processes`."""
-    monkeypatch.setattr(runner, "Processes", InProcess)
+    """Let runners run their tasks here."""
+    monkeypatch.setattr(tasks, "ThreadPoolExecutor", _Inline)
+    monkeypatch.setattr(tasks.TaskRunner, "_in_process", _in_process)

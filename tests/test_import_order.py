@@ -7,7 +7,7 @@ import nasfast
 
 PARTS = """
 config display extensions seeds runtime spaces settings ops supernet fusion engine data train tasks indicators search
-retrain measure report stages pipeline stability cli research __main__
+retrain measure report pipeline cli research __main__
 """.split()
 ROOT = Path(nasfast.__file__).parent
 

@@ -50,9 +50,8 @@ def test_the_flags_of_a_documented_command_exist(command, tmp_path, monkeypatch)
     del sys.modules["my_blocks"]
     (tmp_path / "published").mkdir()  # a folder that two commands read
     (tmp_path / "my_blocks.py").touch()
-    name, *flags = command
     try:
-        parse(name, "", flags)
+        parse(command)
     except SystemExit as ended:
         # --print_config ends the command; a wrong flag gives 2
         assert ended.code == 0
@@ -65,7 +64,7 @@ def test_commands_are_found_and_wrong_flags_are_refused():
     assert commands(text) == [["run", "--out", "a", "--seed", "1"], ["supernet"]]
     assert len(DOCUMENTED) > 30
     with pytest.raises(SystemExit):
-        parse("run", "", ["--no_such_flag", "1"])
+        parse(["run", "--no_such_flag", "1"])
 
 
 PYTHON = [

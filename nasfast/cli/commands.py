@@ -1,10 +1,11 @@
-"""What the commands of `nasfast` do, one short function each; `nasfast.cli.flags` gives their arguments."""
+"""What the commands of `nasfast` do, one short function each; `nasfast.cli.flags` declares and reads their flags."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import json
+import math
 import random
 import statistics
 import time
@@ -13,27 +14,22 @@ from pathlib import Path
 from typing import Any
 
 from nasfast import extensions, pipeline
+from nasfast.cli.flags import FlagError, Parser, run_config, take_tasks
 from nasfast.config import ConfigError
 from nasfast.indicators.accuracies import read_accuracies, read_scores
-from nasfast.indicators.rank import rank
+from nasfast.indicators.rank import MIN_RESAMPLES, rank
 from nasfast.indicators.scores import check_network_score, get_score, parts_of, score_networks, score_paths, summed
-from nasfast.indicators.table import IndicatorTable, TableError
+from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.measure.doctor import doctor
 from nasfast.measure.latency import check_replaceable, head_of, latency
 from nasfast.measure.step_times import step_times
-from nasfast.report import write_comparison, write_report
-from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, repeats_of, worth_of_score
-from nasfast.runtime.distributed import World, start
-from nasfast.runtime.launcher import environment_size
-from nasfast.runtime.termination import Terminated, stopped_at
-from nasfast.search import load_candidates
-from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
-from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
-from nasfast.stability.estimate import plan_seeds
-from nasfast.stability.page import STABILITY_FILE, sentences, write_stability_page
-from nasfast.stability.run import run_seeds
-from nasfast.stability.trained import (
+from nasfast.pipeline.check import check_one_process, without_supernet
+from nasfast.pipeline.estimate import plan_run
+from nasfast.pipeline.inputs import evidence_to_rank, untrained_networks
+from nasfast.pipeline.seeds import plan_seeds, run_seeds
+from nasfast.pipeline.seeds_page import STABILITY_FILE, sentences, write_stability_page
+from nasfast.pipeline.trained import (
     ACCURACIES_FILE,
     REPORT_FILE,
     check_names,
@@ -41,14 +37,19 @@ from nasfast.stability.trained import (
     estimate_sample,
     train_sample,
 )
-from nasfast.stages.checks import check_one_process, without_supernet
-from nasfast.stages.estimate import plan_run
-from nasfast.stages.inputs import evidence_to_rank
-from nasfast.stages.untrained import untrained_networks
+from nasfast.report import write_comparison, write_report
+from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, repeats_of, worth_of_score
+from nasfast.runtime.distributed import World, start
+from nasfast.runtime.launcher import environment_size
+from nasfast.runtime.termination import Terminated, stopped_at
+from nasfast.search import load_candidates
+from nasfast.search.candidate import ARCHS_FILE
+from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
+from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
 
 
 def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
-    tables = load_candidates(cfg.run_dir / pipeline.ARCHS_FILE).tables
+    tables = load_candidates(cfg.run_dir / ARCHS_FILE).tables
     for place, c in enumerate(found, start=1):
         costs = [f"{c.macs:,} MACs", f"{c.params:,} params"]
         costs += [f"{value:.4g} {t.unit} {t.quantity}" for t, value in zip(tables, c.values, strict=True)]
@@ -58,7 +59,7 @@ def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
         print(f"{table.quantity}: {table.about or 'a table of your own'}")
     if any(c.optimal for c in found):
         print(worth_of_score(cfg.run_dir))
-    print(f"written: {cfg.run_dir / pipeline.ARCHS_FILE}")
+    print(f"written: {cfg.run_dir / ARCHS_FILE}")
 
 
 def _show_retrained(cfg: RunConfig, results: dict[str, Any]) -> None:
@@ -96,7 +97,8 @@ def _cells(name: str, of: str, forms: Sequence[Mapping[str, Any]]) -> list[str]:
 def _joined(cfg: RunConfig) -> Iterator[tuple[RunConfig, World]]:
     """Join the processes that torchrun started; all take the settings of rank 0, whose files others may not see."""
     with start(cfg.torch_device) as world:
-        yield RunConfig.from_dict(json.loads(world.broadcast(json.dumps(cfg.to_dict()).encode()))), world
+        form = world.broadcast(json.dumps(cfg.to_dict()).encode())
+        yield cfg if world.is_main else RunConfig.from_dict(json.loads(form)), world
 
 
 @contextlib.contextmanager
@@ -109,7 +111,7 @@ def at_most(hours: float | None) -> Iterator[None]:
     """
     if hours is not None and environment_size() > 1:
         raise ConfigError(
-            "--max-hours stops one process, and torchrun would start its ranks again: leave it out, and stop torchrun "
+            "--max_hours stops one process, and torchrun would start its ranks again: leave it out, and stop torchrun "
             "by SIGTERM"
         )
     deadline = None if hours is None else time.time() + 3600 * hours
@@ -119,54 +121,62 @@ def at_most(hours: float | None) -> Iterator[None]:
     except Terminated as stopped:
         if deadline is not None and time.time() >= deadline:
             # the reason may also name an error
-            stopped.reason = stopped.reason.replace(Terminated().reason, f"--max-hours {hours:g} is over")
+            stopped.reason = stopped.reason.replace(Terminated().reason, f"--max_hours {hours:g} is over")
         raise
 
 
 def _run(
-    cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings | None, dry_run: bool, hours: float | None
+    cfg: RunConfig, tasks: TaskSettings | None, *, resume: bool = False, seeds: int = 1, dry_run: bool = False
 ) -> None:
     if seeds != 1:
-        _run_seeds(cfg, resume, seeds, settings or TaskSettings(), dry_run)
+        _run_seeds(cfg, seeds, tasks or TaskSettings(), resume=resume, dry_run=dry_run)
         return
-    check_one_process(settings, environment_size())
+    tasks, hours = split_hours(tasks)
     if dry_run:
         if environment_size() > 1:
-            raise ConfigError("--dry-run times the steps of one process: run it without torchrun")
-        print(plan_run(cfg, settings, max_hours=hours))
+            raise ConfigError("--dry_run times the steps of one process: run it without torchrun")
+        print(plan_run(cfg, tasks, max_hours=hours))
         return
     with at_most(hours), _joined(cfg) as (cfg, world):
         if world.is_main and ((cfg.run_dir / STABILITY_FILE).exists() or (cfg.run_dir / "seed-0").exists()):
             raise FileExistsError(f"{cfg.run_dir} has a run of --seeds: add --seeds N, or choose another --out")
-        result = pipeline.run(cfg, resume=resume, world=world, tasks=settings)
+        result = pipeline.run(cfg, resume=resume, world=world, tasks=tasks)
         if world.is_main:
             _show_retrained(cfg, result.retrained)
             print(f"report: {result.report}")
 
 
-def _run_seeds(cfg: RunConfig, resume: bool, seeds: int, settings: TaskSettings, dry_run: bool) -> None:
-    check_one_process(settings, environment_size())
+def _run_seeds(cfg: RunConfig, seeds: int, tasks: TaskSettings, *, resume: bool, dry_run: bool) -> None:
+    check_one_process(tasks, environment_size())
     if dry_run:
-        print(plan_seeds(cfg, seeds, settings))
+        print(plan_seeds(cfg, seeds, tasks))
         return
-    page = run_seeds(cfg, seeds, settings, resume=resume)
+    page = run_seeds(cfg, seeds, tasks, resume=resume)
     print("\n".join(sentences(cfg.run_dir)))
     print(f"report: {page}")
 
 
-def _supernet(cfg: RunConfig, resume: bool) -> None:
+def split_hours(tasks: TaskSettings | None) -> tuple[TaskSettings | None, float | None]:
+    """Where tasks run, None if no flag says so, and the hours after which a command with more than tasks stops."""
+    if tasks is None:
+        return None, None
+    hours, tasks = tasks.max_hours, tasks.replace(max_hours=None)
+    return (None if tasks == TaskSettings() else tasks), hours
+
+
+def _supernet(cfg: RunConfig, tasks: None, *, resume: bool = False) -> None:
     with _joined(cfg) as (cfg, world):
         final = pipeline.supernet(cfg, resume=resume, world=world)
         if world.is_main:
             print(f"checkpoint: {final}")
 
 
-def _score(cfg: RunConfig) -> None:
+def _score(cfg: RunConfig, tasks: None) -> None:
     if pipeline.score(cfg) is not None:
-        print(f"written: {cfg.run_dir / pipeline.TABLE_FILE}")
+        print(f"written: {cfg.run_dir / TABLE_FILE}")
 
 
-def _search(cfg: RunConfig, num_classes: int | None) -> None:
+def _search(cfg: RunConfig, tasks: None, *, num_classes: int | None = None) -> None:
     if without_supernet(cfg):
         pipeline.score_untrained(cfg, num_classes=num_classes)
     elif num_classes is not None:
@@ -178,27 +188,41 @@ def _search(cfg: RunConfig, num_classes: int | None) -> None:
 
 def _retrain(
     cfg: RunConfig,
-    resume: bool,
-    archs: Sequence[str],
-    pareto: bool,
     tasks: TaskSettings | None,
-    hours: float | None,
+    *,
+    resume: bool = False,
+    arch: Sequence[str] = (),
+    pareto: bool = False,
 ) -> None:
-    check_one_process(tasks, environment_size())
+    if arch and pareto:
+        raise FlagError("--arch and --pareto both say what to retrain: give one of them")
+    tasks, hours = split_hours(tasks)
     with at_most(hours), _joined(cfg) as (cfg, world):
-        results = pipeline.retrain_best(cfg, archs=archs, pareto=pareto, resume=resume, world=world, tasks=tasks)
+        results = pipeline.retrain_best(cfg, archs=arch, pareto=pareto, resume=resume, world=world, tasks=tasks)
         if world.is_main:
             _show_retrained(cfg, results)
 
 
-def _export(args: argparse.Namespace) -> None:
+def _with_defaults(given: dict[str, Any], parser: Parser) -> argparse.Namespace:
+    return argparse.Namespace(**parser.get_defaults().as_dict() | given)
+
+
+def _export(given: dict[str, Any], parser: Parser) -> None:
+    args = _with_defaults(given, parser)
+    if (args.name is not None) + (args.arch is not None) + args.pareto > 1:
+        raise FlagError("--name, --arch and --pareto each say what to export: give one of them")
     for file in pipeline.export(args.out, name=args.name or "best", arch=args.arch, pareto=args.pareto, onnx=args.onnx):
         print(file)
 
 
-def _rank(args: argparse.Namespace, settings: TaskSettings | None, dry_run: bool) -> None:
+def _rank(given: dict[str, Any], parser: Parser) -> None:
+    tasks, args = take_tasks(given), _with_defaults(given, parser)
+    _check_rank(args, tasks)
+    for name, default in (("space", "nas_bench_macro"), ("batch", 64), ("seed", 0), ("interval", 0.1)):
+        if getattr(args, name) is None:
+            setattr(args, name, default)
     if args.train is not None:
-        _rank_trained(args, settings or TaskSettings(), dry_run)
+        _rank_trained(args, tasks or TaskSettings())
         return
     if args.score is None:
         predictor, space = _predictor(args)
@@ -216,11 +240,60 @@ def _rank(args: argparse.Namespace, settings: TaskSettings | None, dry_run: bool
         print(f"written: {file}")
 
 
-def _rank_trained(args: argparse.Namespace, settings: TaskSettings, dry_run: bool) -> None:
+def _check_rank(args: argparse.Namespace, tasks: TaskSettings | None) -> None:
+    """Refuse flags of `rank` that contradict each other or need another one."""
+
+    def given(*names: str) -> bool:
+        return any(getattr(args, name) is not None for name in names)
+
+    trains, above_zero = given("train"), ("sample", "cells", "channels", "batch", "epochs")
+    for wrong, text in (
+        (given("table") == trains, "give either --table FILE or --train N"),
+        (
+            trains and (not given("out") or given("sample", "column", "seed")),
+            "--train needs --out RUN, and takes neither --sample nor --column nor --seed",
+        ),
+        (given("epochs", "interval") and not trains, "--epochs and --interval need --train"),
+        (
+            not trains and (tasks is not None or args.dry_run),
+            "--executor, --workers, --attempts, --max_hours and --dry_run are about --train N",
+        ),
+        (
+            given("interval") and not 0 < (args.interval or 0) < math.inf,
+            f"--interval must be positive and finite, got {args.interval}",
+        ),
+        (
+            args.resamples < MIN_RESAMPLES,
+            f"--resamples must be at least {MIN_RESAMPLES}, got {args.resamples}; 1000 is usual",
+        ),
+        (
+            given("out") + given("predictor") + given("images") != 1,
+            "give one of --out RUN, --predictor FILE, and --images FOLDER with --score NAME",
+        ),
+        (not given("score") and given("images", "sample"), "--images and --sample need --score"),
+        (
+            given("score") and given("predictor"),
+            "--score needs --out or --images: a file has its scores already",
+        ),
+        (not given("images") and given("cells", "channels", "batch"), "--cells, --channels and --batch need --images"),
+        (
+            given("out") and given("space"),
+            "--space needs --predictor or --images: --out has the space of the run",
+        ),
+        *(
+            (given(name) and getattr(args, name) < 1, f"--{name} must be at least 1, got {getattr(args, name)}")
+            for name in above_zero
+        ),
+    ):
+        if wrong:
+            raise FlagError(text)
+
+
+def _rank_trained(args: argparse.Namespace, settings: TaskSettings) -> None:
     cfg = _config_of(args.out)
     names = () if args.score is None else (args.score,)
     check_names(cfg, names)
-    if dry_run:
+    if args.dry_run:
         print(estimate_sample(cfg, args.train, settings, epochs=args.epochs))
         return
     accuracies = train_sample(cfg, args.train, epochs=args.epochs, settings=settings)
@@ -246,11 +319,11 @@ def _config_of(out: str) -> RunConfig:
             f"{path} is missing: run `nasfast supernet --out {out}` first. A score of untrained weights needs no "
             f"checkpoint, but the settings of a run in {path}"
         )
-    return RunConfig.load(path).replace(out=out)
+    return RunConfig.load(path).replace(out=out).resolved()
 
 
 def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, float], ArchSpace]:
-    path = Path(args.predictor) if args.predictor else Path(args.out) / pipeline.TABLE_FILE
+    path = Path(args.predictor) if args.predictor else Path(args.out) / TABLE_FILE
     if args.out is not None and not path.exists():
         raise FileNotFoundError(f"{path} is missing: run `nasfast score --out {args.out}` first")
     try:
@@ -304,16 +377,24 @@ def _sampled(args: argparse.Namespace, space: ArchSpace) -> dict[Arch, float]:
     return {arch: accuracies[arch] for arch in archs}
 
 
-def _report(runs: Sequence[Path], page: Path) -> None:
+def _report(given: dict[str, Any], parser: Parser) -> None:
+    args = _with_defaults(given, parser)
+    runs = [Path(run) for run in [*(args.runs or ()), *([] if args.out is None else [args.out])]]
+    if not runs or (args.out is not None and args.runs):
+        raise FlagError("give one run directory (--out RUN) or the names of several to compare: nasfast report A B")
+    if args.page is not None and len(runs) == 1:
+        raise FlagError("--page is about several runs: the page of one run is report.html in its directory")
     if len(runs) > 1:
         # the page of one run lies in its folder, and this one where the command runs
-        print(f"written: {write_comparison(runs, page).absolute()}")
+        print(f"written: {write_comparison(runs, Path(args.page or 'comparison.html')).absolute()}")
         return
     of_seeds = (runs[0] / STABILITY_FILE).exists()
     print(f"written: {write_stability_page(runs[0]) if of_seeds else write_report(runs[0])}")
 
 
-def _latency(cfg: LatencyConfig, out: str) -> None:
+def _latency(settings: dict[str, Any], parser: Parser) -> None:
+    out = settings.pop("out", "latency.json")
+    cfg = LatencyConfig.from_dict(settings)
     # a file that must not be replaced is named before minutes of measuring
     check_replaceable(out, head_of(cfg, cfg.resolve()))
     report = latency(cfg)
@@ -322,24 +403,29 @@ def _latency(cfg: LatencyConfig, out: str) -> None:
     print(f"written: {out}")
 
 
-def _step(cfg: StepTimesConfig, out: str | None) -> None:
-    report = step_times(cfg)
+def _step(settings: dict[str, Any], parser: Parser) -> None:
+    out = settings.pop("out", None)
+    report = step_times(StepTimesConfig.from_dict(settings))
     print(report)
     if out is not None:
         report.save(out)
         print(f"written: {out}")
 
 
-def _doctor() -> None:
+def _doctor(given: dict[str, Any], parser: Parser) -> None:
     print(doctor())
 
 
-_COMMANDS: dict[str, Callable[..., None]] = {
+_STAGES: dict[str, Callable[..., None]] = {
     "run": _run,
     "supernet": _supernet,
     "score": _score,
     "search": _search,
     "retrain": _retrain,
+}
+"""The commands that take a RunConfig, the settings of tasks, and their other flags."""
+
+_OTHERS: dict[str, Callable[[dict[str, Any], Parser], None]] = {
     "export": _export,
     "rank": _rank,
     "report": _report,
@@ -349,12 +435,23 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 
 
-def execute(command: str, arguments: Sequence[Any]) -> None:
+def execute(command: str, given: dict[str, Any], parser: Parser) -> None:
     """Carry out one command; the caller shows its errors.
 
     Args:
-        command: `run`, `supernet`, ...
-        arguments: what `nasfast.cli.flags.parse` made of its flags.
+        command: `run`, `supernet`, ..., or with its kind `moments quick`.
+        given: the values of its flags, as `nasfast.cli.flags.parse` gives them.
+        parser: its parser, which has the defaults.
+
+    Raises:
+        FlagError: flags contradict each other.
     """
-    run = extensions.load(extensions.COMMAND_RUN) if command in extensions.COMMANDS else _COMMANDS[command]
-    run(*arguments)
+    if command in _STAGES:
+        tasks = take_tasks(given)
+        check_one_process(split_hours(tasks)[0], environment_size())
+        cfg, others = run_config(command, given)
+        _STAGES[command](cfg, tasks, **others)
+    elif command in _OTHERS:
+        _OTHERS[command](given, parser)
+    else:
+        extensions.load(extensions.COMMAND_RUN)(command, given)

@@ -1,152 +1,117 @@
-"""The flags of the commands: each function declares those of one kind of command and reads them.
+"""The flags of the commands, and the settings that a command line gives: one parser (jsonargparse), read once.
 
 The flags of a setting are the fields of its config. Nothing here imports torch, because help must not wait for it.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from nasfast import extensions
-from nasfast.cli.parser import Parser
-from nasfast.config import ConfigError, flatten, load_yaml, local, nearest
-from nasfast.indicators.rank import MIN_RESAMPLES
+import jsonargparse
+from jsonargparse.typing import register_type
+
+from nasfast import __version__, extensions
+from nasfast.config import ConfigError, Number, load_yaml, local, merge, nearest, suggestion, to_number
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.runtime.imports import import_modules
 from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
 
+register_type(Number, serializer=float, deserializer=to_number)
+jsonargparse.set_parsing_settings(add_print_completion_argument=True)
+
 _RECIPES = Path(__file__).parents[1] / "recipes"
 
 
-def _recipe(name: str) -> Path:
-    """The file of a --config argument, which is a path or the name of a recipe of this package."""
-    recipe = _RECIPES / f"{name}.yaml"
-    if not Path(name).exists() and Path(name).suffix == "":
-        names = [path.stem for path in _RECIPES.glob("*.yaml")]
-        if name not in names:
-            raise ConfigError(f"--config {name!r} is neither a file nor a recipe; {nearest(name, names)}")
-        return recipe
-    return Path(name)
+class _ConfigFile(jsonargparse.ActionConfigFile):
+    """`--config`: a file, or the name of a recipe of this package."""
+
+    def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
+        path = Path(values)
+        if not path.exists() and path.suffix == "":
+            names = [recipe.stem for recipe in _RECIPES.glob("*.yaml")]
+            if values not in names:
+                raise ConfigError(f"--config {values!r} is neither a file nor a recipe; {nearest(values, names)}")
+            path = _RECIPES / f"{values}.yaml"
+        load_yaml(path)  # its errors name the file
+        super().__call__(parser, cfg, str(path), option_string)
 
 
-def _merge(base: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Write the values of `changes` into `base`, into nested mappings too."""
-    for key, value in changes.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
-        else:
-            base[key] = value
+class Parser(jsonargparse.ArgumentParser):
+    """jsonargparse's parser, whose errors are short and name the nearest flag or command.
 
-
-def _run_config(parser: Parser, argv: Sequence[str], *, resumable: bool) -> tuple[RunConfig, dict[str, Any]]:
-    """The config of a stage command, and the values of its other flags.
-
-    Values come from RunConfig, then from the run directory's config.yaml if the command continues a run, then from the
-    --config files in their order, then from flags; later ones replace earlier ones.
+    Attributes:
+        argv: what is parsed.
     """
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    early.add_argument("--out")
-    early.add_argument("--config", action="append", default=[])
-    early.add_argument("--resume", action="store_true")
-    early.add_argument("-h", "--help", action="store_true")
-    known, _ = early.parse_known_args(argv)
-    # help needs no file; the check of a file that names a score would import torch
-    files = [] if known.help else [_recipe(name) for name in known.config]
-    out = known.out or next((o for f in reversed(files) if (o := local(load_yaml(f)).get("out"))), RunConfig.out)
-    saved = Path(out) / CONFIG_FILE
-    if (known.resume or parser.command not in ("run", "supernet")) and saved.exists() and not known.help:
-        files.insert(0, saved)
 
-    recipes = ", ".join(sorted(path.stem for path in _RECIPES.glob("*.yaml")))
-    text = f"YAML file with any of the settings below, or a recipe ({recipes}); may be repeated, later files win"
-    parser.add_argument("--config", action="append", metavar="FILE", help=text)
-    if resumable:
-        parser.add_argument("--resume", action="store_true", help="continue from the newest good checkpoints in --out")
-    parser.add_settings(RunConfig)
-    given: dict[str, Any] = {}
-    for file in files:
-        _merge(given, local(load_yaml(file)))
-    try:
-        checked = flatten(RunConfig.from_dict(given).to_dict())
-    except ConfigError as error:
-        if saved in files:
-            RunConfig.load(saved)  # its error says more, where this file is at fault
-        raise ConfigError(f"{', '.join(map(str, files))}: {error}") from error
-    parser.set_defaults({key: checked[key] for key in flatten(given)})
-    parsed = parser.parse_flags(argv).as_dict()
-    settings = {field.name for field in dataclasses.fields(RunConfig)}
-    others = {name: parsed.pop(name) for name in list(parsed) if name not in settings}
-    return RunConfig.from_dict(parsed), others
+    argv: Sequence[str] = ()
+
+    @property
+    def subcommands(self) -> dict[str, Parser]:
+        """The parsers of its commands, by name."""
+        action: Any = self._subcommands_action
+        return {} if action is None else action.choices
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(default_env=False, allow_abbrev=False, **{"usage": "%(prog)s [FLAGS]", **options})
+
+    def add_common(self) -> None:
+        """Add the flags of every command."""
+        recipes = ", ".join(sorted(path.stem for path in _RECIPES.glob("*.yaml")))
+        text = f"YAML file with any of the settings below, or a recipe ({recipes}); of files and flags, later ones win"
+        self.add_argument("--config", action=_ConfigFile, metavar="FILE", help=text)
+        text = "import this first: a module, or FILE.py, which has e.g. block kinds of your own; may be repeated"
+        self.add_argument("--import", action="append", metavar="MODULE", help=text)
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        parser = self
+        for word in Parser.argv[len(self.prog.split()) - 1 :]:
+            if word.startswith("-") or not parser.subcommands:
+                break
+            if word not in parser.subcommands:
+                message += _near(word, parser.subcommands)
+                break
+            parser = parser.subcommands[word]
+        for flag in (word.partition("=")[0] for word in Parser.argv if word.startswith("--")):
+            if flag not in parser._option_string_actions:
+                message += _near(flag, parser._option_string_actions)
+        print(f"{parser.prog}: {message}\nall flags: {parser.prog} --help", file=sys.stderr)
+        sys.exit(2)
 
 
-def add_task_flags(parser: Parser, *, dry_run: bool = True, optional: str = "") -> None:
-    """Add the flags that say where tasks run and for how long; `task_settings` reads them.
+def _near(word: str, valid: Iterable[str]) -> str:
+    close = suggestion(word, valid)
+    return f"; {close}" if close else ""
 
-    Args:
-        parser: gets the flags.
-        dry_run: whether the command can print its tasks instead.
-        optional: what these flags make a task of, each in a process of its own, where the command has tasks only if
-            --executor, --workers or --attempts is given.
-    """
-    default = TaskSettings()
-    makes = f"; this flag, --workers or --attempts makes a task of {optional}" if optional else ""
+
+def _run_flags(parser: Parser) -> None:
     parser.add_argument(
-        "--executor",
-        choices=("processes", "ray"),
-        help=f"where tasks run: in processes of this machine (default), or on a Ray cluster{makes}",
+        "--seeds", type=int, default=1, help="repeat everything with this many seeds, and say whether they agree"
     )
-    parser.add_argument("--ray.address", metavar="HOST:PORT", help="with --executor ray: the cluster's head")
-    text = "tasks at a time on this machine; 0 (default) takes as many as cores and memory allow"
-    parser.add_argument("--workers", type=int, help=text)
-    text = f"how often a failing task is tried; default: {default.attempts}"
-    parser.add_argument("--attempts", type=int, help=text)
-    continues = "--resume" if parser.command in ("run", "retrain") else "the same command"
-    parser.add_argument("--max-hours", type=float, help=f"stop cleanly after this time; {continues} continues")
-    if dry_run:
-        parser.add_argument("--dry-run", action="store_true", help="only print the tasks with their time and memory")
+    parser.add_argument("--dry_run", action="store_true", help="only print the stages with their time and memory")
+    parser.add_class_arguments(TaskSettings)
+    _supernet_flags(parser)
 
 
-def task_settings(parsed: dict[str, Any]) -> tuple[TaskSettings | None, bool]:
-    """Take the flags of `add_task_flags` out of parsed ones; also returns whether it is a dry run.
-
-    Without any of them the settings are None, because a command may then have no tasks.
-
-    Raises:
-        ConfigError: a value cannot be used.
-    """
-    dry_run = parsed.pop("dry_run", False)
-    flags = {name: parsed.pop(name) for name in ("executor", "workers", "attempts", "max_hours")}
-    flags["ray_address"] = parsed.pop("ray")["address"]
-    given = {name: value for name, value in flags.items() if value is not None}
-    return TaskSettings.from_dict(given) if given else None, dry_run
+def _supernet_flags(parser: Parser) -> None:
+    parser.add_argument("--resume", action="store_true", help="continue from the newest good checkpoints in --out")
+    parser.add_class_arguments(RunConfig)
 
 
-def take_hours(parsed: dict[str, Any]) -> float | None:
-    """Take --max-hours out of parsed flags, of a command that has more than tasks: after this time it stops itself.
-
-    Raises:
-        ConfigError: it is not positive.
-    """
-    hours, parsed["max_hours"] = parsed["max_hours"], None
-    return None if hours is None else TaskSettings.from_dict({"max_hours": hours}).max_hours
+def _score_flags(parser: Parser) -> None:
+    parser.add_class_arguments(RunConfig)
 
 
-def _resumable(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool]:
-    cfg, others = _run_config(parser, argv, resumable=True)
-    return cfg, others["resume"]
+def _search_flags(parser: Parser) -> None:
+    text = "classes, where a score of the space alone begins a search without a run (--space.name, --score.name)"
+    parser.add_argument("--num_classes", type=int, metavar="N", help=text)
+    parser.add_class_arguments(RunConfig)
 
 
-def _retrain(
-    parser: Parser, argv: Sequence[str]
-) -> tuple[RunConfig, bool, list[str], bool, TaskSettings | None, float | None]:
-    """The settings, whether to resume, which architectures are named, whether to take the Pareto fronts, where, and
-    the hours after which it stops.
-    """
+def _retrain_flags(parser: Parser) -> None:
     parser.add_argument(
         "--arch",
         action="append",
@@ -154,66 +119,19 @@ def _retrain(
         help='retrain this architecture of the space, e.g. "1 0 2 1", and not those of the search; may be repeated',
     )
     parser.add_argument("--pareto", action="store_true", help="retrain all points of the Pareto fronts of the search")
-    add_task_flags(parser, dry_run=False, optional="each training")
-    cfg, others = _run_config(parser, argv, resumable=True)
-    if others["arch"] and others["pareto"]:
-        parser.error("--arch and --pareto both say what to retrain: give one of them")
-    hours = take_hours(others)
-    return cfg, others["resume"], others["arch"] or [], others["pareto"], task_settings(others)[0], hours
+    parser.add_class_arguments(TaskSettings)
+    _supernet_flags(parser)
 
 
-def _run(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, bool, int, TaskSettings | None, bool, float | None]:
-    """The settings, whether to resume, the number of seeds (1 is a plain run), how and whether to run the tasks, and
-    the hours after which a plain run stops, which has more than tasks.
-    """
-    parser.add_argument(
-        "--seeds", type=int, default=1, help="repeat everything with this many seeds, and say whether they agree"
-    )
-    add_task_flags(parser, optional="each retraining of a run of one seed")
-    cfg, others = _run_config(parser, argv, resumable=True)
-    hours = take_hours(others) if others["seeds"] == 1 else None
-    settings, dry_run = task_settings(others)
-    return cfg, others["resume"], others["seeds"], settings, dry_run, hours
-
-
-def _stage(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig]:
-    return (_run_config(parser, argv, resumable=False)[0],)
-
-
-_SHORT = {
-    "space": "space.name",
-    "score": "score.name",
-    "max_macs": "search.max_macs",
-    "max_params": "search.max_params",
-}
-"""Short flags of a search, which may be the first command."""
-
-
-def _search(parser: Parser, argv: Sequence[str]) -> tuple[RunConfig, int | None]:
-    """The settings, and the classes of a search without a run."""
-    short = ", ".join(f"--{name} for --{full}" for name, full in _SHORT.items())
-    parser.add_argument(
-        "--num_classes", type=int, metavar="N", help=f"classes, where a score begins a search without a run ({short})"
-    )
-    parts = [text.partition("=") for text in argv]
-    whole = {f"--{name}": f"--{full}" for name, full in _SHORT.items()}
-    cfg, others = _run_config(parser, [whole.get(a, a) + b + c for a, b, c in parts], resumable=False)
-    return cfg, others["num_classes"]
-
-
-def _export(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace]:
+def _export_flags(parser: Parser) -> None:
     parser.add_argument("--out", required=True, help="run directory")
     parser.add_argument("--name", help="which retrained network: best (default), best-2, ..., random, random-2, ...")
     parser.add_argument("--arch", metavar="ARCH", help='instead of --name: the network of this architecture, "1 0 2 1"')
     parser.add_argument("--pareto", action="store_true", help="instead of --name: all retrained points of the fronts")
     parser.add_argument("--onnx", type=bool, default=True, help="also write model.onnx, checked with onnxruntime")
-    args = parser.parse_flags(argv)
-    if (args.name is not None) + (args.arch is not None) + args.pareto > 1:
-        parser.error("--name, --arch and --pareto each say what to export: give one of them")
-    return (args,)
 
 
-def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, TaskSettings | None, bool]:
+def _rank_flags(parser: Parser) -> None:
     parser.add_argument("--table", help="trained accuracies, at least 10: JSON or CSV (arch,accuracy)")
     parser.add_argument("--column", help="which accuracy, where the table has several per architecture")
     parser.add_argument("--out", help="run directory: ranks its indicators.json and writes rank.json for the report")
@@ -240,118 +158,131 @@ def _rank(parser: Parser, argv: Sequence[str]) -> tuple[argparse.Namespace, Task
     parser.add_argument("--epochs", type=int, help=text)
     text = "with --train: half width of the interval of tau for which the number of architectures is estimated"
     parser.add_argument("--interval", type=float, help=f"{text}; default: 0.1")
-    add_task_flags(parser)
-    text = "--train takes the images of the run, and has a short recipe of its own, of which --epochs sets the epochs"
-    parser.hints = {"retrain.": text, "data.": text}
-    parsed = parser.parse_flags(argv).as_dict()
-    settings, dry_run = task_settings(parsed)
-    args = argparse.Namespace(**parsed)
-    if (args.table is None) == (args.train is None):
-        parser.error("give either --table FILE or --train N")
-    if args.train is not None:
-        if args.out is None or any(v is not None for v in (args.sample, args.column, args.seed)):
-            parser.error("--train needs --out RUN, and takes neither --sample nor --column nor --seed")
-    if args.epochs is not None and (args.train is None or args.epochs < 1):
-        parser.error("--epochs needs --train, and must be at least 1")
-    if args.train is None and (settings is not None or dry_run):
-        parser.error("--executor, --workers, --attempts, --max-hours and --dry-run are about --train N")
-    if args.interval is not None and (args.train is None or not 0 < args.interval < math.inf):
-        parser.error("--interval needs --train, and must be positive and finite")
-    if args.resamples < MIN_RESAMPLES:
-        parser.error(f"--resamples must be at least {MIN_RESAMPLES}, got {args.resamples}; 1000 is usual")
-    _check_predictor(parser, args)
-    for name, default in (("space", "nas_bench_macro"), ("batch", 64), ("seed", 0), ("interval", 0.1)):
-        if getattr(args, name) is None:
-            setattr(args, name, default)
-    return args, settings, dry_run
+    parser.add_argument("--dry_run", action="store_true", help="with --train: only print how long the trainings take")
+    parser.add_class_arguments(TaskSettings)
 
 
-def _check_predictor(parser: Parser, args: argparse.Namespace) -> None:
-    """Refuse flags of `rank` that contradict each other or need another one."""
-    if sum(value is not None for value in (args.out, args.predictor, args.images)) != 1:
-        parser.error("give one of --out RUN, --predictor FILE, and --images FOLDER with --score NAME")
-    if args.score is None and (args.images is not None or args.sample is not None):
-        parser.error("--images and --sample need --score")
-    if args.score is not None and args.predictor is not None:
-        parser.error("--score needs --out or --images: a file has its scores already")
-    if args.images is None and any(v is not None for v in (args.cells, args.channels, args.batch)):
-        parser.error("--cells, --channels and --batch need --images")
-    if args.out is not None and args.space is not None:
-        parser.error("--space needs --predictor or --images: --out has the space of the run")
-    for name in ("sample", "cells", "channels", "batch"):
-        if (value := getattr(args, name)) is not None and value < 1:
-            parser.error(f"--{name} must be at least 1, got {value}")
-
-
-def _report(parser: Parser, argv: Sequence[str]) -> tuple[list[Path], Path]:
-    """The run directories, and the page of a comparison."""
+def _report_flags(parser: Parser) -> None:
+    parser.usage = "%(prog)s [RUN ...] [FLAGS]"
     parser.add_argument("runs", nargs="*", metavar="RUN", help="run directories; two or more are compared on one page")
     parser.add_argument("--out", help="instead of RUN: one run directory")
     text = "with several runs: the page that compares them; default: comparison.html"
     parser.add_argument("--page", metavar="FILE", help=text)
-    args = parser.parse_flags(argv)
-    runs = [Path(run) for run in [*args.runs, *([] if args.out is None else [args.out])]]
-    if not runs or (args.out is not None and args.runs):
-        parser.error("give one run directory (--out RUN) or the names of several to compare: nasfast report A B")
-    if args.page is not None and len(runs) == 1:
-        parser.error("--page is about several runs: the page of one run is report.html in its directory")
-    return runs, Path(args.page or "comparison.html")
 
 
-def _latency(parser: Parser, argv: Sequence[str]) -> tuple[LatencyConfig, str]:
+def _latency_flags(parser: Parser) -> None:
     text = "the table, as JSON; one of another space, device, runtime, dtype, threads or batch is not replaced"
     parser.add_argument("--out", metavar="FILE", default="latency.json", help=text)
-    parser.add_settings(LatencyConfig)
-    settings = parser.parse_flags(argv).as_dict()
-    out = settings.pop("out")
-    return LatencyConfig(**settings), out
+    parser.add_class_arguments(LatencyConfig)
 
 
-def _step(parser: Parser, argv: Sequence[str]) -> tuple[StepTimesConfig, str | None]:
+def _step_flags(parser: Parser) -> None:
     parser.add_argument("--out", metavar="FILE", help="also write the rows as JSON, with machine, versions and ISA")
-    parser.add_settings(StepTimesConfig)
-    settings = parser.parse_flags(argv).as_dict()
-    out = settings.pop("out")
-    return StepTimesConfig(**settings), out
+    parser.add_class_arguments(StepTimesConfig)
 
 
-def _no_flags(parser: Parser, argv: Sequence[str]) -> tuple[()]:
-    parser.parse_flags(argv)
-    return ()
-
-
-_FLAGS: dict[str, Callable[[Parser, Sequence[str]], tuple[Any, ...]]] = {
-    "run": _run,
-    "supernet": _resumable,
-    "score": _stage,
-    "search": _search,
-    "retrain": _retrain,
-    "export": _export,
-    "rank": _rank,
-    "report": _report,
-    "latency": _latency,
-    "step": _step,
-    "doctor": _no_flags,
+COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
+    "run": ("everything: train a supernet, score, search, retrain, report", _run_flags),
+    "supernet": ("train the supernet", _supernet_flags),
+    "score": ("score the candidates of the trained supernet into indicators.json", _score_flags),
+    "search": ("best architectures under MACs and parameter limits into archs.json", _search_flags),
+    "retrain": ("train the chosen architectures as plain networks", _retrain_flags),
+    "export": ("files of a retrained network, ONNX included", _export_flags),
+    "rank": ("rank correlation of a predictor with trained accuracies, beside trivial baselines", _rank_flags),
+    "report": ("write report.html of a run directory, or one page that compares several", _report_flags),
+    "latency": ("latency of every candidate on this machine, as a table for --search.max_latency_ms", _latency_flags),
+    "step": (
+        "times of a training step: the rows of the paper's Table 2 on this machine, beside the published figures",
+        _step_flags,
+    ),
+    "doctor": ("versions, CPU and GPU, and which backend every operator uses and why", lambda parser: None),
 }
+"""Name of a command -> its line in `nasfast --help`, and the function that declares its flags."""
 
 
-def parse(command: str, description: str, argv: Sequence[str]) -> tuple[Any, ...]:
-    """What the flags of a command say: the arguments of its function in `nasfast.cli.commands`.
+def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], Parser]:
+    """The command that `argv` names, and its flags; imports the modules of --import.
 
-    It ends the process after printing help (status 0) and where a flag is wrong (status 2).
+    It ends the process after printing help, settings or completions (status 0) and where a flag is wrong (status 2).
 
     Args:
-        command: `run`, `supernet`, ...
-        description: first text of its help.
-        argv: its flags.
+        argv: the command and its flags.
+
+    Returns:
+        Name of the command, with its kind where it has kinds (`moments quick`); the values that files and flags give,
+        by nested names; and its parser, which has the defaults.
+
+    Raises:
+        ConfigError: --config names neither a file nor a recipe.
+        ValueError: a module of --import cannot be imported.
+    """
+    root = Parser(
+        prog="nasfast",
+        usage="nasfast COMMAND [FLAGS]",
+        description="Neural architecture search on weight-frozen supernets.",
+    )
+    root.add_argument("--version", action="version", version=f"nasfast {__version__}")
+    commands = root.add_subcommands(dest="command", metavar="COMMAND")
+    command = argv[0] if argv else ""
+    names = {**{name: text for name, (text, _) in COMMANDS.items()}, **extensions.COMMANDS}
+    for name, text in names.items():
+        parser = Parser(description=text)
+        commands.add_subcommand(name, parser, help=text)
+        parser.prog = f"nasfast {name}"
+        # the flags of one command take a tenth of a second; completion needs those of all
+        if name == command or command.startswith("--print_completion"):
+            _declare(parser, name)
+    Parser.argv = argv
+    # defaults are only for the eye: a stage that continues a run takes the saved settings in their place
+    prints = any(word.startswith("--print_config") for word in argv)
+    values = root.parse_args(list(argv) or ["--help"], defaults=prints).as_dict()
+    path, leaf = [], root
+    while values.get("command"):
+        path.append(values["command"])
+        leaf, values = leaf.subcommands[path[-1]], values[path[-1]]
+    import_modules(values.pop("import", None) or ())
+    values.pop("config", None)
+    return " ".join(path), values, leaf
+
+
+def _declare(parser: Parser, command: str) -> None:
+    if command in extensions.COMMANDS:
+        extensions.load(extensions.COMMAND_FLAGS)(parser, command)
+    else:
+        parser.add_common()
+        COMMANDS[command][1](parser)
+
+
+def run_config(command: str, given: dict[str, Any]) -> tuple[RunConfig, dict[str, Any]]:
+    """The resolved settings of a stage, and the values of its other flags.
+
+    Values come from RunConfig, then from the run directory's config.yaml if the command continues a run, then from what
+    was given.
 
     Raises:
         ConfigError: a setting cannot be used; the text says which.
-        ValueError: a module of --import cannot be imported.
     """
-    early = argparse.ArgumentParser(prog=f"nasfast {command}", add_help=False, allow_abbrev=False)
-    early.add_argument("--import", action="append", default=[], dest="modules")
-    known, rest = early.parse_known_args(argv)
-    import_modules(known.modules)  # before any file is read that names what they define
-    read = extensions.load(extensions.COMMAND_FLAGS) if command in extensions.COMMANDS else _FLAGS[command]
-    return read(Parser(command, description), rest)
+    settings = {field.name for field in dataclasses.fields(RunConfig)}
+    others = {name: value for name, value in given.items() if name not in settings}
+    saved = Path(given.get("out", RunConfig.out)) / CONFIG_FILE
+    form: dict[str, Any] = {}
+    if (others.get("resume") or command not in ("run", "supernet")) and saved.exists():
+        form = local(load_yaml(saved))
+    try:
+        cfg = RunConfig.from_dict(merge(form, {name: value for name, value in given.items() if name in settings}))
+    except ConfigError as error:
+        raise ConfigError(f"{error} (with {saved})" if form else str(error)) from error
+    return cfg.resolved(), others
+
+
+def take_tasks(given: dict[str, Any]) -> TaskSettings | None:
+    """Take the flags of tasks out of `given`; None where all are the defaults."""
+    names = [field.name for field in dataclasses.fields(TaskSettings)]
+    settings = TaskSettings.from_dict({name: given.pop(name) for name in names if name in given})
+    return None if settings == TaskSettings() else settings
+
+
+class FlagError(ValueError):
+    """Flags contradict each other or need another one."""
+
+    exit_status = 2

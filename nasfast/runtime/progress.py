@@ -1,18 +1,18 @@
-"""How far the work of this process is: a stage tells it, and whoever runs the stage may listen. No torch."""
+"""What a training calls at each step that it logs, how many stages follow it, and times as text. No torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-Listener = Callable[[str, int, int], None]
-"""Takes the name of a stage, how much of it is done, and its size."""
+Callback = Callable[[str, int, Mapping[str, float | int | None]], object]
+"""Takes the name of a stage (`supernet`, `retrain/best`), the step, and its metrics by name, such as `loss`."""
 
 LINE_EVERY = 600.0
 """Seconds between lines where no terminal shows a bar: a run of minutes has none, and that of a day is not silent."""
 
-_listeners: list[Listener] = []
+_callbacks: list[Callback] = []
 _following = 0
 
 
@@ -32,20 +32,21 @@ def following() -> int:
     return _following
 
 
-def tell(stage: str, done: int, total: int) -> None:
-    """Say that `done` of `total` parts of a stage are done."""
-    for listener in _listeners:
-        listener(stage, done, total)
-
-
 @contextmanager
-def listening(listener: Listener) -> Iterator[None]:
-    """Within this block, pass everything that stages of this process tell to `listener`."""
-    _listeners.append(listener)
+def calling(callbacks: Sequence[Callback]) -> Iterator[None]:
+    """Within this block, call these functions with the metrics of each training of this process, as they are logged."""
+    _callbacks.extend(callbacks)
     try:
         yield
     finally:
-        _listeners.remove(listener)
+        for callback in callbacks:
+            _callbacks.remove(callback)
+
+
+def call(stage: str, step: int, metrics: Mapping[str, float | int | None]) -> None:
+    """Call what `calling` was given; an error that a callback raises ends the training."""
+    for callback in _callbacks:
+        callback(stage, step, metrics)
 
 
 def duration(seconds: float) -> str:

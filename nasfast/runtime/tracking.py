@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from nasfast.config import flatten
+from nasfast.runtime.progress import calling
 
 _LOG = logging.getLogger(__name__)
 
@@ -42,12 +43,13 @@ class _Session:
         self._names, self._begun = list(names), dict[str, tuple[Send, End]]()
         self._begin = lambda name: _begin(name, folder.resolve().name, folder, settings)
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def __call__(self, stage: str, step: int, metrics: Mapping[str, float | int | None]) -> None:
+        given = {f"{stage}/{key}": value for key, value in metrics.items() if value is not None}
         for name in list(self._names):
             with self._giving_up(name):
                 if name not in self._begun:
                     self._begun[name] = self._begin(name)
-                self._begun[name][0](metrics, step)
+                self._begun[name][0](given, step)
 
     def close(self, *, failed: bool) -> None:
         for name in set(self._names) & self._begun.keys():
@@ -70,32 +72,27 @@ class _Session:
             )
 
 
-_session: _Session | None = None
+_tracking = False
 
 
 @contextmanager
 def tracked(names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> Iterator[None]:
-    """Within this block, send everything that `log` gets to these packages; an inner block changes nothing.
+    """Within this block, send the metrics of every training to these packages; an inner block changes nothing.
 
     Args:
         names: any of `wandb` and `mlflow`.
         folder: the run directory, after which the run is named.
         settings: the settings of the run, as nested mappings.
     """
-    global _session
-    if _session is not None or not names:
+    global _tracking
+    if _tracking or not names:
         yield
         return
-    _session, failed = _Session(names, folder, settings), True
+    session, _tracking, failed = _Session(names, folder, settings), True, True
     try:
-        yield
+        with calling([session]):
+            yield
         failed = False
     finally:
-        session, _session = _session, None
+        _tracking = False
         session.close(failed=failed)
-
-
-def log(stage: str, step: int, metrics: Mapping[str, float | int | None]) -> None:
-    """Send the metrics of a step to the trackers of the run, if it has any; None is left out."""
-    if _session is not None:
-        _session.log({f"{stage}/{key}": value for key, value in metrics.items() if value is not None}, step)

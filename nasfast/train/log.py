@@ -13,10 +13,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
-from torch.utils.tensorboard import SummaryWriter
 
-from nasfast.runtime import progress, tracking
+from nasfast.runtime import progress
 from nasfast.runtime.files import METRICS_FILE, locked_lines, read_metrics, write_atomic
+
+try:
+    from torch.utils.tensorboard import SummaryWriter
+except ImportError:  # the extra `tensorboard` is not installed
+    SummaryWriter = None  # type: ignore[assignment, misc]
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,7 +32,8 @@ class TrainLog:
     an unbroken one, except for times.
 
     Args:
-        run_dir: gets tensorboard/STAGE, and metrics.jsonl, to which other stages may write at the same time.
+        run_dir: gets metrics.jsonl, to which other stages may write at the same time, and tensorboard/STAGE if
+            tensorboard is installed.
         stage: name of the stage, e.g. `supernet` or `retrain/best`.
         step: step at which the stage starts.
         total: step at which it ends.
@@ -42,8 +47,9 @@ class TrainLog:
             kept = [m for m in read_metrics(run_dir) if m["stage"] != stage or m["step"] <= step]
             write_atomic(self._path, "".join(json.dumps(m) + "\n" for m in kept).encode())
         self._board: SummaryWriter | None = None
-        with self._on_board():
-            self._board = SummaryWriter(str(Path(run_dir) / "tensorboard" / stage), purge_step=step + 1)
+        if SummaryWriter is not None:
+            with self._on_board():
+                self._board = SummaryWriter(str(Path(run_dir) / "tensorboard" / stage), purge_step=step + 1)
         self._start, self._start_step = time.monotonic(), step
         self._said = self._start
         console = Console(file=sys.stderr)
@@ -72,8 +78,7 @@ class TrainLog:
             for name, value in metrics.items():
                 if value is not None and self._board:
                     self._board.add_scalar(name, value, step)
-        tracking.log(self._stage, step, metrics)
-        progress.tell(self._stage, step, self._total)
+        progress.call(self._stage, step, metrics)
         text = "  ".join(f"{name} {_short(name, value)}" for name, value in metrics.items() if value is not None)
         now = time.monotonic()
         left = self._left(step, now)

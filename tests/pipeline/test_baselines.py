@@ -13,11 +13,11 @@ from nasfast import pipeline
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.indicators.table import IndicatorTable
-from nasfast.pipeline import RunConfig
+from nasfast.pipeline.inputs import evidence_of, image_loaders
 from nasfast.retrain import load_model
 from nasfast.search import load_candidates
+from nasfast.settings import RunConfig
 from nasfast.spaces import SearchSpace
-from nasfast.stages.inputs import image_loaders
 from nasfast.train.checkpoint import load_checkpoint
 
 
@@ -148,7 +148,7 @@ def test_a_supernet_at_chance_is_named(tmp_path, config, caplog):
     assert "at chance" in caplog.text
 
 
-@pytest.mark.parametrize("stage", [pipeline.score, pipeline.search, pipeline.evidence_of])
+@pytest.mark.parametrize("stage", [pipeline.score, pipeline.search, evidence_of])
 def test_stages_without_training_use_the_threads_of_the_config(run_dir, tmp_path, stage):
     """The score is `gamma`, which reads no images; the search is exact."""
     out, before = tmp_path / "run", torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""`nasfast run --dry-run`: the stages of a run with their times, which are those of the steps; nothing is written."""
+"""`nasfast run --dry_run`: the stages of a run with their times, which are those of the steps; nothing is written."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from tiny import tiny_space
 
 from nasfast.cli.main import main
+from nasfast.pipeline import estimate
+from nasfast.pipeline.estimate import Estimate, Plan
 from nasfast.runtime.termination import Terminated
 from nasfast.settings import TaskSettings
-from nasfast.stages import estimate
-from nasfast.stages.estimate import Estimate, Plan
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def rows(text: str) -> dict[str, tuple[int, str]]:
 def test_the_plan_of_a_run(config, tmp_path, capfd):
     """Stages and their numbers, from settings of the run; the run directory is not made."""
     flags = ["--out", str(tmp_path / "out"), "--config", str(config), "--retrain.seeds", "2", "--score.paths", "7"]
-    assert main(["run", *flags, "--dry-run"]) == 0
+    assert main(["run", *flags, "--dry_run"]) == 0
     said = capfd.readouterr().out
     assert {name: number for name, (number, _) in rows(said).items()} == {
         "supernet": 1,
@@ -55,7 +55,7 @@ def test_the_times_are_those_of_steps_batches_and_scores(config, tmp_path, secon
     """By the fixture's clock both timings of a training take a second, so a step takes none, and each load does."""
     settings = ["--method", "spos", "--search.population", "5", "--search.crossovers", "1", "--search.mutations", "1"]
     settings += ["--search.generations", "4", "--train.epochs", "300", "--data.batch_size", "128"]
-    assert main(["run", "--out", str(tmp_path), "--config", str(config), *settings, "--dry-run"]) == 0
+    assert main(["run", "--out", str(tmp_path), "--config", str(config), *settings, "--dry_run"]) == 0
     found = rows(capfd.readouterr().out)
     # 8 batches in a second; 1299 digits are not held out, 10 batches: 10 / 8 s in each of 300 epochs
     assert found["supernet"] == (1, "6 min 15 s")
@@ -65,7 +65,7 @@ def test_the_times_are_those_of_steps_batches_and_scores(config, tmp_path, secon
 
 
 def test_what_the_run_would_refuse_is_refused(config, tmp_path, capsys, monkeypatch):
-    flags = ["run", "--out", str(tmp_path / "out"), "--config", str(config), "--dry-run"]
+    flags = ["run", "--out", str(tmp_path / "out"), "--config", str(config), "--dry_run"]
     assert main([*flags, "--search.max_macs", "1000"]) == 1
     assert "the smallest architecture of space 'tiny' has" in capsys.readouterr().err
     assert main([*flags, "--data.source", "folder", "--data.train", str(tmp_path), "--data.val", str(tmp_path)]) == 1
@@ -74,7 +74,7 @@ def test_what_the_run_would_refuse_is_refused(config, tmp_path, capsys, monkeypa
     monkeypatch.setenv("RANK", "0")
     assert main(flags) == 1
     assert "run it without torchrun" in capsys.readouterr().err
-    assert main([*flags[:-1], "--max-hours", "1"]) == 1
+    assert main([*flags[:-1], "--max_hours", "1"]) == 1
     assert "torchrun would start its ranks again" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -84,19 +84,19 @@ def test_a_run_directory_in_use_is_refused(config, tmp_path, capsys):
     with open(tmp_path / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         for more in ([], ["--seeds", "2"]):
-            assert main(["run", "--out", str(tmp_path), "--config", str(config), "--dry-run", *more]) == 1
+            assert main(["run", "--out", str(tmp_path), "--config", str(config), "--dry_run", *more]) == 1
             assert f"run directory {tmp_path} is in use by another process" in capsys.readouterr().err
 
 
 def test_what_is_timed_and_what_stays_is_said(config, tmp_path, capfd, caplog, monkeypatch):
     monkeypatch.setattr(estimate.Loader, "cache_folder", Path("/cache/images/0123"))
-    flags = ["--config", str(config), "--method", "bnnas", "--max-hours", str(0.001 / 3600)]
-    assert main(["run", "--out", str(tmp_path / "out"), *flags, "--dry-run"]) == 0
+    flags = ["--config", str(config), "--method", "bnnas", "--max_hours", str(0.001 / 3600)]
+    assert main(["run", "--out", str(tmp_path / "out"), *flags, "--dry_run"]) == 0
     lines = [line for line in caplog.messages if line.startswith("timing")]
     assert lines == ["timing a few steps of retraining the largest network", "timing a few steps of the supernet"]
     said = capfd.readouterr().out
     assert "\nDecoded images stay in /cache/images, where the run finds them.\n" in said
-    assert said.endswith("Nothing was trained.\n--max-hours 2.77778e-07 ends before that; --resume continues.\n")
+    assert said.endswith("Nothing was trained.\n--max_hours 2.77778e-07 ends before that; --resume continues.\n")
 
 
 @pytest.mark.parametrize(("stop", "status"), [(Terminated("step 2 is saved in /tmp/x"), 143), (KeyboardInterrupt, 130)])
@@ -105,7 +105,7 @@ def test_an_interrupted_plan_names_no_checkpoint(config, tmp_path, capsys, monke
         raise stop
 
     monkeypatch.setattr(estimate, "train_supernet", stopped)
-    assert main(["run", "--out", str(tmp_path / "out"), "--config", str(config), "--dry-run"]) == status
+    assert main(["run", "--out", str(tmp_path / "out"), "--config", str(config), "--dry_run"]) == status
     by = "SIGTERM" if status == 143 else "Ctrl-C"
     said = capsys.readouterr().err
     assert (

@@ -12,9 +12,9 @@ from tiny import tiny_space
 
 from nasfast.cli.main import main
 from nasfast.indicators.table import IndicatorTable
-from nasfast.pipeline import RunConfig
 from nasfast.report import write_report
 from nasfast.search import load_candidates
+from nasfast.settings import RunConfig
 
 SPACE = tiny_space(num_classes=10)
 ARCHS = list(itertools.product(range(3), repeat=4))

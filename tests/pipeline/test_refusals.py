@@ -13,14 +13,13 @@ from tiny import batches, tiny_space
 from nasfast import pipeline
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
-from nasfast.pipeline import RunConfig
+from nasfast.pipeline import inputs
 from nasfast.retrain import retrain
 from nasfast.runtime.distributed import World
 from nasfast.runtime.lock import RunDirectoryError
 from nasfast.search import InfeasibleConstraintError
-from nasfast.settings import TaskSettings
+from nasfast.settings import RunConfig, TaskSettings
 from nasfast.spaces import FairSampler
-from nasfast.stages import inputs
 from nasfast.supernet import Supernet
 from nasfast.train import CheckpointError, TrainConfig, train_supernet
 
@@ -44,7 +43,7 @@ def test_an_unreachable_limit_is_refused_before_training(config, tmp_path, monke
         (["--score.table", "absent.json"], "cannot read the table absent.json"),
     ],
 )
-@pytest.mark.parametrize("command", ["run", "supernet", "run --dry-run", "run --seeds 2", "run --seeds 2 --dry-run"])
+@pytest.mark.parametrize("command", ["run", "supernet", "run --dry_run", "run --seeds 2", "run --seeds 2 --dry_run"])
 def test_what_the_search_would_refuse_is_refused_before_there_are_loaders(
     config, tmp_path, monkeypatch, capsys, command, flags, reason
 ):

@@ -19,10 +19,10 @@ from tiny import tiny_space
 import nasfast.train.loop as loop
 from nasfast.cli.main import main
 from nasfast.indicators.table import IndicatorTable
-from nasfast.pipeline import RunConfig
 from nasfast.report.evidence import compare
 from nasfast.retrain import load_model
 from nasfast.search import Limits, equal_cost_peers, load_candidates
+from nasfast.settings import RunConfig
 from nasfast.spaces import SKIP, Arch, SearchSpace
 
 
@@ -111,9 +111,9 @@ def interrupt(monkeypatch, at: int) -> None:
 
 def test_a_plain_run_stops_after_its_hours(config, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(["run", "--out", str(out), "--config", str(config), "--max-hours", str(0.5 / 3600)]) == 143
+    assert main(["run", "--out", str(out), "--config", str(config), "--max_hours", str(0.5 / 3600)]) == 143
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("nasfast run: --max-hours 0.000138889 is over")
+    assert said.startswith("nasfast run: --max_hours 0.000138889 is over")
     assert said.endswith("; the same command with --resume continues")
     assert not (out / "report.html").exists()
 

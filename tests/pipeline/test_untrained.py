@@ -13,10 +13,10 @@ from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.indicators.scores import untrained_table
 from nasfast.indicators.table import IndicatorTable
+from nasfast.pipeline.check import check_same_run
 from nasfast.search import load_candidates
 from nasfast.settings import RunConfig, SpaceConfig, SupernetConfig
 from nasfast.spaces import SearchSpace
-from nasfast.stages.checks import check_same_run
 from nasfast.train import CheckpointError
 
 
@@ -31,7 +31,8 @@ def test_one_command_finds_the_best_within_the_limit(space_file, tmp_path, capsy
     space = tiny_space(num_classes=7)
     costs = {arch: space.cost(arch).macs for arch in itertools.product(range(3), repeat=4)}
     limit = sorted(costs.values())[40]
-    command = ["search", "--out", str(out), "--space", str(space_file), "--score=isometry", "--max_macs"]
+    command = ["search", "--out", str(out), "--space.name", str(space_file), "--score.name=isometry"]
+    command += ["--search.max_macs"]
     assert main([*command, str(limit), "--num_classes", "7"]) == 0
     assert SearchSpace.load(out / "space.yaml") == space
     table = untrained_table("isometry", space, structure=5.0)
@@ -66,10 +67,10 @@ def test_one_command_finds_the_best_within_the_limit(space_file, tmp_path, capsy
 
 def test_structure_alone_and_scores_that_need_a_run(space_file, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(["search", "--out", str(out), "--space", str(space_file), "--score", "sqrt_size"]) == 0
+    assert main(["search", "--out", str(out), "--space.name", str(space_file), "--score.name", "sqrt_size"]) == 0
     assert json.loads((out / "indicators.json").read_text())["meta"]["score"] == "sqrt_size"
     capsys.readouterr()
-    other = ["search", "--out", str(tmp_path / "other"), "--space", str(space_file), "--score"]
+    other = ["search", "--out", str(tmp_path / "other"), "--space.name", str(space_file), "--score.name"]
     assert main([*other, "path_loss"]) == 1
     assert "space.yaml is missing: run `nasfast supernet" in capsys.readouterr().err
     assert main([*other, "path_loss", "--num_classes", "3"]) == 1
@@ -79,7 +80,8 @@ def test_structure_alone_and_scores_that_need_a_run(space_file, tmp_path, capsys
 
 def test_limits_that_nothing_meets_leave_no_directory(space_file, tmp_path, capsys):
     out = tmp_path / "run"
-    assert main(["search", "--out", str(out), "--space", str(space_file), "--score", "isometry", "--max_macs=9"]) == 1
+    flags = ["--space.name", str(space_file), "--score.name", "isometry", "--search.max_macs=9"]
+    assert main(["search", "--out", str(out), *flags]) == 1
     assert "MACs" in capsys.readouterr().err
     assert not out.exists()
 

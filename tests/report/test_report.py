@@ -14,14 +14,14 @@ from html.parser import HTMLParser
 
 import pytest
 
-from nasfast.cli.flags import parse
+from nasfast.cli.flags import parse, run_config
 from nasfast.indicators.table import IndicatorTable
+from nasfast.pipeline.seeds import check_seeds
 from nasfast.report import html, plots, write_report
 from nasfast.report.run_files import body_of
 from nasfast.runtime.files import seal
 from nasfast.search.candidate import SearchResult, TableLimit, load_candidates
 from nasfast.spaces import SearchSpace, digits_mini, mobilenet_v2, nas_bench_macro, parse_arch, shufflenet_v2
-from nasfast.stability.run import check_seeds
 
 HOSTILE = '<script>alert("x")</script> $\\frac{$ & \'"'
 
@@ -308,8 +308,8 @@ def test_the_command_that_repeats_a_run_is_accepted(tmp_path, changes, flags):
     argv = shlex.split(line[line.index("nasfast run") :])
     expected = ["--config", str(tmp_path / "config.yaml"), "--out", f"{tmp_path}-seeds", "--seeds", "3", *flags]
     assert argv == ["nasfast", "run", *expected]
-    cfg, _, seeds, *_ = parse("run", "", argv[2:])
-    check_seeds(cfg, seeds)
+    cfg, others = run_config("run", parse(argv[1:])[1])
+    check_seeds(cfg, others["seeds"])
 
 
 @pytest.mark.usefixtures("blank_figures")

@@ -118,4 +118,4 @@ def test_the_end_of_the_time_does_not_hide_an_error(monkeypatch):
         monkeypatch.setattr(time, "time", lambda: later)
         send()
         raise OSError("the disk is full")
-    assert stopped.value.reason == "--max-hours 1 is over (the disk is full)"
+    assert stopped.value.reason == "--max_hours 1 is over (the disk is full)"

@@ -7,8 +7,11 @@ import types
 
 import pytest
 
+from nasfast import pipeline
+from nasfast.runtime.progress import call, calling
 from nasfast.runtime.termination import Terminated
-from nasfast.runtime.tracking import log, tracked
+from nasfast.runtime.tracking import tracked
+from nasfast.settings import RunConfig
 from nasfast.train.log import TrainLog, read_metrics
 
 SETTINGS = {"seed": 3, "search": {"top_k": 1}}
@@ -81,7 +84,7 @@ def test_mlflow_gets_settings_and_every_metric(tmp_path, monkeypatch):
 def test_a_training_that_raises_does_not_count_as_finished(tmp_path, monkeypatch, error, code, status):
     wandb, mlflow = (install(monkeypatch, name) for name in ("wandb", "mlflow"))
     with pytest.raises(type(error)), tracked(["wandb", "mlflow"], tmp_path, {}):
-        log("a", 1, {"loss": 1.0})
+        call("a", 1, {"loss": 1.0})
         raise error
     assert wandb.of("finish") == [((code,), {})]
     assert mlflow.of("end_run") == [((status,), {})]
@@ -124,8 +127,26 @@ def test_one_run_for_all_stages_and_none_without_metrics(tmp_path, monkeypatch):
     assert wandb.calls == []
     with tracked(["wandb"], tmp_path, {}):
         with tracked(["wandb"], tmp_path, {}):
-            log("a", 1, {"loss": 1.0})
-        log("b", 1, {"loss": 1.0})
+            call("a", 1, {"loss": 1.0})
+        call("b", 1, {"loss": 1.0})
     assert len(wandb.of("init")) == len(wandb.of("finish")) == 1 and len(wandb.of("log")) == 2
-    log("c", 1, {"loss": 1.0})
+    call("c", 1, {"loss": 1.0})
     assert len(wandb.of("log")) == 2
+
+
+def test_callbacks_get_the_metrics_of_each_stage_within_their_block(tmp_path):
+    seen = []
+    with calling([lambda *given: seen.append(given)]), TrainLog(tmp_path, "supernet", step=0, total=2) as file:
+        file.write(1, loss=2.5, top1=None)
+    call("supernet", 2, {})
+    assert seen == [("supernet", 1, {"loss": 2.5, "top1": None})]
+
+
+def test_a_run_takes_callbacks(tmp_path, monkeypatch):
+    for name in ("score", "search", "retrain_best", "write_report"):
+        monkeypatch.setattr(pipeline, name, lambda *_, **__: None)
+    monkeypatch.setattr(pipeline, "supernet", lambda *_, **__: call("supernet", 1, {"loss": 1.0}))
+    seen = []
+    for callbacks in ([lambda *given: seen.append(given)], []):
+        pipeline.run(RunConfig(out=str(tmp_path)), callbacks=callbacks)
+    assert seen == [("supernet", 1, {"loss": 1.0})]

@@ -21,9 +21,9 @@ from nasfast.indicators.registry import ScoreError
 from nasfast.indicators.scores import Evidence, score_paths, score_table, untrained_table
 from nasfast.measure import latency as latency_module
 from nasfast.measure.config import LatencyConfig
+from nasfast.pipeline.inputs import saved_space
 from nasfast.settings import RunConfig
 from nasfast.spaces import SAMPLERS, ArchError, ModuleSpace, get_space, read_space
-from nasfast.stages.inputs import saved_space
 from nasfast.train import TrainConfig, evaluate, recalibrate_bn
 
 PAGE = ROOT / "docs" / "choice.md"

@@ -141,3 +141,10 @@ def test_no_time_is_shown_before_the_first_step(tmp_path, monkeypatch, capsys):
         log.write(6, loss=1.0)
     first, second = capsys.readouterr().err.splitlines()
     assert first == "a 5/9  eval_top1 50.00%" and second.startswith("a 6/9  eta 1 s  ")
+
+
+def test_without_tensorboard_the_metrics_are_in_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("nasfast.train.log.SummaryWriter", None)
+    with TrainLog(tmp_path, "supernet", step=0, total=1, shown=False) as log:
+        log.write(1, loss=2.0)
+    assert [m["loss"] for m in read_metrics(tmp_path)] == [2.0] and not (tmp_path / "tensorboard").exists()

@@ -13,7 +13,8 @@ from tiny import batches, tiny_space
 import nasfast
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
-from nasfast.pipeline import RunConfig, retrain_best
+from nasfast.pipeline import retrain_best
+from nasfast.pipeline.chosen import to_retrain
 from nasfast.research.cells.network import CellStandalone, CellSupernet
 from nasfast.research.cells.space import CellSpace, darts_space, minimal_cell, nas_bench_201_space
 from nasfast.retrain import (
@@ -26,8 +27,8 @@ from nasfast.retrain import (
     timm_plugin,  # noqa: F401  registers the model
 )
 from nasfast.retrain.export import network_form, read_form
+from nasfast.settings import RunConfig
 from nasfast.spaces import ArchError, arch_to_json
-from nasfast.stages.chosen import to_retrain
 from nasfast.train import TrainConfig, evaluate
 
 SPACE = CellSpace("tiny cells", minimal_cell(), cells=2, channels=6, num_classes=4, resolution=16)

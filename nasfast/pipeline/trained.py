@@ -30,6 +30,7 @@ from nasfast.indicators.scores import ScoreError, all_scores, parts_of, score_of
 from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.measure.timing import seconds_of
+from nasfast.pipeline.inputs import evidence_for, evidence_to_rank, image_loaders, space_of, supernet_to_rank
 from nasfast.retrain.retrain import RESULT_FILE, RetrainResult, retrain
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import write_atomic
@@ -39,11 +40,8 @@ from nasfast.search import stratified_sample
 from nasfast.search.limits import read_limits
 from nasfast.settings import RetrainConfig, RunConfig, TaskSettings, TrainConfig
 from nasfast.spaces import Arch, SearchSpace, arch_file_text, format_arch
-from nasfast.stages.inputs import evidence_for, evidence_to_rank, image_loaders, space_of, supernet_to_rank
 from nasfast.supernet import build
-from nasfast.tasks import Task, TaskRunner, gpus_for, threads_for
-from nasfast.tasks.room import workers_for
-from nasfast.tasks.task import TASK_FILE
+from nasfast.tasks import TASK_FILE, Task, TaskRunner, gpus_for, threads_for, workers_for
 
 ACCURACIES_FILE, REPORT_FILE, SETTINGS_FILE, FOLDER = "accuracies.json", "trained.json", "settings.yaml", "trained"
 
@@ -155,7 +153,10 @@ def estimate_sample(cfg: RunConfig, count: int, settings: TaskSettings, *, epoch
     left = sorted((task for task in tasks if task.name not in done), key=lambda task: task.cost)
     if not left:
         return f"all {len(tasks)} architectures are trained"
-    middle, at_a_time = left[len(left) // 2], settings.workers or workers_for(left)
+    middle, at_a_time = (
+        left[len(left) // 2],
+        settings.workers or workers_for(len(left), threads=left[0].threads, gpus=left[0].gpus),
+    )
     use_threads(middle.threads)
     with run_lock(cfg.run_dir, create=False):
         pass  # the trainings would need it; steps are timed without it
@@ -271,7 +272,7 @@ def check_names(cfg: RunConfig, names: Sequence[str]) -> None:
     supernet = functools.cache(functools.partial(supernet_to_rank, cfg))
     for part in [part for name in names for _, part in parts_of(name)]:
         named = _named(cfg, part)
-        evidence_for(named, supernet(trained=score_of(named.score.resolved(cfg.method)).trained))
+        evidence_for(named, supernet(trained=score_of(named.score).trained))
 
 
 def _named(cfg: RunConfig, score: str) -> RunConfig:

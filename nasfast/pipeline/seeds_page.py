@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from nasfast.config import portable
 from nasfast.indicators.table import TABLE_FILE
+from nasfast.pipeline.agreement import GOAL, STABLE_TAU
 from nasfast.report import at_chance
 from nasfast.report.evidence import Comparison, compare_runs, is_peer
 from nasfast.report.page import cards_of, embedded, escape, folded, interval_of, page_of, table_of
@@ -19,7 +20,6 @@ from nasfast.report.style import INK
 from nasfast.runtime.files import read_metrics, unseal, write_atomic
 from nasfast.settings import CONFIG_FILE
 from nasfast.spaces import format_arch
-from nasfast.stability.agreement import GOAL, STABLE_TAU
 
 STABILITY_FILE = "stability.json"
 
@@ -30,7 +30,7 @@ _POOR_FIT = 0.8
 """A table whose cross-validated tau with the scores of the paths is below this loses much of what the paths say."""
 
 _BASELINE_COST = "at most 1 % more MACs, perhaps fewer"
-"""MACs of the structural baseline beside those of the answer (`nasfast.stability.work.rivals`)."""
+"""MACs of the structural baseline beside those of the answer (`nasfast.pipeline.work.rivals`)."""
 
 
 def write_stability_page(run_dir: str | Path) -> Path:

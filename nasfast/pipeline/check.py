@@ -10,7 +10,7 @@ from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.scores import check_score, gives_table, score_of
 from nasfast.search.limits import read_limits
 from nasfast.settings import RunConfig, TaskSettings
-from nasfast.spaces import SearchSpace
+from nasfast.spaces import SearchSpace, read_cost_table
 from nasfast.supernet import Supernet
 from nasfast.train import CheckpointError
 from nasfast.train.checkpoint import CheckpointFolder
@@ -28,7 +28,7 @@ _LATER_DATA = ("train", "val", "loader", *MACHINE_DATA)
 
 def without_supernet(cfg: RunConfig) -> bool:
     """Whether a search with these settings needs no supernet: the score knows the space alone, and none was trained."""
-    scoring = cfg.score.resolved(cfg.method)
+    scoring = cfg.score
     trained = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").paths()
     return scoring.table is None and score_of(scoring).untrained and not trained
 
@@ -49,7 +49,7 @@ def check_same_run(path: Path, cfg: RunConfig, *, supernet: bool = True) -> None
     """
     if not path.exists():
         return
-    saved, given = RunConfig.load(path).resolved().to_dict(), cfg.resolved().to_dict()
+    saved, given = RunConfig.load(path).resolved().to_dict(), cfg.to_dict()
     later = _LATER if supernet else (*_LATER, *_OF_SUPERNET)
     for form in (saved, given):
         for mapping, keys in ((form["data"], _LATER_DATA), (form, later)):
@@ -100,7 +100,7 @@ def check_scoring(cfg: RunConfig, net: Supernet) -> None:
         ScoreError: there is no such score, or this supernet cannot have it.
         ConfigError: it needs images that the supernet is not trained on, and there are none.
     """
-    score = score_of(cfg.score.resolved(cfg.method))
+    score = score_of(cfg.score)
     check_score(score, net)
     if score.held_out and not cfg.holds_out:
         raise ConfigError(
@@ -109,7 +109,7 @@ def check_scoring(cfg: RunConfig, net: Supernet) -> None:
 
 
 def check_search(cfg: RunConfig, space: SearchSpace) -> None:
-    """Refuse settings that the search would refuse, before hours of training.
+    """Refuse settings that the search would refuse, and a bad table of scores, before hours of training.
 
     Raises:
         ConfigError: the search needs additive scores, and the score scores whole paths.
@@ -117,7 +117,9 @@ def check_search(cfg: RunConfig, space: SearchSpace) -> None:
         AccuracyError: `search.refine` is not a file of accuracies of this space.
         InfeasibleConstraintError: no architecture meets the limits.
     """
-    score = cfg.score.resolved(cfg.method)
+    score = cfg.score
+    if score.table is not None:
+        read_cost_table(score.table, space)
     if not gives_table(score) and cfg.search.method == "exact":
         raise ConfigError(
             f"search.method='exact' needs additive scores, and {score.name!r} scores whole paths: set "

@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from nasfast.config import ConfigError
+from nasfast.pipeline.check import check_same_run, without_supernet
+from nasfast.pipeline.inputs import saved_space, space_of_cells
 from nasfast.retrain.export import FORM_FILE, read_form
 from nasfast.search import SearchResult, equal_cost_peers, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.search.limits import read_limits
 from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, arch_file_text, format_arch, load_arch, read_space
-from nasfast.stages.checks import check_same_run, without_supernet
-from nasfast.stages.inputs import saved_space, space_of_cells
 from nasfast.supernet import ArchNetwork
 
 _LOG = logging.getLogger(__name__)

@@ -14,16 +14,14 @@ from tiny import tiny_space
 from nasfast.indicators.distill import z_sum
 from nasfast.indicators.scores import with_structure
 from nasfast.indicators.table import IndicatorTable
+from nasfast.pipeline import seeds_page as page
+from nasfast.pipeline.agreement import STABLE_TAU, agreement, mean_tau, random_architectures
+from nasfast.pipeline.seeds import check_seeds, network_task, networks, rivals, run_seeds, score_seed, seed_task
 from nasfast.report.evidence import compare, compare_runs
 from nasfast.search import Limits
 from nasfast.settings import RunConfig
 from nasfast.spaces import SKIP
-from nasfast.stability import page
-from nasfast.stability.agreement import STABLE_TAU, agreement, mean_tau, random_architectures
-from nasfast.stability.run import check_seeds, networks, run_seeds
-from nasfast.stability.work import network_task, rivals, score_seed, seed_task
-from nasfast.tasks import TaskError
-from nasfast.tasks.task import save_result, saved_result
+from nasfast.tasks import TaskError, save_result, saved_result
 
 SPACE = tiny_space()
 EVERY = list(itertools.product(range(3), repeat=4))
@@ -160,7 +158,7 @@ def test_several_trainings_widen_the_interval_by_their_scatter():
 def config(**changes) -> RunConfig:
     return RunConfig.from_dict(
         {"threads": 1, "search": {"top_k": 2}, "retrain": {"random_architectures": 2}, **changes}
-    )
+    ).resolved()
 
 
 def test_what_is_retrained_has_equal_cost():
@@ -219,7 +217,7 @@ def test_what_cannot_be_repeated_is_refused(changes, seeds, text):
 
 def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tmp_path, monkeypatch):
     cfg = config(out=str(tmp_path), data={"source": "digits"})
-    cfg.resolved().save(tmp_path / "config.yaml")
+    cfg.save(tmp_path / "config.yaml")
     save_result(tmp_path / "seed-1", seed_task(cfg, 1), {"top": []})
     before = (tmp_path / "config.yaml").read_bytes()
     with pytest.raises(TaskError, match=r"search.top_k was 2, now 3; choose another --out"):
@@ -232,9 +230,9 @@ def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tm
     )
     assert saved_result(tmp_path / "seed-1", seed_task(other, 1)) == ({"top": []},)
     seen = []
-    monkeypatch.setattr("nasfast.stability.work.pipeline.supernet", lambda cfg, *, resume: seen.append(cfg))
-    monkeypatch.setattr("nasfast.stability.work.pipeline.score", seen.append)
-    monkeypatch.setattr("nasfast.stability.work.pipeline.search", lambda cfg: [])
+    monkeypatch.setattr("nasfast.pipeline.seeds.supernet", lambda cfg, *, resume: seen.append(cfg))
+    monkeypatch.setattr("nasfast.pipeline.seeds.score", seen.append)
+    monkeypatch.setattr("nasfast.pipeline.seeds.search", lambda cfg: [])
     task = seed_task(other, 1)
     score_seed(tmp_path / "seed-1", **task.arguments, **task.machine)
     assert seen[0] == seen[1]
@@ -261,7 +259,7 @@ def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None, no_struc
         }
         for n in networks(answer, {} if no_structure else rivals(config(), SPACE, answer), seeds)
     ]
-    from nasfast.stability.run import _plain
+    from nasfast.pipeline.seeds import _plain
 
     content = {
         "seeds": seeds,

@@ -7,14 +7,14 @@ import logging
 import torch
 
 from nasfast.config import ConfigError, load_yaml
-from nasfast.data import ImageSource, Loader, make_loader, make_loaders, random_subset
+from nasfast.data import DataConfig, FolderSource, ImageSource, Loader, make_loader, make_loaders, random_subset
 from nasfast.data.loader import open_images
-from nasfast.indicators.scores import Evidence, score_of
+from nasfast.indicators.scores import Evidence, NetworkEvidence, score_of
+from nasfast.pipeline.check import check_scoring, check_search
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.settings import SPACE_FILE, RunConfig
-from nasfast.spaces import ArchSpace, ModuleSpace, SearchSpace, get_space, read_cost_table, read_space, space_kind
-from nasfast.stages.checks import check_scoring, check_search
+from nasfast.spaces import ArchSpace, ModuleSpace, SearchSpace, get_space, named_space, read_space, space_kind
 from nasfast.supernet import Supernet
 from nasfast.train.checkpoint import Checkpoint, CheckpointFolder
 from nasfast.train.supernet import make_supernet
@@ -111,27 +111,21 @@ def _saved_kind(cfg: RunConfig) -> type[ArchSpace] | None:
         return None
 
 
-def checked_space(cfg: RunConfig) -> SearchSpace:
-    """The space of the settings, with the classes of the images, once the search and the scores can use it.
+def checked_space(cfg: RunConfig) -> tuple[SearchSpace, tuple[ImageSource, ImageSource]]:
+    """The space of the settings, with the classes of the images, once the search can use it; and the images.
 
     Raises:
-        ConfigError, DataError: the images, or the user's table of scores, cannot be used.
+        ConfigError, DataError: the space or the images cannot be used.
         ConfigError, AccuracyError, InfeasibleConstraintError: see `check_search`.
     """
-    return _checked_space(cfg)[0]
-
-
-def _checked_space(cfg: RunConfig) -> tuple[SearchSpace, tuple[ImageSource, ImageSource]]:
     space, images = _space_and_images(cfg)
     check_search(cfg, space)
-    if cfg.score.table is not None:
-        read_cost_table(cfg.score.table, space)
     return space, images
 
 
 def configured_space(cfg: RunConfig, *, world: World = SINGLE) -> tuple[SearchSpace, Loader]:
     """The space of the settings, and the loader that the supernet is trained on; errors as in `checked_space`."""
-    space, images = _checked_space(cfg)
+    space, images = checked_space(cfg)
     return space, image_loaders(cfg, space, hold_out=cfg.holds_out, world=world, images=images)[0]
 
 
@@ -177,7 +171,7 @@ def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
         ConfigError, ScoreError: the supernet cannot have this score.
     """
     use_threads(cfg.threads)
-    score = score_of(cfg.score.resolved(cfg.method))
+    score = score_of(cfg.score)
     net, checkpoint = load_supernet(cfg)
     return evidence_for(cfg, net if score.trained else _untrained_supernet(cfg, net.space)), checkpoint
 
@@ -185,7 +179,7 @@ def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
 def evidence_to_rank(cfg: RunConfig) -> Evidence:
     """As `evidence_of`, but a score of untrained weights needs only the settings: they say space and weights."""
     use_threads(cfg.threads)
-    return evidence_for(cfg, supernet_to_rank(cfg, trained=score_of(cfg.score.resolved(cfg.method)).trained))
+    return evidence_for(cfg, supernet_to_rank(cfg, trained=score_of(cfg.score).trained))
 
 
 def supernet_to_rank(cfg: RunConfig, *, trained: bool) -> Supernet:
@@ -206,7 +200,7 @@ def _untrained_supernet(cfg: RunConfig, space: SearchSpace) -> Supernet:
 def evidence_for(cfg: RunConfig, net: Supernet) -> Evidence:
     """What the score of the settings is computed from, for a supernet."""
     check_scoring(cfg, net)
-    settings = cfg.score.resolved(cfg.method)
+    settings = cfg.score
     score = score_of(settings)
     images: Loader | tuple[()] = ()
     loaders = None
@@ -229,3 +223,31 @@ def evidence_for(cfg: RunConfig, net: Supernet) -> Evidence:
         seed=cfg.seed,
         bf16=cfg.train.precision == "bf16",
     )
+
+
+def untrained_networks(
+    name: str, images: str, *, batch: int, seed: int = 0, cells: int | None = None, channels: int | None = None
+) -> NetworkEvidence:
+    """What scores of untrained networks are computed from: a space and a loader of augmented training images.
+
+    Args:
+        name: built-in name or YAML file of a space of layers or of cells.
+        images: folder with one sub-folder per class, which says how many classes the networks have.
+        batch: images of a batch.
+        seed: seed of the weights, the order of images and their augmentation.
+        cells, channels: size of the networks in a space of cells; None keeps the space's.
+
+    Raises:
+        ConfigError: unknown space, sizes of cells for a space of layers, or fewer images than a batch.
+        DataError: the folder cannot be used.
+    """
+    sizes = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
+    if sizes and named_space(name).LAYERWISE:
+        raise ConfigError(f"{' and '.join(sizes)} belong to spaces of cells, and {name} is a space of layers")
+    source = FolderSource(images)
+    space = named_space(name, **sizes, num_classes=len(source.classes))
+    if len(source) < batch:
+        raise ConfigError(f"a batch must have at most {len(source)} images, as many as {images} has, got {batch}")
+    data = DataConfig(train=images, batch_size=batch)
+    loader = make_loader(data, source, resolution=space.resolution, in_channels=space.in_channels, seed=seed)
+    return NetworkEvidence(space, loader, seed=seed)

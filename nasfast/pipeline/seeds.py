@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nasfast.config import ConfigError
+from nasfast.config import ConfigError, portable
 from nasfast.data import DataError
 from nasfast.indicators.scores import gives_table
-from nasfast.indicators.table import IndicatorTable
-from nasfast.pipeline import TABLE_FILE
+from nasfast.indicators.structure import structure_table
+from nasfast.indicators.table import TABLE_FILE, IndicatorTable
+from nasfast.pipeline.agreement import Agreement, agreement
+from nasfast.pipeline.check import MACHINE_DATA, already_begun, check_same_run
+from nasfast.pipeline.estimate import Estimate, Plan, memory, trial_of
+from nasfast.pipeline.inputs import checked_space, retrain_loaders
+from nasfast.pipeline.score import score
+from nasfast.pipeline.search import search
+from nasfast.pipeline.seeds_page import STABILITY_FILE, write_stability_page
+from nasfast.pipeline.supernet import supernet
+from nasfast.retrain import retrain
+from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import seal, write_atomic
+from nasfast.runtime.tracking import tracked
+from nasfast.search import InfeasibleConstraintError, equal_cost_peers, top_k
 from nasfast.search.limits import read_limits
+from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig, TaskSettings
-from nasfast.spaces import Arch, LayerSpace
-from nasfast.stability.agreement import Agreement, agreement
-from nasfast.stability.page import STABILITY_FILE, write_stability_page
-from nasfast.stability.room import check_room
-from nasfast.stability.work import network_task, rivals, seed_task, seeds_at_a_time
-from nasfast.stages.checks import already_begun, check_same_run
-from nasfast.stages.inputs import checked_space
-from nasfast.tasks import TaskError, TaskResult, TaskRunner, threads_for
-from nasfast.tasks.task import saved_result
+from nasfast.spaces import Arch, LayerSpace, SearchSpace, arch_file_text
+from nasfast.tasks import Task, TaskError, TaskResult, TaskRunner, gpus_for, saved_result, threads_for, workers_for
 
 _LOG = logging.getLogger(__name__)
 
@@ -51,7 +59,7 @@ def check_seeds(cfg: RunConfig, seeds: int) -> None:
     """
     if seeds < LEAST_SEEDS:
         raise ConfigError(f"--seeds must be at least {LEAST_SEEDS}, to compare them, got {seeds}")
-    score = cfg.score.resolved(cfg.method)
+    score = cfg.score
     if not gives_table(score):
         raise ConfigError(
             f"--seeds compares tables of scores, and {score.name!r} scores whole paths: set score.distill=true"
@@ -100,7 +108,7 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
     comes, or when tasks fail in every attempt, is reported; the page names what is missing.
 
     Args:
-        cfg: settings of the run; seed I of the seeds is `cfg.seed + I`.
+        cfg: resolved settings of the run; seed I of the seeds is `cfg.seed + I`.
         seeds: number of seeds, at least 2. It may grow when a run resumes.
         settings: where the tasks run, and for how long.
         resume: whether the run directory may have such a run already, which then continues.
@@ -111,7 +119,7 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
     Raises:
         ConfigError: see `check_seeds`.
         FileExistsError: the run directory has a run, and `resume` is false; or a run of a single seed.
-        CheckpointError: that run has other settings, or the disk has no room for so many seeds.
+        CheckpointError: that run has other settings.
         DataError: the images cannot be used.
         TaskError: finished seeds had other settings; nothing was changed. Or fewer than two seeds ended well, so there
             is nothing to compare.
@@ -130,21 +138,20 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
         if (cfg.run_dir / CONFIG_FILE).exists() and not resume:
             raise already_begun(cfg.run_dir, "a run", same)
         same()
-        if settings.executor == "processes":
-            check_room(cfg, seeds, settings.workers or seeds_at_a_time(cfg, seeds))
-        else:
-            _check_limits(cfg)
+        _check_limits(cfg, remote=settings.executor == "ray")
         for task in (seed_task(cfg, number) for number in range(seeds)):
             saved_result(cfg.run_dir / task.name, task)
-        write_atomic(cfg.run_dir / CONFIG_FILE, cfg.resolved().to_yaml().encode())
+        write_atomic(cfg.run_dir / CONFIG_FILE, cfg.to_yaml().encode())
         return _run(cfg, seeds, runner)
 
 
-def _check_limits(cfg: RunConfig) -> None:
-    """Refuse limits that no architecture meets, and tables that cannot be used, before a cluster gets any task."""
+def _check_limits(cfg: RunConfig, *, remote: bool) -> None:
+    """Refuse limits that no architecture meets, and tables that cannot be used, before any task begins."""
     try:
         checked_space(cfg)
     except DataError as error:
+        if not remote:
+            raise
         _LOG.warning("this machine does not see the images, so each task checks its limits itself: %s", error)
 
 
@@ -152,9 +159,7 @@ def _run(cfg: RunConfig, seeds: int, runner: TaskRunner) -> Path:
     found: Agreement | None = None
     trained: list[tuple[Network, TaskResult]] = []
     others: dict[str, Arch] | None = None
-    # which networks come later is not known yet, but about how many
-    later = [float(cfg.retrain.train.epochs)] * (2 * seeds + cfg.retrain.random_architectures)
-    scored = runner.run([seed_task(cfg, number) for number in range(seeds)], later=later, phase="1/2 supernets")
+    scored = runner.run([seed_task(cfg, number) for number in range(seeds)])
     good = [result.name for result in scored if result.status == "done"]
     if len(good) >= LEAST_SEEDS:
         tables = [IndicatorTable.load(cfg.run_dir / name / TABLE_FILE) for name in good]
@@ -180,7 +185,7 @@ def _retrain(
 ) -> list[tuple[Network, TaskResult]]:
     """Each network with its result; what has two roles is trained once."""
     tasks = [network_task(cfg, space, network.arch, network.seed) for network in chosen]
-    ended = runner.run({task.name: task for task in tasks}.values(), phase="2/2 retraining")
+    ended = runner.run({task.name: task for task in tasks}.values())
     results = {result.name: result for result in ended}
     return [(network, results[task.name]) for network, task in zip(chosen, tasks, strict=True)]
 
@@ -216,3 +221,132 @@ def _plain(found: Agreement) -> dict[str, Any]:
     """The agreement as JSON, with what follows from it."""
     form = json.loads(json.dumps(found, default=lambda part: vars(part)))
     return {**form, "stable": found.stable, "of_mean": found.of_mean, "seeds_needed": found.seeds_needed}
+
+
+def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings()) -> Plan:
+    """Time a few steps of each kind of task in this process.
+
+    Raises:
+        ConfigError, DataError, InfeasibleConstraintError, RunDirectoryError: the run would be refused.
+    """
+    check_seeds(cfg, seeds)
+    cfg = with_threads(cfg, seeds)
+    at_a_time = settings.workers or workers_for(seeds, threads=cfg.threads, gpus=gpus_for(cfg.torch_device))
+    use_threads(cfg.threads)
+    trainings = 2 * seeds + cfg.retrain.random_architectures
+    with trial_of(cfg) as trial:
+        scored = Estimate(
+            "seeds (supernet, score, search)", seeds, trial.supernet_seconds() + trial.score_seconds(), memory()
+        )
+        trained = Estimate("networks (retraining)", trainings, trial.network_seconds(), memory())
+        written = trial.written
+    return Plan((scored, trained), cfg.threads, at_a_time, settings, written, settings.max_hours)
+
+
+def seed_task(cfg: RunConfig, number: int) -> Task:
+    """Supernet, score and search of one seed, in `seed-NUMBER`, which is a run directory like any other."""
+    return Task(
+        f"seed-{number}",
+        f"{__name__}:score_seed",
+        {"config": _settings(cfg, number)},
+        threads=cfg.threads,
+        cost=float(cfg.train.epochs),
+        gpus=gpus_for(cfg.torch_device),
+        machine=_machine(cfg),
+    )
+
+
+def network_task(cfg: RunConfig, space: LayerSpace, arch: Arch, number: int) -> Task:
+    """The retraining of one architecture with one seed, in `networks/ARCH/seed-NUMBER`."""
+    return Task(
+        f"networks/{arch_file_text(arch)}/seed-{number}",
+        f"{__name__}:retrain_network",
+        {"config": _settings(cfg, number), "space": space.to_dict(), "arch": list(arch)},
+        threads=cfg.threads,
+        cost=float(cfg.retrain.train.epochs),
+        gpus=gpus_for(cfg.torch_device),
+        machine=_machine(cfg),
+    )
+
+
+def _settings(cfg: RunConfig, number: int) -> dict[str, Any]:
+    """The settings of one seed that decide its results; all seeds have the same validation images."""
+    data = cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
+    seed = cfg.seed + number
+    form = cfg.replace(seed=seed, data=data, search=cfg.search.replace(seed=seed)).to_dict()
+    for mapping, keys in ((form, ("out", "track")), (form["data"], MACHINE_DATA)):
+        for key in keys:
+            del mapping[key]
+    return form
+
+
+def _machine(cfg: RunConfig) -> dict[str, Any]:
+    """The settings that `_settings` leaves out, without the place of the files."""
+    return {"data": {key: getattr(cfg.data, key) for key in MACHINE_DATA}, "track": list(cfg.track)}
+
+
+def _joined(config: Mapping[str, Any], folder: Path, *, data: Mapping[str, Any], track: Sequence[str]) -> RunConfig:
+    """The settings of a task, from those that decide its results, its folder, and what `_machine` gave."""
+    form = {**config, "data": {**config["data"], **data}, "track": list(track), "out": str(folder)}
+    return RunConfig.from_dict(form)
+
+
+def score_seed(folder: Path, *, config: Mapping[str, Any], **machine: Any) -> dict[str, Any]:
+    """Train and score a supernet; the result names its best architectures."""
+    cfg = _joined(config, folder, **machine)
+    supernet(cfg, resume=(folder / "checkpoints").exists())
+    score(cfg)
+    return {"top": [list(candidate.arch) for candidate in search(cfg)]}
+
+
+def retrain_network(
+    folder: Path, *, config: Mapping[str, Any], space: Mapping[str, Any], arch: Sequence[int], **machine: Any
+) -> dict[str, Any]:
+    """Retrain one architecture; the result is its `result.json` without the time."""
+    cfg = _joined(config, folder, **machine)
+    the_space = SearchSpace.from_dict(space)
+    train, val = retrain_loaders(cfg, the_space)
+    with tracked(cfg.track, folder, portable(cfg.to_dict())):
+        result = retrain(
+            the_space,
+            tuple(arch),
+            train,
+            val,
+            cfg.retrain,
+            run_dir=folder,
+            name="network",
+            activation=cfg.supernet.activation,
+            seed=cfg.seed,
+            resume=True,
+            device=cfg.torch_device,
+        )
+    form = result.to_dict()
+    del form["seconds"]
+    return form
+
+
+def rivals(cfg: RunConfig, space: LayerSpace, answer: Arch) -> dict[str, Arch]:
+    """The architectures that the answer is compared with, by name: `structure`, `random`, `random-2`, ...
+
+    `structure` has the highest `sqrt_size` (`nasfast.indicators.structure`) within the limits and at most 1 % more MACs
+    than the answer. It may be the answer itself. It skips no layer, so there is none if only skips are so cheap.
+    """
+    search = cfg.search
+    macs = space.cost(answer).macs * (1 + EQUAL_COST_TOLERANCE)
+    given = read_limits(search, space)
+    limits = dataclasses.replace(given, max_macs=min(macs, given.max_macs or macs))
+    table = structure_table(space, "sqrt_size")
+    found = {}
+    try:
+        found["structure"] = top_k(table, space, limits, k=1)[0].arch
+    except InfeasibleConstraintError as error:
+        _LOG.warning("no structural baseline to compare with: %s", error)
+    peers = equal_cost_peers(
+        space,
+        random.Random(cfg.seed),
+        answer,
+        cfg.retrain.random_architectures,
+        limits=given,
+        allow_identity=search.allow_identity,
+    )
+    return found | {"random" if i == 0 else f"random-{i + 1}": arch for i, arch in enumerate(peers)}

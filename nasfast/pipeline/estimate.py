@@ -1,4 +1,4 @@
-"""`nasfast run --dry-run`: the stages, with time and memory from a few timed steps. No run begins."""
+"""`nasfast run --dry_run`: the stages, with time and memory from a few timed steps. No run begins."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ import torch
 
 from nasfast.data import Loader
 from nasfast.indicators.scores import Evidence, gives_table, score_of
+from nasfast.pipeline.check import check_scoring
+from nasfast.pipeline.inputs import configured_space, evidence_for, retrain_loaders
+from nasfast.pipeline.retrain import training_task
 from nasfast.retrain import retrain
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.lock import run_lock
@@ -26,11 +29,8 @@ from nasfast.runtime.progress import duration
 from nasfast.search.limits import read_limits
 from nasfast.settings import RunConfig, TaskSettings
 from nasfast.spaces import SearchSpace
-from nasfast.stages.apart import training_task
-from nasfast.stages.checks import check_scoring
-from nasfast.stages.inputs import configured_space, evidence_for, retrain_loaders
 from nasfast.supernet import Supernet, build
-from nasfast.tasks.room import MEMORY, workers_for
+from nasfast.tasks import MEMORY, workers_for
 from nasfast.train import evaluate
 from nasfast.train.supernet import make_supernet, train_supernet
 
@@ -93,7 +93,7 @@ class Plan:
             lines.append(f"{e.what:{width}}  {e.number:6}  {self.threads:7}  {duration(e.seconds):>11}  {memory:>15}")
         ends = []
         if self.max_hours is not None and 3600 * self.max_hours < self.seconds:
-            ends = [f"--max-hours {self.max_hours:g} ends before that; --resume continues."]
+            ends = [f"--max_hours {self.max_hours:g} ends before that; --resume continues."]
         if self.settings is None:
             lines.append(f"One after another: about {duration(self.seconds)}. Nothing was trained.")
             return "\n".join([*lines, *ends])
@@ -112,18 +112,16 @@ def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: fl
     """Time a few steps of each stage of a run in this process.
 
     Args:
-        cfg: settings of the run.
+        cfg: resolved settings of the run.
         tasks: where networks are retrained; None for one after another in the process of the run.
         max_hours: after this time the run would stop; None for no limit.
 
     Raises:
         ConfigError, DataError, ScoreError, InfeasibleConstraintError, RunDirectoryError: the run would be refused.
     """
-    cfg = cfg.resolved()
     use_threads(cfg.threads)
     with trial_of(cfg) as trial:
         space = trial.space
-        check_scoring(cfg, trial.net)
         number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures
         kinds = [
             ("supernet", 1, trial.supernet_seconds, False),
@@ -140,7 +138,7 @@ def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: fl
         arch = tuple(options[0] for options in space.options)
         # a task of the run, so that as many count as fitting here as there
         one = training_task(cfg, space, "best", arch, cfg.seed)
-        at_a_time = tasks.workers or workers_for([one] * number)
+        at_a_time = tasks.workers or workers_for(number, threads=one.threads, gpus=one.gpus)
     estimates = tuple(e for e in timed if e.seconds > 0)
     return Plan(estimates, torch.get_num_threads(), at_a_time, tasks, _notes(cfg, trial, timed), max_hours)
 
@@ -172,7 +170,7 @@ def trial_of(cfg: RunConfig) -> Iterator[Trial]:
 
     Raises:
         RunDirectoryError: the run directory is in use, or cannot be written.
-        ConfigError, DataError, InfeasibleConstraintError: see `nasfast.stages.inputs.configured_space`.
+        ConfigError, DataError, InfeasibleConstraintError: see `configured_space`.
     """
     with run_lock(cfg.run_dir, create=False):
         pass  # the run would need it; steps are timed without it
@@ -193,6 +191,7 @@ class Trial:
         self.space, self.loader = configured_space(cfg)
         self.net: Supernet
         self.net, self._sampler = make_supernet(self.space, cfg.method, cfg.supernet, seed=cfg.seed)
+        check_scoring(cfg, self.net)
 
     @property
     def written(self) -> tuple[str, ...]:
