@@ -105,8 +105,18 @@ def _score_flags(parser: Parser) -> None:
     parser.add_class_arguments(RunConfig)
 
 
+_SHORT = {
+    "--space": "--space.name",
+    "--score": "--score.name",
+    "--max_macs": "--search.max_macs",
+    "--max_params": "--search.max_params",
+}
+"""Short flags of `nasfast search`, which may be the first command."""
+
+
 def _search_flags(parser: Parser) -> None:
-    text = "classes, where a score of the space alone begins a search without a run (--space.name, --score.name)"
+    short = ", ".join(f"{name} for {full}" for name, full in _SHORT.items())
+    text = f"classes, where a score of the space alone begins a search without a run ({short})"
     parser.add_argument("--num_classes", type=int, metavar="N", help=text)
     parser.add_class_arguments(RunConfig)
 
@@ -232,6 +242,8 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], Parser]:
         # the flags of one command take a tenth of a second; completion needs those of all
         if name == command or command.startswith("--print_completion"):
             _declare(parser, name)
+    if command == "search":
+        argv = [_SHORT.get(flag, flag) + sign + value for flag, sign, value in (word.partition("=") for word in argv)]
     Parser.argv = argv
     # defaults are only for the eye: a stage that continues a run takes the saved settings in their place
     prints = any(word.startswith("--print_config") for word in argv)

@@ -80,7 +80,7 @@ def test_structure_alone_and_scores_that_need_a_run(space_file, tmp_path, capsys
 
 def test_limits_that_nothing_meets_leave_no_directory(space_file, tmp_path, capsys):
     out = tmp_path / "run"
-    flags = ["--space.name", str(space_file), "--score.name", "isometry", "--search.max_macs=9"]
+    flags = ["--space", str(space_file), "--score", "isometry", "--max_macs=9"]
     assert main(["search", "--out", str(out), *flags]) == 1
     assert "MACs" in capsys.readouterr().err
     assert not out.exists()
