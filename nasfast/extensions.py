@@ -50,7 +50,7 @@ COMMAND_RUN = "nasfast.research.studies.command:run"
 """The functions of these commands; `nasfast.cli` calls them as it calls those of its own commands."""
 
 
-_OF_SEARCH = "PIL jsonargparse matplotlib rich safetensors scipy tensorboard torchvision yaml".split()
+_OF_SEARCH = "PIL jsonargparse matplotlib rich safetensors scipy torchvision yaml".split()
 """Packages that the extra `search` installs; `fuse` and the operators need none of them."""
 
 

@@ -48,6 +48,7 @@ With timm, as any of its models, also with `num_classes=` or `features_only=True
 
 ```python
 import nasfast.retrain.timm_plugin  # pip install 'nasfast[timm]'
+import timm
 
 network = timm.create_model("hf-hub:OWNER/NAME", pretrained=True)  # or "local-dir:FOLDER"
 ```
