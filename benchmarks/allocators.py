@@ -97,12 +97,11 @@ def main() -> None:
     rows: list[dict] = []
     for name, variables in environments(args.jemalloc).items():
         print(f"\n# {name}", flush=True)
-        rows += [{"allocator": name, **row} for row in run(args.program, args.options, variables)]
+        found = [{"allocator": name, **row} for row in run(args.program, args.options, variables)]
         if name == JEMALLOC:  # it keeps what malloc_trim of glibc would give back, so resident memory says nothing
-            for variant in (
-                variant for row in rows if row["allocator"] == name for variant in row["variants"].values()
-            ):
+            for variant in (variant for row in found for variant in row["variants"].values()):
                 del variant["memory"]["kept"], variant["memory"]["peak"]
+        rows += found
         if args.out:
             write_json(args.out, rows)
     for workload in dict.fromkeys(row["workload"] for row in rows):
