@@ -19,9 +19,8 @@ template <typename T>
 void run(const std::vector<Task<T>>& tasks, int device, cudaStream_t stream) {
   if (tasks.empty()) return;
   const size_t bytes = tasks.size() * sizeof(Task<T>);
-  const Tensor table =
-      torch::stable::empty({static_cast<int64_t>(bytes)}, ScalarType::Byte, std::nullopt,
-                           torch::stable::Device(torch::headeronly::DeviceType::CUDA, device));
+  const Tensor table = torch::stable::empty({static_cast<int64_t>(bytes)}, ScalarType::Byte, std::nullopt,
+                                            torch::stable::Device(torch::headeronly::DeviceType::CUDA, device));
   // The memory of the host may be freed afterwards: from pageable memory, the call returns only when the copy no longer
   // needs it.
   STD_CUDA_CHECK(cudaMemcpyAsync(table.mutable_data_ptr(), tasks.data(), bytes, cudaMemcpyHostToDevice, stream));

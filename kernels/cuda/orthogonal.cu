@@ -25,8 +25,7 @@ struct ThreadBlock {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>)
-    step_kernel(const Task<T>* tasks, Step step, int i_panel) {
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm<T>) step_kernel(const Task<T>* tasks, Step step, int i_panel) {
   __shared__ __align__(16) T shared[kShared];
   const Task<T> task = tasks[blockIdx.x];  // a copy: the compiler need not read it again after each store
   const int tile = static_cast<int>(blockIdx.y);
