@@ -8,6 +8,7 @@ from nasfast import extensions
 def main() -> int:
     """Run a command and return the exit status."""
     try:
+        extensions.load("nasfast.cli.flags")  # imports what the command line needs
         run = extensions.load("nasfast.cli.main:main")
     except ModuleNotFoundError as error:
         sys.exit(f"nasfast: {error}")

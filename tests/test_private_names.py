@@ -5,15 +5,16 @@ A new release of PyTorch may change them without notice. A test that fails here 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import jsonargparse
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import batchnorm, conv, dropout
@@ -246,9 +247,20 @@ def _():
     torch.testing.assert_close(got, torch.conv2d(x, weight, bias, padding=1).relu())
 
 
-@used_for("naming the flag that was meant (cli/parser.py)", "_actions")
+@used_for("the nearest flag in an error (cli/flags.py)", "_option_string_actions", "_subcommands_action")
 def _():
-    assert argparse.ArgumentParser()._actions[0].option_strings == ["-h", "--help"]
+    parser = jsonargparse.ArgumentParser()
+    assert {"-h", "--help"} <= parser._option_string_actions.keys() and parser._subcommands_action is None
+    commands = parser.add_subcommands(dest="command")
+    commands.add_subcommand("one", jsonargparse.ArgumentParser())
+    assert parser._subcommands_action.choices.keys() == {"one"}
+
+
+@used_for("the backend of torch.compile (fusion/dynamo.py)", "_ops", "_inductor")
+def _():
+    assert isinstance(torch.ops.aten.relu_.default, torch._ops.OpOverload)
+    assert torch.ops.aten.relu_.default._schema.is_mutable and not torch.ops.aten.relu.default._schema.is_mutable
+    assert all(name is None or isinstance(name, str) for name in torch._inductor.config.cpp.cxx)
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))

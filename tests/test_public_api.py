@@ -98,5 +98,5 @@ def test_fuse_needs_torch_and_numpy_alone():
         "nasfast.supernet needs yaml, which comes with the search: pip install 'nasfast[search]'\n"
     ), done.stderr
     assert done.returncode == 1 and done.stderr.endswith(
-        "nasfast: nasfast.cli.main needs yaml, which comes with the search: pip install 'nasfast[search]'\n"
+        "nasfast: nasfast.cli.flags needs jsonargparse, which comes with the search: pip install 'nasfast[search]'\n"
     )

@@ -15,7 +15,7 @@ import jsonargparse
 from jsonargparse.typing import register_type
 
 from nasfast import __version__, extensions
-from nasfast.config import ConfigError, Number, load_yaml, local, merge, nearest, suggestion, to_number
+from nasfast.config import ConfigError, Number, flatten, load_yaml, local, merge, nearest, suggestion, to_number
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.runtime.imports import import_modules
 from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
@@ -36,7 +36,12 @@ class _ConfigFile(jsonargparse.ActionConfigFile):
             if values not in names:
                 raise ConfigError(f"--config {values!r} is neither a file nor a recipe; {nearest(values, names)}")
             path = _RECIPES / f"{values}.yaml"
-        load_yaml(path)  # its errors name the file
+        names = [flag.removeprefix("--") for flag in parser._option_string_actions]
+        for name in flatten(load_yaml(path)):
+            if name not in names:
+                raise ConfigError(
+                    f"{path}: there is no setting {name!r}{_near(name, names)}; `{parser.prog} --help` lists all"
+                )
         super().__call__(parser, cfg, str(path), option_string)
 
 

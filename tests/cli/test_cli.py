@@ -131,15 +131,27 @@ def test_resume_reaches_the_stage(seen):
 
 
 @pytest.mark.parametrize(
+    ("text", "wrong", "near"),
+    [
+        ("trian: {epochs: 3}\n", "trian.epochs", "train.epochs"),
+        ("train: {epoch: 3}\n", "train.epoch", "train.epochs"),
+    ],
+)
+def test_an_unknown_setting_in_a_config_file_is_refused(tmp_path, capsys, text, wrong, near):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    assert main(["run", "--config", str(path)]) == 1
+    assert f"{path}: there is no setting {wrong!r}; did you mean {near!r}?; `nasfast run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("trian: {epochs: 3}\n", "'trian.epochs'"),
-        ("train: {epoch: 3}\n", "'train.epoch'"),
         ("method: dina\n", "'dinas', 'dinas_paper', 'bnnas', 'fairnas', 'spos'"),
         ("train: {epochs: many}\n", "many"),
     ],
 )
-def test_a_wrong_config_file_is_refused(tmp_path, capsys, text, message):
+def test_a_wrong_value_in_a_config_file_is_refused(tmp_path, capsys, text, message):
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(SystemExit) as stopped:

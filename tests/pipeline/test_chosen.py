@@ -18,7 +18,7 @@ from nasfast import pipeline
 from nasfast.cli.main import main
 from nasfast.pipeline import retrain as stage
 from nasfast.retrain import ImageInfo, load_model, save_model
-from nasfast.runtime import tracking
+from nasfast.runtime import progress, tracking
 from nasfast.search import Candidate, Limits, ParetoPoint, save_candidates
 from nasfast.settings import RunConfig, TaskSettings
 from nasfast.spaces import SKIP, CostTable
@@ -400,7 +400,7 @@ def test_networks_that_are_retrained_apart_are_tracked(searched, monkeypatch):
         return (lambda metrics, step: seen.append((step, metrics))), seen.append
 
     monkeypatch.setattr(tracking, "_begin", begin)
-    monkeypatch.setattr(stage, "retrain", lambda *_, name, **__: tracking.log(f"retrain/{name}", 1, {"loss": 2.0}))
+    monkeypatch.setattr(stage, "retrain", lambda *_, name, **__: progress.call(f"retrain/{name}", 1, {"loss": 2.0}))
     cfg = RunConfig(out=str(searched), device="cpu", threads=1, track=("wandb",))
     cfg = cfg.replace(data=cfg.data.replace(source="digits", workers=0))
     task = stage.training_task(cfg, SPACE, "best", BEST, 0)

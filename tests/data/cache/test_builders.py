@@ -115,7 +115,7 @@ def test_concurrent_builders_decode_each_image_once(folder, tmp_path, monkeypatc
 def test_a_process_forked_meanwhile_does_not_keep_the_lock(tmp_path):
     """Such a process may be a worker of another loader."""
     path = tmp_path / "lock"
-    with cache_files._locked(path):
+    with cache_files._file_lock(path):
         pid = in_child(lambda: time.sleep(60))
     with open(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -139,7 +139,7 @@ def read_only(monkeypatch):
     def refused(*_, **__):
         raise OSError(errno.EROFS, "Read-only file system")
 
-    return lambda: [monkeypatch.setattr(cache_files, name, refused) for name in ("_locked", "write_atomic")]
+    return lambda: [monkeypatch.setattr(cache_files, name, refused) for name in ("_file_lock", "write_atomic")]
 
 
 @pytest.mark.parametrize("augmentation", [SMALL, OWN_SIZE], ids=named)

@@ -198,7 +198,7 @@ def test_the_commands_retrain_and_export_it(searched, capsys):
 def test_an_architecture_may_be_named_by_its_operations(tmp_path):
     nas_bench_201_space().save(tmp_path / "space.yaml")
     text = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|avg_pool_3x3~0|nor_conv_1x1~1|none~2|"
-    space, found = to_retrain(RunConfig(out=str(tmp_path), device="cpu"), [text])
+    space, found = to_retrain(RunConfig(out=str(tmp_path), device="cpu").resolved(), [text])
     (name,), (arch,) = found.keys(), found.values()
     assert [space.label(i, value).split()[-1] for i, value in enumerate(arch)] == [
         "conv_3x3",
@@ -210,7 +210,7 @@ def test_an_architecture_may_be_named_by_its_operations(tmp_path):
     ]
     assert name == "arch-" + "_".join(map(str, arch))
     with pytest.raises(ConfigError, match="a search of cells computes no Pareto front"):
-        to_retrain(RunConfig(out=str(tmp_path), device="cpu"), pareto=True)
+        to_retrain(RunConfig(out=str(tmp_path), device="cpu").resolved(), pareto=True)
 
 
 def test_what_is_missing_in_the_directory_is_named(searched):

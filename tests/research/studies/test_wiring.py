@@ -234,7 +234,7 @@ def test_help_and_unknown_kinds(capsys):
         main(["wiring", "--help"])
     assert stopped.value.code == 0
     listed = capsys.readouterr().out
-    assert all(f"\n  {kind:8}  " in listed for kind in ("theorems", *STUDIES))
+    assert all(f"\n    {kind:18}  " in listed for kind in ("theorems", *STUDIES))
     for kind in ("theorems", *STUDIES):
         with pytest.raises(SystemExit) as stopped:
             main(["wiring", kind, "--help"])
@@ -242,12 +242,11 @@ def test_help_and_unknown_kinds(capsys):
         assert stopped.value.code == 0
         assert f"wiring-{kind}.json" in text
         assert ("continues from what it has there" in text) == (kind != "theorems")
-    assert main(["wiring", "p4"]) == 1
-    assert "expected one of theorems, p1, p2, p3, cost behind wiring, got 'p4'" in capsys.readouterr().err
-    for wrong in (["--cell", "large"], ["--control_steps", "3"]):
+    for wrong in (["p4"], ["p1", "--cell", "large"], ["p1", "--control_steps", "3"]):
         with pytest.raises(SystemExit) as stopped:
-            main(["wiring", "p1", *wrong])
+            main(["wiring", *wrong])
         assert stopped.value.code == 2
+    assert "'p4' (choose from 'theorems', 'p1', 'p2', 'p3', 'cost')" in capsys.readouterr().err
 
 
 @pytest.mark.slow
