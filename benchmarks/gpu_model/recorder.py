@@ -212,11 +212,11 @@ def _chosen(backend: str, arch: int) -> Iterator[None]:
         return
     named, gpu = backends._named, cuda_times.similar_gpu(divmod(arch, 10))
 
-    def choose(op: str, x: Tensor, name: str, source: str, refusal: Any) -> backends.Backend:
+    def choose(op: str, x: Tensor, name: str, source: str, refusal: Any, strict: bool) -> backends.Backend | None:
         refused = refusal("cuda")
         slower = backend == "auto" and refused is not None and refused.lacks == "speed"
-        found = None if slower else named(op, x, "cuda", source, refusal)
-        return found or named(op, x, "triton", source, refusal)
+        found = None if slower else named(op, x, "cuda", source, refusal, strict)
+        return found or named(op, x, "triton", source, refusal, strict)
 
     changes = [
         use_backend("cuda"),

@@ -218,23 +218,11 @@ def resolve_backend(
     if name is None:
         name, source = os.environ.get("NASFAST_BACKEND") or None, "NASFAST_BACKEND"
 
-    def refused(backend: Backend) -> Refusal | None:
-        ok, reason = backend.can_use(x)
-        return refusal(backend.name) if ok else Refusal(reason, "shape")
-
-    row = _TABLE[op]
     if name is not None:
-        _check_name(name, source)
-        names = [backend.name for backend in row]
-        if name in names:
-            why_not = refused(row[names.index(name)])
-            if why_not is None or why_not.lacks == "speed":
-                return row[names.index(name)]
-        else:
-            choices = ", ".join(names)
-            why_not = Refusal(f"this version has no {name} kernel for {op}; choose from {choices}", "operator")
-        if strict and (why_not.lacks != "operator" or source == "backend"):
-            raise RuntimeError(f"{op}: backend {name!r} (from {source}) cannot serve: {why_not.reason}")
+        named = _named(op, x, name, source, refusal, strict)
+        if named is not None:
+            return named
+    row = _TABLE[op]
     skipped: list[str] = []
     for backend in row:
         # interpreter and emulation are too slow to be chosen automatically
@@ -242,7 +230,7 @@ def resolve_backend(
             continue
         if backend.name == "cuda" and x.device.type == "cpu" and emulates_cuda():
             continue
-        why_not = refused(backend)
+        why_not = _refused(backend, x, refusal)
         if why_not is None:
             if skipped and not torch.compiler.is_compiling():
                 # operators without a kernel for CPUs lose nothing there, so only who named a backend needs to know
@@ -252,6 +240,30 @@ def resolve_backend(
             return backend
         skipped.append(f"{backend.name}: {why_not.reason}")
     raise AssertionError(f"{op} has no reference backend")
+
+
+def _refused(backend: Backend, x: Tensor, refusal: Callable[[str], Refusal | None]) -> Refusal | None:
+    ok, reason = backend.can_use(x)
+    return refusal(backend.name) if ok else Refusal(reason, "shape")
+
+
+def _named(
+    op: str, x: Tensor, name: str, source: str, refusal: Callable[[str], Refusal | None], strict: bool
+) -> Backend | None:
+    """The named backend; None if another one may serve in its place."""
+    _check_name(name, source)
+    names = [backend.name for backend in _TABLE[op]]
+    if name in names:
+        backend = _TABLE[op][names.index(name)]
+        why_not = _refused(backend, x, refusal)
+        if why_not is None or why_not.lacks == "speed":
+            return backend
+    else:
+        choices = ", ".join(names)
+        why_not = Refusal(f"this version has no {name} kernel for {op}; choose from {choices}", "operator")
+    if strict and (why_not.lacks != "operator" or source == "backend"):
+        raise RuntimeError(f"{op}: backend {name!r} (from {source}) cannot serve: {why_not.reason}")
+    return None
 
 
 def _check_name(name: str, source: str) -> None:
