@@ -351,7 +351,7 @@ class _CountLaunches(TorchDispatchMode):
             arguments = launch.geometry | {"shared": launch.shared, "words": launch.words, "weights": launch.weights}
             chain, early = self.step.chain, launch.early
             self.step.launches.append(
-                Launch(launch.stage, launch.grid, arguments, launch.kernel, launch.bytes, phase, None, chain, early)
+                Launch(launch.stage, launch.grid, arguments, launch.kernel, launch.bytes, phase, chain, early)
             )
         return result
 
