@@ -65,7 +65,6 @@ TESTS = {
     "csrc/orthogonal/": "ops/test_orthogonalize.py",
     "csrc/": "measure/test_doctor.py ops/test_pool.py ops/test_bn_act.py",
     "(kernels|nasfast/ops)/triton/": "ops/test_triton*.py ops/test_bn_act.py ops/test_conv*.py ops/test_training.py",
-    "nasfast/stages/": "pipeline",
     "nasfast/extensions": "research/test_extensions.py",
 }
 LAST = "pipeline"  # runs most of the package
