@@ -336,6 +336,10 @@ class TaskRunner:
             process.terminate()
         sender.close()
         try:
+            # at the deadline a worker saves and ends by itself, unless it hangs
+            if self._deadline is not None and not receiver.poll(max(0.0, self._deadline - time.time()) + GRACE):
+                process.kill()
+                return "stopped", "its worker did not end when the time was over"
             return receiver.recv()
         finally:
             receiver.close()
@@ -346,6 +350,8 @@ class TaskRunner:
         remote = self._ray.remote(num_cpus=task.threads, num_gpus=task.gpus, max_retries=0)(execute)
         reference = remote.remote(task, folder, here, deadline, modules)
         self._stops[task.name] = lambda at_once: self._ray.cancel(reference, force=at_once)
+        if self._stopping:
+            self._ray.cancel(reference)
         # what the cluster never starts is not waited for
         timeout = None if deadline is None else max(0.0, deadline - time.time()) + GRACE
         ended, _ = self._ray.wait([reference], timeout=timeout)
