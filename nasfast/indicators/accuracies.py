@@ -2,8 +2,8 @@
 
 A JSON file maps each architecture to an accuracy, to a list of accuracies of several runs (their mean is taken), or to
 a mapping that has one of these under a name such as `mean_acc` (the form that NAS-Bench-Macro publishes). A CSV file
-has the header `arch,accuracy` and one line per architecture. An architecture is written as on the command line (`0 1 2`), as
-digits (`012`), or, in a space of cells, with the names of its operations as in NAS-Bench-201
+has the header `arch,accuracy` and one line per architecture. An architecture is written as on the command line
+(`0 1 2`), as digits (`012`), or, in a space of cells, with the names of its operations as in NAS-Bench-201
 (`|conv_3x3~0|+|none~0|skip_connect~1|`). docs/ranking_zero_cost.md has examples.
 """
 
