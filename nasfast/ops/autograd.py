@@ -6,9 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WRAPPER = "autograd of "
-"""What the name of an operator's autograd function begins with; the operator's name follows."""
-
 
 def autograd_kernel(
     operator: Any, setup_context: Callable[..., None], backward: Callable[..., Any]
@@ -51,7 +48,7 @@ def autograd_kernel(
 
     # profilers show this name, which no class statement could give it
     methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients_of)}
-    function: Any = type(WRAPPER + operator._schema.name, (torch.autograd.Function,), methods)
+    function: Any = type(f"autograd of {operator._schema.name}", (torch.autograd.Function,), methods)
 
     def run(keyset: Any, *args: Any) -> Any:
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
