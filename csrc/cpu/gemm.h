@@ -230,6 +230,19 @@ void pack(const float* w, int64_t depth, int64_t columns, int64_t stride_k, int6
   }
 }
 
+// Calls finish(j, sums) for each vector j of columns of a block. `finish` gets a copy, because a compiler that sees the
+// address of the sums leave this function stores them at every step in depth.
+template <int kWidth, typename Finish>
+inline void finish_sums(const VecF (&sum)[kWidth][kBlockRows], const Finish& finish) {
+#pragma GCC unroll 3
+  for (int j = 0; j < kWidth; ++j) {
+    VecF copy[kBlockRows];
+#pragma GCC unroll 8
+    for (int i = 0; i < kBlockRows; ++i) copy[i] = sum[j][i];
+    finish(j, copy);
+  }
+}
+
 // Calls finish(j, sums) for each vector j of columns of one block; sums has one vector for each of its kBlockRows rows.
 template <int kWidth, typename Finish>
 inline void gemm_block(const float* a, int64_t lda, const float* b, int64_t depth, const Finish& finish) {
@@ -250,8 +263,7 @@ inline void gemm_block(const float* a, int64_t lda, const float* b, int64_t dept
       for (int j = 0; j < kWidth; ++j) sum[j][i] += va * vb[j];
     }
   }
-#pragma GCC unroll 3
-  for (int j = 0; j < kWidth; ++j) finish(j, sum[j]);
+  finish_sums(sum, finish);
 }
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
@@ -278,8 +290,7 @@ inline void gemm_block(const BFloat16* a, int64_t lda, const BFloat16* b, int64_
       }
     }
   }
-#pragma GCC unroll 3
-  for (int j = 0; j < kWidth; ++j) finish(j, sum[j]);
+  finish_sums(sum, finish);
 }
 #endif
 

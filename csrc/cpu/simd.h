@@ -57,7 +57,12 @@ inline VecU as_bits(VecF v) {
 }
 
 inline VecF widen(VecH h) {
-#if defined(__aarch64__)
+#if defined(__AVX512F__)
+  // for __builtin_convertvector, GCC 12 widens the halves apart and joins them
+  return as_float((VecU)_mm512_cvtepu16_epi32((__m256i)h) << 16);
+#elif defined(__AVX2__)
+  return as_float((VecU)_mm256_cvtepu16_epi32((__m128i)h) << 16);
+#elif defined(__aarch64__)
   // for __builtin_convertvector, GCC 12 moves every lane through a register of integers
   return as_float((VecU)vmovl_u16((uint16x4_t)h) << 16);
 #else
