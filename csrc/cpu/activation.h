@@ -51,7 +51,7 @@ struct Smooth {
 
 // Returns pick(A) for the class of the given activation.
 template <typename Pick>
-auto by_act(Act act, const Pick& pick) -> decltype(pick(Identity(act))) {
+[[gnu::always_inline]] inline auto by_act(Act act, const Pick& pick) -> decltype(pick(Identity(act))) {
   switch (act) {
     case Act::kIdentity:
       return pick(Identity(act));
