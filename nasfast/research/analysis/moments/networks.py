@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -323,7 +324,7 @@ def run(
             values = run_chunk(cfg, source, ids, seed=seed, device=device)
             if file is not None:
                 buffer = io.BytesIO()
-                np.savez(buffer, **values)
+                np.savez(buffer, **cast("dict[str, Any]", values))
                 write_atomic(file, buffer.getvalue())
         parts.append(values)
         progress(ids.stop)

@@ -594,7 +594,7 @@ def _control_searches(cfg: WidthConfig) -> dict[str, dict[int, Search]]:
 
 def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     """P3."""
-    second = {"second_order": cfg.second_order} if cfg.method == "darts" else {}
+    second: dict[str, Any] = {"second_order": cfg.second_order} if cfg.method == "darts" else {}
     two, one = searches_of(cfg, f"{cfg.method}-bilevel", bilevel=True, **second), searches_of(cfg, cfg.method)
     fixed = CostConfig(
         samples=300, steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
