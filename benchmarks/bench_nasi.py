@@ -19,7 +19,7 @@ from benchmarks.straight_through import gradient_of_q
 from nasfast.measure.timing import measure
 from nasfast.research.nasi.search import Mixture, NasiConfig, sample
 from nasfast.research.studies.nasi.config import NasiSearchConfig
-from nasfast.research.studies.nasi.measure import Searches
+from nasfast.research.studies.nasi.study import Searches
 from nasfast.train.batches import as_epochs
 
 OURS = "nasfast"

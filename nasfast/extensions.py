@@ -45,8 +45,8 @@ COMMANDS = {
 }
 """Name of a command -> its line in `nasfast --help`."""
 
-COMMAND_FLAGS = "nasfast.research.studies.command:flags"
-COMMAND_RUN = "nasfast.research.studies.command:run"
+COMMAND_FLAGS = "nasfast.research.studies.registry:flags"
+COMMAND_RUN = "nasfast.research.studies.registry:run"
 """The functions of these commands; `nasfast.cli` calls them as it calls those of its own commands."""
 
 

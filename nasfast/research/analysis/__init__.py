@@ -1,4 +1,4 @@
 """Measurements of what initialisation does to signals and gradients in any module.
 
-`jacobian` measures isometry, `moments` signals by depth; `meanfield`, `concentration` and `fairness` test the theory.
+`jacobian` measures isometry, `moments` signals by depth; `meanfield` and `fairness` test the theory.
 """

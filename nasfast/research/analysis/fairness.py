@@ -38,92 +38,78 @@ Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class CandidateOutput:
-    """One candidate on the common input.
-
-    Attributes:
-        name: its name.
-        mean, var: mean and variance of its outputs.
-        rho: mean rho over pairs of samples.
-        distortion: coefficient of variation of rho.
-    """
-
-    name: str
-    mean: float
-    var: float
-    rho: float
-    distortion: float
-
-
-@dataclass(frozen=True)
 class Fairness:
     """Spreads over the candidates of one layer; see the module's docstring.
 
     f_phi is None if no phi was given. f_var and f_iso are not finite if a candidate gives all samples one result.
+
+    Attributes:
+        mean, var: mean and variance of the outputs of each candidate.
+        rho: mean rho over pairs of samples, of each candidate.
+        distortion: mean over candidates of the coefficient of variation of rho.
     """
 
-    candidates: tuple[CandidateOutput, ...]
-    f_mean: float
-    f_var: float
-    f_iso: float
+    mean: Array
+    var: Array
+    rho: Array
+    distortion: float
     disagreement: float
     f_phi: float | None = None
 
     @property
-    def distortion(self) -> float:
-        """Mean distortion over the candidates."""
-        return float(np.mean([c.distortion for c in self.candidates]))
+    def f_mean(self) -> float:
+        """Spread of the means, relative to the deviation of the outputs."""
+        return float(self.mean.std() / math.sqrt(self.var.mean()))
+
+    @property
+    def f_var(self) -> float:
+        """Spread of the log variances."""
+        return float(np.log(self.var).std())
+
+    @property
+    def f_iso(self) -> float:
+        """Spread of the logs of rho."""
+        return float(np.log(self.rho).std())
 
 
 @torch.no_grad()
-def fairness(
-    candidates: Sequence[nn.Module],
-    h: Tensor,
-    *,
-    names: Sequence[str] | None = None,
-    phi: Sequence[float] | None = None,
-) -> Fairness:
+def fairness(candidates: Sequence[nn.Module], h: Tensor, *, phi: Sequence[float] | None = None) -> Fairness:
     """Measure the candidates of one layer on a common input; BatchNorms use the statistics of that input.
 
     Args:
         candidates: at least two modules that map (N, C, ...) to results (N, C', ...) of one shape; they are not
             changed.
         h: (N, C, ...) floating, N at least 4; 64 or more are recommended.
-        names: names of the candidates; None numbers them.
         phi: phi of each candidate's Jacobian, for f_phi; None leaves it out.
 
     Raises:
-        ValueError: there are fewer than two candidates or four samples, or other numbers of names or phis than of
-            candidates; a candidate cannot take h; results have different shapes or are not finite; or two samples are
-            equal, so that their distance is 0.
+        ValueError: there are fewer than two candidates or four samples, or another number of phis than of candidates; a
+            candidate cannot take h; results have different shapes or are not finite; or two samples are equal, so that
+            their distance is 0.
     """
     if len(candidates) < 2 or h.ndim < 2 or h.shape[0] < 4:
         raise ValueError(
             f"fairness: needs two candidates and h of (N, C, ...) with four samples, got {len(candidates)} and "
             f"{tuple(h.shape)}"
         )
-    names = [str(i) for i in range(len(candidates))] if names is None else names
-    if len(names) != len(candidates) or (phi is not None and len(phi) != len(candidates)):
-        raise ValueError(f"fairness: needs one name and one phi for each of {len(candidates)} candidates")
+    if phi is not None and len(phi) != len(candidates):
+        raise ValueError(f"fairness: needs one phi for each of {len(candidates)} candidates, got {len(phi)}")
     distances = _pair_distances(h)
     if not float(distances.min()) > 0:
         raise ValueError("fairness: two samples of h are equal or not finite: give different finite samples")
     outputs = [applied(frozen_copy(module, h, dtype=h.dtype), h) for module in candidates]
     if len({y.shape for y in outputs}) > 1:
         raise ValueError(f"fairness: candidates have results of different shapes {[tuple(y.shape) for y in outputs]}")
-    measured = []
-    for name, y in zip(names, outputs, strict=True):
+    for i, y in enumerate(outputs):
         if not torch.isfinite(y).all():
-            raise ValueError(f"fairness: the result of candidate {name} is not finite")
-        rho = _pair_distances(y) / distances
-        mean, var = channel_moments(y)
-        measured.append(CandidateOutput(name, mean, var, float(rho.mean()), float(rho.std() / rho.mean())))
-    means, variances, rhos = (np.array([getattr(c, key) for c in measured]) for key in ("mean", "var", "rho"))
+            raise ValueError(f"fairness: the result of candidate {i} is not finite")
+    rhos = [_pair_distances(y) / distances for y in outputs]
+    means, variances = np.array([channel_moments(y) for y in outputs]).T
     return Fairness(
-        tuple(measured),
-        f_mean=float(means.std() / math.sqrt(variances.mean())),
-        f_var=float(np.log(variances).std()),
-        f_iso=float(np.log(rhos).std()),
+        means,
+        variances,
+        np.array([float(rho.mean()) for rho in rhos]),
+        distortion=float(np.mean([float(rho.std() / rho.mean()) for rho in rhos])),
         disagreement=float(np.mean([_disagreement(a, b) for a, b in combinations(outputs, 2)])),
         f_phi=None if phi is None else float(np.log(phi).std()),
     )
@@ -159,28 +145,13 @@ def without_indicator_bn(module: nn.Module) -> nn.Module:
     return module
 
 
-@dataclass(frozen=True)
-class DepthSpread:
-    """How differently random paths scale a signal, by depth; every field has one value per layer.
-
-    Var(h_l) is the variance of the output of layer l, averaged over channels.
-
-    Attributes:
-        mean: mean of log Var(h_l) over paths.
-        std: standard deviation of log Var(h_l) over paths.
-        ratio: largest Var(h_l) divided by the smallest.
-    """
-
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    ratio: tuple[float, ...]
-
-
 @torch.no_grad()
 def depth_spread(
     net: Supernet, images: Tensor, *, paths: int = 64, indicator_bn: bool = True, seed: int = 0
-) -> DepthSpread:
+) -> dict[str, list[float]]:
     """Follow random paths through a supernet and compare the variances of their signals.
+
+    Var(h_l) is the variance of the output of layer l, averaged over channels.
 
     Args:
         net: the supernet, which is not changed; it must have plain modules (`fused=False`) if indicator_bn is off.
@@ -188,6 +159,10 @@ def depth_spread(
         paths: number of uniformly random paths, without layer indicators.
         indicator_bn: whether blocks keep their indicator BatchNorms.
         seed: seed of the paths.
+
+    Returns:
+        For every layer the `mean` and `std` of log Var(h_l) over paths, and the `ratio` of the largest Var(h_l) to the
+        smallest.
 
     Raises:
         ValueError: there are fewer than two paths, or a variance is zero or not finite.
@@ -207,5 +182,5 @@ def depth_spread(
             if not 0 < var < math.inf:
                 raise ValueError(f"depth_spread: the variance after layer {index} is {var} on path {i}")
             logs[i, index] = math.log(var)
-    ratio = np.exp(logs.max(0) - logs.min(0))
-    return DepthSpread(tuple(logs.mean(0).tolist()), tuple(logs.std(0).tolist()), tuple(ratio.tolist()))
+    spread = {"mean": logs.mean(0), "std": logs.std(0), "ratio": np.exp(logs.max(0) - logs.min(0))}
+    return {name: values.tolist() for name, values in spread.items()}

@@ -15,7 +15,8 @@ import copy
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -39,7 +40,7 @@ from nasfast.ops.modules import (
 Array = NDArray[np.float64]
 Function = Callable[[Tensor], Tensor]
 Method = Literal["exact", "probes"]
-BNMode = Literal["constant", "coupled", "running"]
+BNMode = Literal["constant", "coupled"]
 _Module = TypeVar("_Module", bound=nn.Module)
 
 MAX_EXACT = 4_000_000
@@ -132,7 +133,7 @@ def isometry(
         probes: number of random vectors, divided over the samples.
         method: `exact`, `probes`, or None: exact if a Jacobian has at most `max_exact` elements.
         bn_mode: `constant` takes statistics of x as constants; `coupled` takes the Jacobian of the whole batch x,
-            through the statistics too; `running` takes the module's running statistics.
+            through the statistics too.
         circular: whether zero-padded convolutions wrap around instead, which leaves out the loss at borders.
         max_exact: largest number of elements of a Jacobian for which None means exact.
         lanczos_steps: Lanczos steps of the density from probes, their longest part; 0 leaves out density and largest.
@@ -198,12 +199,12 @@ def frozen_copy(
     Args:
         module: any module; it is not changed.
         x: (N, ...); it is cast to dtype.
-        bn_mode, circular: see `isometry`; `coupled` keeps batch statistics, `running` the running statistics.
+        bn_mode, circular: see `isometry`; `coupled` keeps batch statistics.
         dtype: dtype of the copy.
 
     Raises:
-        ValueError: the module cannot take x; or a BatchNorm gets fewer than two values per channel, runs several times
-            where statistics are constants, or has no running statistics for `running`.
+        ValueError: the module cannot take x; or, where statistics are constants, a BatchNorm gets fewer than two values
+            per channel or runs several times.
     """
     frozen = copy.deepcopy(module).to(dtype).requires_grad_(False).eval()
     for part in frozen.modules():
@@ -213,10 +214,6 @@ def frozen_copy(
         for conv in frozen.modules():
             if isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and conv.padding_mode == "zeros":
                 conv.padding_mode = "circular"
-    if bn_mode == "running":
-        if any(norm.running_mean is None for norm in norms):
-            raise ValueError("isometry: bn_mode='running', but a BatchNorm of the module keeps no statistics")
-        return frozen
     for norm in norms:
         norm.track_running_stats = False
         norm.running_mean = norm.running_var = None
@@ -295,31 +292,31 @@ class _Products:
     def __init__(self, function: Function, points: Tensor) -> None:
         self.points = points
         self.function = lambda x: function(x).reshape(x.shape[0], -1)
-        try:
+        with _differentiating():
             self._pull = torch.func.vjp(self.function, points)[1]
-        except RuntimeError as error:
-            raise _no_derivative(error) from error
 
     def pull(self, u: Tensor) -> Tensor:
         """J^T u, (K, w_in)."""
-        try:
+        with _differentiating():
             return _finite(self._pull(u)[0].flatten(1))
-        except RuntimeError as error:
-            raise _no_derivative(error) from error
 
     def push(self, v: Tensor) -> Tensor:
         """J v, (K, w_out)."""
-        try:
+        with _differentiating():
             return _finite(torch.func.jvp(self.function, (self.points,), (v.view_as(self.points),))[1])
-        except (RuntimeError, NotImplementedError) as error:
-            raise _no_derivative(error) from error
 
 
-def _no_derivative(error: Exception) -> ValueError:
-    return ValueError(
-        "isometry: an operation of the module has no derivative in the mode needed (a custom operator, or a change in "
-        f"place): {error}"
-    )
+@contextmanager
+def _differentiating() -> Iterator[None]:
+    """Raise ValueError where an operation has no derivative."""
+    try:
+        yield
+    # NotImplementedError is one
+    except RuntimeError as error:
+        raise ValueError(
+            "isometry: an operation of the module has no derivative in the mode needed (a custom operator, or a change "
+            f"in place): {error}"
+        ) from error
 
 
 def _finite(product: Tensor) -> Tensor:
@@ -344,22 +341,21 @@ def jacobian(function: Function, point: Tensor, w_out: int) -> Tensor:
 
 
 @torch.no_grad()
-def circular_conv_moments(weight: Tensor, groups: int = 1, *, size: int | None = None) -> tuple[Array, Array]:
+def circular_conv_moments(weight: Tensor, groups: int = 1) -> tuple[Array, Array]:
     """Exact (1 / w_out) tr J J^T and (1 / w_out) tr (J J^T)^2 of a convolution of stride 1 with circular padding.
 
     The Fourier transform makes J block diagonal, with one (out, in) matrix per group and frequency; for a depthwise
-    filter this is a number.
+    filter this is a number. The map is of 2 k - 1 pixels, from which on the moments do not depend on its size.
 
     Args:
         weight: (out, in / groups, k, k), or (out, in) for a linear layer.
         groups: number of groups of the convolution.
-        size: height and width of the map; None takes 2 k - 1, from which on the moments do not depend on it.
 
     Returns:
         Two float64 arrays (groups,), the moments of each group.
 
     Raises:
-        ValueError: the weight has no square kernel, the groups do not divide it, or the map is smaller than the kernel.
+        ValueError: the weight has no square kernel, or the groups do not divide it.
     """
     weight = weight.detach().double()
     weight = weight[:, :, None, None] if weight.ndim == 2 else weight
@@ -367,10 +363,7 @@ def circular_conv_moments(weight: Tensor, groups: int = 1, *, size: int | None =
         raise ValueError(
             f"circular_conv_moments: weight {tuple(weight.shape)} of {groups} groups is not that of a square conv"
         )
-    k = weight.shape[-1]
-    size = 2 * k - 1 if size is None else size
-    if size < k:
-        raise ValueError(f"circular_conv_moments: a map of {size} x {size} is smaller than the {k} x {k} kernel")
+    size = 2 * weight.shape[-1] - 1
     spectrum = torch.fft.fft2(weight, s=(size, size)).permute(2, 3, 0, 1)
     blocks = spectrum.reshape(size * size, groups, weight.shape[0] // groups, weight.shape[1])
     gram = blocks @ blocks.mH if blocks.shape[2] <= blocks.shape[3] else blocks.mH @ blocks

@@ -1,4 +1,4 @@
-"""What the configs of several studies take: threads and seeds, and modules of the user with the shape of a sample."""
+"""What several studies measure: a search space at a small resolution, or a module of the user."""
 
 from __future__ import annotations
 
@@ -6,10 +6,29 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable
+from typing import TypeVar
 
 from torch import nn
 
 from nasfast.config import ConfigError
+from nasfast.spaces import SearchSpace, get_space
+from nasfast.supernet import Init, initialize
+
+Result = TypeVar("Result")
+
+# Larger images change nothing but the borders, and cost in proportion to their area.
+_RESOLUTION = 64
+
+
+def reduced_space(name: str, resolution: int | None, study: str) -> SearchSpace:
+    """A space at a resolution in pixels; None takes 64, or the space's if that is smaller.
+
+    Raises:
+        ConfigError: unknown space, unreadable YAML, or layers with activations of their own.
+    """
+    space = get_space(name)
+    space.require_one_activation(f"the study of {study}")
+    return get_space(name, resolution=resolution or min(_RESOLUTION, space.resolution))
 
 
 def sample_shape(text: str) -> tuple[int, ...]:
@@ -67,3 +86,30 @@ def maker(name: str) -> Callable[[], nn.Module]:
         return module
 
     return make
+
+
+def initialised(name: str, shape: str, seed: int, measure: Callable[[str, nn.Module], Result]) -> dict[str, Result]:
+    """What `measure(setting, module)` makes of a user's module as it is, and with orthogonal and Gaussian weights.
+
+    Args:
+        name: `package.module:factory`.
+        shape: shape of a sample, for messages.
+        seed: seed of the weights.
+        measure: given the setting and a module that it may keep.
+
+    Raises:
+        ConfigError: see `maker`.
+        ValueError: the module cannot be initialised or measured.
+    """
+    make = maker(name)
+    settings: dict[str, Init | None] = {"as it is": None, "orthogonal": "orthogonal", "gaussian": "gaussian"}
+    found = {}
+    for setting, init in settings.items():
+        module = make()
+        try:
+            if init is not None:
+                initialize(module, init, seed=seed)
+            found[setting] = measure(setting, module)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"module {name!r}, input {shape}, {setting}: {error}") from error
+    return found

@@ -64,16 +64,15 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     @classmethod
-    def of(cls, title: str, columns: Mapping[str, str] | Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+    def of(cls, title: str, columns: Mapping[str, str], rows: Iterable[Sequence[Any]]) -> Table:
         """The table of values.
 
         Args:
             title: above the table.
-            columns: heading of every column -> format of its numbers, such as `.3f`; or only the headings.
+            columns: heading of every column -> format of its numbers, such as `.3f`.
             rows: text is kept; None, and a number without a value, is a dash.
         """
-        formats = list(columns.values()) if isinstance(columns, Mapping) else [""] * len(columns)
-        return cls(title, tuple(columns), tuple(tuple(map(number, row, formats)) for row in rows))
+        return cls(title, tuple(columns), tuple(tuple(map(number, row, columns.values())) for row in rows))
 
     def __str__(self) -> str:
         lines = [self.header, *self.rows]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -31,7 +30,6 @@ Done = Callable[[int], None]
 """To be called with how much of a part of a study is done."""
 Task = Callable[[str, int], Done]
 """Given the name of a part of a study and its size, returns its `Done`."""
-Report = TypeVar("Report", bound=StudyReport)
 
 
 @contextmanager
@@ -68,20 +66,16 @@ def no_task(name: str, total: int) -> Done:
     return lambda done: None
 
 
-def carry_out(
-    name: str,
-    config: Any,
-    study: Callable[[Any, Path | None, Task], Report],
-    *,
-    out: str | Path | None = None,
-) -> Report:
-    """Run a study with the threads of its config, with progress on standard error.
+def run_study(
+    name: str, config: Any = None, *, out: str | Path | None = None, tasks: TaskSettings | None = None
+) -> StudyReport:
+    """Run a study of the registry with the threads of its config, with progress on standard error.
 
     Args:
-        name: stem of the report's files.
-        config: settings with `threads`, and with `device` if the study has a choice.
-        study: `study(config, out, task)` measures and returns its report.
-        out: directory that a study may resume from and write to; None for none.
+        name: such as `isometry` or `moments quick`.
+        config: an instance of the study's config class; None takes its defaults.
+        out: directory that the study may resume from and write to; None for none.
+        tasks: where the parts of a study that has `tasks` run in processes of their own; None for this process.
 
     Returns:
         The study's report with `name`, `config`, `seconds`, `machine` and `environment`.
@@ -89,27 +83,14 @@ def carry_out(
     Raises:
         ConfigError: the config's device is cuda and there is none.
     """
+    study = registry.find(name)
+    run, config = study.load("run"), study.load("config")() if config is None else config
     device = str(torch_device(getattr(config, "device", "cpu")))
     start = time.perf_counter()
     with measuring(config.threads):
         with progress() as task:
-            found = study(config, None if out is None else Path(out), task)
+            more = {} if tasks is None else {"tasks": tasks}
+            found: StudyReport = run(config, None if out is None else Path(out), task, **more)
         where = {"device": device, **machine()}
     seconds = time.perf_counter() - start
-    return replace(found, name=name, config=config, seconds=seconds, machine=where, environment=environment())
-
-
-def run_study(
-    name: str, config: Any = None, *, out: str | Path | None = None, tasks: TaskSettings | None = None
-) -> Any:
-    """Carry out a study of the registry; see `carry_out`.
-
-    Args:
-        name: such as `isometry` or `moments quick`.
-        config: an instance of the study's config class; None takes its defaults.
-        out: directory that the study may resume from and write to.
-        tasks: where the parts of a study that has `tasks` run in processes of their own; None for this process.
-    """
-    study = registry.find(name)
-    run = study.load("run") if tasks is None else functools.partial(study.load("run"), tasks=tasks)
-    return carry_out(study.files, study.load("config")() if config is None else config, run, out=out)
+    return replace(found, name=study.files, config=config, seconds=seconds, machine=where, environment=environment())

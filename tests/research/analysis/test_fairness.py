@@ -33,40 +33,22 @@ def test_equal_candidates_are_fair(h):
     assert (found.f_mean, found.f_var, found.f_iso, found.disagreement) == (0, 0, 0, 0)
     assert found.distortion == pytest.approx(0, abs=1e-6)
     assert found.f_phi is None
-    assert [c.rho for c in found.candidates] == pytest.approx([4, 4], rel=1e-6)
+    assert list(found.rho) == pytest.approx([4, 4], rel=1e-6)
 
 
 def test_spreads_of_scaled_identities(h):
-    found = fairness([Scale(1.0), Scale(2.0), Scale(4.0)], h, names=["a", "b", "c"], phi=[1.0, 4.0, 16.0])
+    found = fairness([Scale(1.0), Scale(2.0), Scale(4.0)], h, phi=[1.0, 4.0, 16.0])
     wanted = 2 * np.log([1, 2, 4]).std()
     assert (found.f_var, found.f_iso, found.f_phi) == pytest.approx((wanted,) * 3, rel=1e-5)
     # ||a - b||^2 / (||a||^2 + ||b||^2) of multiples 1, 2 and 4
     assert found.disagreement == pytest.approx((1 / 5 + 9 / 17 + 4 / 20) / 3, rel=1e-5)
-    assert [c.name for c in found.candidates] == ["a", "b", "c"]
 
 
 def test_mean_and_variance_are_per_channel(h):
     offsets = torch.arange(5.0).view(1, 5, 1, 1) * 100
     found = fairness([Scale(1.0), Scale(1.0, shift=3.0)], h + offsets)
-    assert found.candidates[0].var == pytest.approx(float(h.var((0, 2, 3), correction=0).mean()), rel=1e-3)
-    assert found.f_mean == pytest.approx(1.5 / math.sqrt(found.candidates[0].var), rel=1e-3)
-
-
-def test_unrelated_outputs_disagree_fully():
-    h = torch.randn(64, 200)
-    candidates = [nn.Linear(200, 200, bias=False) for _ in range(3)]
-    for c in candidates:
-        nn.init.orthogonal_(c.weight)
-    found = fairness(candidates, h)
-    assert found.disagreement == pytest.approx(1, abs=0.03)
-    assert found.f_iso < 1e-6
-
-
-def test_the_candidates_are_left_as_they_were(h):
-    module = nn.Sequential(nn.Conv2d(5, 5, 1), nn.BatchNorm2d(5)).train()
-    before = {k: v.clone() for k, v in module.state_dict().items()}
-    fairness([module, module], h)
-    assert module.training and all(torch.equal(before[k], v) for k, v in module.state_dict().items())
+    assert found.var[0] == pytest.approx(float(h.var((0, 2, 3), correction=0).mean()), rel=1e-3)
+    assert found.f_mean == pytest.approx(1.5 / math.sqrt(found.var[0]), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +57,7 @@ def test_the_candidates_are_left_as_they_were(h):
         ([Scale(1.0)], {}, "needs two candidates"),
         ([Scale(1.0)] * 2, {"h": torch.randn(3, 5)}, "with four samples"),
         ([Scale(1.0)] * 2, {"h": torch.zeros(4, 5)}, "two samples of h are equal"),
-        ([Scale(1.0)] * 2, {"phi": [1.0]}, "one phi for each of 2"),
+        ([Scale(1.0)] * 2, {"phi": [1.0]}, "one phi for each of 2 candidates, got 1"),
         ([Scale(1.0), nn.Flatten()], {}, "different shapes"),
         ([Scale(1.0), Scale(math.inf)], {}, "result of candidate 1 is not finite"),
     ],
@@ -105,12 +87,12 @@ def test_a_batchnorm_at_the_end_makes_variances_equal(net):
 def test_depth_spread_follows_paths(net):
     images = torch.randn(16, 3, 16, 16)
     with_bn = depth_spread(net, images, paths=6)
-    assert len(with_bn.std) == len(with_bn.mean) == len(with_bn.ratio) == 4
+    assert {name: len(values) for name, values in with_bn.items()} == {"mean": 4, "std": 4, "ratio": 4}
     # layers 0 and 2 end in a BatchNorm without residual, so that every path has variance 1 there
-    assert with_bn.mean[0] == pytest.approx(0, abs=1e-3) and with_bn.std[2] < 1e-3 < with_bn.std[3]
+    assert with_bn["mean"][0] == pytest.approx(0, abs=1e-3) and with_bn["std"][2] < 1e-3 < with_bn["std"][3]
     without = depth_spread(net, images, paths=6, indicator_bn=False)
-    assert without.std[0] > 1e-3
-    assert all(r >= 1 for r in without.ratio)
+    assert without["std"][0] > 1e-3
+    assert all(r >= 1 for r in without["ratio"])
     assert depth_spread(net, images, paths=6) == with_bn
     assert isinstance(net.layers[0].candidates[0].project.bn, nn.BatchNorm2d)
     with pytest.raises(ValueError, match="needs two paths"):

@@ -25,7 +25,7 @@ from nasfast.research.cells.search import (
     search_cells,
 )
 from nasfast.research.cells.space import CellSpace, darts_space, minimal_cell, simplified_cell
-from nasfast.research.studies.wiring.measure import monte_carlo
+from nasfast.research.studies.wiring.study import monte_carlo
 from nasfast.train import CheckpointError, TrainConfig
 from nasfast.train.checkpoint import load_checkpoint
 from nasfast.train.log import read_metrics

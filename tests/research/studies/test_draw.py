@@ -40,13 +40,6 @@ def test_lines_bands_and_levels():
     assert figure.get_suptitle() == r"a \$5 title"
 
 
-def test_a_second_axis_and_rows_of_panels():
-    twin = panel("", line([1, 2], [3, 4], label="right"), y="r")
-    figure = drawn(*[panel("", line([1, 2], [1, 2], label="left"), twin=twin, legend=True)] * 3)
-    assert [labels(ax.get_legend()) for ax in figure.axes[:3]] == [["left", "right"]] * 3
-    assert figure.axes[3].get_ylabel() == "r" and len(figure.axes) == 6
-
-
 def test_distributions():
     values = [*np.linspace(0, 2, 50), math.nan]
     histogram = {"mark": "histogram", "values": values, "colour": "#00ff00", "label": "l = 1"}

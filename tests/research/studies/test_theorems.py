@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nasfast.research.cells.space import CELLS, Cell, CellSpace, Edge, minimal_cell
+from nasfast.research.cells.space import Cell, CellSpace, Edge, minimal_cell
 from nasfast.research.studies.wiring.theorems import (
     EXACT,
     STATISTICS,
-    Residual,
     Step,
     check_theorems,
     chosen_gates,
@@ -22,10 +18,7 @@ from nasfast.research.studies.wiring.theorems import (
     make_net,
     mixed_gates,
     norm_residual,
-    one_hot_gates,
-    set_eps,
     take_step,
-    theorem_2,
     theorem_3,
 )
 
@@ -34,13 +27,6 @@ SMALL = CellSpace("minimal", minimal_cell(), cells=2, channels=4, resolution=8)
 
 def stepped(space: CellSpace = SMALL, make=mixed_gates, *, eps: float = 1e-5, seed: int = 0) -> Step:
     return take_step(make_net(space, eps=eps, seed=seed), make(space, seed), *make_batch(space, 16, seed))
-
-
-def test_a_residual_passes_within_its_bound():
-    check = Residual("a", -1.0, 1.0).check
-    assert check.passed and (check.name, check.low, check.high, check.measured) == ("a", -1.0, 1.0, -1.0)
-    assert Residual("", 0.0, 0.0).check.passed
-    assert not Residual("", -1.1, 1.0).check.passed and not Residual("", math.nan, 1.0).check.passed
 
 
 @pytest.mark.parametrize(
@@ -88,36 +74,6 @@ def test_a_step_is_that_of_the_network():
     assert step.scale == pytest.approx((gates * step.costs).sum(-1).abs().max().item())
 
 
-def test_a_network_whose_edges_are_all_none_has_no_costs():
-    step = take_step(make_net(SMALL), chosen_gates(SMALL, ["none"] * 5), *make_batch(SMALL, 4, 0))
-    assert not step.costs.any()
-    assert step.scale == 0
-
-
-def test_gates_are_what_they_say():
-    space = SMALL.replace(cell=SMALL.cell.restricted(0, 2, ("none", "sep_conv_3x3")))
-    mixed, one = mixed_gates(space, 0), one_hot_gates(space, 0)
-    for gates in (mixed, one):
-        assert gates.shape == (2, 5, 8)
-        torch.testing.assert_close(gates.sum(-1), torch.ones(2, 5, dtype=torch.float64))
-        assert not gates[:, 0, [1, 2, 3, 5, 6, 7]].any()
-    assert (mixed[:, 1:] > 0).all()
-    assert set(one.flatten().tolist()) == {0.0, 1.0}
-    drawn = torch.stack([one_hot_gates(space, seed) for seed in range(200)]).mean((0, 1))
-    assert (drawn[1:] > 0.05).all()
-    assert (drawn[1:] < 0.2).all()
-
-
-def test_networks_have_the_eps_and_random_scales():
-    net = make_net(SMALL.replace(affine=True), eps=1e-3)
-    norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
-    assert {norm.eps for norm in norms} == {1e-3}
-    assert all(norm.weight.std() > 0 and norm.bias.std() > 0 for norm in norms)
-    assert {p.dtype for p in net.parameters()} == {torch.float64}
-    set_eps(net, 1e-7)
-    assert {norm.eps for norm in norms} == {1e-7}
-
-
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("kind", list(STATISTICS))
 def test_residual_of_a_norm(kind, affine):
@@ -133,15 +89,6 @@ def test_residual_of_a_norm(kind, affine):
 
 
 # --- that the measurements can fail
-
-
-def test_a_node_passes_the_cost_of_a_skip():
-    """Theorem 1 leaves out identity skips: with one, the total is that of the skip."""
-    step = stepped()
-    for i in range(SMALL.cells):
-        skip = (step.gates * step.costs)[i, 4, SMALL.ops.index("skip_connect")].item()
-        assert step.skip_costs(i).item() == skip
-        assert abs(step.path_total(i, 2)) < 0.02 * abs(skip)
 
 
 def test_paths_without_a_norm_do_not_block():
@@ -165,33 +112,15 @@ def test_a_bias_before_the_activation_does_not_block():
         assert (abs(step.path_total(1, 2)) < 1e-3 * step.scale) == blocks
 
 
-def test_cells_that_theorem_2_is_about():
-    for name in ("minimal", "simplified", "modified", "nas_bench_201"):
-        space = SMALL.replace(name=name, cell=CELLS[name]())
-        assert all(row.check.passed for row in theorem_2(space, batch=16, seed=0)), name
-    # the output is not the last node, and none of the others alone
-    cell = Cell(1, 3, tuple(Edge(i, j) for j in (1, 2, 3) for i in range(j)), (3, 1))
-    assert all(row.check.passed for row in theorem_2(SMALL.replace(name="odd", cell=cell), batch=16, seed=0))
-
-
-def test_theorem_2_needs_the_skips():
-    step = stepped(seed=3)
-    for i in range(SMALL.cells):
-        gap = (step.gates * step.costs)[i].sum() - step.output_cost(i)
-        assert gap.item() == pytest.approx(step.skip_costs(i).item(), rel=0.05)
-    without = replace(step, costs=step.costs.clone())
-    without.costs[:, 4, SMALL.ops.index("skip_connect")] = 0
-    assert without.skip_costs(1) == 0
-
-
 def test_theorem_3_fails_where_cells_take_their_inputs_as_they_are():
     """Without ReLU, convolution and norm before it, nothing keeps an earlier cell's output from costing something."""
     ops = ("skip_connect", "avg_pool_3x3", "sep_conv_3x3")
     cell = Cell(1, 2, tuple(Edge(i, j, ops) for j in (1, 2) for i in range(j)), (2,))
     space = SMALL.replace(cell=cell, stem_multiplier=1)
-    cost, *_ = theorem_3(space, batch=16, seed=0)
+    data = make_batch(space, 16, 0)
+    cost, *_ = theorem_3(space, data, 0)
     assert cost.check.passed
-    cost, *_ = theorem_3(space.replace(preprocess=False), batch=16, seed=0)
+    cost, *_ = theorem_3(space.replace(preprocess=False), data, 0)
     assert not cost.check.passed
 
 
@@ -203,11 +132,3 @@ def test_theorem_4_fails_behind_a_head():
     gap = loss + (log_pi.exp() * log_pi).sum(1).mean()
     assert abs(gap) > 1e-3
     assert abs(step.output_cost(1)) < 1e-3 * abs(gap)
-
-
-def test_instance_norms_with_scale_and_shift_cost_something():
-    """And without them a network with global pooling answers 0 whatever it sees."""
-    step = stepped(SMALL.replace(norm="instance"))
-    assert step.logits.abs().max() < EXACT
-    assert step.costs.abs().max() < EXACT
-    assert stepped(SMALL.replace(norm="instance", affine=True)).costs.abs().max() > 1e-3

@@ -58,12 +58,10 @@ class PowerLaw:
 
     Attributes:
         tau, c: exponent and factor.
-        error: largest relative deviation over l >= 25.
     """
 
     tau: float
     c: float
-    error: float
 
 
 def fit_power_law(depth: Array, chi: Array, increments: Array, units: int) -> PowerLaw:
@@ -77,10 +75,7 @@ def fit_power_law(depth: Array, chi: Array, increments: Array, units: int) -> Po
     """
     tau = (float(np.mean(increments)) ** (2 * units) - 1) / 2
     power = np.asarray(depth, dtype=float) ** tau
-    c = float((chi * power).sum() / (power**2).sum())
-    late = np.asarray(depth) >= 25
-    error = float(np.abs(c * power / chi - 1)[late].max()) if late.any() else math.nan
-    return PowerLaw(tau, c, error)
+    return PowerLaw(tau, float((chi * power).sum() / (power**2).sum()))
 
 
 def power_law_of(run: Run) -> PowerLaw:
@@ -94,7 +89,7 @@ def summarise(curves: Mapping[str, Array]) -> dict[str, Array]:
     """Statistics of curves over realisations; nan where no realisation has a value.
 
     Returns:
-        `NAME_mean`, `NAME_std`, `NAME_p16` and `NAME_p84`, and `NAME_error`, the standard error of the mean.
+        `NAME_mean`, `NAME_std`, `NAME_p16` and `NAME_p84`.
     """
     result: dict[str, Array] = {}
     for name, values in curves.items():
@@ -113,7 +108,6 @@ def summarise(curves: Mapping[str, Array]) -> dict[str, Array]:
             for q in (0.16, 0.84)
         )
         result |= {f"{name}_mean": mean, f"{name}_std": np.sqrt(var), f"{name}_p16": low, f"{name}_p84": high}
-        result[f"{name}_error"] = np.sqrt(var / np.maximum(count - 1, 1))
     return result
 
 

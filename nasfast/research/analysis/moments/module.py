@@ -20,19 +20,18 @@ from torch.autograd import forward_ad
 from nasfast.config import nearest
 from nasfast.ops import use_backend
 from nasfast.research.analysis.jacobian import Array, applied, frozen_copy
-from nasfast.research.analysis.moments.pairs import Pair
-from nasfast.research.analysis.moments.statistics import energies, ranks, shape
+from nasfast.research.analysis.moments.pairs import Pair, energies, ranks, shape
 
 Function = Callable[[Tensor], Tensor]
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-def held(module: _Module, *, dtype: torch.dtype = torch.float32) -> _Module:
+def held(module: _Module) -> _Module:
     """A copy in evaluation mode whose BatchNorms use the statistics of each batch as constants of the derivative.
 
     One forward pass is enough, because every BatchNorm takes its statistics from its input just before it uses them.
     """
-    copy = frozen_copy(module, torch.empty(0), bn_mode="coupled", dtype=dtype)
+    copy = frozen_copy(module, torch.empty(0), bn_mode="coupled")
     for norm in copy.modules():
         if isinstance(norm, nn.modules.batchnorm._BatchNorm):
             norm.track_running_stats = True

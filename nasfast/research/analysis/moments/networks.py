@@ -7,11 +7,13 @@ residual networks with `residual` feed-forward units each.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,16 +21,74 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nasfast.research.analysis.moments.config import NetConfig
-from nasfast.research.analysis.moments.inputs import Source, standardised
-from nasfast.research.analysis.moments.pairs import Pair, act, add, batch_norm, conv, layer_norm, rescale
-from nasfast.research.analysis.moments.statistics import energies, ranks, shape
+from nasfast.research.analysis.moments.pairs import (
+    Pair,
+    act,
+    add,
+    batch_norm,
+    conv,
+    energies,
+    layer_norm,
+    ranks,
+    rescale,
+    shape,
+)
+from nasfast.runtime.files import write_atomic
 
 Array = NDArray[np.float64]
+Source = Callable[[int, torch.Generator], Tensor]
+"""(B, generator) -> raw inputs (B, C, *spatial); the same state of the generator gives the same inputs."""
 
 # Elements of one chunk of realisations; tensors of this size stay in the processor's caches between layers.
 _CHUNK_ELEMENTS = 2**20
 # Share of the varying part of the signal below which rounding dominates it.
 _LOST = {"float32": 1e-10, "float64": 1e-24}
+# Lower limit of the deviation that inputs are divided by; a pixel that is equal in all images of a batch has 0.
+_MIN_STD = 1e-6
+
+
+def gaussian(features: int = 192) -> Source:
+    """White Gaussian vectors, for fully connected networks."""
+    return lambda batch, generator: torch.randn(batch, features, generator=generator)
+
+
+def fields(channels: int = 3, size: int = 16) -> Source:
+    """Random fields whose amplitude falls as 1 / frequency, like that of natural images."""
+    steps = torch.fft.fftfreq(size) * size
+    frequency = torch.hypot(steps[:, None], steps[None, : size // 2 + 1]).clamp_min(1)
+
+    def draw(batch: int, generator: torch.Generator) -> Tensor:
+        white = torch.randn(batch, channels, size, size, generator=generator)
+        return torch.fft.irfft2(torch.fft.rfft2(white) / frequency, s=(size, size))
+
+    return draw
+
+
+def images(pixels: Tensor, *, flat: bool = False) -> Source:
+    """Images drawn without replacement.
+
+    Args:
+        pixels: (count, C, H, W), uint8 or floating.
+        flat: whether each pixel and channel is one feature, for fully connected networks.
+
+    Raises:
+        ValueError: the source is asked for more images than there are.
+    """
+
+    def draw(batch: int, generator: torch.Generator) -> Tensor:
+        if batch > len(pixels):
+            raise ValueError(f"moments: a batch of {batch} needs {batch} images, got {len(pixels)}: lower the batch")
+        chosen = pixels[torch.randperm(len(pixels), generator=generator)[:batch]].float()
+        return chosen.flatten(1) if flat else chosen
+
+    return draw
+
+
+def standardised(x: Tensor) -> Tensor:
+    """Scale (B, C, *spatial) to mean 0 and standard deviation 1 per channel, over samples and positions."""
+    over = (0, *range(2, x.ndim))
+    std, mean = torch.std_mean(x, over, correction=0, keepdim=True)
+    return (x - mean) / std.clamp_min(_MIN_STD)
 
 
 class Draws:
@@ -234,7 +294,7 @@ def run(
     realisations: int,
     seed: int = 0,
     device: str = "cpu",
-    file: Path | None = None,
+    folder: Path | None = None,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Run:
     """Propagate signal and noise through random networks.
@@ -245,51 +305,27 @@ def run(
         realisations: number of networks, each with its own weights, inputs and noise.
         seed: seed of all random numbers.
         device: a torch device; random numbers always come from the CPU.
-        file: JSON lines to which every chunk of realisations is appended. Chunks that are there already are read, so a
-            run that was stopped continues, and a run with more realisations adds to it.
+        folder: where every chunk of realisations has a file. Chunks that are there already are read, so a run that was
+            stopped continues, and a run with more realisations adds to it.
         progress: called with the number of realisations done.
     """
     size, start = chunk_size(cfg, source), time.perf_counter()
     # sources are functions without a name, so a sample of what they draw identifies them
     inputs = source(2, torch.Generator().manual_seed(0)).numpy().tobytes()
     key = hashlib.sha256(json.dumps([cfg.to_dict(), seed, size]).encode() + inputs).hexdigest()[:16]
-    known = _read(file, key)
     parts = []
     for first in range(0, realisations, size):
         ids = range(first, min(first + size, realisations))
-        values = known.get((ids.start, ids.stop))
-        if values is None:
+        file = None if folder is None else folder / f"{key}-{ids.start}-{ids.stop}.npz"
+        if file is not None and file.exists():
+            with np.load(file, allow_pickle=False) as arrays:
+                values = {name: arrays[name] for name in arrays.files}
+        else:
             values = run_chunk(cfg, source, ids, seed=seed, device=device)
             if file is not None:
-                _append(file, {"key": key, "ids": [ids.start, ids.stop], "values": values})
+                buffer = io.BytesIO()
+                np.savez(buffer, **cast("dict[str, Any]", values))
+                write_atomic(file, buffer.getvalue())
         parts.append(values)
         progress(ids.stop)
     return Run(cfg, {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}, time.perf_counter() - start)
-
-
-def _append(file: Path, form: dict) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    values = {name: _plain(v) for name, v in form["values"].items()}
-    line = json.dumps({**form, "values": values}) + "\n"
-    with open(file, "a+b") as out:
-        # a line that a kill left incomplete must not damage this one
-        if out.tell():
-            out.seek(-1, 2)
-            line = line if out.read(1) == b"\n" else f"\n{line}"
-        out.write(line.encode())
-
-
-def _plain(values: Array) -> list[list[float | None]]:
-    return [[v if np.isfinite(v) else None for v in row] for row in values.tolist()]
-
-
-def _read(file: Path | None, key: str) -> dict[tuple[int, int], dict[str, Array]]:
-    found = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file is not None and file.exists() else []:
-        try:
-            form = json.loads(line)
-        except ValueError:
-            continue  # a kill left the line incomplete
-        if form.get("key") == key:
-            found[tuple(form["ids"])] = {n: np.array(v, dtype=float) for n, v in form["values"].items()}
-    return found

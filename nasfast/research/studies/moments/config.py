@@ -6,29 +6,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nasfast.config import ConfigBase
 from nasfast.research.analysis.moments.config import NetConfig, Padding
+from nasfast.research.studies.config import StudyConfig, SubjectConfig
 from nasfast.settings import check_common, check_device
 
 
 @dataclass(frozen=True)
-class QuickConfig(ConfigBase):
-    """The quick experiment. Its sizes are fixed, because its pass marks belong to them.
-
-    Attributes:
-        threads: CPU threads, 0 for torch's choice.
-        seed: seed of weights, inputs and noise.
-    """
-
-    threads: int = 0
-    seed: int = 0
-
-    def _check_values(self) -> None:
-        check_common(self.threads, self.seed)
+class QuickConfig(StudyConfig):
+    """The quick experiment. Its sizes are fixed, because its pass marks belong to them."""
 
 
 @dataclass(frozen=True)
-class FiguresConfig(ConfigBase):
+class FiguresConfig(StudyConfig):
     """The published experiments, figures 2 to 5; the defaults are the paper's but for the number of networks.
 
     Attributes:
@@ -49,8 +38,6 @@ class FiguresConfig(ConfigBase):
         reference: folder of the published summaries (`vanilla_fc.npz` and so on) to compare with and draw.
         dtype: type of signal and noise.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        threads: CPU threads, 0 for torch's choice.
-        seed: seed of weights, inputs and noise.
     """
 
     figures: tuple[int, ...] = (2, 3, 4, 5)
@@ -68,14 +55,11 @@ class FiguresConfig(ConfigBase):
     reference: str | None = None
     dtype: Literal["float32", "float64"] = "float32"
     device: str = "cpu"
-    threads: int = 0
-    seed: int = 0
 
     def _check_values(self) -> None:
         check_device(self.device)
-        check_common(
-            self.threads, self.seed, realisations=self.realisations, histogram_realisations=self.histogram_realisations
-        )
+        counts = {"realisations": self.realisations, "histogram_realisations": self.histogram_realisations}
+        check_common(self.threads, self.seed, **counts)
         if not self.figures or not set(self.figures) <= {2, 3, 4, 5}:
             raise ValueError(f"figures must be some of 2, 3, 4 and 5, got {list(self.figures)}")
         if self.reference is not None and not Path(self.reference).is_dir():
@@ -119,40 +103,28 @@ class FiguresConfig(ConfigBase):
 
 
 @dataclass(frozen=True)
-class ModuleConfig(ConfigBase):
+class ModuleConfig(SubjectConfig):
     """What `moments module` measures.
 
     Attributes:
-        space: `mobilenet_v2`, `shufflenet_v2`, `nas_bench_macro`, `digits_mini`, or the path of a YAML file.
-        module: instead of a space: `package.module:factory`, a function without arguments that returns an nn.Module, or
-            an nn.Module.
-        input: shape of one sample of the module, such as "3,224,224".
         probes: submodules behind which the module is measured, such as "layer1,layer2"; null takes its children.
-        resolution: height and width of a space's images in pixels; null takes 64, or the space's if that is smaller.
         batch: number of samples, which give BatchNorms their statistics.
         images: folder with one sub-folder per class; null takes synthetic fields of amplitude 1/f (white noise for
             inputs that are no images).
         paths: number of random paths through a space.
         candidate_paths: number of these paths along which every candidate of every layer is measured.
         draws: number of draws of the noise in a module.
-        threads: CPU threads, 0 for torch's choice.
-        seed: seed of weights, inputs, noise and paths.
     """
 
-    space: str = "mobilenet_v2"
-    module: str | None = None
-    input: str = "3,224,224"
     probes: str | None = None
-    resolution: int | None = None
     batch: int = 32
     images: str | None = None
     paths: int = 16
     candidate_paths: int = 4
     draws: int = 4
-    threads: int = 0
-    seed: int = 0
 
     def _check_values(self) -> None:
+        super()._check_values()
         check_common(self.threads, self.seed, paths=self.paths, candidate_paths=self.candidate_paths, draws=self.draws)
         if self.batch < 2 or self.paths < 2:
             raise ValueError(f"batch and paths must be at least 2, got {self.batch} and {self.paths}")

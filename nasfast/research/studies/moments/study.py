@@ -1,4 +1,4 @@
-"""The moments study: its three kinds, each `run(config, out, task) -> StudyReport`, with tables, figures and marks.
+"""The moments study: its three kinds, each `run(config, out, task) -> StudyReport`, with all they measure and show.
 
 `quick` is a small version of Labatie's experiments with pass marks, `figures` the published settings beside the
 published arrays, `module` the same measurements in a search space's candidates or in any module.
@@ -7,44 +7,58 @@ published arrays, `module` the same measurements in a search space's candidates 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from nasfast.config import ConfigError
+from nasfast.data import FolderSource
 from nasfast.research.analysis.moments.detect import (
     EXPLODING,
     ONE_DIMENSIONAL,
     WELL_BEHAVED,
+    PowerLaw,
     Verdict,
     detect,
     dilution_bounds,
     fit_line,
+    fit_power_law,
     power_law_of,
     summarise,
 )
-from nasfast.research.analysis.moments.inputs import Source, fields, gaussian
-from nasfast.research.analysis.moments.module import ModuleMoments, module_moments
-from nasfast.research.analysis.moments.networks import NetConfig, Run
-from nasfast.research.studies.draw import INK, SERIES, band, level, line, panel
-from nasfast.research.studies.inputs import maker, sample_shape
-from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
-from nasfast.research.studies.moments.measure import (
-    Array,
-    Paths,
-    Published,
-    Runner,
-    measure_paths,
-    module_inputs,
-    published,
-    published_law,
-    source_of,
+from nasfast.research.analysis.moments.module import (
+    ModuleMoments,
+    held,
+    module_moments,
+    push,
+    sensitivity,
+    statistics_of,
 )
+from nasfast.research.analysis.moments.networks import (
+    Array,
+    NetConfig,
+    Run,
+    Source,
+    fields,
+    gaussian,
+    images,
+    run,
+    standardised,
+)
+from nasfast.research.studies.draw import INK, SERIES, band, level, line, panel
+from nasfast.research.studies.inputs import initialised, reduced_space, sample_shape
+from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
 from nasfast.research.studies.report import Check, Figure, Form, StudyReport, Table, checks_of
-from nasfast.research.studies.run import Task
+from nasfast.research.studies.run import Done, Task
 from nasfast.runtime.device import torch_device
-from nasfast.spaces import SearchSpace, get_space
-from nasfast.supernet import Init, Supernet, initialize
+from nasfast.spaces import SearchSpace, UniformSampler
+from nasfast.supernet import Init, Supernet
 
 _SQRT2 = math.sqrt(2)
 _DB = 20 / math.log(10)
@@ -65,37 +79,176 @@ _QUICK_SEEDS = {"FC": 8, "conv": 5}
 _VANILLA_CONV_SEEDS = 20
 _HISTOGRAM_SEEDS = 100
 _FIGURE_NAMES = {2: "vanilla, histograms", 3: "vanilla", 4: "BN feed-forward", 5: "BN resnet"}
-_DEFAULT_RESOLUTION = 64
+_BANDS = " Lines: means over networks; bands: 16th to 84th percentile. Dashed: the published mean."
+_COMPARED = ("inc", "inc_bn", "inc_phi", "logchi", "reff_signal", "reff_noise", "mu4_z", "nu1abs_z")
+# Relative deviation that is allowed beside four standard errors.
+_RELATIVE = {"reff_signal": 0.03, "reff_noise": 0.03, "mu4_z": 0.03}
+
+Runner = Callable[[str, NetConfig, Source, int], Run]
+"""Given a name, a configuration, its inputs and a number of networks, runs them."""
+Published = dict[str, Any]
+"""The published arrays of one figure, at the depths that a run has too, and its `name`; empty where there are none."""
 
 
-def _families(base: NetConfig) -> dict[str, NetConfig]:
-    return {
-        "vanilla": base,
-        "BN feed-forward": base.replace(norm="batch"),
-        "BN resnet": base.replace(norm="batch", residual=2),
-    }
+def runner_of(out: Path | None, seed: int, device: str, task: Task) -> Runner:
+    """Runs networks, tells the progress, and continues from what is in the directory `out`, if there is one."""
+
+    def runner(name: str, cfg: NetConfig, source: Source, realisations: int) -> Run:
+        return run(
+            cfg,
+            source,
+            realisations=realisations,
+            seed=seed,
+            device=device,
+            folder=None if out is None else out / "networks",
+            progress=task(name, realisations),
+        )
+
+    return runner
+
+
+def load_images(folder: str) -> Tensor:
+    """All images of a folder, (count, 3, H, W) uint8.
+
+    Raises:
+        DataError: no such folder, or one without classes.
+        ValueError: images of different sizes.
+    """
+    source = FolderSource(folder)
+    pixels = [np.asarray(source.image(i)).transpose(2, 0, 1) for i in range(len(source))]
+    if len({p.shape for p in pixels}) > 1:
+        raise ValueError(f"images of {folder} have different sizes: bring them to one")
+    return torch.from_numpy(np.stack(pixels))
+
+
+def source_of(cfg: FiguresConfig) -> Source:
+    """The inputs of the networks: images of a folder, or synthetic ones."""
+    if cfg.images is not None:
+        return images(load_images(cfg.images), flat=not cfg.kernel)
+    return fields(3, 32) if cfg.kernel else gaussian(3072)
+
+
+def published(cfg: FiguresConfig, figure: int) -> Published:
+    """Read the arrays of a figure from the folder that the config names."""
+    name = cfg.published(figure)
+    if cfg.reference is None or name is None or not (file := Path(cfg.reference) / f"{name}.npz").exists():
+        return {}
+    with np.load(file, allow_pickle=False) as arrays:
+        found = {key: arrays[key] for key in arrays.files}
+    shared = np.isin(found["depth"], cfg.network(figure).records)
+    cut = {key: v[..., shared] if v.shape[-1:] == shared.shape else v for key, v in found.items()}
+    return {"name": name, **cut} if shared.any() else {}
+
+
+def published_law(arrays: Mapping[str, np.ndarray]) -> PowerLaw:
+    """The power law of figure 5, fitted to published arrays."""
+    return fit_power_law(
+        arrays["depth"], arrays["chi_mean"], arrays["inc_ratio_of_means"], int(arrays["units_per_residual"])
+    )
+
+
+def module_inputs(cfg: ModuleConfig, shape: Sequence[int]) -> Tensor:
+    """Standardised inputs (batch, *shape) of a space or module.
+
+    Raises:
+        ConfigError: images for an input that is none.
+        DataError: the image folder cannot be used.
+    """
+    generator = torch.Generator().manual_seed(cfg.seed)
+    if len(shape) != 3:
+        if cfg.images is not None:
+            raise ConfigError(f"images need an input of three dimensions, got {list(shape)}")
+        return torch.randn(cfg.batch, *shape, generator=generator)
+    channels, *size = shape
+    if cfg.images is None:
+        x = fields(channels, max(size))(cfg.batch, generator)[..., : size[0], : size[1]]
+    else:
+        x = images(load_images(cfg.images))(cfg.batch, generator)
+        if x.shape[1] != channels:
+            raise ConfigError(f"images have {x.shape[1]} channels, the input {channels}")
+        x = F.interpolate(x, tuple(size), mode="bilinear", antialias=True)
+    return standardised(x)
+
+
+@dataclass(frozen=True)
+class Paths:
+    """What random paths through a supernet measured.
+
+    Attributes:
+        curves: name of a statistic -> (paths, layers).
+        increments: (layer, candidate) -> log delta chi, one value for each path along which it was measured.
+    """
+
+    curves: dict[str, Array]
+    increments: dict[tuple[int, str], list[float]]
+
+    @property
+    def layers(self) -> int:
+        """The number of layers."""
+        return self.curves["logchi"].shape[1]
+
+    def spreads(self) -> Array:
+        """(layers,) std over candidates of log delta chi, averaged over paths."""
+        values = [np.array([v for (at, _), v in self.increments.items() if at == i]) for i in range(self.layers)]
+        return np.array([v.std(0).mean() for v in values])
+
+
+def measure_paths(cfg: ModuleConfig, space: SearchSpace, net: Supernet, x: Tensor, progress: Done) -> Paths:
+    """Send signal and noise along random paths of a supernet.
+
+    Args:
+        cfg: how many paths, and along how many of them every candidate is measured.
+        space: space of the supernet.
+        net: a supernet of plain modules.
+        x: (N, C, H, W) images.
+        progress: told the paths that are done.
+    """
+    net = held(net)
+    dx = torch.randn(x.shape, generator=torch.Generator().manual_seed(cfg.seed))
+    first = push(net.stem, (x, dx))
+    start = sensitivity(*first)
+    sampler = UniformSampler(space, seed=cfg.seed, layer_indicators=False)
+    rows = []
+    increments: dict[tuple[int, str], list[float]] = {}
+    for i_path in range(cfg.paths):
+        pair, row = first, []
+        for index, (layer, choice) in enumerate(zip(net.layers, sampler.step()[0], strict=True)):
+            before, following = sensitivity(*pair), pair
+            everyone = i_path < cfg.candidate_paths
+            for i, candidate in enumerate(layer.candidates):
+                if not (everyone or i == choice):
+                    continue
+                output = push(candidate, pair)
+                following = output if i == choice else following
+                if everyone:
+                    name = layer.layer.label(i)
+                    increments.setdefault((index, name), []).append(sensitivity(*output) - before)
+            pair = following
+            row.append(statistics_of(*pair, start))
+        rows.append(row)
+        progress(i_path + 1)
+    return Paths({key: np.array([[place[key] for place in row] for row in rows]) for key in rows[0][0]}, increments)
 
 
 def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
     """The small experiments."""
-    runner = Runner(out, cfg.seed, "cpu", task)
+    runner = runner_of(out, cfg.seed, "cpu", task)
     sources = {"FC": gaussian(192), "conv": fields(3, 16)}
     runs: dict[str, Run] = {}
+    verdicts: dict[str, Verdict] = {}
+    checks: list[Check] = []
     for kind, base in _QUICK.items():
-        for family, net in _families(base).items():
+        families = {
+            "vanilla": (base, vanilla_checks),
+            "BN feed-forward": (base.replace(norm="batch"), exploding_checks),
+            "BN resnet": (base.replace(norm="batch", residual=2), resnet_checks),
+        }
+        for family, (net, checks_of_family) in families.items():
             seeds = _VANILLA_CONV_SEEDS if (kind, family) == ("conv", "vanilla") else _QUICK_SEEDS[kind]
             name = f"{kind}, {family}"
-            runs[name] = runner(name, net, sources[kind], seeds)
-    verdicts = {name: detect(found.depth, found.curves()) for name, found in runs.items()}
-    checks = []
-    for kind in _QUICK:
-        for family, family_checks in (
-            ("vanilla", vanilla_checks),
-            ("BN feed-forward", exploding_checks),
-            ("BN resnet", resnet_checks),
-        ):
-            name = f"{kind}, {family}"
-            checks += family_checks(kind, runs[name], verdicts[name])
+            found = runs[name] = runner(name, net, sources[kind], seeds)
+            verdicts[name] = detect(found.depth, found.curves())
+            checks += checks_of_family(kind, found, verdicts[name])
     variants, of_variants = _variants(runner, sources["FC"])
     histogram_net = _QUICK["FC"].replace(every=_QUICK["FC"].depth // 4)
     spread = runner("FC, histograms", histogram_net, sources["FC"], _HISTOGRAM_SEEDS)
@@ -107,7 +260,7 @@ def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
             "64, batch 16, periodic borders",
         ),
         tables=(
-            summary_table("averages over networks", runs, runner.seconds),
+            summary_table("averages over networks", runs),
             fit_table(runs, verdicts),
             variants,
         ),
@@ -154,10 +307,11 @@ def _variants(runner: Runner, source: Source) -> tuple[Table, list[Check]]:
 
 def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
     """The published experiments."""
-    runner = Runner(out, cfg.seed, str(torch_device(cfg.device)), task)
+    runner = runner_of(out, cfg.seed, str(torch_device(cfg.device)), task)
     source = source_of(cfg)
     runs, checks, compared = {}, [], []
     drawn: list[Figure] = []
+    notes = [f"{cfg.realisations} networks (paper: 1,000, FC 200), figure 2: {cfg.histogram_realisations} (10,000)"]
     for number in cfg.figures:
         name = _FIGURE_NAMES[number]
         count = cfg.histogram_realisations if number == 2 else cfg.realisations
@@ -166,6 +320,7 @@ def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
         title = f"figure {number}: {name}"
         if number == 2:
             drawn.append(histograms(title, found, reference))
+            notes.append(f"figure 2 took {found.seconds:.1f} s")
         else:
             runs[name] = found
             drawn.append(curves_of(title, found, reference))
@@ -176,7 +331,7 @@ def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
     verdicts = {name: detect(found.depth, found.curves()) for name, found in runs.items()}
     shown = []
     if runs:
-        shown.append(summary_table("averages over networks", runs, runner.seconds))
+        shown.append(summary_table("averages over networks", runs))
         shown.append(fit_table(runs, verdicts))
     if compared:
         header = ("against the published arrays", "largest deviation", "at l", "measured", "published", "/ allowed")
@@ -185,8 +340,6 @@ def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
         checks += data_checks(Path(cfg.reference))
     kind = f"{cfg.kernel} x {cfg.kernel} convolutions, {cfg.padding} borders" if cfg.kernel else "fully connected"
     inputs = "synthetic inputs" if cfg.images is None else f"images of {Path(cfg.images).name}"
-    notes = [f"{cfg.realisations} networks (paper: 1,000, FC 200), figure 2: {cfg.histogram_realisations} (10,000)"]
-    notes += [f"figure 2 took {runner.seconds[_FIGURE_NAMES[2]]:.1f} s"] if 2 in cfg.figures else []
     return StudyReport(
         subject=f"published experiments, {kind}, width {cfg.width}, batch {cfg.batch}, {inputs}",
         explanation=_EXPLANATION,
@@ -204,9 +357,7 @@ def module(cfg: ModuleConfig, out: Path | None, task: Task) -> StudyReport:
 
 
 def _space(cfg: ModuleConfig, task: Task) -> StudyReport:
-    space = get_space(cfg.space)
-    space.require_one_activation("the study of moments")
-    space = get_space(cfg.space, resolution=cfg.resolution or min(_DEFAULT_RESOLUTION, space.resolution))
+    space = reduced_space(cfg.space, cfg.resolution, "moments")
     x = module_inputs(cfg, (space.in_channels, space.resolution, space.resolution))
     settings: list[tuple[Init, str]] = [
         (init, act) for act in dict.fromkeys(("tanh", space.activation)) for init in ("orthogonal", "gaussian")
@@ -248,35 +399,31 @@ def _space(cfg: ModuleConfig, task: Task) -> StudyReport:
 
 
 def _module(cfg: ModuleConfig, name: str, task: Task) -> StudyReport:
-    make, x = maker(name), module_inputs(cfg, sample_shape(cfg.input))
-    probes = None if cfg.probes is None else [name.strip() for name in cfg.probes.split(",")]
-    shown, verdicts, settings = [], {}, {}
-    inits: dict[str, Init | None] = {"as it is": None, "orthogonal": "orthogonal", "gaussian": "gaussian"}
-    for setting, init in inits.items():
-        net = make()
-        try:
-            if init is not None:
-                initialize(net, init, seed=cfg.seed)
-            found = module_moments(net, x, probes=probes, draws=cfg.draws, seed=cfg.seed)
-        except (ValueError, RuntimeError) as error:
-            raise ValueError(f"module {name!r}, input {cfg.input}, {setting}: {error}") from error
-        depth = np.arange(1, len(found.names) + 1, dtype=float)
-        verdicts[setting] = detect(depth, found.curves)
-        mean = summarise(found.curves)
-        settings[setting] = {key: values for key, values in mean.items() if key.startswith(("logchi", "reff"))}
-        shown.append(probe_table(setting, found))
+    x = module_inputs(cfg, sample_shape(cfg.input))
+    probes = None if cfg.probes is None else [probe.strip() for probe in cfg.probes.split(",")]
+
+    def measured(setting: str, net: nn.Module) -> ModuleMoments:
+        found = module_moments(net, x, probes=probes, draws=cfg.draws, seed=cfg.seed)
         task(setting, 1)(1)
+        return found
+
+    found = initialised(name, cfg.input, cfg.seed, measured)
+    depth = np.arange(1, len(next(iter(found.values())).names) + 1, dtype=float)
+    curves = {
+        setting: summarise({k: of.curves[k] for k in ("logchi", "reff_signal", "reff_noise")})
+        for setting, of in found.items()
+    }
     return StudyReport(
         subject=f"module {cfg.module}, input {cfg.input}, batch {cfg.batch}",
         explanation=_EXPLANATION,
         notes=(f"{cfg.draws} draws of white noise; depth counts probes",),
-        tables=tuple(shown),
-        figures=(space_curves("behind the probes", depth, settings, []),),
-        verdicts=verdicts,
+        tables=tuple(probe_table(setting, of) for setting, of in found.items()),
+        figures=(space_curves("behind the probes", depth, curves, []),),
+        verdicts={setting: detect(depth, of.curves) for setting, of in found.items()},
     )
 
 
-def summary_table(title: str, runs: Mapping[str, Run], seconds: Mapping[str, float]) -> Table:
+def summary_table(title: str, runs: Mapping[str, Run]) -> Table:
     """The averages over networks at four depths."""
     columns = {"": "", "l": ".0f", "log chi": ".3f", "dB": ".1f", "increment": ".4f", "BN part": ".4f"}
     columns |= {"other part": ".4f", "r_eff(x)": ".2f", "r_eff(dx)": ".2f", "mu_4(z)": ".2f", "log nu_2(x)": ".2f"}
@@ -289,7 +436,7 @@ def summary_table(title: str, runs: Mapping[str, Run], seconds: Mapping[str, flo
             # networks without BatchNorm have no parts and no normalised signal
             left_out = () if "inc_bn" in mean else ("inc_bn", "inc_phi", "mu4_z")
             values = [None if key in left_out else mean[key][i] for key in keys]
-            size = (str(found.realisations), f"{seconds[name]:.1f}") if i == 0 else ("", "")
+            size = (str(found.realisations), f"{found.seconds:.1f}") if i == 0 else ("", "")
             rows.append((name if i == 0 else "", found.depth[i], chi, _DB * chi, *values, *size))
     return Table.of(title, {**columns, "networks": "", "seconds": ""}, rows)
 
@@ -311,20 +458,15 @@ def fit_table(runs: Mapping[str, Run], verdicts: Mapping[str, Verdict]) -> Table
 
 def path_table(found: Mapping[str, Paths], verdicts: Mapping[str, Verdict]) -> Table:
     """The averages over random paths behind the last layer."""
-    judged = {"log chi(L)": ("log_chi", ".3f"), "dB": ("noise_factor_db", ".1f"), "exponent": ("exponent", ".3f")}
-    judged |= {
-        "R^2": ("exponent_r2", ".4f"),
-        "R^2 exponential": ("exponent_r2_against_l", ".4f"),
-        "r_eff(x)": ("rank", ".1f"),
-    }
-    columns = {"random paths": "", **{text: digits for text, (_, digits) in judged.items()}}
-    columns |= {"r_eff(dx)": ".1f", "mu_2/nu_2": ".3f", "pseudo-linear": ".3f", "verdict": ""}
+    columns = {"random paths": "", "log chi(L)": ".3f", "dB": ".1f", "exponent": ".3f", "R^2": ".4f"}
+    columns |= {"R^2 exponential": ".4f", "r_eff(x)": ".1f", "r_eff(dx)": ".1f", "mu_2/nu_2": ".3f"}
+    judged = ("log_chi", "noise_factor_db", "exponent", "exponent_r2", "exponent_r2_against_l", "rank")
     rows = []
     for name, paths in found.items():
         e, last = verdicts[name].evidence, {key: values.mean(0)[-1] for key, values in paths.curves.items()}
-        values = [e[key] for key, _ in judged.values()]
-        rows.append((name, *values, last["reff_noise"], e["share"], last["pseudo_linear"], str(verdicts[name])))
-    return Table.of("from the stem to the last layer", columns, rows)
+        values = (*(e[key] for key in judged), last["reff_noise"], e["share"], last["pseudo_linear"])
+        rows.append((name, *values, str(verdicts[name])))
+    return Table.of("from the stem to the last layer", {**columns, "pseudo-linear": ".3f", "verdict": ""}, rows)
 
 
 def layer_table(found: Mapping[str, Paths], space: SearchSpace) -> Table:
@@ -408,9 +550,6 @@ def probe_table(setting: str, found: ModuleMoments) -> Table:
     rows = [(name, *(mean[f"{key}_mean"][i] for key in keys)) for i, name in enumerate(found.names)]
     header = ("behind", "delta chi", "log chi", "r_eff(x)", "r_eff(dx)", "mu_2/nu_2", "mu_4", "pseudo-linear")
     return Table.of(setting, dict.fromkeys(header, ".3f"), rows)
-
-
-_BANDS = " Lines: means over networks; bands: 16th to 84th percentile. Dashed: the published mean."
 
 
 def histograms(title: str, found: Run, reference: Published) -> Figure:
@@ -589,11 +728,6 @@ def resnet_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
     if kind == "FC":
         marks["detected well behaved"] = (1, 1, WELL_BEHAVED in verdict.names)
     return checks_of(f"{kind}, BN resnet", marks)
-
-
-_COMPARED = ("inc", "inc_bn", "inc_phi", "logchi", "reff_signal", "reff_noise", "mu4_z", "nu1abs_z")
-# Relative deviation that is allowed beside four standard errors.
-_RELATIVE = {"reff_signal": 0.03, "reff_noise": 0.03, "mu4_z": 0.03}
 
 
 def agreement(

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from nasfast.config import ConfigBase, nearest
+from nasfast.config import nearest
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES
 from nasfast.research.cells.config import Rule
 from nasfast.research.nasi.config import Constraint, Gates, NasiConfig
+from nasfast.research.studies.config import StudyConfig
 from nasfast.settings import check_common, check_device
 from nasfast.spaces import named_space
 
@@ -25,7 +26,7 @@ MOST_CELLS = 10_000
 
 
 @dataclass(frozen=True)
-class NasiQuickConfig(ConfigBase):
+class NasiQuickConfig(StudyConfig):
     """The quick experiment; its pass marks belong to the defaults.
 
     Attributes:
@@ -103,7 +104,7 @@ def _preset(name: str) -> Preset:
 
 
 @dataclass(frozen=True)
-class NasiSearchConfig(ConfigBase):
+class NasiSearchConfig(StudyConfig):
     """Searches of one space.
 
     Attributes:
@@ -127,7 +128,6 @@ class NasiSearchConfig(ConfigBase):
         seeds: number of searches in every mode; their seeds begin with `seed`.
         sensitivity: whether to measure also how the result depends on mu, nu, T, batch and gates.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        threads: CPU threads, 0 for torch's choice.
         seed: the first of the seeds.
     """
 
@@ -147,7 +147,6 @@ class NasiSearchConfig(ConfigBase):
     seeds: int = 1
     sensitivity: bool = False
     device: str = "cpu"
-    threads: int = 0
     seed: int = 0
 
     def _check_values(self) -> None:

@@ -1,4 +1,4 @@
-"""The NASI study: its three kinds, each `run(cfg, out, task) -> StudyReport`, with their tables, figures and marks.
+"""The NASI study: its three kinds, each `run(cfg, out, task) -> StudyReport`: numbers, tables, figures and marks.
 
 `quick` measures how well Q predicts accuracy in a small task; `search` searches a space and writes what it found;
 `compare` ranks nas_bench_macro beside trivial predictors (docs/nasi.md).
@@ -7,74 +7,429 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 from itertools import combinations, product
 from pathlib import Path
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from scipy import stats
+from torch import Tensor
+from torch.nn import functional as F
 
 from nasfast import seeds
+from nasfast.config import ConfigError
+from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.rank import PredictorReport, RankReport, rank
 from nasfast.indicators.table import IndicatorTable
-from nasfast.research.cells.prototypes import prototypes
-from nasfast.research.cells.space import CellSpace, nas_bench_201_space
-from nasfast.research.nasi.search import Gates, NasiConfig, NasiResult, check_penalty, endless, solve
-from nasfast.research.nasi.spaces import nasi_table, write_answer
+from nasfast.research.cells.derive import derive
+from nasfast.research.cells.prototypes import DrawnBatches, prototypes
+from nasfast.research.cells.space import Cell, CellSpace, Edge, nas_bench_201_space
+from nasfast.research.nasi.score import score, score_architecture, untrained
+from nasfast.research.nasi.search import (
+    Gates,
+    Mixture,
+    NasiConfig,
+    NasiResult,
+    Record,
+    check_penalty,
+    endless,
+    random_images,
+    random_labels,
+    sample,
+    solve,
+)
+from nasfast.research.nasi.spaces import (
+    METHOD,
+    TABLE_FILE,
+    CellMixture,
+    chosen_arch,
+    mixture_of,
+    nasi_table,
+    write_answer,
+)
 from nasfast.research.studies.draw import GREY, SERIES, heat, line, panel
 from nasfast.research.studies.nasi.config import MODES, NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
-from nasfast.research.studies.nasi.measure import (
-    DIRECTIONS,
-    EXACT_IMAGES,
-    NOISE,
-    NU,
-    SYNTHETIC,
-    ClosedForm,
-    ExactTraces,
-    RandomCells,
-    Records,
-    Searches,
-    SearchKind,
-    Trainer,
-    claim_folder,
-    closed_form,
-    exact_traces,
-    own_scores,
-    pearson,
-    random_cells,
-    search_kinds,
-    search_records,
-    spearman,
-    tenths,
-)
 from nasfast.research.studies.report import Check, Figure, Form, StudyReport, Table
-from nasfast.research.studies.run import Task
+from nasfast.research.studies.run import Done, Task, no_task
+from nasfast.runtime.device import torch_device
+from nasfast.runtime.files import write_atomic
 from nasfast.seeds import derive_seed
-from nasfast.spaces import Arch, ArchSpace, SearchSpace, get_space
+from nasfast.spaces import BUILDERS, Arch, ArchSpace, SearchSpace, get_space, named_space, read_space
 
 _EXPLANATION = (
     "Q is the squared length of one batch's gradient of the loss over all weights of an untrained network; NASI takes "
     "it for the trace norm of the neural tangent kernel. R is Q with the penalty mu on what exceeds nu. Nothing is "
     "trained in a search."
 )
+_DOT = "A dot is an architecture."
+NOISE = 3.0
+SYNTHETIC = 2000
+"""Number of synthetic images."""
+BATCH = 64
+"""Images of a training step and of a search step, in the quick experiment."""
+NU = 0.6
+"""The fixed limit of the penalised searches; the adaptive limit starts from it."""
+EXACT_IMAGES = 16
+"""Images on which the exact trace is computed."""
+DIRECTIONS = 20000
+"""Random directions that the closed form is compared with."""
+Images = tuple[Tensor, Tensor]
+"""Images (N, C, H, W) and labels (N,)."""
+
+
+Trainer = Callable[[Arch], float]
+"""Trains a cell and gives its accuracy."""
+
+
+def trainer_of(space: CellSpace, train: Images, test: Images, cfg: NasiQuickConfig) -> Trainer:
+    """Trains every cell once, from the same weights and with the same batches."""
+    seed, steps = derive_seed(cfg.seed, seeds.STUDY_TRAINED_WEIGHTS), cfg.train_steps
+    loader = DrawnBatches(*train, steps=steps, batch=BATCH, seed=cfg.seed)
+
+    @cache
+    def trainer(arch: Arch) -> float:
+        net = untrained(space, arch, seed=seed)
+        parameters = [p for p in net.parameters() if p.requires_grad]
+        # This is not `nasfast.train`: its optimiser spares norms and biases the weight decay, and its cosine differs in
+        # the last bit at a quarter of the steps. Either would change the published accuracies of these cells.
+        sgd = torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True, weight_decay=5e-4)
+        for step, (x, y) in enumerate(loader.epoch(0)):
+            sgd.param_groups[0]["lr"] = 0.05 * (1 + math.cos(math.pi * step / steps))
+            sgd.zero_grad()
+            F.cross_entropy(net(x), y).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 5.0)
+            sgd.step()
+        net.eval()
+        with torch.no_grad():
+            return float((net(test[0]).argmax(1) == test[1]).double().mean())
+
+    return trainer
+
+
+def distinct_archs(space: CellSpace, count: int, seed: int) -> list[Arch]:
+    """Random architectures, all different."""
+    rng = np.random.default_rng(derive_seed(seed, seeds.STUDY_CELLS))
+    found: dict[Arch, None] = {}
+    while len(found) < count:
+        found[space.random(rng)] = None
+    return list(found)
+
+
+def batches_of(train: Images, images: int, repeats: int, mode: str, classes: int, seed: int) -> list[Images]:
+    """Batches that are the same in every mode, except for what the mode makes random."""
+    drawn = DrawnBatches(*train, steps=repeats, batch=images, seed=derive_seed(seed, seeds.STUDY_BATCHES)).epoch(0)
+    batches = []
+    for i, (x, y) in enumerate(drawn):
+        if mode == "random labels":
+            y = random_labels(len(y), classes, seed=derive_seed(seed, seeds.STUDY_LABELS, i))
+        elif mode == "random images":
+            x = random_images(x.shape, seed=derive_seed(seed, seeds.STUDY_IMAGES, i))
+        batches.append((x, y))
+    return batches
+
+
+def pearson(x: ArrayLike, y: ArrayLike) -> float:
+    """Pearson's correlation coefficient."""
+    return float(stats.pearsonr(x, y).statistic)
+
+
+def spearman(x: ArrayLike, y: ArrayLike) -> float:
+    """Spearman's rank correlation coefficient."""
+    return float(stats.spearmanr(x, y).statistic)
+
+
+@dataclass(frozen=True)
+class RandomCells:
+    """Random cells of the quick experiment.
+
+    Attributes:
+        archs: all different.
+        scores: Q of each, by mode.
+        accuracy: accuracy of each after its training.
+        params: number of parameters of each.
+    """
+
+    archs: list[Arch]
+    scores: dict[str, list[float]]
+    accuracy: np.ndarray
+    params: np.ndarray
+
+
+def random_cells(space: CellSpace, train: Images, trainer: Trainer, cfg: NasiQuickConfig, task: Task) -> RandomCells:
+    """Score and train random cells."""
+    archs = distinct_archs(space, cfg.cells, cfg.seed)
+    batches = {mode: batches_of(train, cfg.images, cfg.repeats, mode, space.num_classes, cfg.seed) for mode in MODES}
+    scores: dict[str, list[float]] = {mode: [] for mode in MODES}
+    scored, trained = (task(name, len(archs)) for name in ("scores", "training random cells"))
+    for i, arch in enumerate(archs, 1):
+        for mode in MODES:
+            scores[mode].append(score_architecture(space, arch, batches[mode], seed=cfg.seed))
+        scored(i)
+    accuracy = []
+    for i, arch in enumerate(archs, 1):
+        accuracy.append(trainer(arch))
+        trained(i)
+    params = np.array([float(space.cost(arch).params) for arch in archs])
+    return RandomCells(archs, scores, np.array(accuracy), params)
+
+
+@dataclass(frozen=True)
+class SearchKind:
+    """The searches of one kind in the quick experiment, one for each seed.
+
+    Attributes:
+        name: mode, penalty and limit.
+        marked: whether the kind has pass marks.
+        archs: what was selected.
+        accuracy: accuracy of each after its training.
+        percentile: percentile of each accuracy among those of the random cells.
+    """
+
+    name: str
+    marked: bool
+    archs: list[Arch]
+    accuracy: np.ndarray
+    percentile: np.ndarray
+
+
+Records = dict[tuple[str, int], Record]
+"""Mode and number of the seed -> the architectures that a search sampled."""
+
+
+def search_records(space: CellSpace, train: Images, cfg: NasiQuickConfig, task: Task) -> Records:
+    """Sample architectures in every mode, from every seed."""
+    records = {}
+    for mode, changes in MODES.items():
+        for i in range(cfg.seeds):
+            search = NasiConfig(steps=cfg.steps, seed=cfg.seed + i, **changes)
+            seed = derive_seed(cfg.seed + i, seeds.STUDY_SEARCH_BATCHES)
+            loader = DrawnBatches(*train, steps=cfg.steps, batch=BATCH, seed=seed)
+            mixture = CellMixture(space, seed=cfg.seed + i)
+            done = task(f"search, {mode}, seed {cfg.seed + i}", cfg.steps)
+            records[mode, i] = sample(mixture, loader, search, progress=done)
+    return records
+
+
+def _suffix(mode: str) -> str:
+    return "" if mode == "standard" else f", {mode}"
+
+
+def search_kinds(
+    space: CellSpace, records: Records, trainer: Trainer, cells: RandomCells, cfg: NasiQuickConfig
+) -> list[SearchKind]:
+    """Solve the records with several penalties and limits, and train what they select."""
+    of_mode = {mode: [records[mode, i] for i in range(cfg.seeds)] for mode in MODES}
+    standard = of_mode["standard"]
+    solved: dict[str, list[NasiResult]] = {"no penalty": [solve(r, mu=0.0) for r in standard]}
+    for mu in (1.0, 2.0):
+        solved[f"mu {mu:g}, nu {NU:g}"] = [solve(r, mu=mu, constraint="fixed", nu=NU) for r in standard]
+    for mode in list(MODES)[1:]:
+        solved["no penalty" + _suffix(mode)] = [solve(r, mu=0.0) for r in of_mode[mode]]
+    for mu in (1.0, 2.0):
+        solved[f"mu {mu:g}, nu 0.9 quantile"] = [solve(r, mu=mu) for r in standard]
+    marked = set(solved)
+    for mode in MODES:
+        solved["mu 2, adaptive nu" + _suffix(mode)] = [
+            solve(r, mu=2.0, constraint="adaptive", nu=NU) for r in of_mode[mode]
+        ]
+    kinds = []
+    for name, results in solved.items():
+        archs = [derive(space, r.logits, "argmax") for r in results]
+        reached = np.array([trainer(arch) for arch in archs])
+        percentile = np.array([(cells.accuracy <= a).mean() for a in reached])
+        kinds.append(SearchKind(name, name in marked, archs, reached, percentile))
+    return kinds
+
+
+TRACES = ("trace_full", "trace_label", "q_sum", "q_batch")
+"""The exact trace of the neural tangent kernel, and its estimates from the same weights and images."""
+
+
+def exact_traces(space: CellSpace, train: Images, cfg: NasiQuickConfig, done: Done) -> dict[str, list[float]]:
+    """TRACES of random cells, and beside them `averaged`, the score of the study, and `params`."""
+    x, y = train[0][:EXACT_IMAGES], train[1][:EXACT_IMAGES]
+    batches = batches_of(train, cfg.images, cfg.repeats, "standard", space.num_classes, cfg.seed)
+    found: dict[str, list[float]] = {kind: [] for kind in (*TRACES, "averaged", "params")}
+    for i, arch in enumerate(distinct_archs(space, cfg.exact, cfg.seed + 1), 1):
+        net = untrained(space, arch, seed=derive_seed(cfg.seed, seeds.STUDY_EXACT_WEIGHTS))
+        for kind in TRACES:
+            found[kind].append(score(net, x, y, kind=kind, chunk=EXACT_IMAGES * space.num_classes))
+        found["averaged"].append(score_architecture(space, arch, batches, seed=cfg.seed))
+        found["params"].append(float(space.cost(arch).params))
+        done(i)
+    return found
+
+
+def small_space() -> CellSpace:
+    """Three edges with three operations each: few enough architectures to enumerate."""
+    ops = ("skip_connect", "avg_pool_3x3", "conv_3x3")
+    edges = tuple(Edge(i, j, ops) for i, j in ((0, 1), (0, 2), (1, 2)))
+    return nas_bench_201_space(cells=1, channels=8, resolution=12).replace(
+        name="three_edges", cell=Cell(1, 2, edges, (2,)), reductions=()
+    )
+
+
+def enumerated(mixture: Mixture, space: CellSpace, x: Tensor, y: Tensor) -> tuple[list[Arch], Tensor]:
+    """All architectures of a space of one type of cell, and the Q of each on a batch, with the supernet's weights."""
+    archs = list(product(*space.candidates))
+    parameters = [p for p in mixture.parameters() if p.requires_grad]
+    values = []
+    for arch in archs:
+        gates = F.one_hot(torch.tensor([arch]), len(space.ops)).to(x)
+        grads = torch.autograd.grad(F.cross_entropy(mixture(x, gates), y), parameters, allow_unused=True)
+        values.append(sum(float(g.square().sum()) for g in grads if g is not None))
+    return archs, torch.tensor(values, dtype=torch.float64)
+
+
+def enumerated_gradient(archs: Sequence[Arch], q: Tensor, shape: Sequence[int]) -> Tensor:
+    """(kinds, edges, ops) gradient of E[Q] at alpha = 0: sum_A p(A) Q(A) (1[A_e = k] - 1 / K), candidates alike."""
+    hard = F.one_hot(torch.tensor(archs), shape[-1]).double()
+    return ((hard - 1 / shape[-1]) * q[:, None, None]).mean(0)[None]
+
+
+def expectation(archs: Sequence[Arch], q: Tensor, alpha: Tensor) -> Tensor:
+    """E[Q] of an architecture that is drawn with the logits alpha."""
+    log_p = torch.log_softmax(alpha[0], -1)
+    rows = torch.arange(log_p.shape[0])
+    return (log_p[rows, torch.tensor(archs)].sum(1).exp() * q).sum()
+
+
+def ascend(archs: Sequence[Arch], q: Tensor, shape: Sequence[int]) -> Tensor:
+    """The alpha of norm 1 at which E[Q] is largest, by projected gradient ascent."""
+    alpha = torch.zeros(tuple(shape), dtype=torch.float64)
+    for _ in range(500):
+        alpha.requires_grad_()
+        (gradient,) = torch.autograd.grad(expectation(archs, q, alpha), alpha)
+        alpha = alpha.detach() + 0.1 * gradient / gradient.norm()
+        alpha = alpha / alpha.norm().clamp(min=1)
+    return alpha
+
+
+class Searches:
+    """Searches of the space that a config names.
+
+    Args:
+        cfg: what to search, and how.
+        task: tells the progress.
+
+    Raises:
+        ConfigError: unknown space, or fewer images than a batch.
+        DataError: the folder of images cannot be used.
+    """
+
+    def __init__(self, cfg: NasiSearchConfig, task: Task = no_task) -> None:
+        self.cfg, self.device = cfg, torch_device(cfg.device)
+        self._task = task
+        self._source = None if cfg.images is None else FolderSource(cfg.images)
+        self._loaders: dict[tuple[int, int], Any] = {}
+        self.images = SYNTHETIC if self._source is None else len(self._source)
+        if self.images < cfg.batch_size:
+            raise ConfigError(f"batch must be at most {self.images}, the number of images, got {cfg.batch_size}")
+        classes = len(self._source.classes) if self._source is not None else 10 if cfg.space in BUILDERS else None
+        sizes = {
+            "resolution": cfg.resolution or cfg.preset.resolution,
+            "num_classes": classes,
+            "cells": cfg.cells or cfg.preset.cells,
+            "channels": cfg.channels,
+        }
+        self.space = named_space(cfg.space, **{name: value for name, value in sizes.items() if value is not None})
+
+    def loader(self, i: int, batch: int) -> Any:
+        """Batches of the i-th seed, the same for every search."""
+        if (i, batch) not in self._loaders:
+            space, seed = self.space, self.cfg.seed + i
+            if self._source is None:
+                loader: Any = synthetic(space, steps=100, batch=batch, seed=seed)
+            else:
+                data, channels = DataConfig(train=self.cfg.images, batch_size=batch), space.in_channels
+                loader = make_loader(data, self._source, resolution=space.resolution, in_channels=channels, seed=seed)
+            self._loaders[i, batch] = loader
+        return self._loaders[i, batch]
+
+    def mixture(self, search: NasiConfig) -> Mixture:
+        """The untrained supernet of a search."""
+        return mixture_of(self.space, seed=search.seed).to(self.device)
+
+    def record(self, search: NasiConfig, i: int, name: str, *, batch: int | None = None) -> Record:
+        """Sample the architectures of one search."""
+        mixture = self.mixture(search)
+        loader = self.loader(i, batch or self.cfg.batch_size)
+        done = self._task(name, search.steps)
+        return sample(mixture, loader, search, device=self.device, progress=done)
+
+    def all(self) -> dict[tuple[str, int], NasiResult]:
+        """Every mode with every seed."""
+        results = {}
+        for mode, i in product(self.cfg.mode_list, range(self.cfg.seeds)):
+            search = self.cfg.search(i, **MODES[mode])
+            results[mode, i] = self.solve(self.record(search, i, f"{mode}, seed {search.seed}"), search).check()
+        return results
+
+    def solve(self, record: Record, search: NasiConfig) -> NasiResult:
+        """The best logits for a record, with the penalty of a search."""
+        return solve(record, mu=search.mu, constraint=search.constraint, nu=search.nu, xi=search.xi)
+
+    def arch(self, result: NasiResult) -> Arch:
+        """The architecture that a result selects."""
+        return chosen_arch(self.space, result, rule=self.cfg.preset.rule)
+
+
+def synthetic(space: ArchSpace, *, steps: int, batch: int, seed: int) -> DrawnBatches:
+    """Batches of noisy prototypes, resized to a space's resolution.
+
+    Raises:
+        ConfigError: a space of more than three channels.
+    """
+    if space.in_channels > 3:
+        raise ConfigError(f"synthetic images have up to 3 channels, {space.name} takes {space.in_channels}")
+    (x, y), _ = prototypes(NOISE, SYNTHETIC, 1, seed=seed)
+    x = x[:, : space.in_channels]
+    if space.resolution != x.shape[-1]:
+        size = (space.resolution, space.resolution)
+        # a batch at a time would save memory, but 2000 images of 64 x 64 are 100 MB
+        x = F.interpolate(x, size=size, mode="bilinear", align_corners=False)
+    return DrawnBatches(x, y % space.num_classes, steps=steps, batch=batch, seed=seed)
+
+
+def claim_folder(out: Path | None, space: ArchSpace) -> Path | None:
+    """The folder that gets the files. It is checked before anything is computed.
+
+    Raises:
+        FileExistsError: it holds another space or the scores of a trained supernet.
+    """
+    if out is None:
+        return None
+    folder = out
+    path, table = folder / "space.yaml", folder / TABLE_FILE
+    if path.exists() and read_space(path) != space:
+        raise FileExistsError(f"{path} is of another space: choose another --out")
+    if table.exists() and IndicatorTable.load(table).meta.get("method") != METHOD:
+        raise FileExistsError(f"{table} has the scores of a trained supernet: choose another --out")
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, space.to_yaml().encode())
+    return folder
 
 
 def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
     """The quick experiment."""
     space = nas_bench_201_space(cells=2, channels=8, resolution=12, reduce_by="conv")
     train, test = prototypes(NOISE, SYNTHETIC, 1000, seed=cfg.seed)
-    trainer = Trainer(space, train, test, cfg)
+    trainer = trainer_of(space, train, test, cfg)
     cells = random_cells(space, train, trainer, cfg, task)
     records = search_records(space, train, cfg, task)
     kinds = search_kinds(space, records, trainer, cells, cfg)
-    traces = exact_traces(space, train, cfg, tenths(task("exact traces", cfg.exact), cfg.exact))
+    traces = exact_traces(space, train, cfg, task("exact traces", cfg.exact))
     first = records["standard", 0]
     penalised = solve(first, mu=2.0, constraint="fixed", nu=NU)
+    archs = {kind.name: kind.archs for kind in kinds}
+    unpenalised = {mode: archs["no penalty" + _suffix(mode)] for mode in MODES}
     dots = [scatter(f"Q, {mode}", q, cells.accuracy, "Q", "accuracy") for mode, q in cells.scores.items()]
     return StudyReport(
         subject=f"{cfg.cells} NAS-Bench-201 cells of two cells, 8 channels, on synthetic 12 x 12 images",
@@ -89,9 +444,9 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
         tables=(
             correlation_table(cells),
             searches_table(space, kinds),
-            moved_in_quick(space, kinds),
+            moved_table(space, unpenalised),
             exact_table(traces, cfg),
-            closed_form_table(closed_form(cfg, train)),
+            closed_form_table(cfg, train),
         ),
         figures=(
             Figure("Q and accuracy of random cells", _DOT, dots, columns=3),
@@ -174,8 +529,13 @@ def compare(cfg: NasiCompareConfig, out: Path | None, task: Task) -> StudyReport
         rng = np.random.default_rng(derive_seed(cfg.seed, seeds.STUDY_PICKS))
         picks = rng.choice(len(truth), min(cfg.architectures, len(truth)), replace=False)
         some = [sorted(truth)[i] for i in sorted(picks)]
-        done = tenths(task("Q of architectures", len(some)), len(some))
-        q, seconds["Q"] = own_scores(searches, some, batches, done)
+        done = task("Q of architectures", len(some))
+        start, cpu = time.perf_counter(), time.process_time()
+        q: dict[Arch, float] = {}
+        for i, arch in enumerate(some, 1):
+            q[arch] = score_architecture(searches.space, arch, batches, seed=cfg.seed)
+            done(i)
+        seconds["Q"] = f"{time.perf_counter() - start:.1f} ({time.process_time() - cpu:.1f})"
         of_some = _rankings({arch: truth[arch] for arch in some}, {"Q": q, **predictors}, published, cfg)
         title = f"{len(some)} random architectures"
         shown.insert(0, ranking_table(f"{title}, each scored by itself", of_some, seconds))
@@ -197,31 +557,16 @@ def _rankings(
 def correlation_table(cells: RandomCells) -> Table:
     """How well Q, in every mode, and the number of parameters predict the accuracy of random cells."""
     q, params = np.array(cells.scores["standard"]), cells.params
-    rows: list[tuple[str, ...]] = []
+    sizes = ("smallest", "median", "largest")
+    columns = {"score": "", **dict.fromkeys(sizes, ".3f"), "Spearman with accuracy": ".2f"}
+    columns |= dict.fromkeys(("Pearson with standard", "Spearman with standard", "Spearman with parameters"), ".2f")
+    rows: list[tuple[str | float | None, ...]] = []
     for mode, values in cells.scores.items():
-        correlations = (
-            spearman(values, cells.accuracy),
-            pearson(q, values),
-            spearman(q, values),
-            spearman(values, params),
-        )
-        extremes = (np.min(values), np.median(values), np.max(values))
-        rows.append((f"Q, {mode}", *(f"{v:.3f}" for v in extremes), *(f"{c:.2f}" for c in correlations)))
-    sizes = (f"{params.min():.0f}", f"{np.median(params):.0f}", f"{params.max():.0f}")
-    rows.append(
-        ("parameters", *sizes, f"{spearman(params, cells.accuracy):.2f}", "-", f"{spearman(params, q):.2f}", "-")
-    )
-    header = (
-        "score",
-        "smallest",
-        "median",
-        "largest",
-        "Spearman with accuracy",
-        "Pearson with standard",
-        "Spearman with standard",
-        "Spearman with parameters",
-    )
-    return Table("random cells: how well Q predicts accuracy", header, tuple(rows))
+        known = (spearman(values, cells.accuracy), pearson(q, values), spearman(q, values), spearman(values, params))
+        rows.append((f"Q, {mode}", np.min(values), np.median(values), np.max(values), *known))
+    extremes = (f"{params.min():.0f}", f"{np.median(params):.0f}", f"{params.max():.0f}")
+    rows.append(("parameters", *extremes, spearman(params, cells.accuracy), None, spearman(params, q), None))
+    return Table.of("random cells: how well Q predicts accuracy", columns, rows)
 
 
 def searches_table(space: CellSpace, kinds: Sequence[SearchKind]) -> Table:
@@ -241,28 +586,17 @@ def searches_table(space: CellSpace, kinds: Sequence[SearchKind]) -> Table:
     return Table("searches", header, rows)
 
 
-def moved_in_quick(space: CellSpace, kinds: Sequence[SearchKind]) -> Table:
-    """`moved_table` of the searches without a penalty."""
-    archs = {kind.name: kind.archs for kind in kinds}
-    compared = {mode: archs["no penalty" + ("" if mode == "standard" else f", {mode}")] for mode in MODES}
-    return moved_table(space, compared)
-
-
-def exact_table(traces: ExactTraces, cfg: NasiQuickConfig) -> Table:
+def exact_table(found: Mapping[str, Sequence[float]], cfg: NasiQuickConfig) -> Table:
     """The rank correlations of the estimates with the exact trace."""
-    found, full = traces.found, traces.found["trace_full"]
-    estimates = {
-        "trace_label": found["trace_label"],
-        "q_sum": found["q_sum"],
-        f"q_batch: the same {EXACT_IMAGES} images": found["q_batch"],
-        f"q_batch: {cfg.repeats} x {cfg.images} images": traces.averaged,
-        "parameters": traces.params,
-    }
+    full = found["trace_full"]
+    names = {kind: kind for kind in ("trace_label", "q_sum")}
+    names |= {"q_batch": f"q_batch: the same {EXACT_IMAGES} images", "params": "parameters"}
+    names["averaged"] = f"q_batch: {cfg.repeats} x {cfg.images} images"
     rows = []
-    for name, values in estimates.items():
-        tau = stats.kendalltau(values, full).statistic
-        of_logs = pearson(np.log(values), np.log(full))
-        rows.append((name, f"{spearman(values, full):.2f}", f"{tau:.2f}", f"{of_logs:.2f}"))
+    for kind in ("trace_label", "q_sum", "q_batch", "averaged", "params"):
+        tau = float(stats.kendalltau(found[kind], full).statistic)
+        of_logs = pearson(np.log(found[kind]), np.log(full))
+        rows.append((names[kind], spearman(found[kind], full), tau, of_logs))
     # the chain of the lower bound: sum_x |g_x|^2 <= 2 trace, and b |mean g|^2 <= sum_x |g_x|^2
     q_sum = np.array(found["q_sum"])
     loose = [np.median(q_sum / (2 * np.array(full))), np.median(EXACT_IMAGES * np.array(found["q_batch"]) / q_sum)]
@@ -270,18 +604,40 @@ def exact_table(traces: ExactTraces, cfg: NasiQuickConfig) -> Table:
         f"{cfg.exact} cells: rank correlation with the exact trace of the kernel on {EXACT_IMAGES} images; medians of "
         f"sum |g_x|^2 over its bound 2 trace {loose[0]:.3f}, of b |mean g|^2 over its bound sum |g_x|^2 {loose[1]:.3f}"
     )
-    return Table(title, ("estimate", "Spearman", "Kendall", "Pearson of logs"), tuple(rows))
+    return Table.of(title, {"estimate": "", "Spearman": ".2f", "Kendall": ".2f", "Pearson of logs": ".2f"}, rows)
 
 
-def closed_form_table(found: ClosedForm) -> Table:
-    """The closed form beside other directions."""
-    rows = tuple((row.name, f"{row.cosine:.3f}", f"{row.expected_q:.4g}", str(row.place)) for row in found.rows)
+def closed_form_table(cfg: NasiQuickConfig, train: Images) -> Table:
+    """The step of the method beside other directions, by what the enumeration of 27 architectures gives for each.
+
+    Of a direction from alpha_0 = 0: its cosine with the closed form, E[Q] there, and the place of its argmax by Q.
+    """
+    space = small_space()
+    mixture = CellMixture(space, seed=cfg.seed).double()
+    x, y = train[0][:BATCH].double(), train[1][:BATCH]
+    archs, q = enumerated(mixture, space, x, y)
+    exact = enumerated_gradient(archs, q, mixture.allowed.shape)
+    step = exact / exact.norm()
+    rng = np.random.default_rng(derive_seed(cfg.seed, seeds.STUDY_DIRECTIONS))
+    random = torch.from_numpy(rng.standard_normal((DIRECTIONS, exact.numel())))
+    best = float((random @ exact.flatten() / random.norm(dim=1)).max()) / float(exact.norm())
+    directions = {"closed form, exact gradient": step}
+    for gates in get_args(Gates):
+        search = NasiConfig(steps=cfg.steps, mu=0.0, seed=cfg.seed, gates=gates)
+        found = solve(sample(mixture, [(x, y)], search), mu=0.0).delta
+        directions[f"{gates.replace('_', '-')}, T = {cfg.steps}"] = found / found.norm()
+    directions["largest E[Q] of norm 1, ascent"] = ascend(archs, q, exact.shape)
+    rows = []
+    for name, direction in directions.items():
+        chosen = archs.index(tuple(direction[0].argmax(-1).tolist()))
+        cosine, expected = float((direction * step).sum()), float(expectation(archs, q, direction))
+        rows.append((name, f"{cosine:.3f}", f"{expected:.4g}", str(int((q > q[chosen]).sum()) + 1)))
     title = (
-        f"one step from alpha_0 = 0, {len(found.q)} architectures: mean Q {float(found.q.mean()):.4g}, largest "
-        f"{float(found.q.max()):.4g}; of {DIRECTIONS} random directions the best reaches {found.best_gain:.3f} "
+        f"one step from alpha_0 = 0, {len(q)} architectures: mean Q {float(q.mean()):.4g}, largest "
+        f"{float(q.max()):.4g}; of {DIRECTIONS} random directions the best reaches {best:.3f} "
         "of the closed form's first-order gain"
     )
-    return Table(title, ("Delta", "cosine", "E[Q] at Delta of norm 1", "place of its argmax by Q"), rows)
+    return Table(title, ("Delta", "cosine", "E[Q] at Delta of norm 1", "place of its argmax by Q"), tuple(rows))
 
 
 def differing(a: Arch, b: Arch) -> int:
@@ -291,16 +647,15 @@ def differing(a: Arch, b: Arch) -> int:
 
 def moved_table(space: ArchSpace, chosen: Mapping[str, Sequence[Arch]]) -> Table:
     """How many values of the selected architectures differ between modes at one seed, and between seeds."""
-    rows = []
+    rows: list[tuple[str, float | None, int | None]] = []
     for mode, archs in chosen.items():
         pairs = [differing(a, b) for a, b in combinations(archs, 2)]
-        rows.append((f"between seeds, {mode}", f"{np.mean(pairs):.2f}" if pairs else "-", str(len(pairs))))
+        rows.append((f"between seeds, {mode}", float(np.mean(pairs)) if pairs else None, len(pairs)))
     for a, b in combinations(chosen, 2):
         pairs = [differing(x, y) for x, y in zip(chosen[a], chosen[b], strict=True)]
-        rows.append((f"{a} and {b}, same seed", f"{np.mean(pairs):.2f}", str(len(pairs))))
-    chance = sum(1 - 1 / len(values) for values in space.options)
-    rows.append(("two random architectures", f"{chance:.2f}", "-"))
-    return Table(f"of {len(space)} choices, how many differ", ("", "mean", "pairs"), tuple(rows))
+        rows.append((f"{a} and {b}, same seed", float(np.mean(pairs)), len(pairs)))
+    rows.append(("two random architectures", sum(1 - 1 / len(values) for values in space.options), None))
+    return Table.of(f"of {len(space)} choices, how many differ", {"": "", "mean": ".2f", "pairs": ""}, rows)
 
 
 def found_table(searches: Searches, results: Mapping[tuple[str, int], NasiResult]) -> Table:
@@ -379,19 +734,14 @@ def ranking_table(title: str, reports: Mapping[str, RankReport], seconds: Mappin
     return Table(title, (*header, "points lost by its favourite", "seconds (CPU)"), tuple(rows))
 
 
-_DOT = "A dot is an architecture."
-
-
 def scatter(title: str, x: ArrayLike, y: ArrayLike, x_name: str, y_name: str, *, log: str = "") -> Form:
     """A panel with a dot for every architecture."""
     return panel(title, line(x, y, ls="", marker="o", ms=3.5, alpha=0.7), x=x_name, y=y_name, log=log)
 
 
-def trace_figure(found: ExactTraces) -> Figure:
+def trace_figure(found: Mapping[str, Sequence[float]]) -> Figure:
     """Every estimate beside the exact trace."""
-    full, *estimates = found.found.values()
-    kinds = list(found.found)[1:]
-    shown = [scatter(k, full, v, "exact trace", k, log="xy") for k, v in zip(kinds, estimates, strict=True)]
+    shown = [scatter(kind, found["trace_full"], found[kind], "exact trace", kind, log="xy") for kind in TRACES[1:]]
     return Figure("estimates beside the exact trace", _DOT, shown, columns=3)
 
 

@@ -5,35 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from nasfast.config import ConfigBase
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.costs import SKIP_CONNECT
 from nasfast.research.cells.space import CELLS, Cell, CellSpace, Norm, Order, at_thirds
+from nasfast.research.studies.config import StudyConfig
 from nasfast.settings import TrainConfig, check_common, check_device
 
 
 @dataclass(frozen=True)
-class TheoremsConfig(ConfigBase):
+class TheoremsConfig(StudyConfig):
     """The theorems on real networks, in float64.
 
     Attributes:
         channels: number of channels of the cells.
         batch: number of images.
-        threads: CPU threads, 0 for torch's choice.
-        seed: seed of weights, images and gates.
     """
 
     channels: int = 8
     batch: int = 32
-    threads: int = 0
-    seed: int = 0
 
     def _check_values(self) -> None:
         check_common(self.threads, self.seed, channels=self.channels, batch=self.batch)
 
 
 @dataclass(frozen=True)
-class ExperimentConfig(ConfigBase):
+class ExperimentConfig(StudyConfig):
     """What the experiments have in common. The pass marks belong to the defaults, and hold for nothing else.
 
     Attributes:
@@ -57,7 +53,6 @@ class ExperimentConfig(ConfigBase):
         records: number of times that probabilities and costs are recorded.
         seeds: number of searches; their seeds begin with `seed`.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        threads: CPU threads, 0 for torch's choice.
         seed: the first seed.
     """
 
@@ -80,7 +75,6 @@ class ExperimentConfig(ConfigBase):
     records: int = 75
     seeds: int = 3
     device: str = "cpu"
-    threads: int = 0
     seed: int = 0
 
     def _check_values(self) -> None:
@@ -115,7 +109,7 @@ class ExperimentConfig(ConfigBase):
         """The space of the network that is searched; `cell` replaces the cell of the config."""
         # imported here, because they import torch, and help must not wait for that
         from nasfast.research.cells.prototypes import CLASSES, SIZE
-        from nasfast.research.studies.wiring.measure import folder_of
+        from nasfast.research.studies.wiring.study import folder_of
 
         cell = cell or CELLS[self.cell]()
         if self.no_skip_on_intermediate:
@@ -142,10 +136,6 @@ class ExperimentConfig(ConfigBase):
     def search(self, **changes: Any) -> CellSearchConfig:
         """How operations are chosen: uniformly, without learning an architecture."""
         return CellSearchConfig(method="uniform", records=self.records, seed=self.seed).replace(**changes)
-
-    def of_seed(self, i: int, **changes: Any) -> ExperimentConfig:
-        """The settings of the i-th seed."""
-        return self.replace(seed=self.seed + i, **changes)
 
 
 @dataclass(frozen=True)

@@ -1,28 +1,42 @@
-"""The wiring study: its five kinds, each `run(config, out, task) -> StudyReport`, with tables, figures and marks.
+"""The wiring study: its five kinds, each `run(config, out, task) -> StudyReport`, with all that they measure and show.
 
 `theorems` checks the theorems on local costs, `p1` to `p3` show the three patterns, and `cost` measures local costs.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
 from scipy import stats
+from torch import Tensor
+from torch.nn import functional as F
 
+from nasfast.data import DataConfig, FolderSource, make_loader
+from nasfast.data.datasets import split_source
 from nasfast.research.analysis.moments.detect import Verdict
+from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.costs import NONE
 from nasfast.research.cells.derive import derivations
-from nasfast.research.cells.probe import GROUPS, LocalCosts
-from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult
-from nasfast.research.cells.space import CELLS, DARTS_OPS, CellSpace
+from nasfast.research.cells.gates import uniform_logits
+from nasfast.research.cells.network import CellSupernet
+from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs
+from nasfast.research.cells.prototypes import DrawnBatches, prototypes
+from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult, draw_gates, search_cells
+from nasfast.research.cells.space import CELLS, DARTS_OPS, Cell, CellSpace
 from nasfast.research.studies.draw import INK, SERIES, heat, level, line, panel
-from nasfast.research.studies.report import Check, Figure, Form, StudyReport, Table, checks_of
+from nasfast.research.studies.report import Check, Figure, Form, StudyReport, Table, checks_of, plain
 from nasfast.research.studies.run import Task
 from nasfast.research.studies.wiring.config import (
     CollapseConfig,
@@ -33,31 +47,344 @@ from nasfast.research.studies.wiring.config import (
     TheoremsConfig,
     WidthConfig,
 )
-from nasfast.research.studies.wiring.measure import (
-    Runner,
-    Search,
-    edge_means,
-    half_and_quarter,
-    initial_costs,
-    intermediate_edges,
-    kept_edges,
-    last_cell,
-    live_operations,
-    loaders,
-    measures,
-    monte_carlo,
-    none_probability,
-    output_costs,
-    positive_share,
-    runner_of,
-    searches_of,
-    sign_window,
-    window_steps,
-)
-from nasfast.research.studies.wiring.theorems import Residual, check_theorems
+from nasfast.research.studies.wiring.theorems import check_theorems
+from nasfast.runtime.device import torch_device
+from nasfast.runtime.files import write_atomic
 from nasfast.settings import TaskSettings
+from nasfast.tasks import Task as WorkerTask
+from nasfast.tasks import TaskRunner, check_done, gpus_for
+from nasfast.train.batches import to_learn_from
 
 Experiment = TypeVar("Experiment", bound=ExperimentConfig)
+Runs = Mapping[int, CellSearchResult]
+"""Seed -> its search."""
+Measures = Mapping[str, float]
+
+_STEPS_PER_EPOCH = 100
+_WINDOWS = 15
+"""Parts of a run over which costs are averaged. Probabilities do not scatter and are shown at every record."""
+
+
+@cache
+def folder_of(images: str) -> FolderSource:
+    """The images of a folder, which is read once for all searches of a study."""
+    return FolderSource(images)
+
+
+@dataclass(frozen=True)
+class Search:
+    """A search of a study.
+
+    Attributes:
+        name: name of the search.
+        cfg: data and training.
+        how: how operations are chosen.
+        space: what is searched.
+    """
+
+    name: str
+    cfg: ExperimentConfig
+    how: CellSearchConfig
+    space: CellSpace
+
+    @property
+    def folder(self) -> str:
+        """Name of the directory of its files."""
+        return f"{self.name}-s{self.cfg.seed}"
+
+    def run(self, folder: Path, device: str, task: Task | None = None) -> CellSearchResult:
+        """Search, or continue what is in `folder`, which gets the files and the measures of section 6.
+
+        Args:
+            folder: directory of this search.
+            device: device of the network.
+            task: tells the progress; None shows the lines of a training.
+        """
+        cfg = self.cfg
+        train_loader, held_out = loaders(cfg, bilevel=self.how.bilevel)
+        epochs = max(1, round(cfg.steps / len(train_loader)))
+        steps = epochs * len(train_loader)
+        done = None if task is None else task(f"{self.name}, seed {cfg.seed}", steps)
+        found = search_cells(
+            self.space,
+            train_loader,
+            self.how,
+            cfg.weights.replace(epochs=epochs),
+            held_out=held_out,
+            run_dir=folder,
+            name="cells",
+            resume=True,
+            device=device,
+            settings={"data": _data_of(cfg)},
+            progress=done,
+        )
+        if done is not None:
+            done(steps)  # also where the search had ended before
+        write_atomic(folder / "measures.json", (json.dumps(plain(measures(found)), indent=1) + "\n").encode())
+        return found
+
+    def apart(self, device: str) -> WorkerTask:
+        """The search as a task for a process of its own."""
+        # what the kinds of configs have in common decides a search; P1 and P2 share searches
+        own = {field.name: getattr(self.cfg, field.name) for field in fields(ExperimentConfig)}
+        config = ExperimentConfig(**{**own, "seeds": 1, "threads": 0})
+        forms = {"config": config.to_dict(), "space": self.space.to_dict(), "how": self.how.to_dict(), "device": device}
+        # results depend on the number of threads, so a task has that of this process
+        threads, cost = torch.get_num_threads(), float(self.cfg.steps)
+        run = f"{__name__}:search_apart"
+        return WorkerTask(self.folder, run, forms, threads=threads, cost=cost, gpus=gpus_for(device))
+
+
+def search_apart(
+    folder: Path, *, config: Mapping[str, Any], space: Mapping[str, Any], how: Mapping[str, Any], device: str
+) -> None:
+    """The function of a task: one search, in its folder."""
+    cfg, cells = ExperimentConfig.from_dict(config), CellSpace.from_dict(space)
+    Search("", cfg, CellSearchConfig.from_dict(how), cells).run(folder, device)
+
+
+class Runner:
+    """Carries out searches, each in a directory of its own, where a search that was stopped continues.
+
+    Args:
+        out: directory of the searches' directories.
+        task: tells the progress.
+        device: device of the networks.
+        tasks: where each search runs in a process of its own; None runs them in this one.
+    """
+
+    def __init__(self, out: Path, task: Task, device: str, tasks: TaskSettings | None = None) -> None:
+        self._out, self._task, self.device, self._tasks = out, task, device, tasks
+
+    def prepare(self, searches: Iterable[Search]) -> None:
+        """Carry out searches in processes of their own if the study was asked to; `all` then finds them finished.
+
+        Raises:
+            TaskError: some have failed or were stopped; the others are finished.
+        """
+        if self._tasks is None:
+            return
+        with TaskRunner(self._out, self._tasks) as runner:
+            results = runner.run([search.apart(self.device) for search in searches])
+        check_done(results, "searches are not finished; the same command continues")
+
+    def all(self, searches: Mapping[int, Search]) -> dict[int, CellSearchResult]:
+        """The results of searches, by the same keys."""
+        self.prepare(searches.values())
+        return {key: s.run(self._out / s.folder, self.device, self._task) for key, s in searches.items()}
+
+
+def _data_of(cfg: ExperimentConfig) -> dict[str, Any]:
+    """The fields of a config that decide the batches."""
+    names = ("samples", "noise") if cfg.images is None else ("images", "resolution")
+    return {name: getattr(cfg, name) for name in (*names, "batch_size", "seed")}
+
+
+def loaders(cfg: ExperimentConfig, *, bilevel: bool) -> tuple[Any, Any]:
+    """Batches for the weights, and held-out ones for the architecture (None on one level).
+
+    From a folder, half of the images are held out.
+    """
+    if cfg.images is None:
+        parts = prototypes(cfg.noise, cfg.samples, cfg.samples, seed=cfg.seed)
+        steps = min(_STEPS_PER_EPOCH, cfg.steps)
+        train, held = (
+            DrawnBatches(*part, steps=steps, batch=cfg.batch_size, seed=2 * cfg.seed + i)
+            for i, part in enumerate(parts)
+        )
+        return train, held if bilevel else None
+    data = DataConfig(train=cfg.images, batch_size=cfg.batch_size, augment="cifar")
+    source = folder_of(cfg.images)
+    halves = split_source(source, 0.5, cfg.seed) if bilevel else (source, None)
+    of_weights, of_logits = (
+        None if half is None else make_loader(data, half, train=True, resolution=cfg.resolution, seed=2 * cfg.seed + i)
+        for i, half in enumerate(halves)
+    )
+    return of_weights, of_logits
+
+
+def searches_of(cfg: ExperimentConfig, name: str, cell: Cell | None = None, **changes: Any) -> dict[int, Search]:
+    """The search of every seed; `cell` and `changes` replace the cell and the settings of the config."""
+    configs = [cfg.replace(seed=cfg.seed + i) for i in range(cfg.seeds)]
+    return {of_seed.seed: Search(name, of_seed, of_seed.search(**changes), of_seed.space(cell)) for of_seed in configs}
+
+
+def none_probability(found: CellSearchResult) -> np.ndarray:
+    """(records + 1, edges) probability of None, averaged over types of cells."""
+    return found.probabilities[..., found.space.ops.index(NONE)].mean(1)
+
+
+def kept_edges(found: CellSearchResult) -> np.ndarray:
+    """(records + 1, edges): the share of types of cells in which the most probable operation is not None."""
+    return (found.probabilities.argmax(-1) != found.space.ops.index(NONE)).mean(1)
+
+
+def intermediate_edges(space: CellSpace) -> np.ndarray:
+    """(edges,) whether an edge starts at an intermediate node."""
+    return np.array(space.cell.intermediate)
+
+
+def live_operations(space: CellSpace) -> list[int]:
+    """The indices of the operations other than None."""
+    return [k for k, op in enumerate(space.ops) if op != NONE]
+
+
+def _windows(records: np.ndarray) -> np.ndarray:
+    """Sums over equal parts of a run."""
+    return np.stack([part.sum(0) for part in np.array_split(records, min(_WINDOWS, len(records)))])
+
+
+def window_steps(found: CellSearchResult) -> list[int]:
+    """The last step of every window."""
+    return [int(part[-1]) for part in np.array_split(found.steps, min(_WINDOWS, len(found.steps)))]
+
+
+def output_costs(found: CellSearchResult, which: int = TRAIN) -> np.ndarray:
+    """(windows,) mean C over all samples."""
+    sums = _windows(found.outputs[:, which, GROUPS.index("all")])
+    return sums[:, 0] / sums[:, -1]
+
+
+def positive_share(found: CellSearchResult) -> np.ndarray:
+    """(windows,) share of (cell, edge, operation) mean costs above 0, without None."""
+    total, count = (_windows(found.costs[:, TRAIN, i][..., live_operations(found.space)]) for i in (0, 2))
+    with np.errstate(invalid="ignore"):
+        return (np.where(count > 0, total, 0) > 0).sum((1, 2, 3)) / (count > 0).sum((1, 2, 3))
+
+
+def edge_means(found: CellSearchResult, records: slice = slice(None)) -> np.ndarray:
+    """(edges,) mean cost over the batches in which an operation other than None ran, all cells together."""
+    total, count = (found.costs[records, TRAIN, i][..., live_operations(found.space)].sum((0, 1, 3)) for i in (0, 2))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return total / count
+
+
+def _same_node_difference(found: CellSearchResult) -> float:
+    """Mean cost of intermediate edges minus that of input edges into the same node, averaged over such nodes."""
+    cell, means, differences = found.space.cell, edge_means(found), []
+    for node in range(cell.inputs, cell.inputs + cell.nodes):
+        edges = np.array(cell.into(node))
+        inner = intermediate_edges(found.space)[edges]
+        if inner.any() and not inner.all():
+            differences.append(np.nanmean(means[edges[inner]]) - np.nanmean(means[edges[~inner]]))
+    return float(np.mean(differences)) if differences else float("nan")
+
+
+def measures(found: CellSearchResult) -> dict[str, float]:
+    """The numbers of section 6 of one search; `MEASURES` has words for each."""
+    inner, q, kept = intermediate_edges(found.space), none_probability(found), kept_edges(found)
+    cost, positive = output_costs(found), positive_share(found)
+    of = {"in": ~inner, "int": inner}
+    result = {
+        "C_first": float(cost[0]),
+        "C_last": float(cost[-1]),
+        "positive_first": float(positive[0]),
+        "positive_last": float(positive[-1]),
+        "intermediate_minus_input_cost": _same_node_difference(found),
+    }
+    for name, edges in of.items():
+        if edges.any():
+            mean = q[:, edges].mean(1)
+            result |= {
+                f"q_{name}_start": float(mean[0]),
+                f"q_{name}_peak": float(mean.max()),
+                f"q_{name}_end": float(mean[-1]),
+                f"kept_{name}": float(kept[-1, edges].sum()),
+                f"n_{name}": float(edges.sum()),
+            }
+    if found.cfg.bilevel:
+        search = output_costs(found, SEARCH)
+        result |= {
+            "search_C_first": float(search[0]),
+            "search_C_last": float(search[-1]),
+            "search_C_smallest": float(search.min()),
+            "search_minus_train_C": float((search - cost).min()),
+        }
+    return result
+
+
+def half_and_quarter(found: CellSearchResult) -> tuple[slice, slice]:
+    """The records of the first half of a run, and those of its last quarter."""
+    records = len(found.steps)
+    return slice(0, records // 2), slice(records - max(1, records // 4), records)
+
+
+def sign_window(found: CellSearchResult) -> dict[int, dict[str, dict[str, float]]]:
+    """Means of C, L, H over the third quarter of the run: by set of images and group."""
+    records = len(found.steps)
+    part = found.outputs[records // 2 : max(records // 2 + 1, 3 * records // 4)].sum(0)
+    with np.errstate(invalid="ignore"):
+        means = part[..., :3] / part[..., 3:]
+    return {
+        which: {group: dict(zip("CLH", means[which, g].tolist(), strict=True)) for g, group in enumerate(GROUPS)}
+        for which in (TRAIN, SEARCH)
+    }
+
+
+def monte_carlo(
+    net: CellSupernet,
+    loader: object,
+    *,
+    batches: int,
+    seed: int = 0,
+    redraw: bool = False,
+    device: str = "cpu",
+) -> tuple[LocalCosts, Tensor]:
+    """Local costs of a network that does not learn; every batch draws its operations uniformly (section 4.3).
+
+    Args:
+        net: a network on `device`.
+        loader: gives (images, labels), and is started again as often as needed.
+        batches: how many batches are measured.
+        seed: seed of the draws.
+        redraw: see `CellSearchConfig`.
+        device: where to compute.
+
+    Returns:
+        The costs, (cells, edges, ops), and (groups, quantities) sums over samples, see `nasfast.research.cells.probe`.
+
+    Raises:
+        ValueError: the loader has no batch.
+    """
+    cfg = CellSearchConfig(method="uniform", redraw=redraw, seed=seed)
+    loader, space = to_learn_from(loader), net.space
+    table, outputs = LocalCosts.empty(net.gate_shape), torch.zeros(len(GROUPS), len(QUANTITIES), dtype=torch.float64)
+    of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
+    logits = uniform_logits(space)
+    for i in range(batches):
+        epoch, at = divmod(i, len(loader))
+        if at == 0:
+            stream = loader.epoch(epoch, device=device)
+        x, y = next(stream)
+        draw = draw_gates(space, cfg, logits, step=i, progress=0.0)
+        gates = draw.gates[of_type].to(device, next(net.parameters()).dtype).requires_grad_()
+        predicted = net(x, gates, draw.runs)
+        # the gradient is zeros if every edge has drawn the operation none
+        (cost,) = torch.autograd.grad(F.cross_entropy(predicted, y), gates, materialize_grads=True)
+        table.add(cost, draw.gates[of_type] > 0)
+        outputs += grouped_costs(predicted, y)
+    return table, outputs
+
+
+def initial_costs(
+    cfg: CostConfig, runner: Runner, space: CellSpace, nets: Iterable[int]
+) -> tuple[list[LocalCosts], float]:
+    """Costs of fresh networks, one for each seed in `nets`, and their mean output cost."""
+    tables, cost, count = [], 0.0, 0.0
+    for seed in nets:
+        of_seed = cfg.replace(seed=seed)
+        loader, _ = loaders(of_seed, bilevel=False)
+        net = CellSupernet(space, seed=seed).to(runner.device).to(memory_format=torch.channels_last)
+        table, outputs = monte_carlo(net, loader, batches=cfg.batches, seed=seed, device=runner.device)
+        tables.append(table)
+        cost, count = cost + float(outputs[0, 0]), count + float(outputs[0, 3])
+    return tables, cost / count
+
+
+def last_cell(tables: Sequence[LocalCosts]) -> LocalCosts:
+    """(1, edges, ops): costs of the last cell, all networks together."""
+    return LocalCosts(*(sum(getattr(t, name)[-1:] for t in tables) for name in ("total", "squares", "count")))
+
 
 _METHODS = {"darts": "DARTS", "snas": "SNAS", "dsnas": "DSNAS", "proxyless": "ProxylessNAS"}
 _EXPLANATION = (
@@ -74,32 +401,24 @@ _CONTROLS = {
 
 def theorems(cfg: TheoremsConfig, out: Path | None, task: Task) -> StudyReport:
     """The theorems."""
-    rows = check_theorems(channels=cfg.channels, batch=cfg.batch, seed=cfg.seed)
+    found = check_theorems(channels=cfg.channels, batch=cfg.batch, seed=cfg.seed)
+    columns = {"": "", "measured": ".2g", "at most": ".0e", "the numbers behind it": ""}
     return StudyReport(
         subject=f"theorems on real networks, {cfg.channels} channels, {cfg.batch} images, float64",
         explanation=_EXPLANATION,
-        tables=(theorems_table(rows),),
-        checks=tuple(row.check for row in rows),
+        tables=(Table.of("theorems", columns, [(row.name, row.measured, row.bound, row.note) for row in found]),),
+        checks=tuple(row.check for row in found),
     )
 
 
 def _with_runner(study: Callable[[Experiment, Runner], StudyReport]) -> Callable[..., StudyReport]:
-    """A study of searches as `run(config, out, task, tasks=None)`, which gives it a `Runner` in its directory."""
+    """A study of searches as `run(config, out, task, tasks=None)`: in a directory, or in a temporary one."""
 
     def run(cfg: Experiment, out: Path | None, task: Task, tasks: TaskSettings | None = None) -> StudyReport:
-        with runner_of(cfg, out, task, tasks) as runner:
-            return study(cfg, runner)
+        with nullcontext(str(out)) if out is not None else tempfile.TemporaryDirectory() as folder:
+            return study(cfg, Runner(Path(folder), task, torch_device(cfg.device), tasks))
 
-    run.__doc__ = study.__doc__
     return run
-
-
-def _subject(cfg: LearntConfig, found: CellSearchResult) -> str:
-    data = "synthetic images" if cfg.images is None else f"images of {Path(cfg.images).name}"
-    return (
-        f"{_METHODS[cfg.method]} on {cfg.cells} {cfg.cell} cell(s), {cfg.channels} channels, {found.steps[-1]} steps, "
-        f"{data}"
-    )
 
 
 def _notes(cfg: ExperimentConfig) -> tuple[str, ...]:
@@ -108,26 +427,140 @@ def _notes(cfg: ExperimentConfig) -> tuple[str, ...]:
     return ("settings are not those of the pass marks: signs are judged, thresholds are not",)
 
 
-def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
-    """P1."""
-    runs = runner.all(searches_of(cfg, cfg.method))
-    checks = []
-    if cfg.published:
-        checks = [check for seed, found in runs.items() for check in growth_checks(seed, found)]
-    first, name = next(iter(runs.values())), f"seed {cfg.seed}"
+Sign = Callable[[Measures], bool]
+Mark = tuple[float, float, float]
+"""The ends of a mark's interval, and the value."""
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern in the measures of a search.
+
+    Attributes:
+        title: name in the subject.
+        name: verdict where all signs are seen.
+        signs: what is seen -> whether it is.
+        marks: pass marks of the default settings.
+    """
+
+    title: str
+    name: str
+    signs: Mapping[str, Sign]
+    marks: Callable[[Measures], Mapping[str, Mark]]
+
+
+PATTERNS = {
+    "P1": Pattern(
+        "growing",
+        "growing",
+        {
+            "C turns from positive to negative": lambda m: m["C_first"] > 0 > m["C_last"],
+            "None gains at first": lambda m: m["q_in_peak"] > 1.02 * m["q_in_start"],
+            "and loses in the end": lambda m: m["q_in_end"] < m["q_in_start"],
+            "fewer costs are positive": lambda m: m["positive_last"] < m["positive_first"],
+        },
+        lambda m: {
+            "C of the first part": (0, math.inf, m["C_first"]),
+            "C of the last part": (-math.inf, 0, m["C_last"]),
+            "peak of q of input edges": (0.13, 1, m["q_in_peak"]),
+            "q of input edges at the end": (0, 0.06, m["q_in_end"]),
+            "input edges kept": (m["n_in"], m["n_in"], m["kept_in"]),
+        },
+    ),
+    "P2": Pattern(
+        "width preference",
+        "width preferred",
+        {
+            "intermediate edges are less probable": lambda m: m["q_int_end"] > m["q_in_end"],
+            "fewer of them are kept": lambda m: m["kept_int"] / m["n_int"] < m["kept_in"] / m["n_in"],
+            "they cost more than input edges of their nodes": lambda m: m["intermediate_minus_input_cost"] > 0,
+        },
+        lambda m: {
+            "intermediate edges kept": (0, 2, m["kept_int"]),
+            "input edges kept": (m["n_in"], m["n_in"], m["kept_in"]),
+            "cost of intermediate minus input edges of a node": (0, math.inf, m["intermediate_minus_input_cost"]),
+        },
+    ),
+    "P3": Pattern(
+        "collapse on two levels",
+        "collapsed",
+        {
+            "all edges are None": lambda m: m["kept_in"] + m["kept_int"] == 0,
+            "held-out C stays positive": lambda m: m["search_C_smallest"] > 0,
+            "training C is below it": lambda m: m["search_minus_train_C"] > 0,
+        },
+        lambda m: {
+            "edges that are None": (
+                m["n_in"] + m["n_int"] - 1,
+                m["n_in"] + m["n_int"],
+                m["n_in"] + m["n_int"] - m["kept_in"] - m["kept_int"],
+            ),
+            "held-out C, smallest part": (0, math.inf, m["search_C_smallest"]),
+            "held-out minus training C, smallest part": (0, math.inf, m["search_minus_train_C"]),
+        },
+    ),
+}
+
+
+def _pattern_report(
+    key: str,
+    cfg: LearntConfig,
+    runs: Runs,
+    *,
+    between: Sequence[Table] = (),
+    tables: Sequence[Table] = (),
+    figures: Callable[[CellSearchResult], Sequence[Figure]],
+    marks: Callable[[int], Mapping[str, Mark]] = lambda seed: {},
+    checks: Sequence[Check] = (),
+) -> StudyReport:
+    """The report of a pattern: what its searches measured, their signs and marks, and what the study adds.
+
+    Args:
+        key: key of PATTERNS.
+        cfg: its settings.
+        runs: its searches.
+        between: tables that follow the measures.
+        tables: tables that follow the derived cells.
+        figures: of the first search, besides its patterns and architecture.
+        marks: further marks of a seed.
+        checks: further marks, whatever the settings of the search.
+    """
+    pattern, first = PATTERNS[key], next(iter(runs.values()))
+    data = "synthetic images" if cfg.images is None else f"images of {Path(cfg.images).name}"
+    subject = (
+        f"{_METHODS[cfg.method]} on {cfg.cells} {cfg.cell} cell(s), {cfg.channels} channels, {first.steps[-1]} steps, "
+        f"{data}"
+    )
+    verdicts, own = {}, []
+    for seed, found in runs.items():
+        m = measures(found)
+        seen = {what: bool(is_so(m)) for what, is_so in pattern.signs.items()}
+        missing = [what for what, is_so in seen.items() if not is_so]
+        names = f"not seen: {', '.join(missing)}" if missing else pattern.name
+        verdicts[f"{key}, seed {seed}"] = Verdict((names,), {**seen})
+        own += checks_of(f"seed {seed}", {**pattern.marks(m), **marks(seed)}) if cfg.published else []
     return StudyReport(
-        subject=f"P1, growing: {_subject(cfg, first)}",
+        subject=f"{key}, {pattern.title}: {subject}",
         explanation=_EXPLANATION,
         notes=_notes(cfg),
-        tables=(measures_table("P1", runs), derivation_table(runs)),
-        figures=(
-            patterns("P1", runs),
-            *architecture_figures(name, first),
+        tables=(measures_table(key, runs), *between, derivation_table(runs), *tables),
+        figures=(patterns(key, runs), *architecture_figures(f"seed {cfg.seed}", first), *figures(first)),
+        verdicts=verdicts,
+        checks=(*own, *checks),
+    )
+
+
+def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
+    """P1."""
+    name = f"seed {cfg.seed}"
+    return _pattern_report(
+        "P1",
+        cfg,
+        runner.all(searches_of(cfg, cfg.method)),
+        figures=lambda first: (
             edge_costs(f"{name}: cost and loss", first),
             output_cost_figure(f"{name}: C = L - H", first),
         ),
-        verdicts=verdicts("P1", runs),
-        checks=tuple(checks),
     )
 
 
@@ -137,24 +570,13 @@ def _width(cfg: WidthConfig, runner: Runner) -> StudyReport:
     runner.prepare(search for of_seeds in (searches, *controlled.values()) for search in of_seeds.values())
     runs = runner.all(searches)
     controls = {label: runner.all(of_seeds) for label, of_seeds in controlled.items()}
-    checks = []
-    if cfg.published:
-        checks = [check for seed, found in runs.items() for check in width_checks(seed, found)]
-    if cfg.control_steps == WidthConfig().control_steps:
-        checks += control_checks(controls)
-    first = next(iter(runs.values()))
-    return StudyReport(
-        subject=f"P2, width preference: {_subject(cfg, first)}",
-        explanation=_EXPLANATION,
-        notes=_notes(cfg),
-        tables=(measures_table("P2", runs), derivation_table(runs), control_table(controls)),
-        figures=(
-            patterns("P2", runs),
-            *architecture_figures(f"seed {cfg.seed}", first),
-            control("control for the cause (figures 8 and 9)", controls),
-        ),
-        verdicts=verdicts("P2", runs),
-        checks=tuple(checks),
+    return _pattern_report(
+        "P2",
+        cfg,
+        runs,
+        tables=(control_table(controls),),
+        figures=lambda first: (control("control for the cause (figures 8 and 9)", controls),),
+        checks=control_checks(controls) if cfg.control_steps == WidthConfig().control_steps else (),
     )
 
 
@@ -166,17 +588,13 @@ def _control_searches(cfg: WidthConfig) -> dict[str, dict[int, Search]]:
     found: dict[str, dict[int, Search]] = {}
     for label, cell in _CONTROLS.items():
         name = "control-" + "".join(c if c.isalnum() else "_" for c in label)
-        found[label] = {}
-        for i in range(cfg.seeds):
-            of_seed = control.of_seed(i)
-            how = of_seed.search(method="uniform", redraw=label != "simplified")
-            found[label][of_seed.seed] = Search(name, of_seed, how, cell)
+        found[label] = searches_of(control, name, cell, redraw=label != "simplified")
     return found
 
 
 def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     """P3."""
-    second = {"second_order": cfg.second_order} if cfg.method == "darts" else {}
+    second: dict[str, Any] = {"second_order": cfg.second_order} if cfg.method == "darts" else {}
     two, one = searches_of(cfg, f"{cfg.method}-bilevel", bilevel=True, **second), searches_of(cfg, cfg.method)
     fixed = CostConfig(
         samples=300, steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
@@ -185,30 +603,24 @@ def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     runner.prepare(search for of_seeds in (two, one, tabled) for search in of_seeds.values())
     runs, single, gates = (runner.all(of_seeds) for of_seeds in (two, one, tabled))
     windows = {seed: sign_window(found) for seed, found in gates.items()}
-    checks = []
-    if cfg.published:
-        checks = [c for seed, found in runs.items() for c in collapse_checks(seed, found, single[seed])]
+    checks: list[Check] = []
     if cfg.control_steps == CollapseConfig().control_steps:
-        checks += [c for seed, found in gates.items() for c in sign_checks(seed, found, windows[seed])]
-    first, first_gates = next(iter(runs.values())), next(iter(gates.values()))
-    return StudyReport(
-        subject=f"P3, collapse on two levels: {_subject(cfg, first)}",
-        explanation=_EXPLANATION,
-        notes=_notes(cfg),
-        tables=(
-            measures_table("P3", runs),
-            measures_table("the same search on one level", single),
-            derivation_table(runs),
-            signs_table(windows),
-        ),
-        figures=(
-            patterns("P3", runs),
-            *architecture_figures(f"seed {cfg.seed}", first),
+        checks = [c for seed, found in gates.items() for c in sign_checks(seed, found, windows[seed])]
+    first_gates = next(iter(gates.values()))
+    return _pattern_report(
+        "P3",
+        cfg,
+        runs,
+        between=(measures_table("the same search on one level", single),),
+        tables=(signs_table(windows),),
+        figures=lambda first: (
             output_cost_figure("DARTS's gates, probabilities fixed (figure 10)", first_gates),
             edge_costs("DARTS's gates: costs of training batches", first_gates),
         ),
-        verdicts=verdicts("P3", runs),
-        checks=tuple(checks),
+        marks=lambda seed: {
+            "edges that are None on one level": (0, 6, float((kept_edges(single[seed])[-1] == 0).sum()))
+        },
+        checks=checks,
     )
 
 
@@ -287,13 +699,7 @@ def _interval(values: Sequence[float]) -> str:
     return f"{sample.mean():.3f} ± {half:.3f}"
 
 
-def theorems_table(rows: Sequence[Residual]) -> Table:
-    """The theorems, with what was measured and its bound."""
-    columns = {"": "", "measured": ".2g", "at most": ".0e", "the numbers behind it": ""}
-    return Table.of("theorems", columns, [(row.name, row.measured, row.bound, row.note) for row in rows])
-
-
-def measures_table(title: str, runs: Mapping[int, CellSearchResult]) -> Table:
+def measures_table(title: str, runs: Runs) -> Table:
     """The measures of every seed, and their mean with its interval."""
     of = [measures(found) for found in runs.values()]
     rows = []
@@ -304,7 +710,7 @@ def measures_table(title: str, runs: Mapping[int, CellSearchResult]) -> Table:
     return Table.of(title, columns, rows)
 
 
-def derivation_table(runs: Mapping[int, CellSearchResult]) -> Table:
+def derivation_table(runs: Runs) -> Table:
     """The cells derived by argmax with None (the rule of SNAS, DSNAS and ProxylessNAS) and by DARTS's rule."""
     rows = []
     for seed, found in runs.items():
@@ -323,7 +729,7 @@ def derivation_table(runs: Mapping[int, CellSearchResult]) -> Table:
     return Table("cells derived; edges that are None are left out", ("", "rule", "operations"), tuple(rows))
 
 
-def control_table(controls: Mapping[str, Mapping[int, CellSearchResult]]) -> Table:
+def control_table(controls: Mapping[str, Runs]) -> Table:
     """The costs of the edges early and late, for every control and seed."""
     rows = []
     for label, runs in controls.items():
@@ -533,7 +939,7 @@ def _runs(steps: Any, curves: Sequence[np.ndarray], colour: str, label: str, ls:
 _THIN = "Thin: one run each; bold: their mean."
 
 
-def patterns(title: str, runs: Mapping[int, CellSearchResult]) -> Figure:
+def patterns(title: str, runs: Runs) -> Figure:
     """Growth, width preference and collapse: costs by window, probabilities of None and edges kept by record."""
     found = list(runs.values())
     space, steps, records = found[0].space, window_steps(found[0]), [0, *found[0].steps.tolist()]
@@ -584,7 +990,7 @@ def cost_heatmap(space: CellSpace, title: str, costs: Mapping[str, np.ndarray]) 
     return Figure(title, caption, panels, columns=2 if len(columns) > 5 else 3, height=1.2 + 0.24 * len(rows))
 
 
-def control(title: str, controls: Mapping[str, Mapping[int, CellSearchResult]]) -> Figure:
+def control(title: str, controls: Mapping[str, Runs]) -> Figure:
     """Figures 8 and 9: the costs (records, edges) of every run of every control."""
     panels = []
     costs = {
@@ -606,73 +1012,7 @@ def control(title: str, controls: Mapping[str, Mapping[int, CellSearchResult]]) 
     return Figure(title, f"Mean cost of every edge in each setting. {_THIN}", panels, columns=3, height=2.9)
 
 
-PATTERNS: dict[str, tuple[str, dict[str, Callable[[Mapping[str, float]], bool]]]] = {
-    "P1": (
-        "growing",
-        {
-            "C turns from positive to negative": lambda m: m["C_first"] > 0 > m["C_last"],
-            "None gains at first": lambda m: m["q_in_peak"] > 1.02 * m["q_in_start"],
-            "and loses in the end": lambda m: m["q_in_end"] < m["q_in_start"],
-            "fewer costs are positive": lambda m: m["positive_last"] < m["positive_first"],
-        },
-    ),
-    "P2": (
-        "width preferred",
-        {
-            "intermediate edges are less probable": lambda m: m["q_int_end"] > m["q_in_end"],
-            "fewer of them are kept": lambda m: m["kept_int"] / m["n_int"] < m["kept_in"] / m["n_in"],
-            "they cost more than input edges of their nodes": lambda m: m["intermediate_minus_input_cost"] > 0,
-        },
-    ),
-    "P3": (
-        "collapsed",
-        {
-            "all edges are None": lambda m: m["kept_in"] + m["kept_int"] == 0,
-            "held-out C stays positive": lambda m: m["search_C_smallest"] > 0,
-            "training C is below it": lambda m: m["search_minus_train_C"] > 0,
-        },
-    ),
-}
-"""Pattern -> its name where all signs are seen in the measures of a search, and the signs."""
-
-
-def verdicts(pattern: str, runs: Mapping[int, CellSearchResult]) -> dict[str, Verdict]:
-    """The signs of a pattern in the search of every seed; where some are not seen, they are named instead."""
-    name, signs = PATTERNS[pattern]
-    found = {}
-    for seed, result in runs.items():
-        seen = {what: bool(is_so(measures(result))) for what, is_so in signs.items()}
-        missing = [what for what, is_so in seen.items() if not is_so]
-        names = f"not seen: {', '.join(missing)}" if missing else name
-        found[f"{pattern}, seed {seed}"] = Verdict((names,), {**seen})
-    return found
-
-
-def growth_checks(seed: int, found: CellSearchResult) -> list[Check]:
-    """Marks of P1, for one seed."""
-    m = measures(found)
-    marks = {
-        "C of the first part": (0, math.inf, m["C_first"]),
-        "C of the last part": (-math.inf, 0, m["C_last"]),
-        "peak of q of input edges": (0.13, 1, m["q_in_peak"]),
-        "q of input edges at the end": (0, 0.06, m["q_in_end"]),
-        "input edges kept": (m["n_in"], m["n_in"], m["kept_in"]),
-    }
-    return checks_of(f"seed {seed}", marks)
-
-
-def width_checks(seed: int, found: CellSearchResult) -> list[Check]:
-    """Marks of P2, for one seed."""
-    m = measures(found)
-    marks = {
-        "intermediate edges kept": (0, 2, m["kept_int"]),
-        "input edges kept": (m["n_in"], m["n_in"], m["kept_in"]),
-        "cost of intermediate minus input edges of a node": (0, math.inf, m["intermediate_minus_input_cost"]),
-    }
-    return checks_of(f"seed {seed}", marks)
-
-
-def control_checks(controls: Mapping[str, Mapping[int, CellSearchResult]]) -> list[Check]:
+def control_checks(controls: Mapping[str, Runs]) -> list[Check]:
     """Marks of the control for the cause of P2, for every control and seed."""
     checks = []
     for label, runs in controls.items():
@@ -684,20 +1024,6 @@ def control_checks(controls: Mapping[str, Mapping[int, CellSearchResult]]) -> li
                 marks["cost of (1,2) minus (0,1), first half"] = (0.0, math.inf, float(early[2] - early[0]))
             checks += checks_of(f"{label}, seed {seed}", marks)
     return checks
-
-
-def collapse_checks(seed: int, found: CellSearchResult, one_level: CellSearchResult) -> list[Check]:
-    """Marks of P3, for one seed: its search on two levels, and the same search on one."""
-    m = measures(found)
-    total = m["n_in"] + m["n_int"]
-    dropped = float((kept_edges(one_level)[-1] == 0).sum())
-    marks = {
-        "edges that are None": (total - 1, total, total - m["kept_in"] - m["kept_int"]),
-        "held-out C, smallest part": (0, math.inf, m["search_C_smallest"]),
-        "held-out minus training C, smallest part": (0, math.inf, m["search_minus_train_C"]),
-        "edges that are None on one level": (0, 6, dropped),
-    }
-    return checks_of(f"seed {seed}", marks)
 
 
 def sign_checks(seed: int, found: CellSearchResult, window: Mapping[int, Any]) -> list[Check]:
