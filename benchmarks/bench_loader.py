@@ -80,12 +80,13 @@ def ours(folder: Path, kind: str, resolution: int, batch: int, workers: int, cac
     return make_loader(cfg, FolderSource(folder), resolution=resolution)
 
 
-def loaders(folder: Path) -> list[str]:
-    """The loaders that run on this machine."""
+def loaders(folder: Path, resolution: int) -> list[str]:
+    """The loaders that run on this machine; the cache keeps no photographs."""
     refused = dali.refusal(FolderSource(folder))
     if refused:
         print(f"dali is left out: {refused}", flush=True)
-    return [kind for kind in LOADERS if kind != "dali" or not refused]
+    left_out = {"dali"} if refused else set()
+    return [kind for kind in LOADERS if kind not in left_out | ({"cache"} if resolution > 64 else set())]
 
 
 def rate(batches: Iterator[tuple[Tensor, Tensor]], clock: Callable[[], float]) -> float:
@@ -114,7 +115,7 @@ def loader_rows(
             form = "PIL" if pil else "tensors"
             peer = plain(folder, resolution, batch, workers, pil=pil)
             variants[f"{PEER}, {form}, {workers} workers"] = lambda epoch, peer=peer: iter(peer)
-        for kind in loaders(folder):
+        for kind in loaders(folder, resolution):
             made = ours(folder, kind, resolution, batch, max(workers, 1) if kind != "torchvision" else workers, cache)
             variants[f"{kind}, {workers} workers"] = lambda epoch, made=made: made.epoch(epoch)
     rates: dict[str, list[float]] = {name: [] for name in variants}
@@ -177,8 +178,10 @@ def run_rows(
     torch.set_num_threads(os.cpu_count())
     shape = nasfast.spaces.get_space(space)
     threads = 1 if device == "cpu" else max(1, os.cpu_count() - 1)
-    makers = {kind: ours(folder, kind, shape.resolution, batch, threads, cache) for kind in loaders(folder)}
-    ready = next(makers["cache"].epoch(0, device=device))
+    makers = {
+        kind: ours(folder, kind, shape.resolution, batch, threads, cache) for kind in loaders(folder, shape.resolution)
+    }
+    ready = next(makers["torchvision"].epoch(0, device=device))
     synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
 
     def endless(batches: Loader) -> Iterator[tuple[Tensor, Tensor]]:
