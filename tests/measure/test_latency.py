@@ -142,17 +142,12 @@ def test_a_table_predicts_whole_networks(cfg, clockwork):
     assert "; error 0.0% median, 0.0% for 80 % of 5 random networks" in form["about"]
 
 
-def test_the_report_gives_the_margin_and_what_lowers_a_large_error(cfg, clockwork):
+def test_the_report_gives_the_margin(cfg, clockwork):
     exact, wrong = (str(latency(cfg.replace(calibrate=c, validate=5, rounds=3, batch=2))) for c in (4, 0))
-    assert "what helps" not in exact
+    assert "hides differences" not in exact
     at_most, limit = map(float, re.search(r"at most ([\d.]+) ms, set --search.max_latency_ms ([\d.]+)", exact).groups())
     assert limit == pytest.approx(at_most, rel=1e-2)
     assert "an error above 7% for 80 % of the networks hides differences" in wrong
-    assert "more --rounds than 3, on a busy machine --clock cpu --threads 1, a larger --batch than 2" in wrong
-    report = latency(cfg.replace(calibrate=0, validate=5, clock="cpu"))
-    at_most, limit = map(float, re.search(r"at most ([\d.]+) ms, set \S+ ([\d.]+)", str(report)).groups())
-    assert limit == pytest.approx(at_most * (1 - report.form["validation"]["error"]["q80"]), rel=1e-2)
-    assert "--clock cpu" not in str(report)
 
 
 def test_a_report_names_unsteady_parts_and_advises_no_limit_that_nothing_meets(cfg, clockwork):
@@ -162,12 +157,9 @@ def test_a_report_names_unsteady_parts_and_advises_no_limit_that_nothing_meets(c
     part["q20_ms"], part["q80_ms"] = 0.1, 36.0
     report.form["validation"]["error"] |= {"median": 0.03, "q80": 0.6}
     text = str(report)
-    assert "1 part took very different times in different rounds (layer 0, k3 e2: 0.1 to 36 ms between" in text
+    assert "1 of 14 parts took very different times in different rounds (e.g. layer 0, k3 e2: 0.1 to 36 ms" in text
     assert "with an error of that size this table serves no limit" in text and "max_latency_ms" not in text
     assert "an error above 7% for 80 % of the networks hides differences" in text
-    assert text.count("--clock cpu --threads 1") == 2
-    report.form["device"] = "cuda"  # which has no such clock
-    assert "--clock" not in str(report)
 
 
 def test_the_file_is_a_table_of_the_space(cfg, tmp_path):
