@@ -248,7 +248,7 @@ class CacheBackend:
     def _write(self, path: Path) -> dict[str, object]:
         """Decode all images into a file; the description of the cache."""
         count, digest, reported = self._shape[0], hashlib.blake2b(digest_size=16), time.monotonic()
-        _LOG.info("decoding %d images once into %s, %s", count, path.parent, size_text(np.prod(self._shape)))
+        _LOG.info("decoding %d images once into %s, %s", count, path.parent, size_text(int(np.prod(self._shape))))
         unreadable, absent = [], np.zeros(self._shape[1:], np.uint8)
         with open(path, "wb") as file, ThreadPoolExecutor(self._workers) as pool:
             header = {"descr": "|u1", "fortran_order": False, "shape": self._shape}
