@@ -61,7 +61,8 @@ def run_lock(run_dir: str | Path, *, create: bool = True) -> Iterator[None]:
     Raises:
         RunDirectoryError: another process holds the lock, or the directory cannot be written; nothing was changed.
     """
-    from filelock import FileLock, Timeout  # a tenth of a second, which only commands that write need
+    # torch requires filelock; importing it takes a tenth of a second, which only commands that write need
+    from filelock import FileLock, Timeout
 
     folder = Path(run_dir)
     key = os.path.realpath(folder), os.getpid()
