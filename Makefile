@@ -178,7 +178,6 @@ bench: install-tests  ## run every benchmark that needs no GPU; takes an hour or
 	$(BIN)/nasfast step --out benchmarks/results/step.json
 	$(BIN)/nasfast latency --out benchmarks/results/latency_table_cpu.json --validate 20
 	$(BIN)/nasfast latency --out benchmarks/results/latency_table_onnx.json --validate 20 --device onnx
-	$(BIN)/python -m benchmarks.bench_build --out benchmarks/results/build.json
 	$(BIN)/python -m benchmarks.bench_cells --batch 32 --out benchmarks/results/cells.json
 	$(BIN)/python -m benchmarks.bench_nasi --out benchmarks/results/nasi.json
 	$(BIN)/python -m benchmarks.bench_loader --out benchmarks/results/loader.json

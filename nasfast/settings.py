@@ -74,12 +74,11 @@ class DataConfig(ConfigBase):
         augment: `imagenet` (random resized crop, flip, lighting), `cifar` (pad, crop, flip), `shift` (pad, crop),
             `none`, or `auto`: `shift` for digits, otherwise `cifar` up to 64 pixels and `imagenet` above.
         loader: `torchvision` (in worker processes), `dali` (NVIDIA DALI, on the GPU or the CPU), `cache` (each image is
-            decoded once and kept), or `auto`, which logs its choice and the reason.
+            decoded once and kept at one size, which `augment: imagenet` has not), or `auto`, which logs its choice and
+            the reason.
         workers: decoding processes or threads per rank; 0 decodes in the training process. Results do not depend on it.
         prefetch: number of batches prepared ahead, for `torchvision` by each worker.
         cache_dir: folder of the files of `cache`; null takes `nasfast/images` in the user's cache folder.
-        cache_side: `cache` reduces larger photographs to this short side in pixels; null takes 8/7 of the resolution.
-            Images that are resized to the resolution in any case ignore it.
         max_bad_files: unreadable images are skipped and named; more than this many on one rank stop the run.
         mean: finite value per channel that is subtracted from images scaled to [0, 1]; grey images take the average.
         std: positive value per channel that images are then divided by; grey images take the average.
@@ -96,7 +95,6 @@ class DataConfig(ConfigBase):
     workers: int = 2
     prefetch: int = 2
     cache_dir: str | None = None
-    cache_side: int | None = None
     max_bad_files: int = 20
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
@@ -112,8 +110,8 @@ class DataConfig(ConfigBase):
             raise ValueError(
                 f"workers and max_bad_files must not be negative, got {self.workers}, {self.max_bad_files}"
             )
-        if self.prefetch < 1 or (self.cache_side is not None and self.cache_side < 1):
-            raise ValueError(f"prefetch and cache_side must be positive, got {self.prefetch} and {self.cache_side}")
+        if self.prefetch < 1:
+            raise ValueError(f"prefetch must be positive, got {self.prefetch}")
         if not all(map(math.isfinite, self.mean)):
             raise ValueError(f"mean must be finite, got {self.mean}")
         if not all(math.isfinite(value) and value > 0 for value in self.std):

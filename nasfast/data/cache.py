@@ -1,65 +1,59 @@
-"""The cache backend: images are decoded once, then batches are drawn from a store in files or in memory.
+"""The cache backend: images of one size are decoded once into an array, from which batches are cut.
 
-Images that all have the resolution's size stay in memory, and on the GPU where they fit.
+Images that have files stay in a cache on disk, `KEY.npy` and `KEY.json` in one folder. KEY is a digest of the files
+(paths, sizes, times) and of what is kept of each image; the .npy is (N, resolution, resolution, C) uint8 and is mapped
+into memory, the .json has its digest. It is derived data: it appears when it is complete, and is built again if its
+digest differs.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import json
 import logging
 import os
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
+import PIL
 import torch
-from PIL import Image
 from torch import Tensor
 
-from nasfast.data import cache_store
+from nasfast.config import ConfigError
 from nasfast.data.augment import Augmentation, Views, render
 from nasfast.data.backends import Decoded, Request
-from nasfast.data.cache_files import FileStore
-from nasfast.data.cache_store import MemoryStore, StoredForm, size_text
-from nasfast.data.datasets import ImageSource, SubsetSource
+from nasfast.data.datasets import DataError, ImageSource, SubsetSource
+from nasfast.runtime.capacity import free_memory
+from nasfast.runtime.files import check_room, temporary_beside, write_atomic
 
 _LOG = logging.getLogger(__name__)
 
+_FORMAT = "nasfast image cache 3"
 _GPU_SHARE = 1 / 8
 """Share of a GPU's free memory that images may take."""
+_MEMORY_SHARE = 1 / 2
+"""Share of the available main memory that images without files may take; the processes of a machine divide it."""
+_CHUNK = 64
+"""Images that are decoded before they are written; that many are in memory."""
+_REPORT_SECONDS = 30.0
+"""Seconds between two reports of the progress."""
 
-_CHUNK = 8
-"""Images that a thread draws at a time. The number is small so that all threads work on the same batch."""
 
-
-class _PendingBatch(NamedTuple):
-    """A batch that threads are drawing.
-
-    Attributes:
-        request: the request that the batch answers.
-        images: (n, resolution, resolution, C) uint8, which the threads fill.
-        results: one function per chunk; it waits for the chunk and returns the rows that could not be read.
-    """
-
-    request: Request
-    images: Tensor
-    results: Sequence[Callable[[], list[int]]]
+def can_keep(augmentation: Augmentation) -> bool:
+    """Whether all images have one size before the draws: that of the resolution, or the centre crop at evaluation."""
+    return augmentation.kind == "eval" or augmentation.fixed
 
 
 class CacheBackend:
     """Decodes each image once; keeps images that have files on disk, and any others in memory.
 
-    What is kept depends on the augmentation. Where all images are resized to the resolution, and at evaluation, batches
-    equal those of the `torchvision` backend. Such images stay in memory if they take no more than half of what is
-    available (shared by the processes of a machine), and on the GPU if they take no more than an eighth of its free
-    memory. Photographs for random crops are kept at their own size, or reduced to a short side of `cache_side`; windows
-    are then drawn on the kept photograph.
-
-    A data set's own random transforms are drawn only once, when its images are cached: leave them out.
+    Batches equal those of the `torchvision` backend. On a GPU, the images stay there if they take no more than an
+    eighth of its free memory. A data set's own random transforms are drawn only once, when its images are cached:
+    leave them out.
 
     Images are decoded when the first batch is asked for, so that a run that cannot begin for another reason fails
     before it spends the time.
@@ -67,10 +61,11 @@ class CacheBackend:
     Args:
         source: the images; the parts of a split share one cache, except at evaluation.
         augmentation: how the images are augmented.
-        workers: threads that decode for the cache and draw batches; 0 draws in the calling thread.
-        prefetch: number of batches that the threads prepare ahead.
+        workers: threads that decode for the cache; 0 counts as 1.
         cache_dir: folder of the caches; None takes `nasfast/images` in the user's cache folder.
-        cache_side: largest short side of a kept photograph in pixels; None takes 8/7 of the resolution.
+
+    Raises:
+        ConfigError: the augmentation crops images of different sizes.
     """
 
     kind = "cache"
@@ -81,31 +76,30 @@ class CacheBackend:
         augmentation: Augmentation,
         *,
         workers: int = 0,
-        prefetch: int = 2,
         cache_dir: str | Path | None = None,
-        cache_side: int | None = None,
     ) -> None:
-        self._form, self._workers, self._prefetch = StoredForm(augmentation, cache_side), workers, prefetch
+        if not can_keep(augmentation):
+            raise ConfigError(
+                f"data.loader=cache keeps images of one size, and augment={augmentation.kind} crops photographs of "
+                "different sizes: set data.loader=dali or torchvision"
+            )
+        self._augmentation, self._workers = augmentation, max(1, workers)
         self._rows = np.arange(len(source))
         if augmentation.kind != "eval":
             while isinstance(source, SubsetSource):
                 self._rows, source = source.indices[self._rows], source.source
         self._source, self._root = source, cache_dir
-        # all images, and which of them could be read
-        self._all: tuple[Tensor, np.ndarray] | None = None
-
-    @functools.cached_property
-    def _store(self) -> FileStore | MemoryStore:
-        if any(self._source.path(index) is None for index in range(len(self._source))):
-            return MemoryStore(self._source, self._form)
-        user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        root = Path(self._root) if self._root else user / "nasfast" / "images"
-        return FileStore(self._source, self._form, root, self._workers)
+        side = augmentation.resolution
+        self._shape = (len(source), side, side, 1 if augmentation.grey else 3)
+        self._on_gpu: Tensor | None = None
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the cache, which is built if it is absent; None for a cache in memory."""
-        return self._store.folder if isinstance(self._store, FileStore) else None
+        """The folder of the caches; None for images in memory."""
+        if any(self._source.path(index) is None for index in range(len(self._source))):
+            return None
+        user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return Path(self._root) if self._root else user / "nasfast" / "images"
 
     def decode(self, requests: Sequence[Request], device: torch.device) -> Iterator[Decoded]:
         """Answers in the order of the requests.
@@ -115,92 +109,179 @@ class CacheBackend:
         Raises:
             DataError: the cache cannot be written, or images without files take too much memory.
         """
-        resident = self._resident(device) if self._form.uniform else None
-        if resident is not None:
-            yield from (self._gather(*resident, request, device) for request in requests)
-            return
-        pool = ThreadPoolExecutor(self._workers) if self._workers else None
-        pending: deque[_PendingBatch] = deque()
-        try:
-            for request in requests:
-                pending.append(self._start(request, device, pool))
-                if len(pending) > (self._prefetch if pool else 0):
-                    yield self._finish(pending.popleft())
-            while pending:
-                yield self._finish(pending.popleft())
-        finally:
-            if pool:
-                pool.shutdown(cancel_futures=True)
+        array = self._on_device(device)
+        for request in requests:
+            rows, side = self._rows[request.indices], self._augmentation.resolution
+            there = self._images[1][rows]
+            if self._augmentation.kind == "eval":
+                window, mirror = np.tile([0, 0, side, side], (len(rows), 1)), np.zeros(len(rows), bool)
+            else:
+                sizes = np.full((len(rows), 2), side)
+                _, window, mirror, *_ = self._augmentation.views(sizes, epoch=request.epoch, start=request.start)
+            kept = np.flatnonzero(there)
+            images = _windows(array, rows[kept], window[kept], mirror[kept])
+            if device.type == "cuda" and not images.is_cuda:
+                images = images.pin_memory()
+            bad = [self._source.name(int(row)) for row in rows[~there]]
+            yield Decoded(images.permute(0, 3, 1, 2), kept, bad)
 
-    def _resident(self, device: torch.device) -> tuple[Tensor, np.ndarray] | None:
-        """All images (N, resolution, resolution, C), on the device if they fit there, and (N,) which could be read.
-
-        None if memory is too small.
-        """
-        size = len(self._source) * int(np.prod(self._form.shape))
-        if self._all is None:
-            if isinstance(self._store, FileStore) and size > cache_store.memory_share():
-                return None
-            stored, readable = self._store.array()
-            self._all = torch.from_numpy(stored), readable
-        array, readable = self._all
-        if device.type == "cuda" and device.index is None:
+    def _on_device(self, device: torch.device) -> Tensor:
+        """All images (N, resolution, resolution, C), on the device if they fit there."""
+        array = torch.from_numpy(self._images[0])
+        if device.type != "cuda":
+            return array
+        if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        if device != array.device and (
-            device.type != "cuda" or size <= _GPU_SHARE * torch.cuda.mem_get_info(device)[0]
-        ):
-            self._all = array.to(device), readable
-            _LOG.info("%s of decoded images are on %s", size_text(size), device)
-        return self._all
+        if self._on_gpu is None or self._on_gpu.device != device:
+            if array.nbytes > _GPU_SHARE * torch.cuda.mem_get_info(device)[0]:
+                return array
+            self._on_gpu = array.to(device)
+            _LOG.info("%s of decoded images are on %s", size_text(array.nbytes), device)
+        return self._on_gpu
 
-    def _gather(self, array: Tensor, readable: np.ndarray, request: Request, device: torch.device) -> Decoded:
-        """The answer to a request, from the resident images."""
-        rows, side = self._rows[request.indices], self._form.augmentation.resolution
-        kept = np.flatnonzero(readable[rows])
-        views = self._form.views(np.full((len(rows), 2), side), epoch=request.epoch, start=request.start)
-        images = _windows(array, rows[kept], views.window[kept], views.mirror[kept])
-        if device.type == "cuda" and not images.is_cuda:
-            images = images.pin_memory()
-        bad = [self._source.name(int(row)) for row in rows[~readable[rows]]]
-        return Decoded(images.permute(0, 3, 1, 2), kept, bad)
+    @functools.cached_property
+    def _images(self) -> tuple[np.ndarray, np.ndarray]:
+        """All images (N, resolution, resolution, C) uint8, and (N,) bool: which of them could be read."""
+        folder = self.folder
+        if folder is None:
+            return self._in_memory()
+        path = folder / f"{self._fingerprint()}.npy"
+        array, unreadable = self._open(path) or self._build(path)
+        there = np.ones(len(array), bool)
+        for index in unreadable:  # perhaps only for a time
+            pixels = self._decode(index)
+            there[index] = pixels is not None
+            if pixels is not None:
+                array[index] = pixels
+        return array, there
 
-    def _start(self, request: Request, device: torch.device, pool: ThreadPoolExecutor | None) -> _PendingBatch:
-        """Start to draw a batch, in threads if there is a pool."""
-        rows, side = self._rows[request.indices], self._form.augmentation.resolution
-        # images that are not in the cache have size 0; any positive size will do for them here
-        views = self._form.views(np.maximum(self._store.sizes[rows], 1), epoch=request.epoch, start=request.start)
-        images = torch.empty(
-            (len(rows), side, side, self._form.channels), dtype=torch.uint8, pin_memory=device.type == "cuda"
-        )
-        chunks = (range(first, min(first + _CHUNK, len(rows))) for first in range(0, len(rows), _CHUNK))
-        draws = [partial(self._draw, request, rows, views, images.numpy(), chunk) for chunk in chunks]
-        return _PendingBatch(request, images, [pool.submit(draw).result for draw in draws] if pool else draws)
+    def _decode(self, index: int) -> np.ndarray | None:
+        """The pixels to keep of an image, (resolution, resolution, C) uint8; None if it cannot be read."""
+        try:
+            image = self._source.image(index)
+        except OSError:
+            return None
+        image = image.convert("L") if self._augmentation.grey else image
+        side = self._augmentation.resolution
+        views = Views(np.array([[side, side]]), np.array([[0, 0, side, side]]), np.zeros(1, bool), None)
+        if self._augmentation.kind == "eval":
+            views = self._augmentation.views(np.array([[image.height, image.width]]), epoch=0, start=0)
+        return render(image, views, 0, self._augmentation).permute(1, 2, 0).numpy()
 
-    def _draw(self, request: Request, rows: np.ndarray, views: Views, images: np.ndarray, chunk: range) -> list[int]:
-        """Draw the rows `chunk` of `images` (n, resolution, resolution, C); return those that could not be read."""
-        bad = []
-        for row in chunk:
-            pixels = self._store.load(int(rows[row]))
-            if pixels is None:
-                bad.append(row)
-                continue
-            shown, place = views, row
-            if pixels.shape[:2] != tuple(self._store.sizes[rows[row]]):
-                # the image was not in the cache: its own size decides, with the draws of its place in the epoch
-                size = np.array([pixels.shape[:2]])
-                shown, place = self._form.views(size, epoch=request.epoch, start=request.start + row), 0
-            image = Image.fromarray(pixels[..., 0] if self._form.channels == 1 else pixels)
-            # numpy assigns here because PyTorch would start threads of its own
-            images[row] = render(image, shown, place, self._form.augmentation).permute(1, 2, 0).numpy()
-        return bad
+    def _in_memory(self) -> tuple[np.ndarray, np.ndarray]:
+        # torchrun sets the number of processes that it started on this machine
+        room = int(free_memory() * _MEMORY_SHARE) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        if (size := int(np.prod(self._shape))) > room:
+            raise DataError(
+                f"{self._shape[0]} decoded images take {size_text(size)}, and {size_text(room)} of memory may be used "
+                "for them: give a folder or a list of image files, which are cached on disk, or set "
+                "data.loader=torchvision"
+            )
+        array, there = np.zeros(self._shape, np.uint8), np.zeros(self._shape[0], bool)
+        for index in range(len(array)):
+            if (pixels := self._decode(index)) is not None:
+                array[index], there[index] = pixels, True
+        return array, there
 
-    def _finish(self, pending: _PendingBatch) -> Decoded:
-        """Wait for a batch and return it without the images that could not be read."""
-        bad = [row for result in pending.results for row in result()]
-        kept = np.setdiff1d(np.arange(len(pending.images)), bad)
-        images = pending.images[torch.from_numpy(kept)] if bad else pending.images
-        indices = self._rows[pending.request.indices[bad]] if bad else []
-        return Decoded(images.permute(0, 3, 1, 2), kept, [self._source.name(int(index)) for index in indices])
+    def _fingerprint(self) -> str:
+        """Digest of the images' files and of what is kept of each image."""
+        crop = self._augmentation.kind == "eval"
+        digest = hashlib.blake2b(f"{_FORMAT}\n{self._shape[1:]} {crop}\n".encode(), digest_size=16)
+        for index in range(len(self._source)):
+            path = os.path.abspath(self._source.file(index))
+            try:
+                stat = os.stat(path)
+                state = f"{stat.st_size}\n{stat.st_mtime_ns}"
+            except OSError:
+                state = "absent"
+            digest.update(os.fsencode(path) + f"\0{state}\n".encode())
+        return digest.hexdigest()
+
+    def _open(self, path: Path) -> tuple[np.ndarray, list[int]] | None:
+        """Map the images into memory, and which of them could not be read; None if they are absent or damaged."""
+        try:
+            described = json.loads(path.with_suffix(".json").read_bytes())
+            unreadable, digest = list(map(int, described["unreadable"])), described["digest"]
+            # changes of the array stay in this process
+            array = np.asarray(np.load(path, mmap_mode="c"))
+        except (OSError, EOFError, ValueError, TypeError, KeyError):
+            return None
+        if array.shape != self._shape or array.dtype != np.uint8 or _digest(array.data) != digest:
+            return None
+        size = size_text(array.nbytes)
+        _LOG.info("image cache %s: %d images, %s, %d unreadable", path, len(array), size, len(unreadable))
+        return array, unreadable
+
+    def _build(self, path: Path) -> tuple[np.ndarray, list[int]]:
+        """Decode all images into the cache, unless another process does so meanwhile, and open it.
+
+        Raises:
+            DataError: the disk is too small, or the folder cannot be written.
+        """
+        from filelock import FileLock  # a tenth of a second, which only building needs
+
+        temporary = temporary_beside(path)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(path.with_suffix(".lock")):
+                if (found := self._open(path)) is not None:
+                    return found
+                if path.exists():
+                    _LOG.warning("the image cache %s is damaged: decoding its images again", path)
+                for left in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed
+                    left.unlink()
+                check_room(path.parent, int(np.prod(self._shape)))
+                described = self._write(temporary)
+                os.replace(temporary, path)
+                write_atomic(path.with_suffix(".json"), (json.dumps(described, indent=1) + "\n").encode())
+        except OSError as error:
+            raise DataError(
+                f"cannot write the image cache {path}: {error.strerror or error}. Make room or the folder writable, "
+                "set data.cache_dir to another place, or data.loader=torchvision"
+            ) from error
+        finally:
+            temporary.unlink(missing_ok=True)
+        if (found := self._open(path)) is None:
+            raise DataError(f"the image cache {path} was written and cannot be read: is the disk failing?")
+        return found
+
+    def _write(self, path: Path) -> dict[str, object]:
+        """Decode all images into a file; the description of the cache."""
+        count, digest, reported = self._shape[0], hashlib.blake2b(digest_size=16), time.monotonic()
+        _LOG.info("decoding %d images once into %s, %s", count, path.parent, size_text(int(np.prod(self._shape))))
+        unreadable, absent = [], np.zeros(self._shape[1:], np.uint8)
+        with open(path, "wb") as file, ThreadPoolExecutor(self._workers) as pool:
+            header = {"descr": "|u1", "fortran_order": False, "shape": self._shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            for first in range(0, count, _CHUNK):
+                chunk = range(first, min(first + _CHUNK, count))
+                for index, pixels in zip(chunk, pool.map(self._decode, chunk), strict=True):
+                    if pixels is None:
+                        unreadable.append(index)
+                    file.write(data := (absent if pixels is None else pixels).tobytes())
+                    digest.update(data)
+                if time.monotonic() - reported > _REPORT_SECONDS:
+                    reported = time.monotonic()
+                    _LOG.info("image cache: %d of %d images decoded", chunk.stop, count)
+            file.flush()
+            os.fsync(file.fileno())
+        names = [self._source.name(index) for index in unreadable]
+        return {
+            "decoder": f"Pillow {PIL.__version__}",
+            "unreadable": unreadable,
+            "names": names,
+            "digest": digest.hexdigest(),
+        }
+
+
+def size_text(size: float) -> str:
+    """A number of bytes for people, e.g. `9.5 kB`."""
+    unit, name = next((pair for pair in ((1e9, "GB"), (1e6, "MB")) if size >= pair[0]), (1e3, "kB"))
+    return f"{size / unit:.1f} {name}"
+
+
+def _digest(data: memoryview) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def _on(device: torch.device, values: np.ndarray) -> Tensor:

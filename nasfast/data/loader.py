@@ -16,8 +16,7 @@ from nasfast.config import ConfigError
 from nasfast.data import dali
 from nasfast.data.augment import SMALL, Augmentation
 from nasfast.data.backends import Backend, Request, TorchvisionBackend
-from nasfast.data.cache import CacheBackend
-from nasfast.data.cache_store import size_text
+from nasfast.data.cache import CacheBackend, can_keep, size_text
 from nasfast.data.datasets import DataError, DatasetSource, ImageSource, open_files, split_source
 from nasfast.data.digits import ClutteredDigitsSource, DigitsSource
 from nasfast.data.preprocess import normalise, scale_and_offset
@@ -97,7 +96,7 @@ class Loader:
 
     @property
     def cache_folder(self) -> Path | None:
-        """The folder in which decoded images stay, which is made if it is absent; None if they stay in none."""
+        """The folder in which decoded images stay; None if they stay in none."""
         return self._backend.folder if isinstance(self._backend, CacheBackend) else None
 
     @property
@@ -264,7 +263,7 @@ def _make_backend(cfg: DataConfig, source: ImageSource, augmentation: Augmentati
         kind, reason = _choose(source, augmentation)
         _say_choice(kind, reason)
     if kind == "cache":
-        return CacheBackend(source, augmentation, cache_dir=cfg.cache_dir, cache_side=cfg.cache_side, **common)
+        return CacheBackend(source, augmentation, workers=cfg.workers, cache_dir=cfg.cache_dir)
     if kind == "dali":
         return dali.DaliBackend(source, augmentation, batch_size=batch_size, **common)
     return TorchvisionBackend(source, augmentation, **common)
@@ -280,18 +279,19 @@ def _choose(source: ImageSource, augmentation: Augmentation) -> tuple[str, str]:
     """What `auto` means for these images, and why."""
     if augmentation.policy is not None:
         return "torchvision", f"only it can augment by {augmentation.policy}"
-    if source.in_memory:
+    keeps = can_keep(augmentation)
+    if source.in_memory and keeps:
         return "cache", "they are in memory already"
     if source.path(0) is None:
-        return "torchvision", "they are not in files (data.loader=cache would keep decoded images in memory)"
+        return "torchvision", "they are not in files"
     side = augmentation.resolution
     size = len(source) * side**2 * (1 if augmentation.grey else 3)
-    if side <= SMALL and size <= _AUTO_CACHE_BYTES:
+    if keeps and side <= SMALL and size <= _AUTO_CACHE_BYTES:
         return "cache", f"decoded once to {side} x {side} they take {size_text(size)}"
     refusal = dali.refusal(source)
     if refusal is None:
-        return "dali", "DALI is installed (data.loader=cache would decode once, if the disk has room)"
-    return "torchvision", f"{refusal} (data.loader=cache would decode once, if the disk has room)"
+        return "dali", "DALI is installed"
+    return "torchvision", refusal
 
 
 def make_loader(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,17 +230,14 @@ class LatencyReport:
 
 
 def _unsteady_lines(form: Mapping[str, Any]) -> list[str]:
-    times = {name: (t["q20_ms"], t["q80_ms"]) for name, t in form["parts"].items()}
-    unsteady = {name: t for name, t in times.items() if t[1] > _UNSTEADY * t[0]}
+    unsteady = {name: t for name, t in form["parts"].items() if t["q80_ms"] > _UNSTEADY * t["q20_ms"]}
     if not unsteady:
         return []
-    worst = sorted(unsteady.items(), key=lambda part: -part[1][1] / part[1][0])[:3]
-    examples = "; ".join(f"{name}: {low:.3g} to {high:.3g} ms" for name, (low, high) in worst)
-    parts = "1 part" if len(unsteady) == 1 else f"{len(unsteady)} parts"
-    clock = ", or with --clock cpu --threads 1" if _could_leave_out_waiting(form) else ""
+    worst, times = max(unsteady.items(), key=lambda part: part[1]["q80_ms"])
     return [
-        f"{parts} took very different times in different rounds ({examples} between the 20 % and 80 % quantiles): "
-        f"measure again when the machine is less busy{clock}"
+        f"{len(unsteady)} of {len(form['parts'])} parts took very different times in different rounds (e.g. {worst}: "
+        f"{times['q20_ms']:.3g} to {times['q80_ms']:.3g} ms between the 20 % and 80 % quantiles): measure again when "
+        "the machine is less busy"
     ]
 
 
@@ -270,31 +266,15 @@ def _validation_lines(form: Mapping[str, Any], least: float) -> list[str]:
             "with an error of that size this table serves no limit: measure again on a quiet machine, with more rounds"
         )
     if error["q80"] > LARGE_ERROR:
-        lines.append(_advice(form, error))
+        lines.append(
+            f"an error above {LARGE_ERROR:.0%} for 80 % of the networks hides differences between them: "
+            "docs/latency.md says what lowers it"
+        )
     return lines + [
         f"  {row['predicted_ms']:8.2f} against {row['median_ms']:8.2f} ({row['q20_ms']:.2f} - {row['q80_ms']:.2f})  "
         f"[{row['arch']}]"
         for row in validation["networks"]
     ]
-
-
-def _could_leave_out_waiting(form: Mapping[str, Any]) -> bool:
-    """Whether --clock cpu can time what was timed by the wall clock."""
-    return form["clock"] == "wall" and form["device"] != "cuda"
-
-
-def _advice(form: Mapping[str, Any], error: Mapping[str, float]) -> str:
-    """What makes a large error smaller, of what these settings do not have yet."""
-    helps = [f"more --rounds than {form['rounds']}", f"a larger --batch than {form['batch']} if you deploy with one"]
-    if _could_leave_out_waiting(form):
-        helps.insert(1, "on a busy machine --clock cpu --threads 1")
-    text = (
-        f"an error above {LARGE_ERROR:.0%} for 80 % of the networks hides differences between them; what helps: "
-        f"{', '.join(helps)}"
-    )
-    if error.get("median_by_macs", math.inf) <= error["median"]:
-        text += ". The MACs predict as well here: --search.max_macs would do"
-    return text
 
 
 def check_replaceable(path: str | Path, form: Mapping[str, Any]) -> None:

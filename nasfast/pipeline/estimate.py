@@ -197,7 +197,7 @@ class Trial:
     def written(self) -> tuple[str, ...]:
         """A line about what stays on the disk, if anything does; only a cache of images, which the run reads."""
         folder = self.loader.cache_folder
-        return () if folder is None else (f"Decoded images stay in {folder.parent}, where the run finds them.",)
+        return () if folder is None else (f"Decoded images stay in {folder}, where the run finds them.",)
 
     def supernet_seconds(self) -> float:
         """Seconds of the supernet's training."""

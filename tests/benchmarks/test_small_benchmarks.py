@@ -1,4 +1,4 @@
-"""bench_fuse_models and bench_build at a small size: what they measure, refuse and keep."""
+"""bench_fuse_models at a small size: what it measures, refuses and keeps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import nasfast
-from benchmarks import bench_build, bench_fuse_models
+from benchmarks import bench_fuse_models
 
 MODEL = "torchvision/mobilenet_v3_small"
 SMALL = ["--models", MODEL, "--batch", "2", "--resolution", "32", "--rounds", "1"]
@@ -67,13 +67,3 @@ def test_host_costs_are_those_of_fused_chains(run, tmp_path):
     # far from the limits of any machine, but not what a call of a module costs
     assert all(1 < us < 1000 for us in row["host_us"].values())
     assert row["host_us"].keys() == {"operator", "folded"}
-
-
-@pytest.mark.slow
-def test_build_measures_every_initialisation(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(nasfast.spaces, "mobilenet_v2", nasfast.spaces.digits_mini)
-    out = tmp_path / "rows.json"
-    run(bench_build, "--quick", "--threads", "1", "--out", out)
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["init"] for row in rows] == list(bench_build.INITS)
-    assert all(phase["median_ms"] > 0 for row in rows for phase in row["times"].values())

@@ -6,7 +6,6 @@ import gc
 import itertools
 import logging
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -61,17 +60,6 @@ def test_files_that_change_while_they_are_used(tmp_path, caplog):
     assert [decoded.bad for decoded in after] == [[source.name(3)] if 3 in rows else [] for rows in orders]
 
 
-def test_the_global_generators_neither_matter_nor_move(album):
-    augmentation, requests = Augmentation("imagenet", 32), shares(len(album), 7)
-    want = by_dali(album, augmentation, requests)
-    torch.manual_seed(1)
-    np.random.seed(1)
-    before, numpys = torch.get_rng_state(), np.random.get_state()[1].copy()
-    assert same(by_dali(album, augmentation, requests), want)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert np.array_equal(np.random.get_state()[1], numpys)
-
-
 def threads(want: int | None = None) -> int:
     """Threads of this process. Threads that have ended may be listed a little longer, so this waits for `want`."""
     until = time.monotonic() + 5
@@ -110,24 +98,6 @@ def test_two_epochs_at_once(album):
     pairs = list(zip(backend.decode(first, CPU), backend.decode(second, CPU), strict=True))
     assert same([one for one, _ in pairs], by_dali(album, augmentation, first))
     assert same([other for _, other in pairs], by_dali(album, augmentation, second))
-
-
-@pytest.mark.slow
-def test_a_process_may_end_in_the_middle_of_an_epoch(album):
-    program = (
-        "import sys, numpy as np, torch\n"
-        "from nasfast.data import FolderSource\n"
-        "from nasfast.data.augment import Augmentation\n"
-        "from nasfast.data.backends import Request\n"
-        "from nasfast.data.dali import DaliBackend\n"
-        "source = FolderSource(sys.argv[1])\n"
-        "answers = DaliBackend(source, Augmentation('imagenet', 32), batch_size=2).decode(\n"
-        "    [Request(np.array([i, i + 1]), 0, i) for i in range(10)], torch.device('cpu'))\n"
-        "print(next(answers).images.shape)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program, str(album.root)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "(2, 3, 32, 32)" in done.stdout.replace("[", "(").replace("]", ")")
 
 
 @pytest.mark.parametrize("bad", [False, True])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import struct
 import zlib
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from dali_images import (
     CPU,
-    SIZES,
     by_dali,
     by_torchvision,
     distance,
@@ -25,7 +23,7 @@ from dali_images import (
 from PIL import Image
 
 from nasfast.data import FolderSource, dali
-from nasfast.data.augment import Augmentation, render
+from nasfast.data.augment import Augmentation
 from nasfast.data.backends import Request
 from nasfast.data.dali import DaliBackend
 
@@ -196,33 +194,6 @@ def test_images_do_not_depend_on_threads_prefetching_or_batches(album):
         assert same(by_dali(album, augmentation, requests[start:]), want[start:])
     together = torch.cat([decoded.images for decoded in by_dali(album, augmentation, shares(len(album), 14))])
     assert torch.equal(together, torch.cat([decoded.images for decoded in want]))
-
-
-def test_relative_paths_and_names_of_any_letters(tmp_path, monkeypatch):
-    write(tmp_path / "ä b", {f"ü {name} %20'.jpg": data for name, data in photographs(SIZES[:3]).items()})
-    monkeypatch.chdir(tmp_path)
-    source, augmentation = FolderSource("ä b"), Augmentation("none", 32)
-    request = [Request(np.arange(3), 0, 0)]
-    assert not os.path.isabs(source.path(0))
-    assert distance(by_dali(source, augmentation, request), by_torchvision(source, augmentation, request)).max() <= 2
-
-
-def test_shifts_as_render_adds_them():
-    """This includes numbers that are larger than any drawn one, up to the whole range."""
-    random = np.random.default_rng(0)
-    pixels = random.integers(0, 256, (40, 6, 5, 3), dtype=np.uint8)
-    shift = random.integers(-300, 301, (40, 3)).astype(np.float32)
-    shift[:20] = np.rint(shift[:20] / 10)
-    got = torch.from_numpy(pixels.copy())
-    dali._add(got, shift)
-    want = np.clip(pixels + shift[:, None, None].astype(int), 0, 255)
-    assert np.array_equal(got.numpy(), want)
-    side = Augmentation("imagenet", 5)
-    views = side.views(np.full((40, 2), 5), epoch=0, start=0)._replace(shift=shift, mirror=np.zeros(40, bool))
-    views.window[:] = (0, 0, 5, 5)
-    for row in range(40):
-        square = np.ascontiguousarray(pixels[row, :5])
-        assert np.array_equal(render(Image.fromarray(square), views, row, side).permute(1, 2, 0), want[row, :5])
 
 
 class Rendered(DaliBackend):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import multiprocessing
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -67,12 +64,6 @@ def test_each_loop_over_a_loader_takes_the_next_epoch(folder):
         assert same(held, loader(folder, train=False).epoch(0)), "without shuffling all epochs are the same"
     # a training of its own counts for itself
     assert same(train.epoch(0), loader(folder).epoch(0))
-
-
-def test_the_log_gives_the_size_of_a_small_cache(folder, caplog, tmp_path):
-    with caplog.at_level("INFO", "nasfast"):
-        loader(folder, loader="auto", cache_dir=str(tmp_path / "cache"))
-    assert "decoded once to 12 x 12 they take 9.9 kB" in caplog.text  # 23 images of 12 x 12 x 3
 
 
 def test_the_global_generator_neither_matters_nor_moves(folder):
@@ -180,12 +171,6 @@ def test_more_unreadable_files_than_allowed_stop_the_run(folder):
     assert "raise the limit" in str(error.value)
 
 
-def test_a_long_list_of_unreadable_files_is_shortened(folder):
-    spoil(folder, *(f"a/{i:03d}.png" for i in range(8)))
-    with pytest.raises(DataError, match="and 3 more"):
-        list(loader(folder, train=False, batch_size=9, max_bad_files=7).epoch(0))
-
-
 def test_a_training_batch_without_a_readable_image_is_an_error(folder):
     # three good images cannot be in all four batches
     spoil(folder, *(f"{name}/{i:03d}.png" for i, name in enumerate("aaaaaaaaabbbbbbbcccc")))
@@ -225,32 +210,12 @@ def test_ranks_share_out_the_batches_of_one_process(folder, train, world):
             assert {len(part[1]) for part in parts} <= {5 // world, -(-5 // world)}
 
 
-def test_draws_do_not_depend_on_the_batch_size(folder):
-    one, other = (torch.cat([x for x, _ in loader(folder, batch_size=size).epoch(0)]) for size in (5, 10))
-    assert torch.equal(one, other)
-
-
 def test_more_ranks_than_images_of_a_batch_are_refused(folder):
     with pytest.raises(DataError, match="batches of 5 images cannot be shared by 6 ranks: set data.batch_size higher"):
         loader(folder, rank=0, world=6)
 
 
 # killed workers
-
-
-class Killing(FolderSource):
-    """Kills the worker that reads image 7."""
-
-    def image(self, index: int) -> Image.Image:
-        if index == 7 and multiprocessing.parent_process() is not None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().image(index)
-
-
-def test_a_killed_worker_ends_the_epoch_with_an_error(folder):
-    cfg = DataConfig(batch_size=5, augment="cifar", workers=2, loader="torchvision")
-    with pytest.raises(RuntimeError, match="killed by signal|exited unexpectedly"):
-        list(make_loader(cfg, Killing(folder), resolution=12).epoch(0))
 
 
 # data sets of the user

@@ -64,15 +64,6 @@ def test_they_depend_on_seed_epoch_and_place_alone(source):
         assert not torch.equal(images(source, "randaugment", **changed), want)
 
 
-@pytest.mark.slow
-def test_they_do_not_depend_on_the_number_of_workers(source):
-    assert torch.equal(images(source, "trivialaugment", workers=2), images(source, "trivialaugment"))
-
-
-def test_grey_images(source):
-    assert images(source, "randaugment", channels=1).shape == (20, 1, 12, 12)
-
-
 def test_the_images_that_validate_have_none(source):
     cfg = PLAIN.replace(source="digits")
     with_policy = make_loaders(cfg, resolution=12, policy="randaugment")

@@ -41,11 +41,3 @@ def test_what_is_no_image_is_named(tmp_path):
 def test_another_resize_than_that_of_this_version_is_refused(tmp_path):
     with pytest.raises(DataError, match="evaluated with 99: use the version"):
         preprocess(Image.new("RGB", (20, 20)), INFO.replace(short_side=99))
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"), [({"mean": (0.5,)}, "1 or 3 values each"), ({"resolution": 13}, "1 to short_side")]
-)
-def test_settings_that_fit_no_image_are_refused(changes, text):
-    with pytest.raises(ValueError, match=text):
-        INFO.replace(**changes)

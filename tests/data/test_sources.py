@@ -91,11 +91,6 @@ def test_pixels_without_a_fixed_range_are_unreadable(tmp_path, mode):
         FolderSource(tmp_path).image(0)
 
 
-def test_a_cmyk_jpeg_becomes_rgb(tmp_path):
-    write_folder(tmp_path, {"a": 1, "b": 1}, mode="CMYK", ending=".JPEG")
-    assert FolderSource(tmp_path).image(0).mode == "RGB"
-
-
 @pytest.mark.parametrize(
     ("counts", "message"),
     [
@@ -113,12 +108,6 @@ def test_folders_that_cannot_be_used(tmp_path, counts, message):
         write_folder(root, counts)
     with pytest.raises(DataError, match=message):
         FolderSource(root)
-
-
-def test_a_file_is_not_a_folder(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(DataError, match="does not exist"):
-        FolderSource(tmp_path / "file")
 
 
 def test_classes_unlike_the_training_folder(tmp_path):
@@ -187,13 +176,6 @@ def test_digits_are_their_pixels_with_their_labels():
         assert np.abs(small - digits.images[original]).mean() < 1.0
 
 
-def test_a_source_without_files_has_no_file_to_give():
-    source = DigitsSource("val")
-    assert source.path(0) is None
-    with pytest.raises(DataError, match=f"^{source.name(0)} is in no file: set data.loader=torchvision$"):
-        source.file(0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_cluttered_digit_holds_a_digit_of_its_label_and_of_its_part(split):
@@ -238,12 +220,6 @@ def test_the_hold_out_is_stratified_and_disjoint(fraction):
         held_out = int((val.labels == label).sum())
         assert held_out == min(max(1, round(count * fraction)), count - 1)
     assert train.labels.tolist() == source.labels[train.indices].tolist()
-
-
-def test_the_hold_out_depends_on_the_seed_only():
-    source = _Labels({"a": 40, "b": 40})
-    parts = [split_source(source, 0.25, seed)[1].indices.tolist() for seed in (1, 1, 2)]
-    assert parts[0] == parts[1] != parts[2]
 
 
 def test_a_class_with_one_image_cannot_be_split():

@@ -21,10 +21,6 @@ from nasfast.measure.latency import Fit, LatencyReport, latency, space_parts
 from nasfast.runtime.onnx import check_provider
 from nasfast.spaces import (
     SKIP,
-    Block,
-    FixedLayer,
-    SearchSpace,
-    Stage,
     format_arch,
     parse_arch,
     read_cost_table,
@@ -96,16 +92,6 @@ def test_equal_shapes_and_candidates_are_timed_once():
     assert len(set(parts.names((0, 1, 1, 1, 0, 0)))) == 2 + 4
 
 
-def test_different_candidates_are_different_parts():
-    """Kernels of Xception units once had one label, and the later candidate was timed for both."""
-    choices = tuple(Block("shuffle_xception", kernel) for kernel in (3, 7))
-    stem, head = FixedLayer(Block("conv"), 8, stride=2), FixedLayer(Block("conv", 1), 16)
-    space = SearchSpace("two", 16, 4, (stem,), (Stage(16, 1, 2, choices),), (head,))
-    parts = space_parts(space)
-    kernels = [parts.modules[name][0].main[0].conv.kernel_size[0] for name in parts.layers[0].values()]
-    assert kernels == [3, 7]
-
-
 def test_an_identity_takes_no_time_and_a_strided_one_does():
     parts = space_parts(tiny_macro_space())
     assert [row[0] is None for row in parts.layers] == [False, True, False, True]
@@ -156,29 +142,12 @@ def test_a_table_predicts_whole_networks(cfg, clockwork):
     assert "; error 0.0% median, 0.0% for 80 % of 5 random networks" in form["about"]
 
 
-def test_a_wrong_prediction_shows_in_the_validation(cfg, clockwork, monkeypatch):
-    """Without a fit the sum of the parts is compared with whole networks that take longer."""
-    report = latency(cfg.replace(calibrate=0, validate=4))
-    row = report.form["validation"]["networks"][0]
-    ratio = row["predicted_ms"] / row["median_ms"]
-    assert ratio < 0.7
-    error = report.form["validation"]["error"]
-    assert error["median"] == pytest.approx(1 - ratio, abs=0.02) and error["bias"] == pytest.approx(-error["median"])
-    assert "median_by_macs" not in error
-    assert f"relative error {error['median']:.1%} median" in str(report)
-
-
-def test_the_report_gives_the_margin_and_what_lowers_a_large_error(cfg, clockwork):
+def test_the_report_gives_the_margin(cfg, clockwork):
     exact, wrong = (str(latency(cfg.replace(calibrate=c, validate=5, rounds=3, batch=2))) for c in (4, 0))
-    assert "what helps" not in exact
+    assert "hides differences" not in exact
     at_most, limit = map(float, re.search(r"at most ([\d.]+) ms, set --search.max_latency_ms ([\d.]+)", exact).groups())
     assert limit == pytest.approx(at_most, rel=1e-2)
     assert "an error above 7% for 80 % of the networks hides differences" in wrong
-    assert "more --rounds than 3, on a busy machine --clock cpu --threads 1, a larger --batch than 2" in wrong
-    report = latency(cfg.replace(calibrate=0, validate=5, clock="cpu"))
-    at_most, limit = map(float, re.search(r"at most ([\d.]+) ms, set \S+ ([\d.]+)", str(report)).groups())
-    assert limit == pytest.approx(at_most * (1 - report.form["validation"]["error"]["q80"]), rel=1e-2)
-    assert "--clock cpu" not in str(report)
 
 
 def test_a_report_names_unsteady_parts_and_advises_no_limit_that_nothing_meets(cfg, clockwork):
@@ -188,12 +157,9 @@ def test_a_report_names_unsteady_parts_and_advises_no_limit_that_nothing_meets(c
     part["q20_ms"], part["q80_ms"] = 0.1, 36.0
     report.form["validation"]["error"] |= {"median": 0.03, "q80": 0.6}
     text = str(report)
-    assert "1 part took very different times in different rounds (layer 0, k3 e2: 0.1 to 36 ms between" in text
+    assert "1 of 14 parts took very different times in different rounds (e.g. layer 0, k3 e2: 0.1 to 36 ms" in text
     assert "with an error of that size this table serves no limit" in text and "max_latency_ms" not in text
     assert "an error above 7% for 80 % of the networks hides differences" in text
-    assert text.count("--clock cpu --threads 1") == 2
-    report.form["device"] = "cuda"  # which has no such clock
-    assert "--clock" not in str(report)
 
 
 def test_the_file_is_a_table_of_the_space(cfg, tmp_path):
@@ -293,11 +259,6 @@ def test_a_runtime_that_is_not_installed_says_what_to_install(cfg, monkeypatch):
 def test_wrong_settings_are_named(cfg, changes, message):
     with pytest.raises(ValueError, match=message):
         latency(LatencyConfig.from_dict({**cfg.to_dict(), **changes}))
-
-
-def test_a_block_of_another_kind_is_timed_too():
-    space = tiny_space(stages=(tiny_space().stages[0].replace(choices=(Block("conv", 3), Block("identity"))),))
-    assert len(space_parts(space).modules) == 2 + 2 + 1
 
 
 def test_on_a_gpu(cfg, gpu):

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from tiny import tiny_space
-from torch import nn
 
 from nasfast.config import ConfigError
 from nasfast.measure.config import StepTimesConfig
-from nasfast.measure.timing import TrainingStep, machine, measure, measuring, random_batch, summarise
+from nasfast.measure.timing import TrainingStep, measure, measuring, random_batch
 from nasfast.runtime.device import torch_device
 from nasfast.spaces import ArchError, mean_path
 from nasfast.supernet import Supernet
@@ -24,16 +23,6 @@ def test_variants_are_interleaved_in_rotating_order():
     found = measure({name: variant(name, s) for name, s in (("a", 1.0), ("b", 2.0), ("c", 3.0))}, rounds=3, warmup=1)
     assert "".join(order) == "abcbcacababc"
     assert found["b"] == {"step": {"median_ms": 2000.0, "q20_ms": 2000.0, "q80_ms": 2000.0}}
-
-
-def test_warm_up_rounds_do_not_count():
-    seconds = iter((100.0, 100.0, 1.0, 2.0, 3.0))
-    found = measure({"a": lambda: {"step": next(seconds)}}, rounds=3)
-    assert found["a"]["step"]["median_ms"] == 2000.0
-
-
-def test_quantiles():
-    assert summarise([float(i) for i in range(11)], "s") == {"median_s": 5.0, "q20_s": 2.0, "q80_s": 8.0}
 
 
 def small_step(trainable: str = "bn", **options) -> tuple[TrainingStep, Supernet]:
@@ -58,18 +47,6 @@ def test_a_step_times_both_phases_and_leaves_gradients(bf16):
     assert all(torch.equal(grad, again[name]) for name, grad in first.items())
 
 
-def test_bf16_reaches_the_model():
-    space = tiny_space()
-    seen = []
-    head = nn.Conv2d(3, space.num_classes, 1)
-    head.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
-    images, labels = random_batch(space, 2)
-    model = nn.Sequential(head, nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    for bf16 in (False, True):
-        TrainingStep(model, images, labels, bf16=bf16)()
-    assert seen == [torch.float32, torch.bfloat16]
-
-
 def test_a_step_without_anything_to_train_is_refused():
     step, net = small_step()
     net.requires_grad_(False)
@@ -92,10 +69,6 @@ def test_settings_are_restored():
         assert torch.get_num_threads() == 1
         raise KeyError
     assert (torch.get_num_threads(), torch.backends.cudnn.benchmark) == before
-
-
-def test_machine_says_what_it_is():
-    assert {"date", "cpu", "threads", "cpu_capability", "nasfast_isa", "gpu", "torch"} <= machine().keys()
 
 
 def test_the_path_may_be_given():

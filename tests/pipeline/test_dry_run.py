@@ -89,7 +89,7 @@ def test_a_run_directory_in_use_is_refused(config, tmp_path, capsys):
 
 
 def test_what_is_timed_and_what_stays_is_said(config, tmp_path, capfd, caplog, monkeypatch):
-    monkeypatch.setattr(estimate.Loader, "cache_folder", Path("/cache/images/0123"))
+    monkeypatch.setattr(estimate.Loader, "cache_folder", Path("/cache/images"))
     flags = ["--config", str(config), "--method", "bnnas", "--max_hours", str(0.001 / 3600)]
     assert main(["run", "--out", str(tmp_path / "out"), *flags, "--dry_run"]) == 0
     lines = [line for line in caplog.messages if line.startswith("timing")]

@@ -100,32 +100,20 @@ def test_a_single_process_needs_no_launcher():
     assert world.gather(b"x") == [world.broadcast(b"x")] == [b"x"]
 
 
-def test_one_process_of_a_launcher_is_alone_too(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    with start("cuda") as world:
-        assert (world.size, world.attempt, world.store) == (1, 2, None)
-
-
-def test_more_processes_than_gpus(launched):
+@pytest.mark.parametrize(
+    ("device", "absent", "message"),
+    [
+        ("cuda", None, "2 processes but 1 GPUs on this machine: start torchrun --nproc-per-node 1"),
+        ("cuda:0", None, "device='cuda:0' names one GPU for every process: use --device cuda"),
+        ("cuda", "LOCAL_RANK", "LOCAL_RANK is not set, so this process has no GPU: start it with torchrun"),
+    ],
+)
+def test_ranks_without_a_gpu_each_are_refused(launched, device, absent, message):
     launched.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(RankError, match="2 processes but 1 GPUs on this machine: start torchrun --nproc-per-node 1"):
-        with start("cuda"):
-            pass
-
-
-def test_one_gpu_for_all(launched):
-    with pytest.raises(RankError, match="device='cuda:0' names one GPU for every process: use --device cuda"):
-        with start("cuda:0"):
-            pass
-
-
-def test_a_gpu_without_torchrun(launched):
-    launched.delenv("LOCAL_RANK")
-    with pytest.raises(RankError, match="LOCAL_RANK is not set, so this process has no GPU: start it with torchrun"):
-        with start("cuda"):
-            pass
+    if absent:
+        launched.delenv(absent)
+    with pytest.raises(RankError, match=message), start(device):
+        pass
 
 
 def test_another_kind_of_device_than_rank_0(launched):
@@ -135,14 +123,6 @@ def test_another_kind_of_device_than_rank_0(launched):
     with pytest.raises(RankError, match="rank 1 would compute on cpu, rank 0 on cuda: use --device cpu, or give"):
         with start("cpu"):
             pass
-
-
-def test_a_rank_without_others_works(monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert distributed.environment_rank() == 0
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    assert distributed.environment_rank() == 3
 
 
 @pytest.mark.parametrize(
@@ -156,13 +136,6 @@ def test_only_a_connection_that_ended_is_a_rank_that_is_gone(monkeypatch, text, 
     with pytest.raises(RuntimeError, match=text) as error:
         World(size=2).add(torch.ones(1))
     assert isinstance(error.value, RankError) == gone
-
-
-def test_a_world_of_one_beside_others():
-    alone = World(rank=3, size=4, leads=False, attempt=1, store=dist.HashStore()).alone()
-    assert alone == World(rank=0, size=1, leads=False, attempt=1)
-    assert alone.store is not None
-    assert alone.is_main
 
 
 def test_only_what_the_job_has_begun_is_resumed(tmp_path):

@@ -7,11 +7,9 @@ import types
 
 import pytest
 
-from nasfast import pipeline
 from nasfast.runtime.progress import call, calling
 from nasfast.runtime.termination import Terminated
 from nasfast.runtime.tracking import tracked
-from nasfast.settings import RunConfig
 from nasfast.train.log import TrainLog, read_metrics
 
 SETTINGS = {"seed": 3, "search": {"top_k": 1}}
@@ -140,13 +138,3 @@ def test_callbacks_get_the_metrics_of_each_stage_within_their_block(tmp_path):
         file.write(1, loss=2.5, top1=None)
     call("supernet", 2, {})
     assert seen == [("supernet", 1, {"loss": 2.5, "top1": None})]
-
-
-def test_a_run_takes_callbacks(tmp_path, monkeypatch):
-    for name in ("score", "search", "retrain_best", "write_report"):
-        monkeypatch.setattr(pipeline, name, lambda *_, **__: None)
-    monkeypatch.setattr(pipeline, "supernet", lambda *_, **__: call("supernet", 1, {"loss": 1.0}))
-    seen = []
-    for callbacks in ([lambda *given: seen.append(given)], []):
-        pipeline.run(RunConfig(out=str(tmp_path)), callbacks=callbacks)
-    assert seen == [("supernet", 1, {"loss": 1.0})]
