@@ -48,7 +48,7 @@ def image_loaders(
 
 
 def retrain_loaders(
-    cfg: RunConfig, space: ArchSpace, *, seed: int | None = None, world: World = SINGLE
+    cfg: RunConfig, space: ArchSpace, *, seed: int | None = None, world: World = SINGLE, hold_out: bool = False
 ) -> tuple[Loader, Loader]:
     """The loaders of a retraining, with its augmentation; every seed has the same validation images.
 
@@ -57,10 +57,10 @@ def retrain_loaders(
         space: the space.
         seed: seed of order and augmentation; None takes the run's.
         world: the ranks that share every batch.
+        hold_out: whether held-out training images validate.
 
     Raises:
-        ConfigError: the images have other classes than the space, or see `make_loaders`.
-        DataError: see `make_loaders`.
+        ConfigError, DataError: the images have other classes than the space, or see `make_loaders`.
     """
     data = cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
     train, val = make_loaders(
@@ -68,6 +68,7 @@ def retrain_loaders(
         resolution=space.resolution,
         in_channels=space.in_channels,
         seed=cfg.seed if seed is None else seed,
+        hold_out=hold_out,
         policy=cfg.retrain.auto_augment,
         rank=world.rank,
         world=world.size,

@@ -12,7 +12,6 @@ from digits_runs import EVOLUTION, LIMIT, write_config
 from nasfast import pipeline
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
-from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline.inputs import evidence_of, image_loaders
 from nasfast.retrain import load_model
 from nasfast.search import load_candidates
@@ -53,32 +52,6 @@ def test_methods_that_score_by_accuracy(tmp_path, method, capsys):
     _, held = image_loaders(RunConfig.load(out / "config.yaml"), space, hold_out=True)
     counts = [e["score"] * held.num_images for e in evaluated]
     assert counts == pytest.approx([round(c) for c in counts], abs=1e-6)
-
-
-@pytest.mark.slow
-def test_evolution_over_a_table_has_a_history_too(run_dir, tmp_path):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
-    flags = [f"--search.{key}={value}" for key, value in EVOLUTION.items()]
-    assert main(["search", "--out", str(out), *flags]) == 0
-    exact, found = load_candidates(run_dir / "archs.json").candidates, load_candidates(out / "archs.json").candidates
-    assert found[0].score <= exact[0].score + 1e-12
-    assert (out / "history.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_bnnas_runs_without_layer_indicators(tmp_path):
-    settings = write_config(
-        tmp_path / "config",
-        method="bnnas",
-        train={"epochs": 1},
-        retrain={"random_architectures": 0, "train": {"epochs": 1}},
-    )
-    out = tmp_path / "run"
-    assert main(["run", "--out", str(out), "--config", str(settings)]) == 0
-    table = IndicatorTable.load(out / "indicators.json")
-    assert table.layer == (None,) * 4
-    assert RunConfig.load(out / "config.yaml").supernet.sampler == "uniform"
 
 
 def test_the_device_must_exist():

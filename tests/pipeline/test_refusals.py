@@ -68,14 +68,6 @@ def test_later_stages_refuse_limits_before_they_change_a_file(run_dir, tmp_path,
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
 
 
-def test_exact_search_over_accuracies_is_refused_before_training(config, tmp_path, monkeypatch, capsys):
-    run_fails(tmp_path / "run", config, "--method", "spos", "--search.method", "exact", monkeypatch=monkeypatch)
-    assert (
-        "search.method='exact' needs additive scores, and 'recalibrated_accuracy' scores whole paths: set"
-        in capsys.readouterr().err
-    )
-
-
 @pytest.mark.parametrize("stage", [pipeline.run, pipeline.retrain_best])
 def test_tasks_in_several_ranks_are_refused(stage, tmp_path):
     """Each rank would start all of them."""
@@ -84,14 +76,6 @@ def test_tasks_in_several_ranks_are_refused(stage, tmp_path):
         with pytest.raises(ConfigError, match="there are 2 ranks, which would each start all"):
             stage(cfg, tasks=TaskSettings(), world=World(rank=rank, size=2, leads=rank == 0))
     assert not list(tmp_path.glob("*.*"))
-
-
-def test_an_existing_run_is_not_overwritten(run_dir, config, tmp_path, monkeypatch, capsys):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
-    run_fails(out, config, monkeypatch=monkeypatch)
-    assert "has a supernet run already: add --resume, or choose another --out" in capsys.readouterr().err
-    assert contents(out) == contents(run_dir)
 
 
 def test_an_existing_run_of_other_settings_is_named_with_them(run_dir, config, tmp_path, monkeypatch, capsys):

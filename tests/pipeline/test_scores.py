@@ -145,8 +145,3 @@ def test_a_score_of_paths_can_be_searched_without_a_table(run_dir, tmp_path, cap
 def test_a_score_that_cannot_be_had_is_refused_before_training(config, tmp_path, monkeypatch, capsys, flags, message):
     run_fails(tmp_path / "run", config, *flags, monkeypatch=monkeypatch)
     assert message in capsys.readouterr().err
-
-
-def test_unknown_scores_are_named(config, tmp_path, capsys):
-    assert main(["run", "--out", str(tmp_path), "--config", str(config), "--score.name", "path_los"]) == 1
-    assert "did you mean 'path_loss'" in capsys.readouterr().err

@@ -13,7 +13,6 @@ import pytest
 import task_functions
 
 from nasfast import tasks
-from nasfast.runtime.lock import RunDirectoryError, run_lock
 from nasfast.tasks import (
     LOG_FILE,
     TASK_FILE,
@@ -116,13 +115,6 @@ def test_two_tasks_of_one_name_are_refused(tmp_path):
         runner.run([DIE, DIE])
 
 
-def test_two_drivers_of_one_folder_are_refused(tmp_path, monkeypatch):
-    with run_lock(tmp_path), monkeypatch.context() as other:
-        other.setattr("nasfast.runtime.lock._held", {})  # as another process sees it
-        with pytest.raises(RunDirectoryError, match="in use by"), TaskRunner(tmp_path):
-            pass
-
-
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
@@ -150,13 +142,6 @@ def test_a_worker_that_is_told_to_stop_before_the_time_is_over_is_no_time_limit(
     with TaskRunner(tmp_path, TaskSettings(max_hours=1.0)) as runner:
         (found,) = runner.run([ADD])
     assert (found.status, found.result, endings) == ("done", 1, [])
-
-
-def test_a_worker_that_sees_other_files_has_not_finished(tmp_path, monkeypatch):
-    monkeypatch.setattr(TaskRunner, "_in_process", lambda *_: ("done", ""))
-    with TaskRunner(tmp_path) as runner:
-        (found,) = runner.run([ADD])
-    assert found.status == "failed" and "task.json is missing" in found.error
 
 
 @pytest.mark.slow
