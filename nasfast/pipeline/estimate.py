@@ -164,10 +164,6 @@ class Trial:
 
     Attributes:
         space, loader, net: the space, the training images and the supernet of the run.
-
-    Raises:
-        RunDirectoryError: the run directory is in use, or cannot be written.
-        ConfigError, DataError, InfeasibleConstraintError: see `configured_space`.
     """
 
     def __init__(self, cfg: RunConfig) -> None:

@@ -319,11 +319,7 @@ def to_retrain(
 
 
 def random_peers(cfg: RunConfig, space: LayerSpace, arch: Arch) -> dict[str, Arch]:
-    """The random architectures of the cost of `arch` that the settings ask for: `random`, `random-2`, ...
-
-    Raises:
-        InfeasibleConstraintError: no architecture meets the limits.
-    """
+    """The random architectures of the cost of `arch` that the settings ask for: `random`, `random-2`, ..."""
     limits, identity = read_limits(cfg.search, space), cfg.search.allow_identity
     if cfg.retrain.random_architectures:
         limits.check(space, allow_identity=identity)
@@ -467,11 +463,7 @@ def _retrained(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
 
 
 def _to_export(run_dir: Path, *, arch: Arch | str | None, pareto: bool) -> list[str]:
-    """The names of the retrained networks of an architecture, or of the Pareto fronts.
-
-    Raises:
-        FileNotFoundError: none of them was retrained; the text has the command that does, and what there is.
-    """
+    """The names of the retrained networks of an architecture, or of the Pareto fronts."""
     space = read_space(run_dir / SPACE_FILE)
     names: dict[Arch, str] = {}
     for name, value in _retrained(run_dir, space).items():

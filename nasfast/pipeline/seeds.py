@@ -211,11 +211,7 @@ def _plain(found: Agreement) -> dict[str, Any]:
 
 
 def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings()) -> Plan:
-    """Time a few steps of each kind of task in this process.
-
-    Raises:
-        ConfigError, DataError, InfeasibleConstraintError, RunDirectoryError: the run would be refused.
-    """
+    """Time a few steps of each kind of task in this process."""
     check_seeds(cfg, seeds)
     cfg = cfg.replace(threads=cfg.threads or threads_for(seeds))  # results depend on it, so it is kept
     at_a_time = settings.workers or workers_for(seeds, threads=cfg.threads, gpus=gpus_for(cfg.torch_device))

@@ -250,11 +250,7 @@ def _label(cfg: RunConfig) -> str:
 
 
 def _untrained_space(cfg: RunConfig, num_classes: int | None) -> SearchSpace:
-    """The space of the settings; where `num_classes` is None, with the classes of a space in the run directory.
-
-    Raises:
-        ConfigError: the run directory has another space.
-    """
+    """The space of the settings; where `num_classes` is None, with the classes of a space in the run directory."""
     space = get_space(
         cfg.space.name, num_classes=num_classes, resolution=cfg.space.resolution, variant=cfg.space.variant
     )
@@ -327,11 +323,7 @@ def search(cfg: RunConfig) -> list[Candidate]:
 
 
 def _searched_table(cfg: RunConfig) -> IndicatorTable:
-    """The table of the score stage, refined if `search.refine` is given; refined.json is what the search had then.
-
-    Raises:
-        FileNotFoundError, TableError, ConfigError: it is missing, damaged, or of another score.
-    """
+    """The table of the score stage, refined if `search.refine` is given; refined.json is what the search had then."""
     path, refined, name = cfg.run_dir / TABLE_FILE, cfg.run_dir / REFINED_FILE, cfg.score.label
     command = f"run `nasfast score --out {cfg.out}`"
     if not path.exists():

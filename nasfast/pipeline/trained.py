@@ -118,11 +118,7 @@ def train_sample(
 
 
 def plan_sample(cfg: RunConfig, count: int, *, epochs: int | None = None) -> list[Task]:
-    """The trainings of `train_sample`: those of the sample, then those of earlier calls that are not in it.
-
-    Raises:
-        AccuracyError, ConfigError, InfeasibleConstraintError: see `train_sample`.
-    """
+    """The trainings of `train_sample`: those of the sample, then those of earlier calls that are not in it."""
     if count < MIN_ARCHITECTURES:
         raise AccuracyError(
             f"--train {count}: at least {MIN_ARCHITECTURES} architectures are needed to compare rankings"
@@ -141,11 +137,7 @@ def plan_sample(cfg: RunConfig, count: int, *, epochs: int | None = None) -> lis
 
 
 def estimate_sample(cfg: RunConfig, count: int, settings: TaskSettings, *, epochs: int | None = None) -> str:
-    """What `train_sample` would do, with the time from a few steps of the middle architecture; none is trained.
-
-    Raises:
-        AccuracyError, ConfigError, InfeasibleConstraintError: see `train_sample`.
-    """
+    """What `train_sample` would do, with the time from a few steps of the middle architecture; none is trained."""
     tasks = plan_sample(cfg, count, epochs=epochs)
     done = {path.parent.name for path in _finished(cfg)}
     left = sorted((task for task in tasks if task.name not in done), key=lambda task: task.cost)
@@ -223,12 +215,7 @@ def _attainable(cfg: RunConfig, archs: Iterable[Arch]) -> float | None:
 
 
 def check_names(cfg: RunConfig, names: Sequence[str]) -> None:
-    """Refuse scores that `compare_trained` could not compute, before hours of training.
-
-    Raises:
-        ScoreError, ConfigError: there is no such score, or the supernet cannot have it.
-        FileNotFoundError, CheckpointError: it needs a trained supernet, and there is none.
-    """
+    """Refuse scores that `compare_trained` could not compute, before hours of training."""
     # of each kind one is loaded, because nothing is computed that could change it
     supernet = functools.cache(functools.partial(supernet_to_rank, cfg))
     for part in [part for name in names for _, part in parts_of(name)]:
@@ -261,11 +248,7 @@ def _finished(cfg: RunConfig) -> list[Path]:
 
 
 def _shared_settings(cfg: RunConfig, count: int, epochs: int | None) -> SampleSettings:
-    """The settings that the first call saved, or those that it will save.
-
-    Raises:
-        ConfigError: earlier calls had other epochs, or the file is damaged.
-    """
+    """The settings that the first call saved, or those that it will save."""
     path = cfg.run_dir / FOLDER / SETTINGS_FILE
     if not path.exists():
         return SampleSettings(epochs or RECIPE.train.epochs, cfg.threads or threads_for(count))
@@ -279,11 +262,7 @@ def _shared_settings(cfg: RunConfig, count: int, epochs: int | None) -> SampleSe
 
 
 def _check_images(cfg: RunConfig, space: SearchSpace, count: int) -> None:
-    """Refuse images that cannot tell `count` architectures apart, or see `retrain_loaders`.
-
-    Raises:
-        AccuracyError: there are fewer held-out images than architectures, or less than a batch of training images.
-    """
+    """Refuse images that cannot tell `count` architectures apart, or see `retrain_loaders`."""
     train, held = retrain_loaders(cfg, space, hold_out=True)
     if len(held.source) < count:
         raise AccuracyError(

@@ -8,14 +8,12 @@ import json
 import pytest
 from tiny import tiny_space
 
+import nasfast.train.loop as loop
 from nasfast.cli.main import main
 from nasfast.indicators.scores import untrained_table
 from nasfast.indicators.table import IndicatorTable
-from nasfast.pipeline.check import check_same_run
 from nasfast.search import load_candidates
-from nasfast.settings import RunConfig
 from nasfast.spaces import SearchSpace
-from nasfast.train import CheckpointError
 
 
 @pytest.fixture

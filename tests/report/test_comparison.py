@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,6 +15,8 @@ from scipy import stats
 from nasfast.cli.main import main
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report import write_comparison
+from nasfast.search import SearchConfig, load_candidates, save_candidates
+from nasfast.settings import RetrainConfig
 from nasfast.spaces import digits_mini
 
 

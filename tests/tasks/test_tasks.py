@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -179,6 +180,15 @@ def test_the_time_limit_stops_cleanly_and_a_later_call_continues(tmp_path):
     assert (tmp_path / "wait/saved").exists()
     assert not (tmp_path / "die").exists()
     assert task_functions.count(tmp_path / "deep/add") == 2
+
+
+def test_a_worker_that_does_not_end_when_the_time_is_over_is_killed(tmp_path, monkeypatch):
+    """It is killed while it still imports, so it never makes its folder."""
+    monkeypatch.setattr(tasks, "GRACE", 0.1)
+    with TaskRunner(tmp_path, TaskSettings(workers=1, max_hours=0.2 / 3600)) as runner:
+        (found,) = runner.run([Task("wait", "task_functions:wait_for_ever")])
+    assert (found.status, found.result) == ("stopped", None)
+    assert not (tmp_path / "wait").exists() and not multiprocessing.active_children()
 
 
 @pytest.mark.kill
