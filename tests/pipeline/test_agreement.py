@@ -297,21 +297,6 @@ def test_an_unstable_run_says_what_would_help(tmp_path):
     assert len(advice) == 3 and all("another --out" in s for s in advice)
 
 
-def test_an_interval_covers_the_groups_of_several_trainings():
-    one, two = form([1, 0, 1]), form([1, 1, 0])
-    answer, structure = {"role": "answer", "result": one}, {"role": "structure", "result": two}
-    peers = [{"role": "random", "result": two}, {"role": "random-2", "result": one}]
-
-    def said(*networks):
-        return " ".join(page._compared(*found) for found in page.comparisons(networks).items())
-
-    assert "over 3 images)" in said(answer, structure)
-    assert "over 3 images, the seeds of the answer and the seeds of the baseline)" in said(
-        answer, answer, structure, structure
-    )
-    assert "over 3 images and the random architectures)" in said(answer, *peers)
-
-
 def test_what_is_missing_is_named(tmp_path):
     gone = {"status": "stopped", "error": "", "log": "task.log"}
     bad = {"status": "failed", "error": "DataError: <no images>", "log": "task.log"}

@@ -7,10 +7,9 @@ import logging
 import shutil
 import sys
 
-import numpy as np
 import pytest
 from in_process import run_tasks_here
-from tiny import tiny_space, write_folder
+from tiny import tiny_space
 
 import nasfast.train.loop as loop
 from nasfast.cli.main import main
@@ -107,16 +106,6 @@ def test_several_seeds_are_compared_with_random_architectures(searched, trained,
     assert "random         93.75%  " in out
     assert "-6.2 points over one random network of equal cost (95 % interval " in out
     assert len(out.splitlines()) == 5, "seeds share a line"
-
-
-def test_seeds_share_the_validation_images(searched, trained, tmp_path_factory):
-    folder = write_folder(tmp_path_factory.mktemp("images"), {str(i): 6 for i in range(10)})
-    flags = ["--data.train", str(folder), "--data.val_fraction", "0.5", "--data.workers", "0", "--data.batch_size", "4"]
-    assert main(["retrain", "--out", str(searched), *flags, "--retrain.seeds", "2", "--arch", "0000"]) == 0
-    (_, train, val), (_, other, same) = trained.seeds.values()
-    assert np.array_equal(val.source.labels, same.source.labels)
-    assert [val.source.name(i) for i in range(30)] == [same.source.name(i) for i in range(30)]
-    assert next(train.epoch(0))[1].tolist() != next(other.epoch(0))[1].tolist()
 
 
 @pytest.mark.parametrize(
@@ -229,13 +218,6 @@ def test_without_onnxruntime_the_other_files_can_still_be_exported(searched, cap
     assert export(searched) == 0
 
 
-def test_a_damaged_network_does_not_hide_the_others(searched, capsys, caplog):
-    save(searched, best=BEST, best_2=SECOND)
-    (searched / "retrain/best/config.json").write_text("{")
-    assert export(searched, "--arch", "2 2 1 1") == 0
-    assert "retrain/best is left out" in caplog.text
-
-
 def files(run_dir):
     """What a repeated retraining must reproduce."""
     found = {}
@@ -317,23 +299,6 @@ def test_a_network_that_fails_is_named_with_its_log_and_the_next_start_goes_on(s
     assert main(["retrain", "--out", str(searched), *flags, "--resume"]) == 0
     assert {name: load_model(searched / "retrain" / name).arch for name in trained} == {"best": BEST, "best-2": SECOND}
     assert not (searched / "retrain-tasks").exists()
-
-
-def test_images_of_other_classes_are_refused_before_workers_start(searched, monkeypatch, tmp_path_factory, capsys):
-    monkeypatch.setattr(stage.TaskRunner, "run", lambda *_: pytest.fail("tasks began"))
-    folder = write_folder(tmp_path_factory.mktemp("images"), {"a": 10, "b": 10})
-    flags = ["--data.train", str(folder), "--data.workers", "0", "--data.batch_size", "4", "--workers", "2"]
-    assert main(["retrain", "--out", str(searched), *flags]) == 1
-    assert "the images have 2 classes" in capsys.readouterr().err
-
-
-def test_hours_make_no_tasks(searched, capsys):
-    """They stop this process, as they stop a run."""
-    assert main(["retrain", "--out", str(searched), *FLAGS, "--max_hours", "1e-7"]) == 143
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith("nasfast retrain: --max_hours 1e-07 is over")
-    assert said.endswith("; the same command with --resume continues")
-    assert not (searched / stage.FOLDER).exists()
 
 
 def test_a_network_of_another_space_is_not_exported(searched, capsys):

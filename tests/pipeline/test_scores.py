@@ -8,7 +8,7 @@ import random
 import shutil
 
 import pytest
-from digits_runs import EVOLUTION, run_fails
+from digits_runs import EVOLUTION
 from scipy.stats import kendalltau
 from tiny import tiny_space
 
@@ -131,17 +131,3 @@ def test_a_score_of_paths_can_be_searched_without_a_table(run_dir, tmp_path, cap
         "'path_loss' scores whole paths: set search.method='evolution', or score.distill=true"
         in capsys.readouterr().err
     )
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--method", "dinas_paper", "--score.name", "path_loss"],
-            "needs images that the supernet is not trained on: set supernet.hold_out=true",
-        ),
-    ],
-)
-def test_a_score_that_cannot_be_had_is_refused_before_training(config, tmp_path, monkeypatch, capsys, flags, message):
-    run_fails(tmp_path / "run", config, *flags, monkeypatch=monkeypatch)
-    assert message in capsys.readouterr().err

@@ -118,20 +118,6 @@ def test_retraining_of_an_earlier_best_is_not_shown_as_the_present_ones(finished
 
 
 @pytest.mark.usefixtures("blank_figures")
-@pytest.mark.parametrize("changes", [{"macs": 300_000_000}, {"epochs": 1}])
-def test_random_architectures_on_other_terms_are_not_compared(finished_run, tmp_path, changes):
-    shutil.copytree(finished_run, tmp_path / "run")
-    for name in ("random", "random-2"):
-        change_result(tmp_path / "run", name, **changes)
-    assert "above one random architecture of equal cost" in page_of(tmp_path / "run").text
-    change_result(tmp_path / "run", "random-3", **changes)
-    text = page_of(tmp_path / "run").text
-    assert "so they are not compared" in text
-    assert "percentage points" not in text
-    assert "random architecture of equal cost" not in text
-
-
-@pytest.mark.usefixtures("blank_figures")
 @pytest.mark.parametrize(("top1", "noted"), [(0.019, True), (0.03, False)])
 def test_a_supernet_at_chance_is_said_to_be(finished_run, tmp_path, top1, noted):
     shutil.copytree(finished_run, tmp_path / "run")

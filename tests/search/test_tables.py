@@ -252,9 +252,6 @@ def test_files_that_are_no_table(small_space, tmp_path):
     ("form", "settings", "message"),
     [
         ({"unit": "s"}, {}, "'latency' in 'ms', and this has 'latency' in 's'"),
-        ({"quantity": "energy"}, {}, "this has 'energy' in 'ms'"),
-        ({"device": "cuda"}, {"latency_device": "cpu"}, "its device is 'cuda', and search.latency_device is 'cpu'"),
-        ({"batch": 32}, {"latency_batch": 1}, "its batch is 32, and search.latency_batch is 1: .* --batch 1`"),
         ({}, {"latency_batch": 1}, "no batch is given, and search.latency_batch is 1"),
         (
             {"device": "onnx", "batch": 8},
@@ -262,7 +259,6 @@ def test_files_that_are_no_table(small_space, tmp_path):
             "its device is 'onnx' and its batch is 8, and search.latency_device is 'cpu' and search.latency_batch is 1"
             ": measure a table with `nasfast latency --device cpu --batch 1`",
         ),
-        ({"device": "onnx"}, {"latency_device": "cpu", "latency_batch": 1}, "latency --device cpu --batch 1`"),
     ],
 )
 def test_latencies_of_another_unit_device_or_batch(small_space, write, form, settings, message):

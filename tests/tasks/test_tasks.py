@@ -131,20 +131,6 @@ def test_settings_that_cannot_be_are_refused(changes, text):
         TaskSettings(**changes)
 
 
-def test_a_worker_that_is_told_to_stop_before_the_time_is_over_is_no_time_limit(tmp_path, monkeypatch):
-    endings = [("stopped", ""), ("done", "")]
-
-    def attempt(self, task, folder, *_):
-        if len(endings) == 1:
-            save_result(folder, task, 1)
-        return endings.pop(0)
-
-    monkeypatch.setattr(TaskRunner, "_in_process", attempt)
-    with TaskRunner(tmp_path, TaskSettings(max_hours=1.0)) as runner:
-        (found,) = runner.run([ADD])
-    assert (found.status, found.result, endings) == ("done", 1, [])
-
-
 @pytest.mark.slow
 def test_processes_carry_on_after_errors_and_deaths(tmp_path, caplog):
     with TaskRunner(tmp_path, TaskSettings(workers=1, attempts=2)) as runner:
