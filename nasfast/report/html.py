@@ -324,6 +324,7 @@ def _stability(run: RunFiles) -> str:
     folder = run.folder.resolve()
     parent = folder.parent / "stability.json"
     if not (re.fullmatch(r"seed-\d+", folder.name) and parent.exists()):
+        run.text("config.yaml", "nasfast run")
         return (
             "<p>This is one seed, so whether others find the same is not known: <code>nasfast run --seeds 3</code> "
             "says so, with the same settings and another --out.</p>"

@@ -103,7 +103,9 @@ def test_an_interrupted_plan_names_no_checkpoint(config, tmp_path, capsys, monke
         raise stop
 
     monkeypatch.setattr(estimate, "train_supernet", stopped)
-    assert main(["run", "--out", str(tmp_path / "out"), "--config", str(config), "--dry_run"]) == status
+    (tmp_path / "plan.yaml").write_text("dry_run: true\n")
+    files = ["--config", str(config), "--config", str(tmp_path / "plan.yaml")]
+    assert main(["run", "--out", str(tmp_path / "out"), *files]) == status
     by = "SIGTERM" if status == 143 else "Ctrl-C"
     said = capsys.readouterr().err
     assert (
