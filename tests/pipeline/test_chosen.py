@@ -129,6 +129,13 @@ def test_contradicting_flags_are_refused(searched, capsys, command):
     assert "give one of them" in capsys.readouterr().err
 
 
+def test_a_search_without_fronts_says_so(searched, trained, capsys):
+    save_candidates(searched / "archs.json", SPACE, [candidate(Candidate, BEST).replace(values=())])
+    assert main(["retrain", "--out", str(searched), *FLAGS, "--pareto"]) == 1
+    assert "archs.json has no Pareto front, because the score scores whole paths" in capsys.readouterr().err
+    assert trained == {}
+
+
 # --- export
 
 

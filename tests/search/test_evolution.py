@@ -165,3 +165,17 @@ def test_a_damaged_first_line_is_an_error(tmp_path, small_space):
 def test_nan_score_is_an_error(small_space, config):
     with pytest.raises(ValueError, match="NaN"):
         evolve(small_space, lambda arch: float("nan"), config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"population": 0}, "population must be at least 1"),
+        ({"crossovers": 40}, "their sum must be at most population=50"),
+        ({"mutation_prob": 1.5}, r"mutation_prob must be in \[0, 1\]"),
+        ({"max_macs": -1.0}, "max_macs must be positive"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        SearchConfig.from_dict(changes)
