@@ -68,11 +68,7 @@ def test_the_device_must_exist():
         ("retrain", ["--train.epochs", "77"], "train.epochs was 2, now 77"),
     ],
 )
-def test_a_later_stage_cannot_change_what_the_supernet_was_trained_with(
-    run_dir, tmp_path, capsys, stage, flags, message
-):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
+def test_a_later_stage_cannot_change_what_the_supernet_was_trained_with(out, capsys, stage, flags, message):
     before = (out / "config.yaml").read_bytes()
     assert main([stage, "--out", str(out), *flags]) == 1
     assert message in capsys.readouterr().err
@@ -80,9 +76,7 @@ def test_a_later_stage_cannot_change_what_the_supernet_was_trained_with(
 
 
 @pytest.mark.slow
-def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(run_dir, tmp_path):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
+def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(out):
     space = SearchSpace.load(out / "space.yaml")
     earlier, weights = (
         load_model(out / "retrain/best").arch,
@@ -98,16 +92,12 @@ def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(run_dir, 
     assert (kept / "model.safetensors").read_bytes() == weights
 
 
-def test_a_retraining_resumes_only_with_its_own_start(run_dir, tmp_path, capsys):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
+def test_a_retraining_resumes_only_with_its_own_start(out, capsys):
     assert main(["retrain", "--out", str(out), "--resume", "--retrain.init", "he"]) == 1
     assert "init was 'orthogonal', now 'he'" in capsys.readouterr().err
 
 
-def test_a_supernet_that_is_not_trained_to_its_end_is_named(run_dir, tmp_path, caplog):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
+def test_a_supernet_that_is_not_trained_to_its_end_is_named(out, caplog):
     (out / "checkpoints/supernet-00000020.safetensors").unlink()
     table = pipeline.score(RunConfig.load(out / "config.yaml").replace(out=str(out)))
     assert "step 16 of 20" in caplog.text

@@ -160,9 +160,7 @@ def test_a_stage_without_the_one_before(tmp_path, capsys, config, stage, message
     ("stage", "missing", "message"),
     [("search", "indicators.json", "run `nasfast score"), ("retrain", "archs.json", "run `nasfast search")],
 )
-def test_a_missing_file_names_the_stage_that_writes_it(run_dir, tmp_path, capsys, stage, missing, message):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
+def test_a_missing_file_names_the_stage_that_writes_it(out, capsys, stage, missing, message):
     (out / missing).unlink()
     assert main([stage, "--out", str(out)]) == 1
     error = capsys.readouterr().err

@@ -93,10 +93,9 @@ def test_empty_run_names_what_is_missing(tmp_path):
     ("missing", "figures"),
     [("archs.json", 3), ("indicators.json", 3), ("metrics.jsonl", 3), ("space.yaml", 4), ("rank.json", 5)],
 )
-def test_each_missing_file_costs_only_its_sections(finished_run, tmp_path, missing, figures):
-    shutil.copytree(finished_run, tmp_path / "run")
-    (tmp_path / "run" / missing).unlink()
-    page = page_of(tmp_path / "run")
+def test_each_missing_file_costs_only_its_sections(run, missing, figures):
+    (run / missing).unlink()
+    page = page_of(run)
     assert page.tags.count("figure") == figures
     assert "Not run yet" in page.text
 
@@ -107,11 +106,10 @@ def change_result(folder, name, **changes):
 
 
 @pytest.mark.usefixtures("blank_figures")
-def test_retraining_of_an_earlier_best_is_not_shown_as_the_present_ones(finished_run, tmp_path):
-    shutil.copytree(finished_run, tmp_path / "run")
+def test_retraining_of_an_earlier_best_is_not_shown_as_the_present_ones(run, finished_run):
     other = json.loads((finished_run / "retrain" / "random" / "result.json").read_text())["arch"]
-    change_result(tmp_path / "run", "best", arch=other)
-    text = page_of(tmp_path / "run").text
+    change_result(run, "best", arch=other)
+    text = page_of(run).text
     assert text.count("The retrained network has another architecture than the best of the present search") == 2
     assert "percentage points" not in text
     assert "top-1, r" not in text.split("Best architecture:")[0]
@@ -119,13 +117,12 @@ def test_retraining_of_an_earlier_best_is_not_shown_as_the_present_ones(finished
 
 @pytest.mark.usefixtures("blank_figures")
 @pytest.mark.parametrize(("top1", "noted"), [(0.019, True), (0.03, False)])
-def test_a_supernet_at_chance_is_said_to_be(finished_run, tmp_path, top1, noted):
-    shutil.copytree(finished_run, tmp_path / "run")
-    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+def test_a_supernet_at_chance_is_said_to_be(run, top1, noted):
+    with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"stage": "supernet", "step": 900, "loss": 6.9, "top1": top1}) + "\n")
-    assert ("accuracy is at chance" in page_of(tmp_path / "run").text) == noted
-    (tmp_path / "run" / "space.yaml").unlink()
-    assert "accuracy is at chance" not in page_of(tmp_path / "run").text
+    assert ("accuracy is at chance" in page_of(run).text) == noted
+    (run / "space.yaml").unlink()
+    assert "accuracy is at chance" not in page_of(run).text
 
 
 @pytest.mark.parametrize(
@@ -169,14 +166,13 @@ def test_a_run_of_several_seeds_says_whether_they_agree(finished_run, tmp_path):
 
 @pytest.mark.usefixtures("blank_figures")
 @pytest.mark.parametrize("content", ["{", "[]", "{}", '{"format": 1}'])
-def test_damaged_files_are_named_not_fatal(finished_run, tmp_path, content):
-    shutil.copytree(finished_run, tmp_path / "run")
-    (tmp_path / "run" / "metrics.jsonl").unlink()
+def test_damaged_files_are_named_not_fatal(run, content):
+    (run / "metrics.jsonl").unlink()
     for name in ("archs.json", "indicators.json", "rank.json", "space.yaml", "retrain/best/result.json"):
-        (tmp_path / "run" / name).write_text(content)
+        (run / name).write_text(content)
     # summary, strip, top K, Pareto front, heat map, retraining, rank; how to use the network needs only that it exists
     no_result = content in ("{", "[]")
-    assert page_of(tmp_path / "run").text.count("cannot be read") == 7 + no_result
+    assert page_of(run).text.count("cannot be read") == 7 + no_result
 
 
 @pytest.mark.slow
