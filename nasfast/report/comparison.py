@@ -165,7 +165,7 @@ def _paths_per_step(run: RunFiles, supernet: Mapping[str, Any]) -> int:
 
 
 def _accuracies(runs: Mapping[str, RunFiles]) -> str:
-    bests = {name: (_known(lambda run=run: run.retrained) or {}).get("best") for name, run in runs.items()}
+    bests = {name: (_known(partial(getattr, run, "retrained")) or {}).get("best") for name, run in runs.items()}
     if not any(bests.values()):
         raise NotRun("`nasfast retrain` trains networks to compare")
     images = {name: _known(partial(_validation_images, run)) for name, run in runs.items()}
@@ -215,7 +215,7 @@ def _validation_images(run: RunFiles) -> tuple[str, ...]:
 def _figure(runs: Mapping[str, RunFiles]) -> Figure:
     figure, (ax,) = new_figure(8, 4)
     for i, (name, run) in enumerate(runs.items()):
-        forms = list((_known(lambda run=run: run.retrained) or {}).values())
+        forms = list((_known(partial(getattr, run, "retrained")) or {}).values())
         points = [(form["macs"] / 1e6, 100 * form["top1"]) for form in forms]
         if points:
             macs, top1 = zip(*points, strict=True)

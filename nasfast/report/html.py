@@ -299,8 +299,11 @@ def _table_costs(run: RunFiles) -> tuple[list[str], dict[Arch, list[str]]]:
         result = run.result
     except (NotRun, ValueError, OSError):
         return [], {}  # the section of this file says so
-    points = (*result.candidates, *result.pareto, *(point for table in result.tables for point in table.pareto))
-    costs = {point.arch: [f"{value:.4g}" for value in point.values] for point in points}
+    values = {
+        point.arch: point.values for front in (result.pareto, *(t.pareto for t in result.tables)) for point in front
+    }
+    values |= {candidate.arch: candidate.values for candidate in result.candidates}
+    costs = {arch: [f"{value:.4g}" for value in found] for arch, found in values.items()}
     return [f"{table.quantity}, {table.unit}" for table in result.tables], costs
 
 
