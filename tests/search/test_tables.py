@@ -301,3 +301,19 @@ def test_large_and_small_numbers_keep_eight_digits(small_space, all_archs, write
         Limits(tables=((table, least),)).check(small_space)
         with pytest.raises(InfeasibleConstraintError):
             Limits(tables=((table, least * (1 - 1e-6)),)).check(small_space)
+
+
+def test_a_table_with_a_large_error_says_so_wherever_it_is_used(small_space, write):
+    def about(error, **more):
+        form = form_of(
+            small_space, about="cpu, batch 1; error 2.0%", validation={"error": error, "networks": []}, **more
+        )
+        return read_cost_table(write(form), small_space).about
+
+    warning = "this error is above 7%: smaller differences say nothing, and a limit needs such a margin"
+    assert about({"median": 0.02, "q80": 0.12}) == f"cpu, batch 1; error 2.0%; {warning}"
+    assert about({"median": 0.02, "q80": 0.05}) == "cpu, batch 1; error 2.0%"
+    # a user's own table may have anything under this name
+    assert about(None) == about("none") == about({"q80": "much"}) == "cpu, batch 1; error 2.0%"
+    silent = form_of(small_space, about="", validation={"error": {"q80": 0.12}})
+    assert read_cost_table(write(silent), small_space).about.startswith("the error of its validation is above 7%: ")
