@@ -153,15 +153,8 @@ class Method:
     """The preset of a method: what distinguishes it from the others.
 
     Attributes:
-        init: initialisation scheme of the weights.
-        layer_indicators: whether normal layers have a path identity -> BN beside their candidates.
-        trainable: what trains in the supernet.
-        classifier: whether the classifier trains too (`all` includes it).
-        sampler: key of `nasfast.spaces.SAMPLERS`.
-        hold_out: whether `data.val_fraction` of the training images are kept out of supernet training, for the score.
-        score: name of a score in `nasfast.indicators.scores`.
-        distill: whether a score of paths is fitted by a table; otherwise the search scores path by path.
-        structure: weight of the baseline `sqrt_size`, which is added to the score.
+        init, layer_indicators, trainable, classifier, sampler, hold_out: as in `SupernetConfig`.
+        score, distill, structure: as in `ScoreConfig`; `score` is its `name`.
     """
 
     init: Init

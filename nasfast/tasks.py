@@ -385,19 +385,16 @@ def _joined_cluster(address: str | None) -> Any:
             "--executor ray needs Ray on this machine and on all of the cluster: pip install 'nasfast[ray]'"
         ) from error
     where = f"Ray cluster at {address}" if address else "Ray cluster of this machine"
-    here = f"this process has Ray {ray.__version__}"
-    start = "start one with `ray start --head`, or give the address of one with --ray_address HOST:PORT"
     try:
         if address:
             # once, because Ray tries a dead address for minutes
             host, _, port = address.rpartition(":")
             socket.create_connection((host, int(port)), timeout=_SECONDS_TO_REACH).close()
         ray.init(address or "auto", log_to_driver=False, logging_level=logging.ERROR)
-    except (OSError, ValueError, OverflowError) as error:
-        raise TaskError(f"no {where} ({_line(error)}); {here}; {start}") from error
-    except Exception as error:  # Ray raises RuntimeError for another version, and more kinds for what is no cluster
+    except Exception as error:  # Ray raises many kinds: for no cluster, for another version, for an address
         raise TaskError(
-            f"the {where} cannot be used: {_line(error)}; {here}. All must have one version of Python and Ray"
+            f"no {where} ({_line(error)}); this process has Ray {ray.__version__}, and all must have one version of it "
+            "and of Python; start one with `ray start --head`, or give its address by --ray_address HOST:PORT"
         ) from error
     return ray
 

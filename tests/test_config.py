@@ -129,8 +129,3 @@ def test_names_of_files_stay_the_same_bytes_under_every_locale(tmp_path, monkeyp
                 path.write_text(text, encoding="utf-8")
                 assert os.fsencode(Files.load(path).out) == given
     assert len(texts) == 1
-
-
-def test_replace_checks_again():
-    with pytest.raises(ValueError, match="rate must not be negative"):
-        Inner().replace(rate=-1.0)

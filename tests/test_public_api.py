@@ -30,13 +30,6 @@ def test_names():
         assert getattr(nasfast, name) is not None
 
 
-def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(
-        AttributeError, match="has no attribute 'supernett'; it exports Choice, IndicatorTable, RunConfig"
-    ):
-        _ = nasfast.supernett
-
-
 @pytest.mark.parametrize(
     "package", ["data", "indicators", "ops", "report", "retrain", "search", "spaces", "supernet", "train"]
 )

@@ -16,6 +16,7 @@ from typing import Any
 from nasfast import extensions, pipeline
 from nasfast.cli.flags import FlagError, Parser, run_config, take_tasks
 from nasfast.config import ConfigError
+from nasfast.display import text_table
 from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import MIN_RESAMPLES, rank
 from nasfast.indicators.scores import check_network_score, get_score, parts_of, score_networks, score_paths, summed
@@ -74,9 +75,7 @@ def _show_retrained(cfg: RunConfig, results: dict[str, Any]) -> None:
             rows.append([*_cells(name, "seeds", [form, *repeats[name]]), format_arch(form["arch"])])
     if peers:
         rows.append([*_cells("random", "architectures", peers), ""])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(text_table(rows)))
     comparison = compare(forms["best"], peers, repeats["best"]) if "best" in forms else None
     if comparison is not None:
         print(comparison.headline)
@@ -308,11 +307,7 @@ def _rank_trained(args: argparse.Namespace, settings: TaskSettings) -> None:
 
 
 def _config_of(out: str) -> RunConfig:
-    """The settings of a run directory.
-
-    Raises:
-        FileNotFoundError: it has none.
-    """
+    """The settings of a run directory."""
     path = Path(out) / CONFIG_FILE
     if not path.exists():
         raise FileNotFoundError(

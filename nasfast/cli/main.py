@@ -57,7 +57,7 @@ def _run(argv: list[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("nasfast").setLevel(logging.INFO)
-    command = argv[0] if argv else ""
+    command, dry_run = argv[0] if argv else "", False
     if os.environ.get("NASFAST_KEEP_MEMORY") != "0":
         keep_freed_memory()
     try:
@@ -67,10 +67,11 @@ def _run(argv: list[str]) -> int:
             logging.getLogger("nasfast").setLevel(logging.WARNING)
         with raised():
             # jsonargparse takes half a second, and torch seconds, for which help must not wait
-            parsed = importlib.import_module("nasfast.cli.flags").parse(argv)
-            importlib.import_module("nasfast.cli.commands").execute(*parsed)
+            name, given, parser = importlib.import_module("nasfast.cli.flags").parse(argv)
+            dry_run = bool(given.get("dry_run"))
+            importlib.import_module("nasfast.cli.commands").execute(name, given, parser)
     except Terminated as stopped:
-        _say_stopped(argv, stopped, stopped.reason, stopped.saved)
+        _say_stopped(command, stopped, stopped.reason, stopped.saved, dry_run=dry_run)
         return stopped.code
     except BrokenPipeError:
         raise
@@ -81,16 +82,15 @@ def _run(argv: list[str]) -> int:
         print(f"nasfast {command}: {error}{remedy}", file=sys.stderr)
         return getattr(error, "exit_status", 1)
     except KeyboardInterrupt as stopped:
-        _say_stopped(argv, stopped, "stopped by Ctrl-C", "what was saved before is kept")
+        _say_stopped(command, stopped, "stopped by Ctrl-C", "what was saved before is kept", dry_run=dry_run)
         return 128 + signal.SIGINT
     return 0
 
 
-def _say_stopped(argv: Sequence[str], stopped: BaseException, reason: str, saved: str) -> None:
+def _say_stopped(command: str, stopped: BaseException, reason: str, saved: str, *, dry_run: bool) -> None:
     """Say why a command stopped, in which stage, and how it is continued; one process of several says it."""
-    command = argv[0] if argv else ""
     stage = getattr(stopped, "stage", command)  # the stages of a run note their names
-    if "--dry_run" in argv:
+    if dry_run:
         saved, more = "", "no run began, and nothing was trained"
     elif command in _JOINT:
         more = "the same command with --resume continues"

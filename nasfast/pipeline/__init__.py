@@ -1,4 +1,4 @@
-"""A run: a module for each stage, which reads the files of the stage before from the run directory and writes its own.
+"""A run: each stage reads the files of the stage before from the run directory and writes its own.
 
 supernet -> checkpoints/   score -> indicators.json   search -> archs.json   retrain -> retrain/   report -> report.html
 """
@@ -12,12 +12,8 @@ from typing import Any
 
 from nasfast.display import Tabular
 from nasfast.pipeline.check import check_one_process
-from nasfast.pipeline.export import export
-from nasfast.pipeline.retrain import retrain_best
-from nasfast.pipeline.score import score, score_untrained
-from nasfast.pipeline.search import search
-from nasfast.pipeline.stage import stage
-from nasfast.pipeline.supernet import supernet
+from nasfast.pipeline.networks import export, retrain_best
+from nasfast.pipeline.stages import score, score_untrained, search, stage, supernet
 from nasfast.report import write_report
 from nasfast.retrain import RetrainResult
 from nasfast.runtime.distributed import SINGLE, World

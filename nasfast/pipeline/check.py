@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from nasfast.config import ConfigError, difference
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.scores import check_score, gives_table, score_of
 from nasfast.search.limits import read_limits
-from nasfast.settings import RunConfig, TaskSettings
+from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
 from nasfast.spaces import SearchSpace, read_cost_table
 from nasfast.supernet import Supernet
 from nasfast.train import CheckpointError
@@ -19,7 +18,7 @@ MACHINE_DATA = ("workers", "max_bad_files", "prefetch", "cache_dir")
 """Settings of `data` on which no result depends."""
 
 _LATER = ("out", "device", "threads", "score", "search", "retrain", "recalibration_batches", "track")
-_OF_SUPERNET = ("method", "supernet", "train", "data")
+_OF_SUPERNET = ("method", "supernet", "train")
 """Settings on which the files of a search without a supernet do not depend."""
 
 _LATER_DATA = ("train", "val", "loader", *MACHINE_DATA)
@@ -33,24 +32,32 @@ def without_supernet(cfg: RunConfig) -> bool:
     return scoring.table is None and score_of(scoring).untrained and not trained
 
 
-def check_same_run(path: Path, cfg: RunConfig, *, supernet: bool = True) -> None:
-    """Refuse other settings than those of the run directory, before replacing any file.
+def nothing_is_trained(cfg: RunConfig) -> bool:
+    """Whether no training of the run directory has begun."""
+    return not any((cfg.run_dir / name).exists() for name in ("checkpoints", "retrain"))
+
+
+def check_same_run(cfg: RunConfig, *, supernet: bool = True) -> None:
+    """Refuse other settings than those in config.yaml of the run directory, before replacing any file.
 
     Settings of later stages and of the machine may differ.
 
     Args:
-        path: config.yaml of the run directory; nothing is checked if it does not exist.
         cfg: the settings of this run.
-        supernet: whether the run has a supernet, so that its training, images and method may not differ either.
+        supernet: whether the run has a supernet, so that its training and method may not differ either; without one,
+            the images are those of the first network that was trained.
 
     Raises:
         CheckpointError: the settings differ.
         ConfigError: the file is damaged.
     """
+    path = cfg.run_dir / CONFIG_FILE
     if not path.exists():
         return
     saved, given = RunConfig.load(path).resolved().to_dict(), cfg.to_dict()
     later = _LATER if supernet else (*_LATER, *_OF_SUPERNET)
+    if not supernet and nothing_is_trained(cfg):
+        later = (*later, "data")
     for form in (saved, given):
         for mapping, keys in ((form["data"], _LATER_DATA), (form, later)):
             for key in keys:
@@ -75,22 +82,17 @@ def check_one_process(tasks: TaskSettings | None, processes: int) -> None:
         )
 
 
-def already_begun(run_dir: Path, what: str, check: Callable[[], None]) -> FileExistsError:
-    """The error for a run directory that has a run; it says at once what `--resume` would refuse.
-
-    Args:
-        run_dir: the run directory.
-        what: what it has.
-        check: raises CheckpointError if the settings differ from those of the run.
-    """
+def already_begun(cfg: RunConfig, what: str, check: Callable[[RunConfig], None]) -> FileExistsError:
+    """The error for a run directory that has `what` already; `check` raises what `--resume` would refuse."""
+    head = f"{cfg.run_dir} has {what} already"
     try:
-        check()
+        check(cfg)
     except CheckpointError as error:
         return FileExistsError(
-            f"{run_dir} has {what} already: choose another --out, or add --resume, which takes the settings of the "
-            f"run, and leave out flags that give others. {error}"
+            f"{head}: choose another --out, or add --resume, which takes the settings of the run, and leave out flags "
+            f"that give others. {error}"
         )
-    return FileExistsError(f"{run_dir} has {what} already: add --resume, or choose another --out")
+    return FileExistsError(f"{head}: add --resume, or choose another --out")
 
 
 def check_scoring(cfg: RunConfig, net: Supernet) -> None:

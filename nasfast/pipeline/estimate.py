@@ -12,7 +12,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,16 +20,15 @@ from nasfast.data import Loader
 from nasfast.indicators.scores import Evidence, gives_table, score_of
 from nasfast.pipeline.check import check_scoring
 from nasfast.pipeline.inputs import configured_space, evidence_for, retrain_loaders
-from nasfast.pipeline.retrain import training_task
 from nasfast.retrain import retrain
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.progress import duration
 from nasfast.search.limits import read_limits
 from nasfast.settings import RunConfig, TaskSettings
-from nasfast.spaces import SearchSpace
+from nasfast.spaces import Arch, SearchSpace
 from nasfast.supernet import Supernet, build
-from nasfast.tasks import MEMORY, workers_for
+from nasfast.tasks import MEMORY, gpus_for, workers_for
 from nasfast.train import evaluate
 from nasfast.train.supernet import make_supernet, train_supernet
 
@@ -120,30 +118,27 @@ def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: fl
         ConfigError, DataError, ScoreError, InfeasibleConstraintError, RunDirectoryError: the run would be refused.
     """
     use_threads(cfg.threads)
-    with trial_of(cfg) as trial:
-        space = trial.space
-        number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures
-        kinds = [
-            ("supernet", 1, trial.supernet_seconds, False),
-            ("score", 1, trial.score_seconds, False),
-            ("search", 1, trial.search_seconds, False),
-            ("networks (retraining)", number, trial.network_seconds, True),
-        ]
-        # networks first: a peak of memory never falls, and the supernet's is not theirs
-        order = [kinds[-1], *kinds[:-1]]
-        networks, *others = [Estimate(what, n, seconds(), memory(), apart) for what, n, seconds, apart in order]
-        timed = [*others, networks]
-    at_a_time = 1
+    trial = Trial(cfg)
+    number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures
+    # networks first: a peak of memory never falls, and the supernet's is not theirs
+    networks = Estimate("networks (retraining)", number, trial.network_seconds(), memory())
+    stages = [
+        Estimate(what, 1, seconds(), memory(), apart=False)
+        for what, seconds in (
+            ("supernet", trial.supernet_seconds),
+            ("score", trial.score_seconds),
+            ("search", trial.search_seconds),
+        )
+    ]
+    at_a_time, threads = 1, torch.get_num_threads()
     if tasks is not None:
-        arch = tuple(options[0] for options in space.options)
-        # a task of the run, so that as many count as fitting here as there
-        one = training_task(cfg, space, "best", arch, cfg.seed)
-        at_a_time = tasks.workers or workers_for(number, threads=one.threads, gpus=one.gpus)
-    estimates = tuple(e for e in timed if e.seconds > 0)
-    return Plan(estimates, torch.get_num_threads(), at_a_time, tasks, _notes(cfg, trial, timed), max_hours)
+        at_a_time = tasks.workers or workers_for(number, threads=threads, gpus=gpus_for(cfg.torch_device))
+    quick = [e.what for e in stages if not e.seconds]
+    estimates = (*(e for e in stages if e.seconds), networks)
+    return Plan(estimates, threads, at_a_time, tasks, _notes(cfg, trial, quick), max_hours)
 
 
-def _notes(cfg: RunConfig, trial: Trial, timed: Sequence[Estimate]) -> tuple[str, ...]:
+def _notes(cfg: RunConfig, trial: Trial, quick: Sequence[str]) -> tuple[str, ...]:
     """What is planned, and what the times leave out."""
     space = trial.space
     macs = [
@@ -157,36 +152,23 @@ def _notes(cfg: RunConfig, trial: Trial, timed: Sequence[Estimate]) -> tuple[str
         f"{len(trial.loader.source):,} training images of {space.num_classes} classes; limits of the search: {given}",
     ]
     notes += limits.met_by_all(space, allow_identity=cfg.search.allow_identity)
-    if quick := [e.what for e in timed if not e.seconds]:
+    if quick:
         notes.append(f"Not timed, because they take seconds: {', '.join(quick)}. Networks are timed at the most MACs.")
     if (cfg.run_dir / "checkpoints").exists():
         notes.append(f"{cfg.run_dir} has a run already: this is the time of a whole one.")
     return (*notes, *trial.written)
 
 
-@contextlib.contextmanager
-def trial_of(cfg: RunConfig) -> Iterator[Trial]:
-    """A few steps of a run with these resolved settings.
-
-    Raises:
-        RunDirectoryError: the run directory is in use, or cannot be written.
-        ConfigError, DataError, InfeasibleConstraintError: see `configured_space`.
-    """
-    with run_lock(cfg.run_dir, create=False):
-        pass  # the run would need it; steps are timed without it
-    with tempfile.TemporaryDirectory() as folder:
-        yield Trial(cfg, Path(folder))
-
-
 class Trial:
-    """A few steps of the stages of a run.
+    """A few steps of the stages of a run with these resolved settings.
 
     Attributes:
         space, loader, net: the space, the training images and the supernet of the run.
     """
 
-    def __init__(self, cfg: RunConfig, folder: Path) -> None:
-        self.cfg, self.folder = cfg, folder
+    def __init__(self, cfg: RunConfig) -> None:
+        check_free(cfg)
+        self.cfg = cfg
         self.space: SearchSpace
         self.space, self.loader = configured_space(cfg)
         self.net: Supernet
@@ -206,10 +188,10 @@ class Trial:
 
         def steps(batches: Sequence[Any]) -> object:
             settings = cfg.train.replace(epochs=1)
-            with tempfile.TemporaryDirectory(dir=self.folder) as out:
+            with tempfile.TemporaryDirectory() as out:
                 return train_supernet(self.net, batches, self._sampler, settings, run_dir=out, device=cfg.torch_device)
 
-        return self._step(steps, self.loader) * len(self.loader) * cfg.train.epochs
+        return _step_seconds(steps, self.loader, cfg.torch_device) * len(self.loader) * cfg.train.epochs
 
     def score_seconds(self) -> float:
         """Seconds of the table of scores; 0 if they take seconds, or if the search scores whole paths."""
@@ -230,27 +212,9 @@ class Trial:
 
     def network_seconds(self) -> float:
         """Seconds of the retraining of the largest network."""
-        cfg = self.cfg
         _LOG.info("timing a few steps of retraining the largest network")
-        train, val = retrain_loaders(cfg, self.space)
         arch = tuple(max(row, key=lambda choice: row[choice].macs) for row in self.space.cost_table)
-        few, _ = _timed_batches(val, cfg.torch_device)
-        # batches that are drawn already are augmented, and steps take as long from any weights
-        settings = cfg.retrain.replace(
-            init="he", auto_augment=None, patience=None, train=cfg.retrain.train.replace(epochs=1)
-        )
-
-        def steps(batches: Sequence[Any]) -> object:
-            with tempfile.TemporaryDirectory(dir=self.folder) as out:
-                return retrain(self.space, arch, batches, few[:1], settings, run_dir=out, device=cfg.torch_device)
-
-        network = build(self.space, arch, activation=cfg.supernet.activation).to(cfg.torch_device)
-        begin = time.perf_counter()
-        evaluate(network, few, device=cfg.torch_device)
-        checks = (time.perf_counter() - begin) / len(few) * len(val)
-        epochs = cfg.retrain.train.epochs
-        training = self._step(steps, train) * len(train) * epochs
-        return training + checks * math.ceil(epochs / cfg.retrain.train.eval_every)
+        return network_seconds(self.cfg, self.space, arch)
 
     def _path_seconds(self, evidence: Evidence) -> float:
         """Seconds of the score of a path."""
@@ -262,18 +226,46 @@ class Trial:
             score.function(evidence, path)
         return (time.perf_counter() - begin) / max(1, len(paths[1:]))
 
-    def _step(self, steps: Callable[[Sequence[Any]], object], loader: Loader) -> float:
-        """Seconds of a batch and its step, without what the first one and the ends of a stage take besides."""
-        given, loading = _timed_batches(loader, self.cfg.torch_device)
-        times = []
-        with _quiet():
-            steps(given[:_FEW])
-            for number in (_FEW, _MORE):
-                batches = list(itertools.islice(itertools.cycle(given), number))
-                begin = time.perf_counter()
-                steps(batches)
-                times.append(time.perf_counter() - begin)
-        return max(0.0, times[1] - times[0]) / (_MORE - _FEW) + loading
+
+def network_seconds(cfg: RunConfig, space: SearchSpace, arch: Arch, *, hold_out: bool = False) -> float:
+    """Seconds of the retraining of one network; `hold_out` as in `retrain_loaders`."""
+    device, epochs = cfg.torch_device, cfg.retrain.train.epochs
+    train, val = retrain_loaders(cfg, space, hold_out=hold_out)
+    few, _ = _timed_batches(val, device)
+    # batches that are drawn already are augmented, and steps take as long from any weights
+    once = cfg.retrain.train.replace(epochs=1)
+    settings = cfg.retrain.replace(init="he", auto_augment=None, patience=None, train=once)
+
+    def steps(batches: Sequence[Any]) -> object:
+        with tempfile.TemporaryDirectory() as out:
+            return retrain(space, arch, batches, few[:1], settings, run_dir=out, device=device)
+
+    network = build(space, arch, activation=cfg.supernet.activation).to(device)
+    begin = time.perf_counter()
+    evaluate(network, few, device=device)
+    checks = (time.perf_counter() - begin) / len(few) * len(val)
+    training = _step_seconds(steps, train, device) * len(train) * epochs
+    return training + checks * math.ceil(epochs / cfg.retrain.train.eval_every)
+
+
+def check_free(cfg: RunConfig) -> None:
+    """Refuse a run directory that is in use: the run would need its lock, and steps are timed without it."""
+    with run_lock(cfg.run_dir, create=False):
+        pass
+
+
+def _step_seconds(steps: Callable[[Sequence[Any]], object], loader: Loader, device: str) -> float:
+    """Seconds of a batch and its step, without what the first one and the ends of a stage take besides."""
+    given, loading = _timed_batches(loader, device)
+    times = []
+    with _quiet():
+        steps(given[:_FEW])
+        for number in (_FEW, _MORE):
+            batches = list(itertools.islice(itertools.cycle(given), number))
+            begin = time.perf_counter()
+            steps(batches)
+            times.append(time.perf_counter() - begin)
+    return max(0.0, times[1] - times[0]) / (_MORE - _FEW) + loading
 
 
 def _timed_batches(loader: Loader, device: str) -> tuple[list[Any], float]:

@@ -48,7 +48,7 @@ def image_loaders(
 
 
 def retrain_loaders(
-    cfg: RunConfig, space: ArchSpace, *, seed: int | None = None, world: World = SINGLE
+    cfg: RunConfig, space: ArchSpace, *, seed: int | None = None, world: World = SINGLE, hold_out: bool = False
 ) -> tuple[Loader, Loader]:
     """The loaders of a retraining, with its augmentation; every seed has the same validation images.
 
@@ -57,10 +57,10 @@ def retrain_loaders(
         space: the space.
         seed: seed of order and augmentation; None takes the run's.
         world: the ranks that share every batch.
+        hold_out: whether held-out training images validate.
 
     Raises:
-        ConfigError: the images have other classes than the space, or see `make_loaders`.
-        DataError: see `make_loaders`.
+        ConfigError, DataError: the images have other classes than the space, or see `make_loaders`.
     """
     data = cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
     train, val = make_loaders(
@@ -68,6 +68,7 @@ def retrain_loaders(
         resolution=space.resolution,
         in_channels=space.in_channels,
         seed=cfg.seed if seed is None else seed,
+        hold_out=hold_out,
         policy=cfg.retrain.auto_augment,
         rank=world.rank,
         world=world.size,
@@ -81,11 +82,7 @@ def retrain_loaders(
 
 
 def saved_space(cfg: RunConfig) -> SearchSpace:
-    """The space in the run directory.
-
-    Raises:
-        FileNotFoundError, ConfigError: the file is missing or damaged.
-    """
+    """The space in the run directory."""
     path = cfg.run_dir / SPACE_FILE
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run `nasfast supernet --out {cfg.out}` first")
@@ -112,12 +109,7 @@ def _saved_kind(cfg: RunConfig) -> type[ArchSpace] | None:
 
 
 def checked_space(cfg: RunConfig) -> tuple[SearchSpace, tuple[ImageSource, ImageSource]]:
-    """The space of the settings, with the classes of the images, once the search can use it; and the images.
-
-    Raises:
-        ConfigError, DataError: the space or the images cannot be used.
-        ConfigError, AccuracyError, InfeasibleConstraintError: see `check_search`.
-    """
+    """The space of the settings, with the classes of the images, once the search can use it; and the images."""
     space, images = _space_and_images(cfg)
     check_search(cfg, space)
     return space, images
@@ -164,12 +156,7 @@ def load_supernet(cfg: RunConfig) -> tuple[Supernet, Checkpoint]:
 
 
 def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
-    """What the score of a run is computed from, and the checkpoint of the supernet.
-
-    Raises:
-        FileNotFoundError, CheckpointError: see `load_supernet`.
-        ConfigError, ScoreError: the supernet cannot have this score.
-    """
+    """What the score of a run is computed from, and the checkpoint of the supernet."""
     use_threads(cfg.threads)
     score = score_of(cfg.score)
     net, checkpoint = load_supernet(cfg)
@@ -183,11 +170,7 @@ def evidence_to_rank(cfg: RunConfig) -> Evidence:
 
 
 def supernet_to_rank(cfg: RunConfig, *, trained: bool) -> Supernet:
-    """The trained supernet of the run directory, or the untrained one of the settings.
-
-    Raises:
-        FileNotFoundError, CheckpointError: see `load_supernet`.
-    """
+    """The trained supernet of the run directory, or the untrained one of the settings."""
     return load_supernet(cfg)[0] if trained else _untrained_supernet(cfg, space_of(cfg))
 
 

@@ -5,35 +5,30 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nasfast.config import ConfigError, portable
+from nasfast.config import ConfigError
 from nasfast.data import DataError
 from nasfast.indicators.scores import gives_table
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.agreement import Agreement, agreement
-from nasfast.pipeline.check import MACHINE_DATA, already_begun, check_same_run
-from nasfast.pipeline.estimate import Estimate, Plan, memory, trial_of
-from nasfast.pipeline.inputs import checked_space, retrain_loaders
-from nasfast.pipeline.score import score
-from nasfast.pipeline.search import search
+from nasfast.pipeline.check import already_begun, check_same_run
+from nasfast.pipeline.estimate import Estimate, Plan, Trial, memory
+from nasfast.pipeline.inputs import checked_space
+from nasfast.pipeline.networks import machine_of, network_task, random_peers, settings_of_seed, settings_of_task
 from nasfast.pipeline.seeds_page import STABILITY_FILE, write_stability_page
-from nasfast.pipeline.supernet import supernet
-from nasfast.retrain import retrain
+from nasfast.pipeline.stages import score, search, supernet
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import seal, write_atomic
-from nasfast.runtime.tracking import tracked
-from nasfast.search import InfeasibleConstraintError, equal_cost_peers, top_k
+from nasfast.search import InfeasibleConstraintError, top_k
 from nasfast.search.limits import read_limits
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig, TaskSettings
-from nasfast.spaces import Arch, LayerSpace, SearchSpace, arch_file_text
+from nasfast.spaces import Arch, LayerSpace, arch_file_text
 from nasfast.tasks import Task, TaskError, TaskResult, TaskRunner, gpus_for, saved_result, threads_for, workers_for
 
 _LOG = logging.getLogger(__name__)
@@ -81,11 +76,6 @@ def check_seeds(cfg: RunConfig, seeds: int) -> None:
         )
 
 
-def with_threads(cfg: RunConfig, seeds: int) -> RunConfig:
-    """The settings with a number of threads, which results depend on."""
-    return cfg.replace(threads=cfg.threads or threads_for(seeds))
-
-
 def networks(answer: Arch, others: Mapping[str, Arch], seeds: int) -> list[Network]:
     """What is retrained: the answer and the structural baseline with every seed, random architectures with one each.
 
@@ -126,7 +116,7 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
         RunDirectoryError: another process writes to the run directory.
     """
     check_seeds(cfg, seeds)
-    cfg = with_threads(cfg, seeds)
+    cfg = cfg.replace(threads=cfg.threads or threads_for(seeds))  # results depend on it, so it is kept
     # nothing is written before the executor is there
     with TaskRunner(cfg.run_dir, settings) as runner:
         if (cfg.run_dir / SPACE_FILE).exists():
@@ -134,25 +124,19 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
                 f"{cfg.run_dir} has a run without --seeds, whose report.html would be replaced: leave --seeds away, or "
                 "choose another --out"
             )
-        same = partial(check_same_run, cfg.run_dir / CONFIG_FILE, cfg)
         if (cfg.run_dir / CONFIG_FILE).exists() and not resume:
-            raise already_begun(cfg.run_dir, "a run", same)
-        same()
-        _check_limits(cfg, remote=settings.executor == "ray")
+            raise already_begun(cfg, "a run", check_same_run)
+        check_same_run(cfg)
+        try:
+            checked_space(cfg)  # refuses limits that no architecture meets
+        except DataError as error:
+            if settings.executor != "ray":
+                raise
+            _LOG.warning("this machine does not see the images, so each task checks its limits itself: %s", error)
         for task in (seed_task(cfg, number) for number in range(seeds)):
             saved_result(cfg.run_dir / task.name, task)
         write_atomic(cfg.run_dir / CONFIG_FILE, cfg.to_yaml().encode())
         return _run(cfg, seeds, runner)
-
-
-def _check_limits(cfg: RunConfig, *, remote: bool) -> None:
-    """Refuse limits that no architecture meets, and tables that cannot be used, before any task begins."""
-    try:
-        checked_space(cfg)
-    except DataError as error:
-        if not remote:
-            raise
-        _LOG.warning("this machine does not see the images, so each task checks its limits itself: %s", error)
 
 
 def _run(cfg: RunConfig, seeds: int, runner: TaskRunner) -> Path:
@@ -184,7 +168,10 @@ def _retrain(
     cfg: RunConfig, runner: TaskRunner, chosen: Sequence[Network], space: LayerSpace
 ) -> list[tuple[Network, TaskResult]]:
     """Each network with its result; what has two roles is trained once."""
-    tasks = [network_task(cfg, space, network.arch, network.seed) for network in chosen]
+    tasks = [
+        network_task(cfg, space, n.arch, cfg.seed + n.seed, name=f"networks/{arch_file_text(n.arch)}/seed-{n.seed}")
+        for n in chosen
+    ]
     ended = runner.run({task.name: task for task in tasks}.values())
     results = {result.name: result for result in ended}
     return [(network, results[task.name]) for network, task in zip(chosen, tasks, strict=True)]
@@ -224,23 +211,17 @@ def _plain(found: Agreement) -> dict[str, Any]:
 
 
 def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings()) -> Plan:
-    """Time a few steps of each kind of task in this process.
-
-    Raises:
-        ConfigError, DataError, InfeasibleConstraintError, RunDirectoryError: the run would be refused.
-    """
+    """Time a few steps of each kind of task in this process."""
     check_seeds(cfg, seeds)
-    cfg = with_threads(cfg, seeds)
+    cfg = cfg.replace(threads=cfg.threads or threads_for(seeds))  # results depend on it, so it is kept
     at_a_time = settings.workers or workers_for(seeds, threads=cfg.threads, gpus=gpus_for(cfg.torch_device))
     use_threads(cfg.threads)
     trainings = 2 * seeds + cfg.retrain.random_architectures
-    with trial_of(cfg) as trial:
-        scored = Estimate(
-            "seeds (supernet, score, search)", seeds, trial.supernet_seconds() + trial.score_seconds(), memory()
-        )
-        trained = Estimate("networks (retraining)", trainings, trial.network_seconds(), memory())
-        written = trial.written
-    return Plan((scored, trained), cfg.threads, at_a_time, settings, written, settings.max_hours)
+    trial = Trial(cfg)
+    seconds = trial.supernet_seconds() + trial.score_seconds()
+    scored = Estimate("seeds (supernet, score, search)", seeds, seconds, memory())
+    trained = Estimate("networks (retraining)", trainings, trial.network_seconds(), memory())
+    return Plan((scored, trained), cfg.threads, at_a_time, settings, trial.written, settings.max_hours)
 
 
 def seed_task(cfg: RunConfig, number: int) -> Task:
@@ -248,81 +229,19 @@ def seed_task(cfg: RunConfig, number: int) -> Task:
     return Task(
         f"seed-{number}",
         f"{__name__}:score_seed",
-        {"config": _settings(cfg, number)},
+        {"config": settings_of_seed(cfg, cfg.seed + number)},
         threads=cfg.threads,
-        cost=float(cfg.train.epochs),
         gpus=gpus_for(cfg.torch_device),
-        machine=_machine(cfg),
+        machine=machine_of(cfg),
     )
-
-
-def network_task(cfg: RunConfig, space: LayerSpace, arch: Arch, number: int) -> Task:
-    """The retraining of one architecture with one seed, in `networks/ARCH/seed-NUMBER`."""
-    return Task(
-        f"networks/{arch_file_text(arch)}/seed-{number}",
-        f"{__name__}:retrain_network",
-        {"config": _settings(cfg, number), "space": space.to_dict(), "arch": list(arch)},
-        threads=cfg.threads,
-        cost=float(cfg.retrain.train.epochs),
-        gpus=gpus_for(cfg.torch_device),
-        machine=_machine(cfg),
-    )
-
-
-def _settings(cfg: RunConfig, number: int) -> dict[str, Any]:
-    """The settings of one seed that decide its results; all seeds have the same validation images."""
-    data = cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
-    seed = cfg.seed + number
-    form = cfg.replace(seed=seed, data=data, search=cfg.search.replace(seed=seed)).to_dict()
-    for mapping, keys in ((form, ("out", "track")), (form["data"], MACHINE_DATA)):
-        for key in keys:
-            del mapping[key]
-    return form
-
-
-def _machine(cfg: RunConfig) -> dict[str, Any]:
-    """The settings that `_settings` leaves out, without the place of the files."""
-    return {"data": {key: getattr(cfg.data, key) for key in MACHINE_DATA}, "track": list(cfg.track)}
-
-
-def _joined(config: Mapping[str, Any], folder: Path, *, data: Mapping[str, Any], track: Sequence[str]) -> RunConfig:
-    """The settings of a task, from those that decide its results, its folder, and what `_machine` gave."""
-    form = {**config, "data": {**config["data"], **data}, "track": list(track), "out": str(folder)}
-    return RunConfig.from_dict(form)
 
 
 def score_seed(folder: Path, *, config: Mapping[str, Any], **machine: Any) -> dict[str, Any]:
-    """Train and score a supernet; the result names its best architectures."""
-    cfg = _joined(config, folder, **machine)
+    """The function of `seed_task`; the result names the best architectures."""
+    cfg = settings_of_task(config, folder, **machine)
     supernet(cfg, resume=(folder / "checkpoints").exists())
     score(cfg)
     return {"top": [list(candidate.arch) for candidate in search(cfg)]}
-
-
-def retrain_network(
-    folder: Path, *, config: Mapping[str, Any], space: Mapping[str, Any], arch: Sequence[int], **machine: Any
-) -> dict[str, Any]:
-    """Retrain one architecture; the result is its `result.json` without the time."""
-    cfg = _joined(config, folder, **machine)
-    the_space = SearchSpace.from_dict(space)
-    train, val = retrain_loaders(cfg, the_space)
-    with tracked(cfg.track, folder, portable(cfg.to_dict())):
-        result = retrain(
-            the_space,
-            tuple(arch),
-            train,
-            val,
-            cfg.retrain,
-            run_dir=folder,
-            name="network",
-            activation=cfg.supernet.activation,
-            seed=cfg.seed,
-            resume=True,
-            device=cfg.torch_device,
-        )
-    form = result.to_dict()
-    del form["seconds"]
-    return form
 
 
 def rivals(cfg: RunConfig, space: LayerSpace, answer: Arch) -> dict[str, Arch]:
@@ -341,12 +260,4 @@ def rivals(cfg: RunConfig, space: LayerSpace, answer: Arch) -> dict[str, Arch]:
         found["structure"] = top_k(table, space, limits, k=1)[0].arch
     except InfeasibleConstraintError as error:
         _LOG.warning("no structural baseline to compare with: %s", error)
-    peers = equal_cost_peers(
-        space,
-        random.Random(cfg.seed),
-        answer,
-        cfg.retrain.random_architectures,
-        limits=given,
-        allow_identity=search.allow_identity,
-    )
-    return found | {"random" if i == 0 else f"random-{i + 1}": arch for i, arch in enumerate(peers)}
+    return found | random_peers(cfg, space, answer)

@@ -7,16 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from nasfast.config import portable
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.pipeline.agreement import GOAL, STABLE_TAU
 from nasfast.report import at_chance
 from nasfast.report.evidence import Comparison, compare_runs, is_peer
-from nasfast.report.page import cards_of, embedded, escape, folded, interval_of, page_of, table_of
-from nasfast.report.plots import SERIES, new_figure
-from nasfast.report.style import INK
+from nasfast.report.page import cards_of, escape, folded, interval_of, page_of, table_of
 from nasfast.runtime.files import read_metrics, unseal, write_atomic
 from nasfast.settings import CONFIG_FILE
 from nasfast.spaces import format_arch
@@ -30,7 +27,7 @@ _POOR_FIT = 0.8
 """A table whose cross-validated tau with the scores of the paths is below this loses much of what the paths say."""
 
 _BASELINE_COST = "at most 1 % more MACs, perhaps fewer"
-"""MACs of the structural baseline beside those of the answer (`nasfast.pipeline.work.rivals`)."""
+"""MACs of the structural baseline beside those of the answer (`nasfast.pipeline.seeds.rivals`)."""
 
 
 def write_stability_page(run_dir: str | Path) -> Path:
@@ -46,7 +43,7 @@ def write_stability_page(run_dir: str | Path) -> Path:
     sections = [("summary", "Summary", _summary(folder, form))]
     if form["agreement"] is not None:
         sections += [
-            ("agreement", "Agreement between seeds", _agreement(folder, form["agreement"])),
+            ("agreement", "Agreement between seeds", _agreement(form["agreement"])),
             ("top", "Best architectures of all seeds", _top(form["agreement"])),
             ("networks", "Retrained", _networks(form["networks"])),
         ]
@@ -178,28 +175,9 @@ def _table(seed: Path) -> dict[str, Any]:
 
 def _compared(name: str, found: Comparison) -> str:
     """A comparison in words."""
-    one = name == "random" and found.peers == 1
-    others = "one random architecture" if one else f"the mean of {found.peers} random architectures"
-    others = f"the structural baseline ({_BASELINE_COST})" if name == "structure" else f"{others} of equal cost"
-    where = "above" if found.gain > 0 else "below" if found.gain < 0 else "away from"
     runs = f"{found.runs} seed{'s' if found.runs > 1 else ''}"
-    text = (
-        f"Retrained with {runs}, the answer is {abs(found.gain):.2f} percentage points {where} {others} "
-        f"(95 % interval {found.low:+.2f} to {found.high:+.2f}, over {_covered(name, found)})"
-    )
-    if not found.significant:
-        return f"{text}: the difference is not significant."
-    return f"{text}. Other random architectures may be better or worse." if one else f"{text}."
-
-
-def _covered(name: str, found: Comparison) -> str:
-    """What an interval covers: a group of one training has no scatter in it."""
-    parts = [f"{found.images:,} images"]
-    if found.runs > 1:
-        parts.append("the seeds of the answer")
-    if found.peers > 1:
-        parts.append("the random architectures" if name == "random" else "the seeds of the baseline")
-    return " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
+    rival = f"the structural baseline ({_BASELINE_COST})" if name == "structure" else None
+    return found.sentence(f"Retrained with {runs}, the answer", rival)
 
 
 def _summary(folder: Path, form: Mapping[str, Any]) -> str:
@@ -219,7 +197,7 @@ def _summary(folder: Path, form: Mapping[str, Any]) -> str:
     return cards_of(cards) + text
 
 
-def _agreement(folder: Path, found: Mapping[str, Any]) -> str:
+def _agreement(found: Mapping[str, Any]) -> str:
     rows = [["score", interval_of(found["tau"])]]
     if found["learned"] is not None:
         rows.append(["score without the structural baseline in it", interval_of(found["learned"])])
@@ -254,22 +232,9 @@ def _agreement(folder: Path, found: Mapping[str, Any]) -> str:
     return (
         table_of(["", "tau between seeds"], rows, text_columns=(0,))
         + f'<p class="soft">{escape(note)}</p>'
-        + embedded(_layer_figure(found["layers"]), caption, folder / "report" / "layers.svg")
         + table_of(header, layers, text_columns=())
+        + f'<p class="soft">{escape(caption)}</p>'
     )
-
-
-def _layer_figure(layers: Sequence[Mapping[str, Any]]) -> Figure:
-    figure, (ax,) = new_figure(8, 3.2)
-    known = [layer for layer in layers if layer["tau"]["value"] is not None]
-    at = [layer["layer"] for layer in known]
-    tau = np.array([[layer["tau"][key] for key in ("value", "low", "high")] for layer in known]).reshape(-1, 3)
-    spread = np.abs(tau[:, 1:] - tau[:, :1]).T
-    whiskers = {"yerr": spread, "ecolor": INK, "capsize": 3} if spread.any() else {}  # two seeds have no interval
-    ax.bar(at, tau[:, 0], color=SERIES[0], width=0.7, **whiskers)
-    ax.axhline(0, color=INK, lw=0.8)
-    ax.set(xlabel="layer", ylabel="tau between seeds", ylim=(-1.05, 1.05), xticks=[layer["layer"] for layer in layers])
-    return figure
 
 
 def _top(found: Mapping[str, Any]) -> str:

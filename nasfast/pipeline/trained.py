@@ -7,41 +7,35 @@ RUN/trained.json the comparison. Later calls add to them.
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import logging
-import shutil
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from nasfast.config import ConfigBase, ConfigError
-from nasfast.data import DataConfig, make_loaders
-from nasfast.engine.eager import EagerEngine
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.compare import ScoreComparison, attainable_tau, compare_scores
 from nasfast.indicators.rank import rank
 from nasfast.indicators.scores import ScoreError, all_scores, parts_of, score_of, score_paths, summed
 from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
-from nasfast.measure.timing import seconds_of
-from nasfast.pipeline.inputs import evidence_for, evidence_to_rank, image_loaders, space_of, supernet_to_rank
-from nasfast.retrain.retrain import RESULT_FILE, RetrainResult, retrain
+from nasfast.pipeline.estimate import check_free, network_seconds
+from nasfast.pipeline.inputs import evidence_for, evidence_to_rank, retrain_loaders, space_of, supernet_to_rank
+from nasfast.pipeline.networks import NETWORK, network_task
+from nasfast.retrain.retrain import RESULT_FILE, RetrainResult
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.progress import duration
 from nasfast.search import stratified_sample
 from nasfast.search.limits import read_limits
-from nasfast.settings import RetrainConfig, RunConfig, TaskSettings, TrainConfig
+from nasfast.settings import RetrainConfig, RunConfig, SupernetConfig, TaskSettings, TrainConfig
 from nasfast.spaces import Arch, SearchSpace, arch_file_text, format_arch
-from nasfast.supernet import build
-from nasfast.tasks import TASK_FILE, Task, TaskRunner, gpus_for, threads_for, workers_for
+from nasfast.tasks import TASK_FILE, Task, TaskRunner, threads_for, workers_for
 
 ACCURACIES_FILE, REPORT_FILE, SETTINGS_FILE, FOLDER = "accuracies.json", "trained.json", "settings.yaml", "trained"
 
@@ -54,10 +48,8 @@ IMAGES: dict[str, Any] = {"batch_size": BATCH_SIZE, "augment": "none", "workers"
 """Settings of `data` for it: in so few epochs small batches give more steps, and the network cannot memorise the
 images. The trainings run side by side, so each decodes its images itself."""
 
-_NETWORK = "network"
-
-_TIMED = 5
-"""Steps that an estimate times."""
+_KEPT = ("top1", "top5", "loss", "macs", "params", "epochs", "images")
+"""What accuracies.json has of a result."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -117,17 +109,16 @@ def train_sample(
                 f"{len(within)} of {len(tasks)} architectures are trained, at least {MIN_ARCHITECTURES} are needed to "
                 f"compare rankings: the same command continues; {folder} has the logs"
             )
-        entries = {format_arch(a): {"accuracy": 100 * form["top1"], **form} for a, form in done.items()}
+        entries = {
+            format_arch(a): {"accuracy": 100 * form["top1"], **{key: form[key] for key in _KEPT}}
+            for a, form in done.items()
+        }
         write_atomic(cfg.run_dir / ACCURACIES_FILE, (json.dumps(entries, indent=1) + "\n").encode())
     return within
 
 
 def plan_sample(cfg: RunConfig, count: int, *, epochs: int | None = None) -> list[Task]:
-    """The trainings of `train_sample`: those of the sample, then those of earlier calls that are not in it.
-
-    Raises:
-        AccuracyError, ConfigError, InfeasibleConstraintError: see `train_sample`.
-    """
+    """The trainings of `train_sample`: those of the sample, then those of earlier calls that are not in it."""
     if count < MIN_ARCHITECTURES:
         raise AccuracyError(
             f"--train {count}: at least {MIN_ARCHITECTURES} architectures are needed to compare rankings"
@@ -135,76 +126,38 @@ def plan_sample(cfg: RunConfig, count: int, *, epochs: int | None = None) -> lis
     space = space_of(cfg)
     limits = read_limits(cfg.search, space)
     archs = stratified_sample(space, count, limits=limits, allow_identity=cfg.search.allow_identity, seed=cfg.seed)
-    _check_images(cfg, space, count)
     # a folder is named after its architecture
     before = [space.parse(path.parent.name) for path in _finished(cfg)]
-    archs += [arch for arch in before if arch not in archs]
-    return _tasks(cfg, space, archs, _shared_settings(cfg, count, epochs))
+    given = _sample_settings(cfg, _shared_settings(cfg, count, epochs))
+    _check_images(given, space, count)
+    return [
+        network_task(given, space, arch, cfg.seed, name=arch_file_text(arch), hold_out=True)
+        for arch in dict.fromkeys([*archs, *before])
+    ]
 
 
 def estimate_sample(cfg: RunConfig, count: int, settings: TaskSettings, *, epochs: int | None = None) -> str:
-    """What `train_sample` would do, with the time from a few steps of the middle architecture; none is trained.
-
-    Raises:
-        AccuracyError, ConfigError, InfeasibleConstraintError: see `train_sample`.
-    """
+    """What `train_sample` would do, with the time from a few steps of the middle architecture; none is trained."""
     tasks = plan_sample(cfg, count, epochs=epochs)
     done = {path.parent.name for path in _finished(cfg)}
     left = sorted((task for task in tasks if task.name not in done), key=lambda task: task.cost)
     if not left:
         return f"all {len(tasks)} architectures are trained"
-    middle, at_a_time = (
-        left[len(left) // 2],
-        settings.workers or workers_for(len(left), threads=left[0].threads, gpus=left[0].gpus),
-    )
+    middle = left[len(left) // 2]
+    at_a_time = settings.workers or workers_for(len(left), threads=middle.threads, gpus=middle.gpus)
     use_threads(middle.threads)
-    with run_lock(cfg.run_dir, create=False):
-        pass  # the trainings would need it; steps are timed without it
+    check_free(cfg)
     _LOG.info("timing a few steps of the middle one of %d architectures", len(left))
-    space, recipe = space_of(cfg), RetrainConfig.from_dict(middle.arguments["recipe"])
-    train, _ = image_loaders(cfg.replace(data=cfg.data.replace(**IMAGES)), space, hold_out=True)
-    network = build(space, tuple(middle.arguments["arch"]), activation=cfg.supernet.activation)
-    engine, device = EagerEngine(network.to(cfg.torch_device).train()), torch.device(cfg.torch_device)
-    batches = itertools.islice(train.epoch(0, device=cfg.torch_device), _TIMED)
-    steps = [seconds_of(functools.partial(engine.forward_backward, *batch, None), device) for batch in batches]
-    one = statistics.median(steps) * len(train) * recipe.train.epochs
+    given = _sample_settings(cfg, _shared_settings(cfg, count, epochs))
+    space, epochs = space_of(cfg), given.retrain.train.epochs
+    one = network_seconds(given, space, tuple(middle.arguments["arch"]), hold_out=True)
     total = one * sum(task.cost for task in left) / middle.cost / at_a_time
-    what = f"{len(left)} trainings of {recipe.train.epochs} epochs on {len(train.source)} images"
+    images = len(retrain_loaders(given, space, hold_out=True)[0].source)
     return (
-        f"{what}, {len(tasks) - len(left)} more are finished; {at_a_time} at a time with {middle.threads} threads "
-        f"each: about {duration(one)} for one, {duration(total)} for all, if nothing else uses the cores. Nothing was "
-        "trained."
+        f"{len(left)} trainings of {epochs} epochs on {images} images, {len(tasks) - len(left)} more are finished; "
+        f"{at_a_time} at a time with {middle.threads} threads each: about {duration(one)} for one, {duration(total)} "
+        "for all, if nothing else uses the cores. Nothing was trained."
     )
-
-
-def train_one(folder: Path, *, arch: list[int], space: dict, data: dict, recipe: dict, **run: Any) -> dict[str, Any]:
-    """Train one architecture in `folder`: the function of a task; it continues what an earlier attempt left.
-
-    Args:
-        folder: gets the files of the training.
-        arch: the architecture.
-        space, data, recipe: the written forms of a `SearchSpace`, a `DataConfig` and a `RetrainConfig`.
-        run: `activation`, `seed` and `device` of `nasfast.retrain.retrain`.
-
-    Returns:
-        Validation accuracies, cost and epochs, as JSON.
-    """
-    built, path = SearchSpace.from_dict(space), folder / "retrain" / _NETWORK / RESULT_FILE
-    if path.exists():
-        result = RetrainResult.load(path)
-    else:
-        train, held = make_loaders(
-            DataConfig.from_dict(data),
-            resolution=built.resolution,
-            in_channels=built.in_channels,
-            seed=run["seed"],
-            hold_out=True,
-        )
-        settings = RetrainConfig.from_dict(recipe)
-        result = retrain(built, tuple(arch), train, held, settings, run_dir=folder, name=_NETWORK, resume=True, **run)
-    # with the result written they are needed no more, and a large sample would fill the disk with them
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return {name: getattr(result, name) for name in ("top1", "top5", "loss", "macs", "params", "epochs", "images")}
 
 
 def compare_trained(
@@ -251,7 +204,7 @@ def compare_trained(
 
 def _attainable(cfg: RunConfig, archs: Iterable[Arch]) -> float | None:
     """See `attainable_tau`; None unless all trainings have a record of the same number of held-out images."""
-    paths = [cfg.run_dir / FOLDER / arch_file_text(arch) / "retrain" / _NETWORK / RESULT_FILE for arch in archs]
+    paths = [cfg.run_dir / FOLDER / arch_file_text(arch) / "retrain" / NETWORK / RESULT_FILE for arch in archs]
     try:
         results = [RetrainResult.load(path) for path in paths]
     except ConfigError:  # a file is absent or damaged, and nothing else needs it
@@ -262,12 +215,7 @@ def _attainable(cfg: RunConfig, archs: Iterable[Arch]) -> float | None:
 
 
 def check_names(cfg: RunConfig, names: Sequence[str]) -> None:
-    """Refuse scores that `compare_trained` could not compute, before hours of training.
-
-    Raises:
-        ScoreError, ConfigError: there is no such score, or the supernet cannot have it.
-        FileNotFoundError, CheckpointError: it needs a trained supernet, and there is none.
-    """
+    """Refuse scores that `compare_trained` could not compute, before hours of training."""
     # of each kind one is loaded, because nothing is computed that could change it
     supernet = functools.cache(functools.partial(supernet_to_rank, cfg))
     for part in [part for name in names for _, part in parts_of(name)]:
@@ -280,26 +228,18 @@ def _named(cfg: RunConfig, score: str) -> RunConfig:
     return cfg.replace(score=cfg.score.replace(name=score))
 
 
-def _tasks(cfg: RunConfig, space: SearchSpace, archs: Sequence[Arch], shared: SampleSettings) -> list[Task]:
-    common = {
-        "space": space.to_dict(),
-        "data": cfg.data.replace(**IMAGES).to_dict(),
-        "recipe": RECIPE.replace(train=RECIPE.train.replace(epochs=shared.epochs, eval_every=shared.epochs)).to_dict(),
-        "activation": cfg.supernet.activation,
-        "seed": cfg.seed,
-        "device": cfg.torch_device,
-    }
-    return [
-        Task(
-            arch_file_text(arch),
-            f"{__name__}:train_one",
-            {"arch": list(arch), **common},
-            threads=shared.threads,
-            cost=float(space.cost(arch).macs),
-            gpus=gpus_for(cfg.torch_device),
-        )
-        for arch in archs
-    ]
+def _sample_settings(cfg: RunConfig, shared: SampleSettings) -> RunConfig:
+    """The settings of a run that matter for its sample; the others, such as limits, may change between calls."""
+    train = RECIPE.train.replace(epochs=shared.epochs, eval_every=shared.epochs)
+    return RunConfig(
+        out=cfg.out,
+        seed=cfg.seed,
+        device=cfg.torch_device,
+        threads=shared.threads,
+        data=cfg.data.replace(**IMAGES),
+        supernet=SupernetConfig(activation=cfg.supernet.activation),
+        retrain=RECIPE.replace(train=train),
+    )
 
 
 def _finished(cfg: RunConfig) -> list[Path]:
@@ -308,11 +248,7 @@ def _finished(cfg: RunConfig) -> list[Path]:
 
 
 def _shared_settings(cfg: RunConfig, count: int, epochs: int | None) -> SampleSettings:
-    """The settings that the first call saved, or those that it will save.
-
-    Raises:
-        ConfigError: earlier calls had other epochs, or the file is damaged.
-    """
+    """The settings that the first call saved, or those that it will save."""
     path = cfg.run_dir / FOLDER / SETTINGS_FILE
     if not path.exists():
         return SampleSettings(epochs or RECIPE.train.epochs, cfg.threads or threads_for(count))
@@ -326,18 +262,8 @@ def _shared_settings(cfg: RunConfig, count: int, epochs: int | None) -> SampleSe
 
 
 def _check_images(cfg: RunConfig, space: SearchSpace, count: int) -> None:
-    """Refuse images that cannot tell `count` architectures apart.
-
-    Raises:
-        AccuracyError: there are fewer held-out images than architectures, or less than a batch of training images.
-        ConfigError: the images have other classes than the space.
-    """
-    train, held = image_loaders(cfg, space, hold_out=True)
-    if len(held.source.classes) != space.num_classes:
-        raise ConfigError(
-            f"the images have {len(held.source.classes)} classes, {space.name} has {space.num_classes}: give the "
-            "images of the run"
-        )
+    """Refuse images that cannot tell `count` architectures apart, or see `retrain_loaders`."""
+    train, held = retrain_loaders(cfg, space, hold_out=True)
     if len(held.source) < count:
         raise AccuracyError(
             f"--train {count}: {len(held.source)} held-out images give at most {len(held.source) + 1} different "

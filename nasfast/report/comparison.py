@@ -17,7 +17,7 @@ from nasfast.config import flatten, load_yaml, portable
 from nasfast.indicators.rank import Estimate, bootstrap_weights, kendall_tau
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report.evidence import compare, compare_runs, is_peer, repeats_of
-from nasfast.report.page import escape, figure_of, millions, page_of, percent, svg_of, table_of
+from nasfast.report.page import figure_of, millions, page_of, percent, svg_of, table_of
 from nasfast.report.plots import SERIES, literal, new_figure
 from nasfast.report.run_files import NotRun, RunFiles, body_of
 from nasfast.runtime.files import write_atomic
@@ -30,11 +30,6 @@ _MARKERS = "osD^v<>P*X"
 # Architectures and bootstrap resamples of the agreement of two tables.
 _ARCHITECTURES, _RESAMPLES = 500, 200
 _NONE = "-"
-_EPOCHS = "retrain.train.epochs"
-# A learning rate of None takes a default, which is what the result has.
-_BY_DEFAULT = {"retrain.train.lr": "None"}
-# Sections of settings that the results of a run have, and what stands for one where a result does not have it.
-_SECTIONS, _UNKNOWN = ("search", "score"), "unknown"
 # Settings of retraining that do not change how one network is trained.
 _NOT_OF_TRAINING = tuple(f"retrain.{name}" for name in CHOICES)
 
@@ -270,80 +265,25 @@ def _searched_table(run: RunFiles) -> IndicatorTable | None:
 
 
 def _settings(runs: Mapping[str, RunFiles]) -> str:
-    forms = [_texts(run) for run in runs.values()]
-    notes, known = [], True
-    for (name, run), form in zip(runs.items(), forms, strict=True):
-        best = (_known(partial(getattr, run, "retrained")) or {}).get("best") or {}
-        trained = _known(partial(_trained_with, best))
-        if trained is not None:
-            if any(form.get(key, value) not in (value, _BY_DEFAULT.get(key)) for key, value in trained.items()):
-                notes.append(f"Settings of retraining of {name} are those of its best network; config.yaml is newer.")
-            form.update(trained)
-        elif "epochs" in best and form.get(_EPOCHS, str(best["epochs"])) != str(best["epochs"]):
-            known = False
-            notes.append(
-                f"Settings of retraining are left out: config.yaml of {name} is of another retraining with "
-                f"{form[_EPOCHS]} epochs, its best network was trained for {best['epochs']}."
-            )
-    for name, run, form in zip(runs, runs.values(), forms, strict=True):
-        notes += _take_settings_of_results(name, run, form)
-    left_out = tuple(section for section in _SECTIONS if any(form.get(section) == _UNKNOWN for form in forms))
-    every = set().union(*forms) - {"out", *_SECTIONS}
-    keys = sorted(key for key in every if (known or not _is_of_training(key)) and _section_of(key) not in left_out)
+    forms = [_made_with(run) for run in runs.values()]
+    keys = sorted(set().union(*forms) - {"out"})
     rows = [[key, *(form.get(key, _NONE) for form in forms)] for key in keys if len({f.get(key) for f in forms}) > 1]
-    same = len(keys) - len(rows)
-    said = " ".join([f"{same} other settings are equal." if rows else "All other settings are equal.", *notes])
-    if not rows and not notes:
+    if not rows:
         return "<p>All settings are equal.</p>"
-    table = table_of(["setting", *runs], rows, text_columns=range(len(runs) + 1)) if rows else ""
-    return f'{table}<p class="soft">{escape(said)}</p>'
+    note = f"{len(keys) - len(rows)} other settings are equal. Settings of a stage are those of its result, where "
+    note += "config.yaml is newer."
+    return table_of(["setting", *runs], rows, text_columns=range(len(runs) + 1)) + f'<p class="soft">{note}</p>'
 
 
-def _take_settings_of_results(name: str, run: RunFiles, form: dict[str, str]) -> list[str]:
-    """Put the settings that made the shown scores and architectures into those of config.yaml, which may be newer.
-
-    Where a file does not have them, `form` gets its section as `_UNKNOWN`.
-
-    Returns:
-        What is to be said about it.
-    """
+def _made_with(run: RunFiles) -> dict[str, str]:
+    """The settings that made what the page shows, by their flags, as text."""
     result, table = _known(lambda: run.result), _searched_table(run)
-    made: dict[str, Any] = {}
-    if result is not None:
-        made["search"] = result.settings and {"search": result.settings.to_dict()}
-        made["score"] = result.scored_with
-    if table is not None:
-        made["score"] = table.meta.get("settings")
-    notes = []
-    for section, settings in made.items():
-        if not isinstance(settings, Mapping):
-            form[section] = _UNKNOWN
-            notes.append(f"Settings of the {section} are left out: the result of {name} does not have them.")
-            continue
-        flat = {key: str(value) for key, value in flatten(settings).items()}
-        if any(form.get(key, value) != value for key, value in flat.items()):
-            notes.append(f"Settings of the {section} of {name} are those of its result; config.yaml is newer.")
-        form.update(flat)
-    return notes
-
-
-def _section_of(key: str) -> str:
-    """The section of `_SECTIONS` that a flag belongs to, or another text."""
-    return "score" if key == "recalibration_batches" else key.partition(".")[0]
-
-
-def _is_of_training(key: str) -> bool:
-    return key.startswith("retrain.") and key not in _NOT_OF_TRAINING
-
-
-def _trained_with(best: Mapping[str, Any]) -> dict[str, str] | None:
-    """The settings in a network's result, by their flags; config.yaml may be newer. None if the result has none."""
-    if (settings := best.get("settings")) is None:
-        return None
-    flat = {key: str(value) for key, value in flatten(settings, "retrain.").items()}
-    return {key: value for key, value in flat.items() if key not in _NOT_OF_TRAINING}
-
-
-def _texts(run: RunFiles) -> dict[str, str]:
-    """The settings of a run by their flags, as text."""
-    return {key: str(value) for key, value in flatten(load_yaml(run.folder / "config.yaml")).items()}
+    best = (_known(lambda: run.retrained) or {}).get("best") or {}
+    form = flatten(load_yaml(run.folder / "config.yaml"))
+    if result is not None and result.settings is not None:
+        form |= flatten(result.settings.to_dict(), "search.")
+    scored = table.meta.get("settings") if table is not None else result and result.scored_with
+    form |= flatten(scored or {})
+    trained = flatten(best.get("settings") or {}, "retrain.")
+    form |= {key: value for key, value in trained.items() if key not in _NOT_OF_TRAINING}
+    return {key: str(value) for key, value in form.items()}

@@ -63,26 +63,29 @@ class Comparison:
         text = f"{self.gain:+.1f} points over {peers} of equal cost (95 % interval {self.low:.1f} to {self.high:.1f})"
         return text if self.significant else f"{text}, not significant"
 
-    @property
-    def sentence(self) -> str:
-        """The difference, its interval, and what the interval covers."""
-        peers = "one random architecture" if self.peers == 1 else f"the mean of {self.peers} random architectures"
+    def sentence(self, subject: str, rival: str | None = None) -> str:
+        """The difference, its interval, and what the interval covers.
+
+        Args:
+            subject: what was trained, such as "Retrained, it".
+            rival: an architecture that was trained with several seeds; None for random architectures of equal cost.
+        """
+        single = rival is None and self.peers == 1
+        mean = "one random architecture" if single else f"the mean of {self.peers} random architectures"
         where = "above" if self.gain > 0 else "below" if self.gain < 0 else "away from"
-        covers = f"over {self.images:,} images" + (" and the random architectures" if self.peers > 1 else "")
+        parts = [f"{self.images:,} images"]
         if self.runs > 1:
-            covers += f" and {self.runs} seeds"
+            parts.append("the seeds of the answer")
+        if self.peers > 1:
+            parts.append("the random architectures" if rival is None else "the seeds of the baseline")
+        covers = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
         text = (
-            f"Retrained, it is {abs(self.gain):.2f} percentage points {where} {peers} of equal cost "
-            f"(95 % interval {self.low:+.2f} to {self.high:+.2f}, {covers})"
+            f"{subject} is {abs(self.gain):.2f} percentage points {where} {rival or f'{mean} of equal cost'} "
+            f"(95 % interval {self.low:+.2f} to {self.high:+.2f}, over {covers})"
         )
         if not self.significant:
             return f"{text}: the difference is not significant."
-        if self.peers == 1:
-            return (
-                f"{text}. This is a difference between these two networks only; others of that cost may be better or "
-                "worse. retrain.random_architectures sets how many are retrained."
-            )
-        return f"{text}: neither the images nor the choice of random architectures explains the difference."
+        return f"{text}. Other random architectures may be better or worse." if single else f"{text}."
 
 
 def compare(

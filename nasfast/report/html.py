@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import re
@@ -13,8 +12,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from nasfast.config import ConfigError, load_yaml, portable
-from nasfast.indicators.scores import gives_table
+from nasfast.config import load_yaml, portable
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import plots
 from nasfast.report.evidence import Comparison, compare, is_peer, repeats_of, worth_of_score
@@ -32,9 +30,7 @@ from nasfast.report.page import (
 )
 from nasfast.report.run_files import NotRun, RunFiles, body_of
 from nasfast.runtime.files import write_atomic
-from nasfast.search import SearchConfig, pareto_front, sample_under
-from nasfast.search.limits import read_limits
-from nasfast.settings import RetrainConfig, RunConfig
+from nasfast.search import pareto_front, sample_under
 from nasfast.spaces import Arch, SearchSpace, format_arch
 
 # Number of random architectures in the figure of score against MACs.
@@ -148,7 +144,7 @@ def _summary(run: RunFiles) -> str:
     elif not current:
         sentences.append(_STALE)
     elif comparison is not None:
-        sentences.append(comparison.sentence)
+        sentences.append(comparison.sentence("Retrained, it"))
     elif peers:
         sentences.append(
             "The retrained random architectures differ in cost, training or images, so they are not compared: run "
@@ -274,7 +270,7 @@ def _retrain(run: RunFiles) -> str:
             percent(r["top5"]),
             millions(r["macs"]),
             millions(r["params"]),
-            *costs(tuple(r["arch"])),
+            *costs.get(tuple(r["arch"]), ["-"] * len(tables)),
             r["epochs"],
             f"{r['seconds']:,.0f}",
             format_arch(r["arch"]),
@@ -297,31 +293,18 @@ def _retrain(run: RunFiles) -> str:
     return table + (_curves(run, "retrain", stages, "nasfast retrain") if stages else "")
 
 
-def _table_costs(run: RunFiles) -> tuple[list[str], Callable[[Arch], list[str]]]:
-    """The headings of the costs of the search's tables, and what gives them for an architecture.
-
-    They are read from the tables' files. Where these are gone or are others, only architectures that the search found
-    have them.
-    """
+def _table_costs(run: RunFiles) -> tuple[list[str], dict[Arch, list[str]]]:
+    """Headings of the costs by the search's tables, and these costs of the architectures that the search found."""
     try:
-        result, space = run.result, run.space
-        search = SearchConfig.from_dict(load_yaml(run.folder / "config.yaml").get("search") or {})
+        result = run.result
     except (NotRun, ValueError, OSError):
-        # the sections of these files say so
-        return [], lambda arch: []
-    found = {c.arch: c.values for c in result.candidates}
-    limits = None
-    # a file may be gone, or a table of another space
-    with contextlib.suppress(ConfigError):
-        limits = read_limits(search, space)
-    if limits and [(t.quantity, t.unit) for t, _ in limits.tables] != [(t.quantity, t.unit) for t in result.tables]:
-        limits = None
-
-    def costs(arch: Arch) -> list[str]:
-        values = found.get(arch) or (limits.values(arch) if limits else None)
-        return [f"{value:.4g}" for value in values] if values else ["-"] * len(result.tables)
-
-    return [f"{t.quantity}, {t.unit}" for t in result.tables], costs
+        return [], {}  # the section of this file says so
+    values = {
+        point.arch: point.values for front in (result.pareto, *(t.pareto for t in result.tables)) for point in front
+    }
+    values |= {candidate.arch: candidate.values for candidate in result.candidates}
+    costs = {arch: [f"{value:.4g}" for value in found] for arch, found in values.items()}
+    return [f"{table.quantity}, {table.unit}" for table in result.tables], costs
 
 
 def _use(run: RunFiles) -> str:
@@ -344,7 +327,11 @@ def _stability(run: RunFiles) -> str:
     folder = run.folder.resolve()
     parent = folder.parent / "stability.json"
     if not (re.fullmatch(r"seed-\d+", folder.name) and parent.exists()):
-        return f"<p>This is one seed, so whether others find the same is not known. {_how_to_repeat(run)}"
+        run.text("config.yaml", "nasfast run")
+        return (
+            "<p>This is one seed, so whether others find the same is not known: <code>nasfast run --seeds 3</code> "
+            "says so, with the same settings and another --out.</p>"
+        )
     form = json.loads(parent.read_text(encoding="utf-8"))
     found = form["agreement"]
     page = '<a href="../report.html">The page of all seeds</a>'
@@ -357,30 +344,6 @@ def _stability(run: RunFiles) -> str:
         f"<p>This is one of {form['seeds']} seeds. Kendall's tau between two seeds is {interval_of(tau)}{without}: the "
         f"ranking is {'stable' if found['stable'] else 'not stable'}. {page} has the rest.</p>"
     )
-
-
-def _how_to_repeat(run: RunFiles) -> str:
-    """The command that repeats a run with three seeds, with what `nasfast run --seeds` refuses reset; ends a <p>."""
-    run.text("config.yaml", "nasfast run")
-    config = run.folder / "config.yaml"
-    cfg = RunConfig.load(config)
-    score = cfg.score.resolved(cfg.method)
-    if not gives_table(score):
-        return (
-            "<code>nasfast run --seeds</code> compares tables of scores, and this run has none, because "
-            f"{escape(score.name)} scores whole paths.</p>"
-        )
-    reset = []
-    if cfg.search.refine is not None:
-        reset.append(("--search.refine", "null", "without the accuracies that refined the table"))
-    if cfg.retrain.seeds != 1:
-        reset.append(("--retrain.seeds", "1", "with one training of each network per seed"))
-    if cfg.retrain.init == "inherit":
-        reset.append(("--retrain.init", RetrainConfig().init, "with fresh weights in retraining"))
-    flags = [part for flag, value, _ in reset for part in (flag, value)]
-    command = ["nasfast", "run", "--config", str(config), "--out", f"{run.folder}-seeds", "--seeds", "3", *flags]
-    said = "".join(f", {what}" for *_, what in reset)
-    return f"This repeats the run with three{said}:</p>{command_of(shlex.join(command))}"
 
 
 def _curves(run: RunFiles, name: str, stages: Sequence[str], command: str) -> str:

@@ -18,8 +18,8 @@ _FORMAT = "nasfast.history/1"
 class History:
     """The known scores, and the file to which new ones are appended.
 
-    The first line of the file names the space and the scorer. A last line that a kill left incomplete is dropped. Other
-    damaged lines are named in a warning, and their architectures are evaluated again.
+    The first line of the file names the space and the scorer. What follows the first line that is damaged, or that a
+    kill left incomplete, is cut off and evaluated again.
 
     Args:
         path: JSONL file; created if absent.
@@ -38,8 +38,9 @@ class History:
         self.path = Path(path)
         self.scores: dict[Arch, float] = {}
         header = {"format": _FORMAT, "space": space.name, "fingerprint": space.fingerprint, "scorer": scorer}
-        lines = self._complete_lines()
-        if not lines:
+        lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
+        if not lines or not lines[0].endswith(b"\n"):  # a kill left no whole line
+            self.path.write_bytes(b"")
             self._append(header)
             return
         try:
@@ -55,15 +56,20 @@ class History:
                     f"{self.path} has {key} {saved.get(key)!r}, this search has {header[key]!r}: "
                     "delete the file to start again, or give another path"
                 )
-        damaged = []
-        for number, line in enumerate(lines[1:], 2):
+        for number, line in enumerate(lines[1:], 1):
             try:
                 form = unseal(line.decode())
-                self.scores[space.check(form["arch"])] = float(form["score"])
-            except (ValueError, KeyError, TypeError):
-                damaged.append(number)
-        if damaged:
-            _LOG.warning("%s: skipped damaged lines %s; their architectures are evaluated again", self.path, damaged)
+                arch, score = space.check(form["arch"]), float(form["score"])
+                if not line.endswith(b"\n"):
+                    raise ValueError("incomplete")
+            except (ValueError, KeyError, TypeError) as error:
+                _LOG.warning(
+                    "%s: line %d is damaged (%s): it and what follows is evaluated again", path, number + 1, error
+                )
+                with self.path.open("r+b") as file:
+                    file.truncate(sum(map(len, lines[:number])))
+                return
+            self.scores[arch] = score
 
     def add(self, arch: Arch, score: float, **details: Any) -> None:
         """Add a score; `details` (cost, generation, origin) are written for people who read the file."""
@@ -73,14 +79,3 @@ class History:
     def _append(self, form: dict[str, Any]) -> None:
         with self.path.open("ab") as file:
             file.write(seal(form, indent=None).encode())
-
-    def _complete_lines(self) -> list[bytes]:
-        """The lines of the file; an incomplete last one is cut off in the file too."""
-        if not self.path.exists():
-            return []
-        data = self.path.read_bytes()
-        whole = data[: data.rfind(b"\n") + 1]
-        if whole != data:
-            with self.path.open("r+b") as file:
-                file.truncate(len(whole))
-        return whole.splitlines()

@@ -21,8 +21,6 @@ from nasfast.config import load_yaml
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.research.studies import registry
 from nasfast.retrain import save_model
-from nasfast.runtime.distributed import SINGLE
-from nasfast.search import Candidate, Limits, save_candidates
 from nasfast.settings import RunConfig
 from nasfast.spaces import format_arch, nas_bench_macro
 from nasfast.supernet import build
@@ -101,30 +99,10 @@ def test_stages_that_continue_a_run_start_from_its_config(seen, tmp_path):
     assert (seen[-1][1].seed, seen[-1][1].method) == (7, "bnnas")
 
 
-def test_the_run_directory_may_be_named_in_a_config_file(seen, tmp_path, monkeypatch):
-    """The saved settings are those of that directory, not those of the default one."""
-    monkeypatch.chdir(tmp_path)
-    for name, seed in ((RunConfig().out, 8), ("mine", 9)):
-        folder = tmp_path / name
-        folder.mkdir(parents=True)
-        RunConfig(out=name, seed=seed).save(folder / "config.yaml")
-    (tmp_path / "c.yaml").write_text("out: mine\n")
-    assert main(["score", "--config", "c.yaml"]) == 0
-    assert (seen[-1][1].out, seen[-1][1].seed) == ("mine", 9)
-    assert main(["score"]) == 0
-    assert (seen[-1][1].out, seen[-1][1].seed) == (RunConfig().out, 8)
-
-
 @pytest.mark.parametrize("name", ["cifar10_macro", "demo", "imagenet_mobilenet_v2", "imagenet_shufflenet_v2"])
 def test_a_recipe_is_a_file_of_the_package(seen, name):
     file = load_yaml(Path(nasfast.__file__).parent / "recipes" / f"{name}.yaml")
     assert config_of(seen, "--config", name) == RunConfig.from_dict(file).resolved()
-
-
-def test_resume_reaches_the_stage(seen):
-    assert main(["supernet", "--resume"]) == 0
-    assert main(["supernet"]) == 0
-    assert [call[2] for call in seen] == [{"resume": True, "world": SINGLE}, {"resume": False, "world": SINGLE}]
 
 
 # what goes wrong
@@ -142,38 +120,6 @@ def test_an_unknown_setting_in_a_config_file_is_refused(tmp_path, capsys, text, 
     path.write_text(text)
     assert main(["run", "--config", str(path)]) == 1
     assert f"{path}: there is no setting {wrong!r}; did you mean {near!r}?; `nasfast run" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("method: dina\n", "'dinas', 'dinas_paper', 'bnnas', 'fairnas', 'spos'"),
-        ("train: {epochs: many}\n", "many"),
-    ],
-)
-def test_a_wrong_value_in_a_config_file_is_refused(tmp_path, capsys, text, message):
-    path = tmp_path / "c.yaml"
-    path.write_text(text)
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", "--config", str(path)])
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
-
-
-def test_a_value_that_is_out_of_range_in_a_file(tmp_path, capsys):
-    (tmp_path / "c.yaml").write_text("train: {epochs: 0}\n")
-    assert main(["run", "--config", str(tmp_path / "c.yaml")]) == 1
-    assert "epochs must be positive, got 0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("text", "message"), [("- a\n", "expected a mapping"), ("a: [\n", 'c.yaml", line 2')])
-def test_a_file_that_is_no_mapping_is_named(tmp_path, capsys, text, message):
-    (tmp_path / "c.yaml").write_text(text)
-    assert main(["run", "--config", str(tmp_path / "c.yaml")]) == 1
-    error = capsys.readouterr().err
-    assert message in error and "c.yaml" in error
 
 
 def test_an_absent_config_file(tmp_path, capsys):
@@ -204,11 +150,6 @@ def test_a_wrong_flag_exits_with_2(capsys, flags, message):
     error = capsys.readouterr().err
     assert message in error
     assert "all flags: nasfast run --help" in error
-
-
-def test_out_of_range_flags_are_refused(capsys):
-    assert main(["run", "--data.batch_size", "1"]) == 1
-    assert "data: batch_size must be at least 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("argv", "near"), [(["serach"], "'search'"), (["moments", "quik"], "'quick'")])
@@ -305,17 +246,6 @@ def test_no_help_waits_for_heavy_packages():
         assert f"usage: nasfast {name or 'COMMAND'}" in done.stdout
 
 
-def test_help_reads_no_saved_settings(tmp_path):
-    """The check of a saved score would import torch."""
-    (tmp_path / "config.yaml").write_text("score:\n  name: path_loss\n")
-    command = f"search --out {tmp_path} --config {tmp_path / 'config.yaml'}"
-    done = subprocess.run(
-        [sys.executable, "-c", HELP.format(heavy=HEAVY), command], timeout=60, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "usage: nasfast search" in done.stdout
-
-
 def help_of(capsys, command: str) -> str:
     with pytest.raises(SystemExit) as stopped:
         main([command, "--help"])
@@ -328,29 +258,6 @@ def test_help_of_every_command(capsys, command):
     text = " ".join(help_of(capsys, command).split())
     assert f"nasfast {command}" in text
     assert " ".join(LINES[command].split()) in text
-
-
-@pytest.mark.parametrize("command", STAGES)
-def test_help_of_stages_explains_every_setting(capsys, command):
-    """Each flag with its text from the docstring of its config."""
-    text = " ".join(help_of(capsys, command).split())
-    for flag, words in {
-        "--out": "run directory",
-        "--seed": "seed of the weights, paths, data order, augmentation and search",
-        "--config": "YAML file with any of the settings below",
-        "--method": "dinas",
-        "--space.name": "or the path of a YAML file",
-        "--data.batch_size": "images per optimiser step, over all ranks",
-        "--supernet.sampler": "strict_fair",
-        "--train.lr": "peak learning rate",
-        "--train.keep_checkpoints": "the second newest is the fallback",
-        "--search.max_macs": "largest MACs per image of the standalone network",
-        "--retrain.init": "inherit",
-        "--retrain.train.epochs": "passes over the training images",
-    }.items():
-        assert flag in text, flag
-        assert words in text, (flag, words)
-    assert ("--resume" in text) == (command in ("run", "supernet", "retrain"))
 
 
 @pytest.mark.parametrize("config", [RunConfig, LatencyConfig, StepTimesConfig, *registry.names()], ids=str)
@@ -385,11 +292,6 @@ def test_step(tmp_path, capsys):
     assert len(json.loads(out.read_text())["rows"]) == 4
 
 
-def test_a_path_of_another_space_is_refused(capsys):
-    assert main(["step", "--space", "digits_mini", "--path", "0 1"]) == 1
-    assert "must have 6 values, got 2" in capsys.readouterr().err
-
-
 def macro_table(path) -> dict[tuple[int, ...], float]:
     """Made-up accuracies of 40 architectures that grow with the sum of their choices."""
     archs = [tuple((i // 3**j) % 3 for j in range(8)) for i in range(0, 40 * 161, 161)]
@@ -397,27 +299,6 @@ def macro_table(path) -> dict[tuple[int, ...], float]:
     form = {"".join(map(str, a)): {"val_acc": [v, v], "test_acc": [v, v], "mean_acc": v} for a, v in table.items()}
     path.write_text(json.dumps(form))
     return table
-
-
-def test_rank_of_a_score_file(tmp_path, capsys):
-    table = macro_table(tmp_path / "table.json")
-    scores = {"".join(map(str, arch)): 2 * value for arch, value in table.items()}
-    (tmp_path / "scores.json").write_text(json.dumps(scores))
-    argv = [
-        "rank",
-        "--table",
-        str(tmp_path / "table.json"),
-        "--predictor",
-        str(tmp_path / "scores.json"),
-        "--resamples",
-        "20",
-    ]
-    assert main(argv) == 0
-    out = capsys.readouterr().out
-    assert "1.000" in out, out
-    (tmp_path / "scores.json").write_text(json.dumps({k: -v for k, v in scores.items()}))
-    assert main(argv) == 0
-    assert "-1.000" in capsys.readouterr().out
 
 
 def test_rank_of_a_run_writes_rank_json(tmp_path, capsys):
@@ -449,19 +330,6 @@ def test_export_without_onnx(exported, capsys):
     assert not (out / "retrain/best-2/model.onnx").exists()
 
 
-def test_export_says_if_a_later_search_found_another(tmp_path, caplog):
-    space, archs = tiny_space(), [(1, 0, 2, 1), (0, 0, 2, 1)]
-    save_model(build(space, archs[0]), tmp_path / "retrain" / "best" / "model.safetensors")
-    for found, said in ((archs[0], 0), (archs[1], 1)):
-        cost = space.cost(found)
-        candidates = [Candidate(found, 1.0, cost.macs, cost.params)]
-        save_candidates(tmp_path / "archs.json", space, candidates, limits=Limits())
-        assert main(["export", "--out", str(tmp_path), "--onnx", "false"]) == 0
-        texts = [record.message for record in caplog.records if "a later search found" in record.message]
-        assert len(texts) == said
-    assert f"this network is {format_arch(archs[0])}, and a later search found {format_arch(archs[1])}" in texts[0]
-
-
 @pytest.mark.slow
 def test_export_with_onnx(exported, capsys):
     out, _ = exported
@@ -470,26 +338,7 @@ def test_export_with_onnx(exported, capsys):
     assert (out / "retrain/best-2/model.onnx").stat().st_size > 1000
 
 
-def test_export_of_nothing(tmp_path, capsys):
-    assert main(["export", "--out", str(tmp_path)]) == 1
-    assert f"{tmp_path / 'retrain'} has no network 'best'; `nasfast retrain` makes networks" in capsys.readouterr().err
-
-
-def test_export_from_nowhere(tmp_path, capsys):
-    assert main(["export", "--out", str(tmp_path / "nowhere")]) == 1
-    assert f"{tmp_path / 'nowhere'} does not exist or is no directory" in capsys.readouterr().err
-
-
 def test_export_of_an_unknown_name_lists_the_names(exported, capsys):
     out, _ = exported
     assert main(["export", "--out", str(out), "--name", "bst-2"]) == 1
     assert "has no network 'bst-2'; did you mean 'best-2'? valid: best-2\n" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_module_is_a_program():
-    done = subprocess.run(
-        [sys.executable, "-m", "nasfast.cli.main", "nothing"], capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2
-    assert "invalid choice: 'nothing'" in done.stderr

@@ -115,9 +115,3 @@ def test_what_cannot_be_imported_is_named(tmp_path, monkeypatch, capsys, name, s
     assert message in capsys.readouterr().err
     assert imported() == ()
     assert name.removesuffix(".py") == "json" or name.removesuffix(".py") not in sys.modules
-
-
-def test_help_names_it(capsys):
-    with pytest.raises(SystemExit):
-        main(["score", "--help"])
-    assert "--import MODULE" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,9 @@ def run_dir(tmp_path_factory, config) -> Path:
     out = tmp_path_factory.mktemp("runs") / "whole"
     assert main(["run", "--out", str(out), "--config", str(config)]) == 0
     return out
+
+
+@pytest.fixture
+def out(run_dir, tmp_path) -> Path:
+    """A copy of the finished run, which a test may change."""
+    return Path(shutil.copytree(run_dir, tmp_path / "run"))

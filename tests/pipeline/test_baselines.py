@@ -12,7 +12,6 @@ from digits_runs import EVOLUTION, LIMIT, write_config
 from nasfast import pipeline
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
-from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline.inputs import evidence_of, image_loaders
 from nasfast.retrain import load_model
 from nasfast.search import load_candidates
@@ -55,32 +54,6 @@ def test_methods_that_score_by_accuracy(tmp_path, method, capsys):
     assert counts == pytest.approx([round(c) for c in counts], abs=1e-6)
 
 
-@pytest.mark.slow
-def test_evolution_over_a_table_has_a_history_too(run_dir, tmp_path):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
-    flags = [f"--search.{key}={value}" for key, value in EVOLUTION.items()]
-    assert main(["search", "--out", str(out), *flags]) == 0
-    exact, found = load_candidates(run_dir / "archs.json").candidates, load_candidates(out / "archs.json").candidates
-    assert found[0].score <= exact[0].score + 1e-12
-    assert (out / "history.jsonl").exists()
-
-
-@pytest.mark.slow
-def test_bnnas_runs_without_layer_indicators(tmp_path):
-    settings = write_config(
-        tmp_path / "config",
-        method="bnnas",
-        train={"epochs": 1},
-        retrain={"random_architectures": 0, "train": {"epochs": 1}},
-    )
-    out = tmp_path / "run"
-    assert main(["run", "--out", str(out), "--config", str(settings)]) == 0
-    table = IndicatorTable.load(out / "indicators.json")
-    assert table.layer == (None,) * 4
-    assert RunConfig.load(out / "config.yaml").supernet.sampler == "uniform"
-
-
 def test_the_device_must_exist():
     assert RunConfig().torch_device == "cpu"
     with pytest.raises(ConfigError, match="device='cuda', but torch sees no GPU: use --device cpu"):
@@ -95,11 +68,7 @@ def test_the_device_must_exist():
         ("retrain", ["--train.epochs", "77"], "train.epochs was 2, now 77"),
     ],
 )
-def test_a_later_stage_cannot_change_what_the_supernet_was_trained_with(
-    run_dir, tmp_path, capsys, stage, flags, message
-):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
+def test_a_later_stage_cannot_change_what_the_supernet_was_trained_with(out, capsys, stage, flags, message):
     before = (out / "config.yaml").read_bytes()
     assert main([stage, "--out", str(out), *flags]) == 1
     assert message in capsys.readouterr().err
@@ -107,9 +76,7 @@ def test_a_later_stage_cannot_change_what_the_supernet_was_trained_with(
 
 
 @pytest.mark.slow
-def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(run_dir, tmp_path):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
+def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(out):
     space = SearchSpace.load(out / "space.yaml")
     earlier, weights = (
         load_model(out / "retrain/best").arch,
@@ -125,16 +92,12 @@ def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(run_dir, 
     assert (kept / "model.safetensors").read_bytes() == weights
 
 
-def test_a_retraining_resumes_only_with_its_own_start(run_dir, tmp_path, capsys):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
+def test_a_retraining_resumes_only_with_its_own_start(out, capsys):
     assert main(["retrain", "--out", str(out), "--resume", "--retrain.init", "he"]) == 1
     assert "init was 'orthogonal', now 'he'" in capsys.readouterr().err
 
 
-def test_a_supernet_that_is_not_trained_to_its_end_is_named(run_dir, tmp_path, caplog):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
+def test_a_supernet_that_is_not_trained_to_its_end_is_named(out, caplog):
     (out / "checkpoints/supernet-00000020.safetensors").unlink()
     table = pipeline.score(RunConfig.load(out / "config.yaml").replace(out=str(out)))
     assert "step 16 of 20" in caplog.text

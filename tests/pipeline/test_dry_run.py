@@ -12,9 +12,7 @@ from tiny import tiny_space
 
 from nasfast.cli.main import main
 from nasfast.pipeline import estimate
-from nasfast.pipeline.estimate import Estimate, Plan
 from nasfast.runtime.termination import Terminated
-from nasfast.settings import TaskSettings
 
 
 @pytest.fixture
@@ -105,23 +103,11 @@ def test_an_interrupted_plan_names_no_checkpoint(config, tmp_path, capsys, monke
         raise stop
 
     monkeypatch.setattr(estimate, "train_supernet", stopped)
-    assert main(["run", "--out", str(tmp_path / "out"), "--config", str(config), "--dry_run"]) == status
+    (tmp_path / "plan.yaml").write_text("dry_run: true\n")
+    files = ["--config", str(config), "--config", str(tmp_path / "plan.yaml")]
+    assert main(["run", "--out", str(tmp_path / "out"), *files]) == status
     by = "SIGTERM" if status == 143 else "Ctrl-C"
     said = capsys.readouterr().err
     assert (
         said.endswith(f"nasfast run: stopped by {by}; no run began, and nothing was trained\n") and "/tmp/x" not in said
     )
-
-
-def test_only_what_runs_as_tasks_runs_side_by_side():
-    estimates = (Estimate("supernet", 1, 60.0, 1 << 30, apart=False), Estimate("networks", 5, 10.0, 1 << 30))
-    assert Plan(estimates, 1, 1, None).seconds == 110
-    side_by_side = Plan(estimates, 1, 2, TaskSettings(workers=2))
-    assert side_by_side.seconds == 90 and "2 networks at a time: about 1 min 30 s" in str(side_by_side)
-
-
-def test_only_the_memory_of_tasks_advises_on_workers():
-    small, large = 1 << 30, 3 << 30
-    for supernet, network in ((large, small), (small, large)):
-        estimates = (Estimate("supernet", 1, 60.0, supernet, apart=False), Estimate("networks", 5, 10.0, network))
-        assert ("set --workers" in str(Plan(estimates, 1, 2, TaskSettings()))) == (network == large)

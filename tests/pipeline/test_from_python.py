@@ -95,17 +95,6 @@ def test_overwrite_begins_anew(tmp_path):
         TrainStage("supernet", tmp_path, "f", resume=True, overwrite=True)
 
 
-def test_overwrite_names_what_stays_of_the_old_supernet(tmp_path, caplog):
-    trained(tmp_path, loader=batches(1, num_classes=10))
-    (tmp_path / "archs.json").write_text("{}")
-    (tmp_path / "retrain").mkdir()
-    assert not [r for r in caplog.records if "overwrite" in r.message]
-    trained(tmp_path, loader=batches(1), space=tiny_space(), overwrite=True)
-    (record,) = (r for r in caplog.records if "overwrite" in r.message)
-    assert record.levelname == "WARNING" and "archs.json, retrain are of the one before" in record.message
-    assert (tmp_path / "archs.json").read_text() == "{}" and (tmp_path / "retrain").is_dir()
-
-
 def test_the_space_of_another_run_is_neither_kept_nor_replaced(tmp_path):
     SPACE.save(tmp_path / "space.yaml")
     before = (tmp_path / "space.yaml").read_bytes()
@@ -150,3 +139,14 @@ def test_a_retraining_is_overwritten(tmp_path):
     again(seed=1, overwrite=True)
     assert (tmp_path / "retrain/best/model.safetensors").read_bytes() != first
     assert nasfast.load_model(tmp_path / "retrain/best").arch == (0, 0, 0, 0)
+
+
+def test_overwrite_names_what_stays_of_the_old_supernet(tmp_path, caplog):
+    trained(tmp_path, loader=batches(1, num_classes=10))
+    (tmp_path / "archs.json").write_text("{}")
+    (tmp_path / "retrain").mkdir()
+    assert not [r for r in caplog.records if "overwrite" in r.message]
+    trained(tmp_path, loader=batches(1), space=tiny_space(), overwrite=True)
+    (record,) = (r for r in caplog.records if "overwrite" in r.message)
+    assert record.levelname == "WARNING" and "archs.json, retrain are of the one before" in record.message
+    assert (tmp_path / "archs.json").read_text() == "{}" and (tmp_path / "retrain").is_dir()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import shutil
 
 import pytest
-from digits_runs import EVOLUTION, run_fails
+from digits_runs import EVOLUTION
 from scipy.stats import kendalltau
 from tiny import tiny_space
 
@@ -42,9 +41,7 @@ def test_the_default_score_is_distilled_from_held_out_images_beside_structure(ru
 
 
 @pytest.mark.slow
-def test_another_score_of_the_same_supernet(run_dir, tmp_path, capsys):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
+def test_another_score_of_the_same_supernet(out, capsys):
     assert main(["score", "--out", str(out), "--score.name", "gamma", "--score.structure", "0"]) == 0
     net, _ = inputs.load_supernet(RunConfig.load(out / "config.yaml").replace(out=str(out)).resolved())
     table = IndicatorTable.load(out / "indicators.json")
@@ -62,9 +59,7 @@ def test_another_score_of_the_same_supernet(run_dir, tmp_path, capsys):
     assert IndicatorTable.load(out / "indicators.json").meta["score"] == "gradient_norm"
 
 
-def test_a_score_can_be_ranked_path_by_path(run_dir, tmp_path, capsys):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
+def test_a_score_can_be_ranked_path_by_path(out, tmp_path, capsys):
     archs = list(itertools.product(range(3), repeat=4))
     table = tmp_path / "accuracies.json"
     table.write_text(json.dumps({"".join(map(str, a)): 50 + sum(a) + a[0] / 10 for a in archs}))
@@ -112,9 +107,7 @@ def test_a_score_of_untrained_weights_is_ranked_from_the_settings_alone(config, 
 
 
 @pytest.mark.slow
-def test_a_score_of_paths_can_be_searched_without_a_table(run_dir, tmp_path, capsys):
-    out = tmp_path / "run"
-    shutil.copytree(run_dir, out)
+def test_a_score_of_paths_can_be_searched_without_a_table(out, capsys):
     (out / "indicators.json").rename(out / "refined.json")
     flags = ["--score.distill", "false", *(f"--search.{key}={value}" for key, value in EVOLUTION.items())]
     assert main(["score", "--out", str(out), *flags]) == 0
@@ -131,22 +124,3 @@ def test_a_score_of_paths_can_be_searched_without_a_table(run_dir, tmp_path, cap
         "'path_loss' scores whole paths: set search.method='evolution', or score.distill=true"
         in capsys.readouterr().err
     )
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ["--method", "dinas_paper", "--score.name", "path_loss"],
-            "needs images that the supernet is not trained on: set supernet.hold_out=true",
-        ),
-    ],
-)
-def test_a_score_that_cannot_be_had_is_refused_before_training(config, tmp_path, monkeypatch, capsys, flags, message):
-    run_fails(tmp_path / "run", config, *flags, monkeypatch=monkeypatch)
-    assert message in capsys.readouterr().err
-
-
-def test_unknown_scores_are_named(config, tmp_path, capsys):
-    assert main(["run", "--out", str(tmp_path), "--config", str(config), "--score.name", "path_los"]) == 1
-    assert "did you mean 'path_loss'" in capsys.readouterr().err

@@ -105,11 +105,3 @@ def test_a_dry_run_writes_nothing(tmp_path, config, capfd, monkeypatch):
     assert "GiB" in lines[1] and "Nothing was trained" in lines[3]
     assert lines[3].startswith("2 at a time"), "as in the run, where a task counts as 2 GiB"
     assert not (tmp_path / "out").exists()
-
-
-def test_what_does_not_go_together_is_refused(tmp_path, config, capfd, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    assert main(["run", "--out", str(tmp_path / "out"), "--config", config, "--seeds", "2"]) == 1
-    assert "without torchrun" in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import random
 
@@ -55,28 +54,6 @@ def test_a_latency_limit_reaches_result_and_report(run, capsys):
     assert main([*flags, "--search.max_latency_ms", "1"]) == 1
     assert "max_latency_ms=1 cannot be met: the smallest architecture of space 'tiny' has" in capsys.readouterr().err
     assert load_candidates(folder / "archs.json", space) == result
-
-
-def test_each_of_two_tables_has_its_front_in_the_report(run, tmp_path, capsys):
-    folder, file, space = run
-    form = {**json.loads(file.read_text()), "validation": {"error": {"q80": 0.2}}}
-    entries = [{**e, "value": 10 / e["value"]} for e in form["entries"]]
-    energy = tmp_path / "energy.json"
-    energy.write_text(json.dumps({**form, "quantity": "energy", "unit": "mJ", "entries": entries}))
-    flags = ["--search.latency_table", str(file), "--search.tables", json.dumps([f"{energy} <= 17"])]
-    assert main(["search", "--out", str(folder), *flags]) == 0
-    warning = "measured <here>; this error is above 7%: smaller differences say nothing"
-    shown = capsys.readouterr().out
-    assert f"energy: {warning}" in shown and f"latency: {warning}" not in shown
-    result, costs = load_candidates(folder / "archs.json", space), [read_cost_table(f, space) for f in (file, energy)]
-    for i, limit in enumerate(result.tables):
-        assert limit.pareto == tuple(sorted(limit.pareto, key=lambda p, i=i: p.values[i])) != ()
-        assert all(p.values == tuple(c.cost(p.arch) for c in costs) for p in limit.pareto)
-    assert max(p.values[1] for p in result.tables[1].pareto) > 17  # the front is of the whole space
-    assert main(["report", "--out", str(folder)]) == 0
-    assert {"pareto_0.svg", "pareto_1.svg"} <= {path.name for path in (folder / "report").iterdir()}
-    page = (folder / "report.html").read_text()
-    assert "IndexError" not in page and f"Energy: {html.escape(warning)}" in page
 
 
 def test_a_limit_of_a_table_names_where_it_is_set(run, tmp_path, capsys):

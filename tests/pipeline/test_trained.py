@@ -12,12 +12,12 @@ from in_process import run_tasks_here
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.indicators.accuracies import AccuracyError, read_accuracies
-from nasfast.indicators.scores import all_scores
 from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.table import IndicatorTable
-from nasfast.pipeline import inputs, trained
+from nasfast.pipeline import trained
 from nasfast.pipeline.inputs import image_loaders
-from nasfast.pipeline.trained import train_one, train_sample
+from nasfast.pipeline.networks import train_network
+from nasfast.pipeline.trained import train_sample
 from nasfast.retrain import load_model
 from nasfast.search import stratified_sample
 from nasfast.search.limits import read_limits
@@ -71,27 +71,16 @@ def test_a_sample_is_trained_once_and_grows(settings, capsys, monkeypatch):
 
 
 def test_a_training_gives_the_accuracy_of_the_trained_network(settings, tmp_path):
-    task = trained._tasks(settings, trained.space_of(settings), [(0, 1, 2, 0)], trained.SampleSettings(1, 1))[0]
-    form = train_one(tmp_path / "a", **task.arguments)
+    task = trained.plan_sample(settings, 10, epochs=1)[0]
+    form = train_network(tmp_path / "a", **task.arguments, **task.machine)
     network = load_model(tmp_path / "a" / "retrain" / "network")
     _, held = image_loaders(settings, trained.space_of(settings), hold_out=True)
     measured = evaluate(network, held)
     assert form["top1"] == pytest.approx(measured.top1) and form["images"] == len(held.source)
     # again, from nothing and from what is there
-    assert train_one(tmp_path / "b", **task.arguments) == form
+    assert train_network(tmp_path / "b", **task.arguments, **task.machine) == form
     shutil.rmtree(tmp_path / "a" / "retrain" / "network" / "model.safetensors", ignore_errors=True)
-    assert train_one(tmp_path / "a", **task.arguments) == form
-
-
-@pytest.mark.slow
-def test_every_score_is_ranked_or_says_why_not(settings):
-    space = trained.space_of(settings)
-    archs = stratified_sample(space, 12, seed=1)
-    found = trained.compare_trained(settings, {arch: float(i) for i, arch in enumerate(archs)})
-    ranked = {row.name for row in found.rows}
-    assert ranked | set(found.refused) == set(all_scores())
-    assert {"naswot", "beta_norm", *BASELINES} <= ranked
-    assert "run `nasfast supernet" in found.refused["path_loss"]
+    assert train_network(tmp_path / "a", **task.arguments, **task.machine) == form
 
 
 def test_what_cannot_be_trained_is_refused_before_training(settings, monkeypatch, capsys):
@@ -127,20 +116,16 @@ def test_what_cannot_be_trained_is_refused_before_training(settings, monkeypatch
         assert message in capsys.readouterr().err
 
 
-def test_names_are_checked_on_one_supernet(settings, monkeypatch):
-    made, make = [], inputs.make_supernet
-    monkeypatch.setattr(inputs, "make_supernet", lambda *given, **named: made.append(make(*given, **named)) or made[-1])
-    trained.check_names(settings, ["naswot+synflow", "snip"])
-    assert len(made) == 1
-
-
 def test_trainings_outside_tighter_limits_stay_in_the_file(settings, monkeypatch):
     """They are not compared, and need no second training when the limits are raised again."""
 
+    def form(task):
+        return {**dict.fromkeys(trained._KEPT, 0), "top1": task.cost * 1e-9}
+
     def finished(self, tasks):
         for task in tasks:
-            save_result(self.folder / task.name, task, {"top1": task.cost * 1e-9})
-        return [TaskResult(t.name, "done", {"top1": t.cost * 1e-9}, "", self.folder) for t in tasks]
+            save_result(self.folder / task.name, task, form(task))
+        return [TaskResult(t.name, "done", form(t), "", self.folder) for t in tasks]
 
     monkeypatch.setattr(trained.TaskRunner, "run", finished)
     space = trained.space_of(settings)

@@ -8,16 +8,12 @@ import json
 import pytest
 from tiny import tiny_space
 
-from nasfast import pipeline
+import nasfast.train.loop as loop
 from nasfast.cli.main import main
-from nasfast.config import ConfigError
 from nasfast.indicators.scores import untrained_table
 from nasfast.indicators.table import IndicatorTable
-from nasfast.pipeline.check import check_same_run
 from nasfast.search import load_candidates
-from nasfast.settings import RunConfig, SpaceConfig, SupernetConfig
 from nasfast.spaces import SearchSpace
-from nasfast.train import CheckpointError
 
 
 @pytest.fixture
@@ -41,13 +37,6 @@ def test_one_command_finds_the_best_within_the_limit(space_file, tmp_path, capsy
     within = [arch for arch, macs in costs.items() if macs <= limit]
     assert best.optimal and best.score == pytest.approx(max(map(table.score, within)))
     assert "The proof is about the score only" in capsys.readouterr().out
-    # a retraining brings its own images
-    cfg = RunConfig.load(out / "config.yaml")
-    other = cfg.replace(data=cfg.data.replace(source="digits"))
-    check_same_run(out / "config.yaml", other, supernet=False)
-    # a run that trains a supernet does not, even where there is no checkpoint yet
-    with pytest.raises(CheckpointError, match="has other settings: data.source"):
-        check_same_run(out / "config.yaml", other)
     assert {"config.yaml", "space.yaml", "indicators.json", "archs.json"} <= {file.name for file in out.iterdir()}
     # again with another limit: the table is kept, and so are the classes
     before = (out / "indicators.json").stat().st_mtime_ns
@@ -86,8 +75,26 @@ def test_limits_that_nothing_meets_leave_no_directory(space_file, tmp_path, caps
     assert not out.exists()
 
 
-def test_the_activation_of_a_supernet_is_refused(space_file, tmp_path):
-    cfg = RunConfig(out=str(tmp_path / "run"), space=SpaceConfig(str(space_file)))
-    cfg = cfg.replace(score=cfg.score.replace(name="isometry"), supernet=SupernetConfig(activation="relu"))
-    with pytest.raises(ConfigError, match="supernet.activation is that of a supernet"):
-        pipeline.score_untrained(cfg)
+def test_the_first_training_decides_the_images(space_file, tmp_path, capsys, monkeypatch):
+    """Also where it is stopped; before it, they may change, because nothing depends on them."""
+    out = tmp_path / "run"
+    flags = ["--out", str(out), "--space", str(space_file), "--score", "isometry", "--num_classes", "10"]
+    assert main(["search", *flags]) == 0
+    command = ["retrain", "--out", str(out), "--data.source", "digits", "--data.workers", "0", "--threads", "1"]
+    command += ["--retrain.train.epochs", "1", "--retrain.random_architectures", "0"]
+    step, count = loop._step, itertools.count()
+
+    def stopped(*args, **kwargs):
+        if next(count) == 3:
+            raise KeyboardInterrupt
+        return step(*args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "_step", stopped)
+        assert main([*command, "--retrain.train.checkpoint_every", "2"]) == 130
+    before = (out / "config.yaml").read_bytes()
+    assert main([*command, "--resume", "--data.augment", "none"]) == 1
+    assert "has other settings: data.augment was 'auto', now 'none'" in capsys.readouterr().err
+    assert (out / "config.yaml").read_bytes() == before
+    assert main(["retrain", "--out", str(out), "--resume"]) == 0
+    assert (out / "retrain/best/result.json").exists()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,6 +85,12 @@ def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo_run")
     write_run(folder, mobilenet_v2(), max_macs=520e6)
     return folder
+
+
+@pytest.fixture
+def run(finished_run, tmp_path):
+    """A copy of the finished run, which a test may change."""
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import nasfast
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.pipeline import retrain_best
-from nasfast.pipeline.chosen import to_retrain
+from nasfast.pipeline.networks import to_retrain
 from nasfast.research.cells.network import CellStandalone, CellSupernet
 from nasfast.research.cells.space import CellSpace, darts_space, minimal_cell, nas_bench_201_space
 from nasfast.retrain import (

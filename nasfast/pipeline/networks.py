@@ -1,0 +1,509 @@
+"""Retrain and export: which architectures of a run are trained under which names, their training, and their files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nasfast.config import ConfigError, portable
+from nasfast.pipeline.check import MACHINE_DATA, check_one_process, check_same_run, nothing_is_trained, without_supernet
+from nasfast.pipeline.inputs import load_supernet, retrain_loaders, saved_space, space_of_cells
+from nasfast.pipeline.stages import save_config, say, stage
+from nasfast.retrain import RetrainResult, export_onnx, export_program, load_model, retrain
+from nasfast.retrain.card import write_card
+from nasfast.retrain.export import FORM_FILE, MODEL_FILE, ONNX_FILE, PROGRAM_FILE, model_folder, read_form
+from nasfast.retrain.retrain import RESULT_FILE, check_not_begun
+from nasfast.runtime.distributed import SINGLE, World
+from nasfast.runtime.lock import run_lock
+from nasfast.runtime.onnx import require_onnx
+from nasfast.runtime.progress import followed_by
+from nasfast.runtime.tracking import tracked
+from nasfast.search import SearchResult, equal_cost_peers, load_candidates
+from nasfast.search.candidate import ARCHS_FILE
+from nasfast.search.limits import read_limits
+from nasfast.settings import SPACE_FILE, RunConfig, TaskSettings
+from nasfast.spaces import (
+    Arch,
+    ArchSpace,
+    LayerSpace,
+    SearchSpace,
+    arch_file_text,
+    format_arch,
+    load_arch,
+    read_space,
+    space_kind,
+)
+from nasfast.supernet import ArchNetwork
+from nasfast.tasks import TASK_FILE, Task, TaskRunner, check_done, gpus_for
+from nasfast.train.supernet import make_supernet
+
+_LOG = logging.getLogger(__name__)
+
+SEED = "-seed-"
+"""Stands between the name of a network and its seed, where that is not the run's."""
+
+NETWORK = "network"
+"""Name of the only network in the folder of a task."""
+
+FOLDER = "retrain-tasks"
+"""In the run directory until networks are retrained: what the executor keeps of its tasks, such as their logs."""
+
+
+@stage(create=False)
+def retrain_best(
+    cfg: RunConfig,
+    *,
+    archs: Sequence[Arch | str] = (),
+    pareto: bool = False,
+    resume: bool = False,
+    world: World = SINGLE,
+    tasks: TaskSettings | None = None,
+) -> dict[str, RetrainResult]:
+    """Retrain the best architectures, and random ones of equal cost if asked; writes retrain/NAME/.
+
+    Where a search of cells wrote space.yaml and arch_NAME.json, each of these architectures is retrained under its name
+    (`argmax`, `darts`); `retrain.top_k` and `retrain.random_architectures` have no effect there.
+
+    Args:
+        cfg: settings of the run.
+        archs: retrain these architectures of the run's space instead, as values or text, named like `arch-1_0_2_1`.
+        pareto: retrain every point of the Pareto fronts in archs.json instead, named in the same way.
+        resume: whether to continue each from its newest good checkpoint. A run that torchrun starts again continues in
+            any case.
+        world: the ranks that retrain, together or each its own networks (`cfg.retrain.parallel`). Only rank 0 reads the
+            run directory; a rank that trains a network by itself writes the files of that network.
+        tasks: where each network is trained in a process of its own, with the same bytes; None for this process.
+
+    Returns:
+        Results by name: `best`, `best-2`, ..., `random`, ..., and with `retrain.seeds` also `best-seed-1` and the like.
+
+    Raises:
+        FileNotFoundError: the search has not run.
+        ArchError, ConfigError: one of `archs` is not in the space; there are both `tasks` and several ranks.
+        TaskError: some networks are not retrained; the others are. CheckpointError and others: see
+            `nasfast.train.train`.
+    """
+    started = time.monotonic()
+    check_one_process(tasks, world.size)
+    form: Any = None
+    if world.is_main:
+        found, names = to_retrain(cfg, archs, pareto=pareto)
+        form = {"space": found.to_dict(), "trainings": _with_seeds(names, cfg)}
+    form = json.loads(world.broadcast(json.dumps(form).encode()))
+    space = space_kind(form["space"]).from_dict(form["space"])
+    trainings = {name: (tuple(arch), seed) for name, (arch, seed) in form["trainings"].items()}
+    train_all = _retrain_here if tasks is None else _retrain_apart
+    results = train_all(cfg, space, trainings, resume=resume, world=world, settings=tasks or TaskSettings())
+    if world.is_main:
+        # the logs of tasks, these or those of an earlier call, were for networks that failed
+        shutil.rmtree(cfg.run_dir / FOLDER, ignore_errors=True)
+        save_config(cfg)
+        say("retrain", started, f"{len(results)} networks, {cfg.retrain.train.epochs} epochs each")
+    return results
+
+
+def _keep_images(cfg: RunConfig) -> None:
+    """Of a run without a supernet, the first training decides the images, also where it is stopped."""
+    if without_supernet(cfg) and nothing_is_trained(cfg):
+        save_config(cfg)
+
+
+def _retrain_here(
+    cfg: RunConfig,
+    space: ArchSpace,
+    trainings: Mapping[str, tuple[Arch, int]],
+    *,
+    resume: bool,
+    world: World,
+    settings: TaskSettings,
+) -> dict[str, RetrainResult]:
+    """Retrain architectures with their seeds in the processes of this run; see `retrain_best`."""
+    side_by_side = cfg.retrain.parallel == "networks"
+    team = world.alone() if side_by_side else world
+    loaders = {s: retrain_loaders(cfg, space, seed=s, world=team) for s in sorted({s for _, s in trainings.values()})}
+    if world.is_main:
+        _keep_images(cfg)
+    net = None
+    if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
+        net = load_supernet(cfg)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
+        net.to(cfg.torch_device)
+        world.send(net.state_dict().values())
+    mine = list(trainings)[world.rank :: world.size] if side_by_side else list(trainings)
+    results = {}
+    for number, name in enumerate(mine, 1):
+        arch, seed = trainings[name]
+        with followed_by(len(mine) - number):
+            results[name] = retrain(
+                space,
+                arch,
+                *loaders[seed],
+                cfg.retrain,
+                run_dir=cfg.run_dir,
+                name=name,
+                supernet=net,
+                activation=cfg.supernet.activation,
+                seed=seed,
+                resume=resume,
+                device=cfg.torch_device,
+                world=team,
+            )
+    forms = world.gather(json.dumps({name: result.to_dict() for name, result in results.items()}).encode())
+    everyone = {name: result for form in forms for name, result in json.loads(form).items()}
+    return {name: RetrainResult.from_dict(everyone[name]) for name in trainings}
+
+
+def _retrain_apart(
+    cfg: RunConfig,
+    space: ArchSpace,
+    trainings: Mapping[str, tuple[Arch, int]],
+    *,
+    resume: bool,
+    world: World,
+    settings: TaskSettings,
+) -> dict[str, RetrainResult]:
+    """As `_retrain_here`, each network in one task; they write the files that retraining in this process writes."""
+    retrain_loaders(cfg, space)  # an error is said here, before workers start
+    for name, (arch, seed) in trainings.items():
+        if not resume:
+            check_not_begun(cfg.run_dir, name, arch, cfg.retrain, seed=seed)
+    _keep_images(cfg)
+    with TaskRunner(cfg.run_dir / FOLDER, settings) as runner:
+        # a call in which another network failed has left them, and what is in retrain/ may have changed since then:
+        # checkpoints say what is finished
+        for path in runner.folder.glob(f"*/{TASK_FILE}"):
+            path.unlink()
+        results = runner.run(network_task(cfg, space, *trainings[name], name=name, in_run=True) for name in trainings)
+    check_done(results, "networks are not retrained; the same command with --resume continues")
+    return {name: RetrainResult.load(cfg.run_dir / "retrain" / name / RESULT_FILE) for name in trainings}
+
+
+# trainings as tasks, of a run, of its seeds, and of a sample of its space
+
+
+def network_task(
+    cfg: RunConfig,
+    space: ArchSpace,
+    arch: Arch,
+    seed: int,
+    *,
+    name: str,
+    in_run: bool = False,
+    hold_out: bool = False,
+) -> Task:
+    """The training of one network.
+
+    Args:
+        cfg: settings of the run.
+        space: its space.
+        arch: the architecture.
+        seed: seed of the training.
+        name: name of the task.
+        in_run: whether the network is that of the run called `name`, whose directory is locked by the caller; otherwise
+            its files are in the folder of the task.
+        hold_out: whether the accuracy is that of held-out training images, and no checkpoint stays at the end.
+    """
+    return Task(
+        name,
+        f"{__name__}:train_network",
+        {
+            "config": settings_of_seed(cfg, seed),
+            "space": space.to_dict(),
+            "arch": list(arch),
+            "network": name if in_run else NETWORK,
+            "hold_out": hold_out,
+        },
+        threads=cfg.threads or torch.get_num_threads(),  # results depend on it, so a task has that of this process
+        cost=float(space.cost(arch).macs),
+        gpus=gpus_for(cfg.torch_device),
+        machine={**machine_of(cfg), "out": cfg.out if in_run else None},
+    )
+
+
+def train_network(
+    folder: Path,
+    *,
+    config: Mapping[str, Any],
+    space: Mapping[str, Any],
+    arch: Sequence[int],
+    network: str,
+    hold_out: bool,
+    out: str | None,
+    **machine: Any,
+) -> dict[str, Any]:
+    """The function of `network_task`: train a network, from its newest checkpoint where there is one.
+
+    Returns:
+        Its `result.json` without the time.
+    """
+    cfg = settings_of_task(config, folder if out is None else Path(out), **machine)
+    the_space = space_kind(space).from_dict(space)
+    train, val = retrain_loaders(cfg, the_space, hold_out=hold_out)
+    with tracked(cfg.track, cfg.run_dir, portable(cfg.to_dict())):
+        result = retrain(
+            the_space,
+            tuple(arch),
+            train,
+            val,
+            cfg.retrain,
+            run_dir=cfg.run_dir,
+            name=network,
+            supernet=load_supernet(cfg)[0] if cfg.retrain.init == "inherit" else None,
+            activation=cfg.supernet.activation,
+            seed=cfg.seed,
+            resume=True,
+            device=cfg.torch_device,
+            world=SINGLE if out is None else replace(SINGLE, leads=False),
+        )
+    if hold_out:  # a large sample would fill the disk
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    form = result.to_dict()
+    del form["seconds"]
+    return form
+
+
+def settings_of_seed(cfg: RunConfig, seed: int) -> dict[str, Any]:
+    """The settings that decide the results of one seed of a run; all seeds have the same validation images."""
+    data = cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
+    form = cfg.replace(seed=seed, data=data, search=cfg.search.replace(seed=seed)).to_dict()
+    for mapping, keys in ((form, ("out", "track")), (form["data"], MACHINE_DATA)):
+        for key in keys:
+            del mapping[key]
+    return form
+
+
+def machine_of(cfg: RunConfig) -> dict[str, Any]:
+    """The settings that `settings_of_seed` leaves out, without the place of the files."""
+    return {"data": {key: getattr(cfg.data, key) for key in MACHINE_DATA}, "track": list(cfg.track)}
+
+
+def settings_of_task(
+    config: Mapping[str, Any], out: Path, *, data: Mapping[str, Any], track: Sequence[str]
+) -> RunConfig:
+    """The settings of a task: those that decide its results, its folder, and what `machine_of` gave."""
+    return RunConfig.from_dict({**config, "data": {**config["data"], **data}, "track": list(track), "out": str(out)})
+
+
+# which networks, and their names
+
+
+def to_retrain(
+    cfg: RunConfig, archs: Sequence[Arch | str] = (), *, pareto: bool = False
+) -> tuple[ArchSpace, dict[str, Arch]]:
+    """The space of a run, and the architectures to retrain by the names of their networks; see `retrain_best`."""
+    check_same_run(cfg, supernet=not without_supernet(cfg))
+    cells = space_of_cells(cfg)
+    space = saved_space(cfg) if cells is None else cells
+    if archs:
+        return space, _named(_read(arch, space) for arch in archs)
+    if cells is not None:
+        if pareto:
+            raise ConfigError("a search of cells computes no Pareto front: leave --pareto out")
+        return cells, _of_cells(cfg.run_dir, cells)
+    found = _result(cfg.run_dir, saved_space(cfg))
+    if pareto:
+        return space, _named(_front(found, cfg.run_dir))
+    chosen = dict(list(_best(found).items())[: cfg.retrain.top_k])
+    if len(chosen) < cfg.retrain.top_k:
+        path = cfg.run_dir / ARCHS_FILE
+        _LOG.warning("retrain.top_k=%d, but %s has %d architectures", cfg.retrain.top_k, path, len(chosen))
+    return space, chosen | random_peers(cfg, saved_space(cfg), found.candidates[0].arch)
+
+
+def random_peers(cfg: RunConfig, space: LayerSpace, arch: Arch) -> dict[str, Arch]:
+    """The random architectures of the cost of `arch` that the settings ask for: `random`, `random-2`, ..."""
+    limits, identity = read_limits(cfg.search, space), cfg.search.allow_identity
+    if cfg.retrain.random_architectures:
+        limits.check(space, allow_identity=identity)
+    count, rng = cfg.retrain.random_architectures, random.Random(cfg.seed)
+    peers = equal_cost_peers(space, rng, arch, count, limits=limits, allow_identity=identity)
+    return {"random" if i == 0 else f"random-{i + 1}": peer for i, peer in enumerate(peers)}
+
+
+def _with_seeds(chosen: Mapping[str, Arch], cfg: RunConfig) -> dict[str, tuple[Arch, int]]:
+    """Every training by the name of its network: an architecture and a seed.
+
+    The first has the seed of the run and the name as given, the others have names such as `best-seed-1`. Random
+    architectures are trained once each, because they stand for architectures and not for one of them.
+    """
+    trainings = {}
+    for name, arch in chosen.items():
+        trainings[name] = (arch, cfg.seed)
+        if not name.startswith("random"):
+            seeds = range(cfg.seed + 1, cfg.seed + cfg.retrain.seeds)
+            trainings |= {f"{name}{SEED}{seed}": (arch, seed) for seed in seeds}
+    return trainings
+
+
+def _read(arch: Arch | str, space: ArchSpace) -> Arch:
+    return space.parse(arch) if isinstance(arch, str) else space.check(arch)
+
+
+def _named(archs: Iterable[Arch]) -> dict[str, Arch]:
+    return {f"arch-{arch_file_text(arch)}": arch for arch in archs}
+
+
+def _of_cells(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
+    """What a search of cells wrote, by its names."""
+    paths = sorted(run_dir.glob("arch_*.json"))
+    if not paths:
+        raise FileNotFoundError(f"no arch_NAME.json in {run_dir}: a search of cells writes them at its end")
+    return {path.stem.removeprefix("arch_"): load_arch(path, space) for path in paths}
+
+
+def _result(run_dir: Path, space: SearchSpace) -> SearchResult:
+    """archs.json."""
+    path = run_dir / ARCHS_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run `nasfast search --out {run_dir}` first")
+    try:
+        return load_candidates(path, space)
+    except ConfigError as error:
+        raise ConfigError(f"{error}: run `nasfast search --out {run_dir}` again") from error
+
+
+def _best(found: SearchResult) -> dict[str, Arch]:
+    """The candidates of a search under the names of their networks."""
+    return {"best" if i == 0 else f"best-{i + 1}": c.arch for i, c in enumerate(found.candidates)}
+
+
+def _points(found: SearchResult) -> list[Arch]:
+    """Every architecture on the front against MACs or on that against a table, each once."""
+    points = [*found.pareto, *(point for table in found.tables for point in table.pareto)]
+    return list(dict.fromkeys(point.arch for point in points))
+
+
+def _front(found: SearchResult, run_dir: Path) -> list[Arch]:
+    if not (points := _points(found)):
+        raise ConfigError(
+            f"{run_dir / ARCHS_FILE} has no Pareto front, because the score scores whole paths: name architectures "
+            "with --arch, or search with score.distill=true"
+        )
+    return points
+
+
+# export
+
+
+def export(
+    run_dir: str | Path,
+    *,
+    name: str = "best",
+    arch: Arch | str | None = None,
+    pareto: bool = False,
+    onnx: bool = True,
+) -> list[Path]:
+    """The files of retrained networks, with a model card; a warning says if one is not what the last search found.
+
+    Args:
+        run_dir: the run directory.
+        name: which network: `best`, `best-2`, ..., `random`, ...
+        arch: the network of this architecture instead, whatever its name.
+        pareto: the networks of all points of the Pareto fronts in archs.json instead; a warning says if some of them
+            were not retrained.
+        onnx: whether to write model.onnx beside model.safetensors.
+
+    Raises:
+        FileNotFoundError: the run directory does not exist, or no such network was retrained.
+        RuntimeError: the extra `onnx` is missing, or an exported program disagrees with PyTorch.
+    """
+    run_dir = Path(run_dir)
+    if not run_dir.is_dir():
+        raise FileNotFoundError(f"{run_dir} does not exist or is no directory: give the directory of a run (--out)")
+    if onnx:
+        try:
+            require_onnx()
+        except RuntimeError as error:
+            raise RuntimeError(f"{error}, or export without model.onnx (--onnx false)") from error
+    names = _to_export(run_dir, arch=arch, pareto=pareto) if arch is not None or pareto else [name]
+    files = []
+    for one in names:
+        folder = model_folder(run_dir / "retrain", one)
+        network = load_model(folder)
+        _warn_if_superseded(run_dir, one, network)
+        if network.images is None:
+            _LOG.warning(
+                "%s: its classes, and how an image becomes its input, are not known, because its images did not come "
+                "from a loader of nasfast. To add them, set `images` of nasfast.load_model(%r) to a "
+                "nasfast.retrain.ImageInfo, save the network with nasfast.retrain.save_model, and export again",
+                one,
+                str(folder),
+            )
+        files += [folder / MODEL_FILE, folder / FORM_FILE]
+        writers = {PROGRAM_FILE: export_program} | ({ONNX_FILE: export_onnx} if onnx else {})
+        with run_lock(run_dir):
+            files.append(write_card(network, folder, run_dir=run_dir))
+            for file, write in writers.items():
+                difference = write(network, folder / file)
+                _LOG.info("%s: %s agrees with PyTorch to %.1e of the largest logit", one, file, difference)
+                files.append(folder / file)
+    return files
+
+
+def _retrained(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
+    """The architectures of the retrained networks of a space by name, `best` first."""
+    paths = sorted(run_dir.glob(f"retrain/*/{FORM_FILE}"), key=lambda p: (p.parent.name != "best", p.parent.name))
+    found = {}
+    for path in paths:
+        try:
+            of_network, arch, _ = read_form(path)
+            if of_network.fingerprint == space.fingerprint:
+                found[path.parent.name] = arch
+        except ValueError as error:
+            _LOG.warning("%s is left out: %s", path.parent, error)
+    return found
+
+
+def _to_export(run_dir: Path, *, arch: Arch | str | None, pareto: bool) -> list[str]:
+    """The names of the retrained networks of an architecture, or of the Pareto fronts."""
+    space = read_space(run_dir / SPACE_FILE)
+    names: dict[Arch, str] = {}
+    for name, value in _retrained(run_dir, space).items():
+        names.setdefault(value, name)
+    if arch is not None:
+        wanted = [_read(arch, space)]
+        which, flags = "this architecture", f'--arch "{format_arch(wanted[0])}"'
+    else:
+        if not isinstance(space, SearchSpace):
+            raise ConfigError("a search of cells computes no Pareto front: give --name or --arch")
+        wanted = _front(_result(run_dir, space), run_dir)
+        which, flags = f"any of the {len(wanted)} points of the Pareto fronts", "--pareto"
+    found = [names[value] for value in wanted if value in names]
+    command = f"`nasfast retrain --out {run_dir} {flags}`"
+    if not found:
+        there = ", ".join(f"{name} [{format_arch(value)}]" for value, name in names.items()) or "nothing"
+        raise FileNotFoundError(f"no network of {which} was retrained: run {command}. Retrained: {there}")
+    if len(found) < len(wanted):
+        _LOG.warning("%d of %d points were not retrained: %s", len(wanted) - len(found), len(wanted), command)
+    return found
+
+
+def _warn_if_superseded(run_dir: Path, name: str, network: ArchNetwork) -> None:
+    """Say if a retrained network is not what the last search found.
+
+    One of the search (`best`, `best-2`, `darts`) is compared with the result of that name, and any other with all
+    results. Random architectures are not compared.
+    """
+    space, path, others = network.space, run_dir / ARCHS_FILE, []
+    result = name.partition(SEED)[0]
+    if isinstance(space, SearchSpace) and path.exists():
+        found = load_candidates(path, space)
+        searched, others = _best(found), _points(found)
+    elif not isinstance(space, SearchSpace) and (run_dir / f"arch_{result}.json").exists():
+        searched = _of_cells(run_dir, space)
+    else:
+        return
+    of_network = f"{name}: this network is {format_arch(network.arch)}"
+    if result in searched and searched[result] != network.arch:
+        later = format_arch(searched[result])
+        _LOG.warning("%s, and a later search found %s: `nasfast retrain` trains that one", of_network, later)
+    elif not name.startswith("random") and network.arch not in (*searched.values(), *others):
+        _LOG.warning("%s, which is neither a result nor on a Pareto front of the last search", of_network)
