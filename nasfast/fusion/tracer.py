@@ -17,16 +17,13 @@ class Tracer(fx.Tracer):
 
     Args:
         opaque: modules that it does not look into.
-        looked_into: if given, it looks only into these.
     """
 
-    def __init__(self, opaque: set[nn.Module], looked_into: set[nn.Module] | None = None) -> None:
+    def __init__(self, opaque: set[nn.Module]) -> None:
         super().__init__()
-        self._opaque, self._looked_into = opaque, looked_into
+        self._opaque = opaque
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if self._looked_into is not None:
-            return m not in self._looked_into
         if m in self._opaque or isinstance(m, (_ConvNd, _NormBase, *OURS)) or members.untouchable(m) is not None:
             return True
         if any(isinstance(inner, (_ConvNd, _NormBase)) for inner in m.modules()):
