@@ -124,10 +124,10 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     """Make the convolution -> BatchNorm -> activation chains of a model run fused, where that is faster.
 
     It works in place on any module and changes only the `forward` of the modules that own a chain, of
-    squeeze-and-excitations, and of convolutions with which a chain in a forward that is not well known begins. Classes,
-    submodules, parameters, state_dict, hooks, copies, train() and eval() do not change, and every forward reads all
-    settings again. Results and running statistics are the same up to rounding. The result of a chain may be in
-    channels_last, whatever the input is: code behind it must flatten with `flatten` or `reshape`, not with `view`.
+    squeeze-and-excitations, and of convolutions with which a chain begins. Classes, submodules, parameters, state_dict,
+    hooks, copies, train() and eval() do not change, and every forward reads all settings again. Results and running
+    statistics are the same up to rounding. The result of a chain may be in channels_last, whatever the input is: code
+    behind it must flatten with `flatten` or `reshape`, not with `view`.
 
     How a chain runs is decided for each shape and type of its input, mode and what trains:
 
@@ -152,12 +152,12 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     faster than PyTorch. `fuse` traces forwards with torch.fx, and where it cannot trace one, it traces the modules that
     this forward calls. So a supernet that chooses a candidate in Python gets fused candidates.
 
-    While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments, and so
-    does all of a well-known block. Under torch.compile, the chains of well-known blocks are operators in its graph
-    where the rule or only_faster=False says so, and all else runs unfused: fuse first, then compile. Under
-    torch.export, torch.jit.trace, torch.func and forward-mode autograd the model runs unfused.
-    torch.jit.script, nn.DataParallel and copy.copy need `unfuse` first: a shallow copy runs its original's forward. The
-    native backends have no second derivatives. Do not call `fuse` while another thread runs a model.
+    While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments. Under
+    torch.compile, the chains of well-known blocks are operators in its graph where the rule or only_faster=False says
+    so, and all else runs unfused: fuse first, then compile. Under torch.export, torch.jit.trace, torch.func and
+    forward-mode autograd the model runs unfused. torch.jit.script, nn.DataParallel and copy.copy need `unfuse` first: a
+    shallow copy runs its original's forward. The native backends have no second derivatives. Do not call `fuse` while
+    another thread runs a model.
 
     `fuse` on a fused model searches it again and forgets what was measured.
 

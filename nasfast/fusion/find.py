@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from inspect import Parameter, signature
 
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members
 from nasfast.fusion.chain import Chain
 from nasfast.fusion.excite import find_excitations
 from nasfast.fusion.match import Matcher, TracedStage, common
-from nasfast.fusion.tracer import OURS, Tracer
 from nasfast.fusion.twin import first_line, twin_of, unchanged_surroundings
+from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,30 @@ def find_chains(model: nn.Module, *, folding: bool) -> Findings:
     return search.findings
 
 
+_OURS = (FusedConvBNAct, FusedInvertedResidual)
+
+
+class _Tracer(fx.Tracer):
+    """Traces into every module that contains convolutions or BatchNorms, and into small wrappers of functions.
+
+    Args:
+        opaque: modules that it does not look into.
+    """
+
+    def __init__(self, opaque: set[nn.Module]) -> None:
+        super().__init__()
+        self._opaque = opaque
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if m in self._opaque or isinstance(m, (_ConvNd, _NormBase, *_OURS)) or members.untouchable(m) is not None:
+            return True
+        if any(isinstance(inner, (_ConvNd, _NormBase)) for inner in m.modules()):
+            return False
+        if super().is_leaf_module(m, module_qualified_name):
+            return True
+        return not isinstance(m, nn.Sequential) and not members.wraps_functions(m)
+
+
 class _Search:
     """Visits the modules from the top and traces those that contain convolutions which no earlier trace reached."""
 
@@ -104,7 +128,7 @@ class _Search:
         inside = [self.names[conv] for conv in members.convolutions(module).values()]
         if not inside or isinstance(module, _ConvNd) or module in self.opaque:
             return
-        if isinstance(module, OURS):
+        if isinstance(module, _OURS):
             self.findings.ours.update(inside)
             self._close(module, f"fused already ({type(module).__name__})")
             return
@@ -146,7 +170,7 @@ class _Search:
             # the first parameter is self
             _, *parameters = signature(type(module).forward).parameters.values()
             defaults = {p.name: p.default for p in parameters if p.default is not Parameter.empty}
-            return Tracer(self.opaque).trace(module, concrete_args=defaults or None)
+            return _Tracer(self.opaque).trace(module, concrete_args=defaults or None)
         except Exception as error:
             return first_line(error)
 
