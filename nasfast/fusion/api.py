@@ -124,10 +124,10 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     """Make the convolution -> BatchNorm -> activation chains of a model run fused, where that is faster.
 
     It works in place on any module and changes only the `forward` of the modules that own a chain, of
-    squeeze-and-excitations, and of convolutions with which a chain in a forward that is not well known begins. Classes,
-    submodules, parameters, state_dict, hooks, copies, train() and eval() do not change, and every forward reads all
-    settings again. Results and running statistics are the same up to rounding. The result of a chain may be in
-    channels_last, whatever the input is: code behind it must flatten with `flatten` or `reshape`, not with `view`.
+    squeeze-and-excitations, and of convolutions with which a chain begins. Classes, submodules, parameters, state_dict,
+    hooks, copies, train() and eval() do not change, and every forward reads all settings again. Results and running
+    statistics are the same up to rounding. The result of a chain may be in channels_last, whatever the input is: code
+    behind it must flatten with `flatten` or `reshape`, not with `view`.
 
     How a chain runs is decided for each shape and type of its input, mode and what trains:
 
@@ -152,12 +152,12 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     faster than PyTorch. `fuse` traces forwards with torch.fx, and where it cannot trace one, it traces the modules that
     this forward calls. So a supernet that chooses a candidate in Python gets fused candidates.
 
-    While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments, and so
-    does all of a well-known block. Under torch.compile, the chains of well-known blocks are operators in its graph
-    where the rule or only_faster=False says so, and all else runs unfused: fuse first, then compile. Under
-    torch.export, torch.jit.trace, torch.func and forward-mode autograd the model runs unfused.
-    torch.jit.script, nn.DataParallel and copy.copy need `unfuse` first: a shallow copy runs its original's forward. The
-    native backends have no second derivatives. Do not call `fuse` while another thread runs a model.
+    While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments. Under
+    torch.compile, the chains of well-known blocks are operators in its graph where the rule or only_faster=False says
+    so, and all else runs unfused: fuse first, then compile. Under torch.export, torch.jit.trace, torch.func and
+    forward-mode autograd the model runs unfused. torch.jit.script, nn.DataParallel and copy.copy need `unfuse` first: a
+    shallow copy runs its original's forward. The native backends have no second derivatives. Do not call `fuse` while
+    another thread runs a model.
 
     `fuse` on a fused model searches it again and forgets what was measured.
 
@@ -197,7 +197,7 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
         more.append("the example reached no chain that could be measured")
     if only_faster:
         more += _folding_notes(model, findings)
-    runs = {located: _runs(model, findings, located, only_faster) for located in findings.chains}
+    runs = {located: _runs(model, located, only_faster) for located in findings.chains}
     return _report(model, findings, runs, _examples(model, findings, measured), more)
 
 
@@ -227,9 +227,8 @@ def _replace_forwards(model: nn.Module, findings: Findings, only_faster: bool) -
         owned[located.owner].append(located.chain)
     for owner, its_chains in owned.items():
         module = model.get_submodule(owner)
-        program = findings.programs.get(owner)
-        module.forward = ChainForward(module, its_chains, program, always=not only_faster)
-        for chain in its_chains if program is None else ():
+        module.forward = ChainForward(module, its_chains, always=not only_faster)
+        for chain in its_chains:
             start = descendant(module, chain.convs[0])
             start.forward = StartForward(start)
     for module in map(model.get_submodule, findings.excitations):
@@ -257,7 +256,7 @@ def _folding_notes(model: nn.Module, findings: Findings) -> list[str]:
     if not findings.chains or all(parameter.device.type != "cpu" for parameter in model.parameters()):
         return []
     notes = ["in eval mode without gradients, chains on a CPU run with their BatchNorms folded into the convolutions"]
-    recorded = [located.convolutions[0] for located in findings.chains if _is_recorded(findings, located)]
+    recorded = [located.convolutions[0] for located in findings.chains if _is_recorded(model, located)]
     if recorded:
         notes.append(
             f"{_count(len(recorded), 'chain')} in a forward that is not well known: folded only where the "
@@ -267,12 +266,13 @@ def _folding_notes(model: nn.Module, findings: Findings) -> list[str]:
     return notes
 
 
-def _is_recorded(findings: Findings, located: LocatedChain) -> bool:
-    """Whether a chain is recorded while its module's own forward runs."""
-    return located.owner not in findings.programs
+def _is_recorded(model: nn.Module, located: LocatedChain) -> bool:
+    """Whether a chain of a fused model is recorded while its module's own forward runs."""
+    forward = vars(model.get_submodule(located.owner))["forward"]
+    return forward.is_recorded()
 
 
-def _runs(model: nn.Module, findings: Findings, located: LocatedChain, only_faster: bool) -> str:
+def _runs(model: nn.Module, located: LocatedChain, only_faster: bool) -> str:
     """`FusedChain.runs`."""
     chain_members = located.chain.members(model.get_submodule(located.owner))
     stages = None if chain_members is None else chain_members.stages()
@@ -282,7 +282,7 @@ def _runs(model: nn.Module, findings: Findings, located: LocatedChain, only_fast
         return "on PyTorch: the fused operator has no dilation"
     if stages is None:
         return "on PyTorch"
-    return _rule_says([stage.stage for stage in stages], recorded=_is_recorded(findings, located))
+    return _rule_says([stage.stage for stage in stages], recorded=_is_recorded(model, located))
 
 
 def _rule_says(stages: Sequence[Stage], *, recorded: bool) -> str:

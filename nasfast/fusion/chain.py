@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -44,16 +44,14 @@ class Chain:
 
     def below(self, path: Path) -> Chain:
         """The chain as one of the module that has its module at this path."""
-        convs, norms, watched = (tuple(path + p for p in paths) for paths in (self.convs, self.norms, self.watched))
-        return replace(self, convs=convs, norms=norms, watched=watched)
+        # TorchDynamo does not trace dataclasses.replace
+        convs, norms, watched = [tuple([path + p for p in paths]) for paths in (self.convs, self.norms, self.watched)]
+        return Chain(convs, norms, self.acts, self.residual, self.only_folded, watched)
 
     def hooked(self, module: nn.Module) -> list[str]:
-        """Paths of the watched modules that have hooks now.
-
-        Raises:
-            KeyError: a watched module no longer exists.
-        """
-        return [".".join(path) for path in self.watched if any(hooks_of(descendant(module, path)))]
+        """Paths of the watched modules that have hooks now."""
+        there = [(path, passed(module, path)) for path in self.watched]
+        return [".".join(path) for path, found in there if len(found) > len(path) and any(hooks_of(found[-1]))]
 
     def members(self, module: nn.Module) -> Members | None:
         """The chain's modules below this one; None if they can no longer be a chain."""

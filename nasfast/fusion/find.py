@@ -6,21 +6,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 
 from torch import fx, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members
-from nasfast.fusion.chain import Chain, Path, descendant
+from nasfast.fusion.chain import Chain
 from nasfast.fusion.excite import find_excitations
 from nasfast.fusion.match import Matcher, TracedStage, common
-from nasfast.fusion.program import Frame, Program, Unwritten, is_well_known, write
-from nasfast.fusion.tracer import OURS, Tracer
 from nasfast.fusion.twin import first_line, twin_of, unchanged_surroundings
+from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual
 
 
 @dataclass(frozen=True)
@@ -51,11 +49,9 @@ class Findings:
             be in a chain has no reason here.
         ours: paths of the convolutions in fused modules of nasfast.
         excitations: paths of the squeeze-and-excitations; their convolutions have no reason here.
-        programs: by path, the programs of the modules that own chains and have a well-known forward.
     """
 
     chains: list[LocatedChain] = field(default_factory=list)
-    programs: dict[str, Program] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     ours: set[str] = field(default_factory=set)
     excitations: list[str] = field(default_factory=list)
@@ -83,13 +79,36 @@ def find_chains(model: nn.Module, *, folding: bool) -> Findings:
         search.findings.excitations = list(find_excitations(twin))
         search.opaque.update(map(twin.get_submodule, search.findings.excitations))
         search.visit(twin)
-        search.write_programs(twin)
     for name in members.convolutions(model):
         reasons.setdefault(name, "no traced forward reaches it")
     for located in search.findings.chains:
         for name in (*located.convolutions, *located.norms):
             reasons.pop(name, None)
     return search.findings
+
+
+_OURS = (FusedConvBNAct, FusedInvertedResidual)
+
+
+class _Tracer(fx.Tracer):
+    """Traces into every module that contains convolutions or BatchNorms, and into small wrappers of functions.
+
+    Args:
+        opaque: modules that it does not look into.
+    """
+
+    def __init__(self, opaque: set[nn.Module]) -> None:
+        super().__init__()
+        self._opaque = opaque
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if m in self._opaque or isinstance(m, (_ConvNd, _NormBase, *_OURS)) or members.untouchable(m) is not None:
+            return True
+        if any(isinstance(inner, (_ConvNd, _NormBase)) for inner in m.modules()):
+            return False
+        if super().is_leaf_module(m, module_qualified_name):
+            return True
+        return not isinstance(m, nn.Sequential) and not members.wraps_functions(m)
 
 
 class _Search:
@@ -109,7 +128,7 @@ class _Search:
         inside = [self.names[conv] for conv in members.convolutions(module).values()]
         if not inside or isinstance(module, _ConvNd) or module in self.opaque:
             return
-        if isinstance(module, OURS):
+        if isinstance(module, _OURS):
             self.findings.ours.update(inside)
             self._close(module, f"fused already ({type(module).__name__})")
             return
@@ -151,41 +170,9 @@ class _Search:
             # the first parameter is self
             _, *parameters = signature(type(module).forward).parameters.values()
             defaults = {p.name: p.default for p in parameters if p.default is not Parameter.empty}
-            return Tracer(self.opaque).trace(module, concrete_args=defaults or None)
+            return _Tracer(self.opaque).trace(module, concrete_args=defaults or None)
         except Exception as error:
             return first_line(error)
-
-    def write_programs(self, model: nn.Module) -> None:
-        """Write the programs of the modules that own chains; all chains have been found."""
-        owned: dict[nn.Module, list[Chain]] = {}
-        for located in self.findings.chains:
-            owned.setdefault(model.get_submodule(located.owner), []).append(located.chain)
-        self.in_chains = set()
-        for owner in filter(is_well_known, owned):
-            # without a program the module's own forward runs
-            with suppress(Unwritten):
-                self.findings.programs[self.names[owner]] = self._program(owner, owned)
-
-    def _program(self, owner: nn.Module, owned: dict[nn.Module, list[Chain]]) -> Program:
-        inside: dict[nn.Module, Path] = {owner: ()}
-        # a chain may lie in modules inside of the owner, which may own chains too
-        owners = [owner]
-        for module in owners:
-            watched = [below for chain in owned[module] for below in chain.watched]
-            for path in sorted({below[:n] for below in watched for n in range(len(below))}):
-                inner = descendant(module, path)
-                if inner not in inside and is_well_known(inner):
-                    inside[inner] = inside[module] + path
-                    owners += [inner] if inner in owned else []
-        tracer = Tracer(self.opaque, looked_into=set(inside))
-        try:
-            graph = tracer.trace(owner)
-        except Exception as error:
-            raise Unwritten(first_line(error)) from error
-        trace = _Trace(self, owner, graph)
-        chains = [trace.traced(chain.below(inside[module])) for module in owners for chain in owned[module]]
-        frames = [Frame.of(module, path, fused=module in owned) for module, path in inside.items()]
-        return write(graph, dict(owner.named_modules()), chains, frames)
 
     def conv_problem(self, conv: _ConvNd) -> str | None:
         problem = members.conv_problem(conv)
@@ -210,22 +197,6 @@ class _Trace(Matcher):
         for node, reason in self.reasons.items():
             self._search.findings.reasons.setdefault(self._name(node), reason)
         return {conv for node in self.order if isinstance(conv := self._module(node), _ConvNd)}
-
-    def traced(self, chain: Chain) -> tuple[Chain, list[fx.Node], fx.Node | None]:
-        """A chain of this module, the nodes of its stages, and the addition behind them.
-
-        Raises:
-            Unwritten: this trace does not have the chain.
-        """
-        name = ".".join(chain.convs[0])
-        starts = [node for node in self.order if node.op == "call_module" and node.target == name]
-        first = self.stage(starts[0]) if len(starts) == 1 else ""
-        if isinstance(first, str):
-            raise Unwritten(f"{name} begins no chain in its own trace")
-        stages, add = self.grow(first)
-        if tuple(stage.act for stage in stages) != chain.acts or (add is not None) != chain.residual:
-            raise Unwritten(f"the chain of {name} is another one in its own trace")
-        return chain, [node for stage in stages for node in stage.nodes], add
 
     def is_conv(self, node: fx.Node) -> bool:
         return isinstance(self._module(node), _ConvNd)

@@ -1,8 +1,8 @@
 """The forward that `fuse` gives to a module with chains.
 
-A well-known block runs as its program. Any other module runs its own forward, while placeholders record its chains.
-Both ask each chain how it runs, by `BoundChain.way`. Under torch.compile, programs run on `CompiledChain`, and other
-modules as they are.
+A well-known block runs as `blocks` spells it out. Any other module runs its own forward, while placeholders record its
+chains. Both ask each chain how it runs, by `BoundChain.way`. Under torch.compile, well-known blocks run on
+`CompiledChain`, and other modules as they are.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nasfast.fusion.chain import Chain, passed
+from nasfast.fusion import blocks
+from nasfast.fusion.blocks import BoundBlock, FoundChain
+from nasfast.fusion.chain import Chain, Path, descendant, passed
 from nasfast.fusion.execute import BoundChain, CompiledChain
 from nasfast.fusion.placeholders import run_own_forward
-from nasfast.fusion.program import Program
 from nasfast.fusion.replaced import ReplacedForward, must_run_unfused
 from nasfast.fusion.stages import Way
 from nasfast.fusion.watch import Watch
@@ -29,82 +30,121 @@ class ChainForward(ReplacedForward):
     Args:
         module: the module.
         chains: its chains.
-        program: its forward as steps; None if it must run its own code.
         always: whether every chain always runs on the operator.
-        measured: for each chain of the program, or each of the module's own, how it was measured to run fastest in a
-            situation.
+        measured: for each chain, how it was measured to run fastest in a situation.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        chains: Sequence[Chain],
-        program: Program | None,
-        always: bool,
-        measured: Sequence[dict[tuple, Way]] = (),
+        self, module: nn.Module, chains: Sequence[Chain], always: bool, measured: Sequence[dict[tuple, Way]] = ()
     ) -> None:
         super().__init__(module)
-        self.chains, self.program, self.always = tuple(chains), program, always
-        # a program's first chains are the module's own
-        self.measured = tuple(measured) or tuple({} for _ in (program.chains if program else self.chains))
+        self.chains, self.always = tuple(chains), always
+        self.measured = tuple(measured) or tuple({} for _ in self.chains)
         self._binding: _Binding | None = None
 
     def __reduce__(self) -> tuple:
-        return ChainForward, (self.module, self.chains, self.program, self.always, self.measured)
+        return ChainForward, (self.module, self.chains, self.always, self.measured)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, program = self.module, self.program
+        module = self.module
         forward = partial(type(module).forward, module)
-        alone = len(args) == 1 and not kwargs
+        alone = len(args) == 1 and not kwargs and type(args[0]) is Tensor
         if torch.compiler.is_compiling():
-            if torch.compiler.is_exporting() or program is None or not alone or not program.fits(module):
-                return forward(*args, **kwargs)
-            chains = [CompiledChain(chain.members(module), self.always) for chain in program.chains]
-            return program.bind(module, chains).run(args[0])
-        if must_run_unfused() or (program is not None and not alone):
+            known = alone and not torch.compiler.is_exporting()
+            block = _find(module, compiled=True).block() if known else None
+            return forward(*args, **kwargs) if block is None else block.run(args[0])
+        if must_run_unfused():
             # steps of an optimizer may follow that no version counter counts
             self._binding = None
             return forward(*args, **kwargs)
         binding = self._binding
         if binding is None or not binding.watch.same(module):
-            binding = self._binding = _Binding(self, module)
-        if program is None:
+            binding = self._binding = _Binding(module)
+        if binding.block is None or not alone:
             return run_own_forward(forward, binding.starts, args, kwargs)
-        if binding.program is None or type(args[0]) is not Tensor:
-            return forward(*args)
-        return binding.program.run(args[0])
+        return binding.block.run(args[0])
+
+    def is_recorded(self) -> bool:
+        """Whether the module's own forward runs while its chains are recorded."""
+        return _find(self.module, compiled=False).block() is None
+
+
+class _Found:
+    """The chains that a forward runs: the module's, and those of the modules between it and its chains.
+
+    Attributes:
+        chains: those whose modules can be chains now.
+        paths: of everything between the module and the modules of its chains, and of these.
+        opened: the modules between.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.chains: list[FoundChain] = []
+        self.paths: list[Path] = []
+        self.opened: list[nn.Module] = []
+
+    def unhooked(self) -> list[FoundChain]:
+        """The chains of which no hook sees a part."""
+        return [found for found in self.chains if not found.chain.hooked(self.module)]
+
+    def block(self) -> BoundBlock | None:
+        """The module as a well-known block, or None."""
+        return blocks.bind(self.module, self.unhooked(), self.opened)
+
+
+def _find(module: nn.Module, *, compiled: bool) -> _Found:
+    """The chains that the forward of a module with chains runs."""
+    found, known = _Found(module), blocks.block_of(module) is not None
+    pending: list[tuple[Path, nn.Module]] = [((), module)]
+    while pending:
+        path, owner = pending.pop(0)
+        forward: ChainForward = vars(owner)["forward"]
+        for own, measured in zip(forward.chains, forward.measured, strict=True):
+            chain = own.below(path)
+            chain_members = chain.members(module)
+            found.paths += (*chain.convs, *chain.norms, *chain.watched)
+            if chain_members is None:
+                continue
+            if compiled:
+                runs: Any = CompiledChain(chain_members, forward.always)
+            else:
+                runs = BoundChain(own, chain_members, forward.always, measured)
+            found.chains.append(FoundChain(chain, chain_members, runs))
+            for below in (*chain.convs, *chain.norms) if known else ():
+                for length in range(len(path) + 1, len(below)):
+                    inner = descendant(module, below[:length])
+                    if not any([inner is other for other in found.opened]):
+                        found.opened.append(inner)
+                        if isinstance(vars(inner).get("forward"), ChainForward):
+                            pending.append((below[:length], inner))
+    return found
 
 
 class _Binding:
-    """A module's program and chains with its present modules. Nothing here may keep the module alive, which has this.
+    """A module's forward with its present modules. Nothing here may keep the module alive, which has this.
 
     Attributes:
         watch: whether they still are the module's.
-        program: None if there is none that computes what the module's own forward computes now.
-        starts: the chains that are recorded, by their first convolutions.
+        block: the module as a well-known block, or None.
+        starts: the chains that are recorded otherwise, by their first convolutions.
     """
 
-    def __init__(self, forward: ChainForward, module: nn.Module) -> None:
-        program = forward.program
-        chains = forward.chains if program is None else program.chains
-        found = [(chain, chain.members(module), known) for chain, known in zip(chains, forward.measured, strict=True)]
-        bound = [BoundChain(chain, members, forward.always, known) for chain, members, known in found if members]
-        self.watch = _watch(module, chains, program, bound)
-        self.program = program.bind(module, bound) if program is not None and program.fits(module) else None
+    def __init__(self, module: nn.Module) -> None:
+        found = _find(module, compiled=False)
+        self.watch = _watch(module, found)
+        self.block = found.block()
         # a placeholder must not reach a hook
         self.starts: dict[nn.Module, BoundChain] = {
-            chain.members.convs[0]: chain for chain in bound if not chain.chain.hooked(module)
+            one.members.convs[0]: one.runs for one in found.unhooked() if isinstance(one.runs, BoundChain)
         }
 
 
-def _watch(module: nn.Module, chains: Sequence[Chain], program: Program | None, bound: Sequence[BoundChain]) -> Watch:
+def _watch(module: nn.Module, found: _Found) -> Watch:
     """Watches everything that a binding is made from."""
-    frames = () if program is None else program.frames
-    paths = {path for chain in chains for path in (*chain.convs, *chain.norms, *chain.watched)}
-    paths |= {frame.path for frame in frames}
-    below = [m for path in sorted(paths) for m in passed(module, path)[1:]]
-    places = [place for chain in bound for place in chain.members.places()]
+    below = [m for path in sorted(set(found.paths)) for m in passed(module, path)[1:]]
+    below += [child for parent in (module, *found.opened) for child in parent.children() if blocks.is_idle(child)]
+    places = [place for one in found.chains for place in one.members.places()]
     places += [(vars(m), name) for m in below if isinstance(m, nn.Hardtanh) for name in ("min_val", "max_val")]
-    for frame in frames[1:]:
-        places += [(vars(passed(module, frame.path)[-1]), name) for name, _ in frame.attributes]
-    return Watch(module, [name for name, _ in frames[0].attributes] if frames else [], below, places)
+    block = blocks.block_of(module)
+    return Watch(module, [block.adds] if block is not None and isinstance(block.adds, str) else [], below, places)

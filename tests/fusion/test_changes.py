@@ -154,7 +154,7 @@ def test_only_the_bias_of_a_convolution_trains(training, only_faster, executed):
 
 
 class OwnForward(nn.Sequential):
-    """It has no program, because it changes an attribute."""
+    """It is no well-known block, because it changes an attribute."""
 
     calls = 0
 

@@ -192,7 +192,7 @@ class Dilated(nn.Module):
 
 
 class DilatedSequential(nn.Sequential):
-    """The same, which has a program."""
+    """The same as a well-known block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,0 +1,259 @@
+"""The forwards of well-known blocks, spelled out, so that their chains run without their Python code.
+
+A block calls its parts one after the other, may add its input or what a shortcut makes of it, and may activate the sum.
+`bind` reads the modules as they are now and keeps nothing of a trace, so that it is right after any change of them. A
+forward that is not listed here runs itself, while placeholders record its chains.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import NoneType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nasfast.fusion import members
+from nasfast.fusion.calls import ACTIVATION_FUNCTIONS
+from nasfast.fusion.chain import Chain, Members
+from nasfast.fusion.execute import BoundChain, CompiledChain
+from nasfast.fusion.replaced import ReplacedForward
+from nasfast.fusion.stages import Way, result_dtype
+from nasfast.fusion.watch import hooks_of
+
+
+class Block(NamedTuple):
+    """The forward of a class. A submodule that is None or absent is not called.
+
+    Attributes:
+        parts: names of the submodules that it calls in order, and functions; None for all submodules.
+        adds: whether it adds to the result of the parts; a name stands for an attribute or submodule, and the block
+            adds where that is neither false nor None.
+        shortcut: name of the submodule that computes from the input what is added; without it, that is the input.
+        before: name of a submodule that is called behind the parts where the block adds.
+        last: name of the submodule that is called behind the addition.
+        add: the addition, of the result of the parts and the other; in place that result keeps its type.
+    """
+
+    parts: tuple[str | Callable[[Tensor], Tensor], ...] | None
+    adds: bool | str = False
+    shortcut: str = ""
+    before: str = ""
+    last: str = ""
+    add: Callable[[Tensor, Tensor], Tensor] = operator.add
+
+
+def _add_to_first_channels(y: Tensor, x: Tensor) -> Tensor:
+    return torch.cat([y[:, : x.shape[1]] + x, y[:, x.shape[1] :]], dim=1)
+
+
+_resnet = partial(Block, adds=True, shortcut="downsample", last="relu", add=operator.iadd)
+_efficientnet = partial(Block, adds="has_skip", before="drop_path")
+WELL_KNOWN = {
+    "torch.nn.modules.container.Sequential": Block(None),
+    "torchvision.models.googlenet.BasicConv2d": Block(("conv", "bn", torch.relu_)),
+    "torchvision.models.mnasnet._InvertedResidual": Block(("layers",), "apply_residual"),
+    "torchvision.models.mobilenetv2.InvertedResidual": Block(("conv",), "use_res_connect"),
+    "torchvision.models.mobilenetv3.InvertedResidual": Block(("block",), "use_res_connect", add=operator.iadd),
+    "torchvision.models.regnet.ResBottleneckBlock": Block(("f",), True, "proj", last="activation"),
+    "torchvision.models.resnet.BasicBlock": _resnet(("conv1", "bn1", "relu", "conv2", "bn2")),
+    "torchvision.models.resnet.Bottleneck": _resnet(("conv1", "bn1", "relu", "conv2", "bn2", "relu", "conv3", "bn3")),
+    "timm.layers.conv_bn_act.ConvNormAct": Block(("conv", "bn", "aa")),
+    "timm.models._efficientnet_blocks.ConvBnAct": _efficientnet(("conv", "bn1", "aa")),
+    "timm.models._efficientnet_blocks.DepthwiseSeparableConv": _efficientnet(
+        ("conv_s2d", "bn_s2d", "conv_dw", "bn1", "aa", "se", "conv_pw", "bn2")
+    ),
+    "timm.models._efficientnet_blocks.InvertedResidual": _efficientnet(
+        ("conv_s2d", "bn_s2d", "conv_pw", "bn1", "conv_dw", "bn2", "aa", "se", "conv_pwl", "bn3")
+    ),
+    "timm.models._efficientnet_blocks.UniversalInvertedResidual": _efficientnet(
+        ("dw_start", "pw_exp", "dw_mid", "se", "pw_proj", "dw_end", "layer_scale")
+    ),
+    "timm.models.ghostnet.GhostBottleneck": Block(
+        ("ghost1", "conv_dw", "bn_dw", "se", "ghost2"), True, "shortcut", add=operator.iadd
+    ),
+    "timm.models.regnet.Bottleneck": Block(
+        ("conv1", "conv2", "se", "conv3"), "downsample", "downsample", before="drop_path", last="act3"
+    ),
+    "timm.models.rexnet.LinearBottleneck": Block(
+        ("conv_exp", "conv_dw", "se", "act_dw", "conv_pwl"),
+        "use_shortcut",
+        before="drop_path",
+        add=_add_to_first_channels,
+    ),
+}
+"""By the name of the class; its forward reads nothing else of the module."""
+
+
+class FoundChain(NamedTuple):
+    """A chain, its modules, and how it runs."""
+
+    chain: Chain
+    members: Members
+    runs: BoundChain | CompiledChain
+
+
+def block_of(module: nn.Module) -> Block | None:
+    """The block whose forward the class of the module has."""
+    return WELL_KNOWN.get(members.forward_name(module).removesuffix(".forward"))
+
+
+def bind(module: nn.Module, chains: Sequence[FoundChain], opened: Sequence[nn.Module]) -> BoundBlock | None:
+    """The forward of a well-known block as it is now; None for other modules, and where it does not have the chains.
+
+    Args:
+        module: the module.
+        chains: all chains that its forward runs, without those that have hooks.
+        opened: the modules between it and the modules of its chains. Their forwards are not called.
+    """
+    block = block_of(module)
+    if block is None:
+        return None
+    adds = block.adds if isinstance(block.adds, bool) else _value(module, block.adds) not in (None, False)
+    parts = _leaves(_parts(module, block, adds), opened)
+    shortcut = _leaves(_modules(module, (block.shortcut,)) if adds else [], opened)
+    if not parts or shortcut is None:
+        return None
+    steps, shortcut_steps = _steps(parts, chains), _steps(shortcut, chains)
+    if sum([isinstance(step, _ChainCall) for step in (*steps, *shortcut_steps)]) < len(chains):
+        return None
+    last = _leaves(_modules(module, (block.last,)), ())
+    return BoundBlock(steps, shortcut_steps if adds else None, last or [], block.add)
+
+
+class BoundBlock:
+    """The forward of a block.
+
+    Args:
+        steps: its parts.
+        shortcut: what computes from its input what is added; None if nothing is added.
+        last: what is called behind the addition.
+        add: as in `Block`.
+    """
+
+    def __init__(
+        self, steps: list[Callable], shortcut: list[Callable] | None, last: list[Callable], add: Callable
+    ) -> None:
+        self._adds = shortcut is not None
+        first, other = steps, shortcut or []
+        # the chain of the shortcut may have the addition
+        if other and _has_addition(other[-1]) and not _has_addition(first[-1]):
+            first, other = other, first
+        *self._before, self._end = first
+        self._other, self._last, self._add = other, last, add
+
+    def run(self, x: Tensor) -> Any:
+        """The result of the forward for (N, C, H, W)."""
+        y = x
+        for step in self._before:
+            y = step(y)
+        if not self._adds:
+            y = self._end(y)
+        else:
+            other = x
+            for step in self._other:
+                other = step(other)
+            y = self._end(y, other, self._add) if _has_addition(self._end) else self._add(self._end(y), other)
+        for step in self._last:
+            y = step(y)
+        return y
+
+
+class _ChainCall:
+    """A chain, and what it calls where it runs on PyTorch."""
+
+    def __init__(self, found: FoundChain, calls: list[Callable]) -> None:
+        self._runs, self._calls, self.residual = found.runs, calls, found.chain.residual
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None, add: Callable = operator.add) -> Tensor:
+        way = self._runs.way(x, recorded=False)
+        if way is not None and way is not Way.PLAIN:
+            y = self._runs.run_all(way, x, residual)
+            return y.to(result_dtype(x)) if add is operator.iadd else y
+        for call in self._calls:
+            x = call(x)
+        return x if residual is None else add(x, residual)
+
+
+def _has_addition(step: Callable) -> bool:
+    return isinstance(step, _ChainCall) and step.residual
+
+
+def _parts(module: nn.Module, block: Block, adds: bool) -> list[Callable]:
+    if block.parts is None:
+        return [child for child in module._modules.values() if child is not None]
+    return _modules(module, (*block.parts, block.before) if adds else block.parts)
+
+
+def _modules(module: nn.Module, parts: Sequence[str | Callable]) -> list[Callable]:
+    """The submodules of these names as far as they exist, and the functions."""
+    found: list[Callable | None] = [module._modules.get(p) if isinstance(p, str) else p for p in parts]
+    return [part for part in found if part is not None]
+
+
+def _value(module: nn.Module, name: str) -> Any:
+    return module._modules[name] if name in module._modules else vars(module).get(name)
+
+
+def _leaves(parts: Sequence[Callable], opened: Sequence[nn.Module]) -> list[Callable] | None:
+    """What is called, without identities; None if the forward of an opened module must be called, or is not known."""
+    leaves: list[Callable] = []
+    for part in parts:
+        if isinstance(part, nn.Module) and any([part is module for module in opened]):
+            block = block_of(part)
+            own = isinstance(vars(part).get("forward"), (ReplacedForward, NoneType))
+            if block is None or block.adds or not own or any(hooks_of(part)):
+                return None
+            inner = _leaves(_parts(part, block, False), opened)
+            if inner is None:
+                return None
+            leaves += inner
+        elif not is_idle(part):
+            leaves.append(part)
+    return leaves
+
+
+def is_idle(part: Callable) -> bool:
+    """Whether a call of it need not be made: its result is its input."""
+    return isinstance(part, nn.Module) and members.module_activation(part) == "identity" and not any(hooks_of(part))
+
+
+def _steps(leaves: Sequence[Callable], chains: Sequence[FoundChain]) -> list[Callable]:
+    """The leaves, with those of a chain in one call."""
+    steps: list[Callable] = []
+    place = 0
+    while place < len(leaves):
+        length = 0
+        for found in chains:
+            if leaves[place] is found.members.convs[0]:
+                length = _length(leaves[place:], found.members)
+                if length:
+                    steps.append(_ChainCall(found, list(leaves[place : place + length])))
+                break
+        if not length:
+            steps.append(leaves[place])
+        place += length or 1
+    return steps
+
+
+def _length(leaves: Sequence[Callable], chain: Members) -> int:
+    """The number of first leaves that are the calls of the chain; 0 if they are not."""
+    place = 0
+    for conv, norm, act in zip(chain.convs, chain.norms, chain.acts, strict=True):
+        if len(leaves) < place + 2 or leaves[place] is not conv or leaves[place + 1] is not norm:
+            return 0
+        place += 2
+        own = members.module_activation(norm.get_submodule("act")) if members.has_activation(norm) else "identity"
+        if own == act:
+            continue
+        if own != "identity" or len(leaves) == place or _activation(leaves[place]) != act:
+            return 0
+        place += 1
+    return place
+
+
+def _activation(call: Callable) -> str | None:
+    return members.module_activation(call) if isinstance(call, nn.Module) else ACTIVATION_FUNCTIONS.get(call)
