@@ -202,9 +202,9 @@ def make(bench: Bench, variant: Variant) -> Whole:
     Raises:
         NoCudaKernel: the variant leaves the choice to nasfast, and no CUDA kernel of a chain ran.
     """
-    with variant.chosen(bench), noted_chains() as chains, noted_launches(run=True) as launches:
+    with variant.chosen(bench), noted_chains() as chains, noted_launches() as launches:
         step = Whole(bench, variant)
-    triton = Counter(launch.kernel for launch in launches)
+    triton = Counter(launches)
     bench.row("kernels", variant=variant.name, cuda=dict(chains), triton=dict(triton), loss=step.loss)
     if variant.ops == "nasfast" and variant.backend is None and not chains:
         raise NoCudaKernel(f"{variant.name}: no CUDA kernel of a chain ran, but {dict(triton) or 'PyTorch'}")
