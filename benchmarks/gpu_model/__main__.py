@@ -1,10 +1,5 @@
 """Runs the model: `python -m benchmarks.gpu_model`."""
 
-import os
-
-# before nasfast is imported: its Triton operators then get CPU tensors
-os.environ["TRITON_INTERPRET"] = "1"
-
 # The model is a module of its own because processes that it spawns cannot import functions of a package's __main__.
 from benchmarks.gpu_model.model import main
 

@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_model [--arch 90 86] [--out benchmarks/results/gpu_model.json]
                                    [--rule nasfast/ops/cuda_times.json]
 
-recorder.py records the launches of a step: forward, backward and update of the mean path of `mobilenet_v2`, batch 32,
+recorder.py records the launches of a step: forward, loss and backward of the mean path of `mobilenet_v2`, batch 32,
 bf16. walk.py follows one warp of each launch of a CUDA kernel through the machine code. The estimate of a launch,
 `predicted`, is an assumed fixed cost and the largest of memory, of instructions at 70 % of the issue rate, and of
 tensor cores at 85 % of theirs, on the multiprocessor with the most programs; or the time of one program alone times the
@@ -234,8 +234,7 @@ def modelled(arch: int, processes: int) -> tuple[dict[str, Any], list[dict[str, 
         chains.append(chain._asdict() | own)
     step, others = steps[None], pytorch_us(steps[None], arch)
     rows = rows_of_launches(step.launches, found_costs[: len(step.launches)])
-    # the three launches of Triton, for the loss and the update, are in no interval
-    counted = {"cuda": len(rows), "triton": step.triton, "pytorch": step.aten}
+    counted = {"cuda": len(rows), "pytorch": step.aten}
     interval = step_interval(GPUS[arch].name, rows, others)
     found = {"launches_of": counted, "pytorch_us": others, "interval": interval, **saved_bytes(arch), "launches": rows}
     return found, chains

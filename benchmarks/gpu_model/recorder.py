@@ -1,12 +1,10 @@
 """Record every launch of one training step without running a kernel, and without a GPU.
 
-cuda.py records the CUDA kernels of chains. PyTorch's operators run on the CPU, and a dispatch mode counts them; those
-of Triton are counted and not run. Needs TRITON_INTERPRET=1, with which nasfast passes CPU tensors to them.
+cuda.py records the CUDA kernels of chains. PyTorch's operators run on the CPU, and a dispatch mode counts them.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -23,25 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.captures import EagerCapture
-from benchmarks.gpu.launches import noted_launches
 from benchmarks.gpu_model import cuda
 from benchmarks.steps import train_batch_norms
 from nasfast.engine.graphs import GraphEngine, count_saved
-from nasfast.ops import backends, cuda_times, destinations, plan, use_backend
+from nasfast.ops import cuda_times, destinations, plan, use_backend
 from nasfast.ops.cuda import conv as conv_cuda
 from nasfast.ops.cuda_times import Chain, Schedule
 from nasfast.ops.plan import read_plan
-from nasfast.ops.triton import training as training_triton
-from nasfast.settings import TrainConfig
 from nasfast.spaces import get_space, mean_path
 from nasfast.supernet import StandaloneNetwork, Supernet
-from nasfast.train.loop import make_optimizer
 
 SPACE, BATCH = "mobilenet_v2", 32
 # operators that neither read nor write elements
 _NO_LAUNCH = ("empty", "new_empty", "resize_", "_reshape_alias", "_unsafe_view", "lift_fresh", "set_", "record_stream")
-# tensors that one launch of a _foreach operator takes, by its number of lists of tensors
-_FOREACH_TENSORS = {1: 110, 2: 64, 3: 48, 4: 36}
 
 
 @dataclass
@@ -50,14 +42,12 @@ class Step:
 
     Attributes:
         launches: of CUDA kernels, in order.
-        triton: number of launches of Triton kernels.
         aten: number of PyTorch's launches.
         aten_bytes: size of the tensors that these read and write.
         chains: how often each chain ran.
     """
 
     launches: list[cuda.CudaLaunch] = field(default_factory=list)
-    triton: int = 0
     aten: int = 0
     aten_bytes: int = 0
     chains: Counter[Chain] = field(default_factory=Counter)
@@ -75,17 +65,12 @@ def as_on(arch: int, schedule: Schedule | None = None) -> Iterator[None]:
     Args:
         schedule: of every expansion that can be computed again; None for what the package chooses there.
     """
-    named, gpu = backends._named, cuda_times.similar_gpu(divmod(arch, 10))
-
-    def choose(op: str, x: Tensor, name: str, source: str, refusal: Any, strict: bool) -> backends.Backend | None:
-        return named(op, x, "cuda", source, refusal, strict) or named(op, x, "triton", source, refusal, strict)
-
+    gpu = cuda_times.similar_gpu(divmod(arch, 10))
     changes = [
         use_backend("cuda"),
-        patch.object(backends, "_named", choose),
         patch.dict(os.environ, NASFAST_EMULATE_CUDA="1"),
         patch.object(plan, "modelled_gpu", lambda x: gpu),
-        *(patch.object(module, "zeros", _counters) for module in (conv_cuda, destinations, training_triton)),
+        *(patch.object(module, "zeros", _counters) for module in (conv_cuda, destinations)),
     ]
     if schedule is not None:
         changes.append(patch.object(cuda_times, "schedule", lambda gpu, chain: schedule))
@@ -122,21 +107,11 @@ class _CountLaunches(TorchDispatchMode):
             self.chain = None
             return out
         out = func(*args, **kwargs)
-        if not func.is_view and not func._opname.startswith(_NO_LAUNCH) and (count := _launches_of(func, args, out)):
-            self.step.aten += count
-            touched = {t.data_ptr(): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}
+        touched = {t.data_ptr(): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor) and t.numel()}
+        if touched and not func.is_view and not func._opname.startswith(_NO_LAUNCH):
+            self.step.aten += 1
             self.step.aten_bytes += sum(t.numel() * t.element_size() for t in touched.values())
         return out
-
-
-def _launches_of(func: Any, args: tuple, out: Any) -> int:
-    """The number of launches of one call; 0 if all tensors are empty."""
-    if func._opname.startswith("_foreach"):
-        lists = [a for a in args if isinstance(a, (tuple, list)) and a and isinstance(a[0], Tensor)]
-        depth = len(lists) + (not func._opname.endswith("_"))
-        return math.ceil(len(lists[0]) / _FOREACH_TENSORS[min(depth, 4)])
-    tensors = [t for t in (*args, *(out if isinstance(out, (tuple, list)) else (out,))) if isinstance(t, Tensor)]
-    return int(any(t.numel() for t in tensors))
 
 
 def _network() -> Supernet:
@@ -151,9 +126,9 @@ def _shape() -> tuple[int, int, int, int]:
 
 
 def record_step(arch: int, schedule: Schedule | None = None) -> Step:
-    """Record a step with the optimiser's update: the graph engine, the mean path of SPACE, bf16, BatchNorms train.
+    """Record forward, loss and backward: the graph engine, the mean path of SPACE, bf16, BatchNorms train.
 
-    It is the second step, so momentum buffers exist.
+    It is the second step, which captures nothing.
 
     Args:
         schedule: as in `as_on`.
@@ -161,17 +136,12 @@ def record_step(arch: int, schedule: Schedule | None = None) -> Step:
     net, path = _network(), mean_path(get_space(SPACE))
     images = torch.zeros(_shape()).contiguous(memory_format=torch.channels_last)
     labels = torch.zeros(BATCH, dtype=torch.long)
-    optimizer = make_optimizer(net, TrainConfig(lr=0.1))
-    for group in optimizer.param_groups:
-        group["foreach"] = True  # PyTorch chooses this on a GPU
     with as_on(arch, schedule):
         engine = GraphEngine(net, _shape(), bf16=True, capture=EagerCapture())
         for _ in range(2):
             step = Step()
-            with noted_launches(run=False) as of_triton, _CountLaunches(step, arch):
+            with _CountLaunches(step, arch):
                 engine.forward_backward(images, labels, [path])
-                optimizer.clipped_step(5.0)
-            step.triton = len(of_triton)
     return step
 
 
