@@ -1,12 +1,11 @@
-"""Records which kernels run: those of Triton in the order of their launches, and calls that launch CUDA kernels."""
+"""Records which kernels run: those of Triton, calls that launch CUDA kernels, and what the profiler sees."""
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -15,33 +14,17 @@ import torch
 CHAIN_OPERATORS = tuple(f"conv_bn_act_chain_gpu_{name}" for name in ("fwd", "make", "reduce", "bwd"))
 
 
-class Launch(NamedTuple):
-    """One launch.
-
-    Attributes:
-        kernel: name of the kernel.
-        grid: number of programs in each dimension.
-        arguments: (name, value) of every integer, boolean and string, with tile sizes and launch options.
-        ms: time of the call; only under the interpreter is this the kernel's own time.
-    """
-
-    kernel: str
-    grid: tuple[int, int, int]
-    arguments: tuple[tuple[str, Any], ...]
-    ms: float
-
-
 @contextmanager
-def noted_launches(*, run: bool = True) -> Iterator[list[Launch]]:
+def noted_launches(*, run: bool = True) -> Iterator[list[str]]:
     """Within this context, record all launches of Triton kernels.
 
     Args:
         run: whether the kernels also run.
 
     Yields:
-        the launches so far; always empty without Triton.
+        the kernels of the launches so far, by name; always empty without Triton.
     """
-    launches: list[Launch] = []
+    launches: list[str] = []
     try:
         from triton.runtime.interpreter import InterpretedFunction
         from triton.runtime.jit import JITFunction
@@ -54,13 +37,8 @@ def noted_launches(*, run: bool = True) -> Iterator[list[Launch]]:
             launch = original(kernel, grid)
 
             def noted(*args: Any, **kwargs: Any) -> Any:
-                start = time.perf_counter()
-                result = launch(*args, **kwargs) if run else None
-                ms = 1e3 * (time.perf_counter() - start)
-                values = {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}
-                plain = tuple((name, value) for name, value in values.items() if isinstance(value, int | str))
-                launches.append(Launch(kernel.fn.__name__, (*grid, 1, 1)[:3], plain, ms))
-                return result
+                launches.append(kernel.fn.__name__)
+                return launch(*args, **kwargs) if run else None
 
             return noted
 

@@ -149,6 +149,29 @@ def network(bench: Bench, variant: Variant) -> Supernet:
     return net.to(device=bench.device, memory_format=torch.channels_last).train()
 
 
+def engine_of(bench: Bench, variant: Variant) -> tuple[Supernet, GraphEngine | EagerEngine, torch.Tensor, torch.Tensor]:
+    """A network, its engine by a variant that is `engine` or `eager`, and images and labels."""
+    images, labels = random_batch(bench.space, bench.batch, device=bench.device)
+    net = network(bench, variant)
+    if variant.how == "eager":
+        return net, EagerEngine(net, bf16=True), images, labels
+    capture = None if bench.on_gpu else EagerCapture()
+    return net, GraphEngine(net, tuple(images.shape), bf16=True, capture=capture), images, labels
+
+
+@contextmanager
+def on_cuda_kernels(bench: Bench, variant: Variant) -> Iterator[None]:
+    """Within this context, operators run as the variant says.
+
+    Raises:
+        NoCudaKernel: the variant leaves the choice to nasfast, and no CUDA kernel of a chain ran.
+    """
+    with variant.chosen(bench), noted_chains() as chains:
+        yield
+    if variant.ops == "nasfast" and variant.backend is None and not chains:
+        raise NoCudaKernel(f"{variant.name}: no CUDA kernel of a chain ran")
+
+
 class Fixed(nn.Module):
     """A supernet with a fixed path."""
 
@@ -160,21 +183,25 @@ class Fixed(nn.Module):
         return self.net(x, self.path)
 
 
+def _optimizer(net: nn.Module) -> torch.optim.SGD:
+    trainable = [p for p in net.parameters() if p.requires_grad]
+    return torch.optim.SGD(trainable, lr=_RATE, momentum=0.9, nesterov=True, fused=True)
+
+
 class Whole:
     """Forward, loss, backward and update; a call returns seconds of `step`. `loss`: that of the first call."""
 
     def __init__(self, bench: Bench, variant: Variant) -> None:
-        images, labels = random_batch(bench.space, bench.batch, device=bench.device)
-        net, capture = network(bench, variant), None if bench.on_gpu else EagerCapture()
         self.device = torch.device(bench.device)
-        trainable = [p for p in net.parameters() if p.requires_grad]
-        update = torch.optim.SGD(trainable, lr=_RATE, momentum=0.9, nesterov=True, fused=True)
         if variant.how == "engine":
-            engine = GraphEngine(net, tuple(images.shape), bf16=True, capture=capture)
+            net, engine, images, labels = engine_of(bench, variant)
+            update = _optimizer(net)
             self.loss = float(engine.forward_backward(images, labels, [bench.path]).loss)
             self.run = lambda: (engine.forward_backward(images, labels, [bench.path]), update.step())
             return
-        model, path = net, bench.path
+        images, labels = random_batch(bench.space, bench.batch, device=bench.device)
+        net = network(bench, variant)
+        model, path, update = net, bench.path, _optimizer(net)
         if "compile" in variant.how:
             options = {"mode": "max-autotune-no-cudagraphs"} if bench.on_gpu else {"backend": "eager"}
             model, path = torch.compile(Fixed(net, path), dynamic=False, **options), None
@@ -188,7 +215,7 @@ class Whole:
 
         whole()
         if "graph" in variant.how:
-            capturing = capture or CudaCapture(self.device)
+            capturing = CudaCapture(self.device) if bench.on_gpu else EagerCapture()
             (whole,) = capturing.capture([whole], capturing.pool())
         self.run = whole
 
@@ -202,9 +229,9 @@ def make(bench: Bench, variant: Variant) -> Whole:
     Raises:
         NoCudaKernel: the variant leaves the choice to nasfast, and no CUDA kernel of a chain ran.
     """
-    with variant.chosen(bench), noted_chains() as chains, noted_launches(run=True) as launches:
+    with variant.chosen(bench), noted_chains() as chains, noted_launches() as launches:
         step = Whole(bench, variant)
-    triton = Counter(launch.kernel for launch in launches)
+    triton = Counter(launches)
     bench.row("kernels", variant=variant.name, cuda=dict(chains), triton=dict(triton), loss=step.loss)
     if variant.ops == "nasfast" and variant.backend is None and not chains:
         raise NoCudaKernel(f"{variant.name}: no CUDA kernel of a chain ran, but {dict(triton) or 'PyTorch'}")
@@ -331,18 +358,10 @@ def random_paths(bench: Bench, count: int) -> list[Arch]:
 def bench_paths(bench: Bench) -> None:
     """Measure images per second with a new path every step, which a graph or compilation of one path cannot serve."""
     paths = random_paths(bench, 60 if bench.on_gpu else 2)
-    images, labels = random_batch(bench.space, bench.batch, device=bench.device)
     for variant in (Variant("torch", "eager"), Variant("nasfast", "eager"), Variant("nasfast", "engine")):
-        with bench.attempt(variant.name), variant.chosen(bench), noted_chains() as chains:
-            net = network(bench, variant)
-            if variant.how == "engine":
-                capture = None if bench.on_gpu else EagerCapture()
-                engine = GraphEngine(net, tuple(images.shape), bf16=True, capture=capture)
-            else:
-                engine = EagerEngine(net, bf16=True)
+        with bench.attempt(variant.name), on_cuda_kernels(bench, variant):
+            _, engine, images, labels = engine_of(bench, variant)
             first = _seconds_of_paths(bench, engine, paths, images, labels)  # captures, kernels, algorithms
-            if variant.ops == "nasfast" and not chains:
-                raise NoCudaKernel(f"{variant.name}: no CUDA kernel of a chain ran")
             seconds = _seconds_of_paths(bench, engine, paths, images, labels)
             bench.row("paths", name=variant.name, first_s=first, images_per_s=bench.batch * len(paths) / seconds)
 

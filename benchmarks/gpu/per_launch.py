@@ -1,8 +1,8 @@
 """Every launch of a step beside the model's, and the constants with which the model fits best.
 
-The model's launches are in benchmarks/results/gpu_model_launches.json, by GPU; `python -m benchmarks.gpu_model
---backend auto --launches FILE` writes it. What is fitted is written to `constants.json` in the folder of the rows, from
-which benchmarks/gpu_model/scenarios.py says how the model takes it.
+The model's launches are in benchmarks/results/gpu_model.json; `python -m benchmarks.gpu_model --out FILE` writes it.
+What is fitted is written to `constants.json` in the folder of the rows, from which benchmarks/gpu_model/scenarios.py
+says how the model takes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from nasfast.ops import cuda_times
 if TYPE_CHECKING:
     from benchmarks.gpu.parts import Bench
 
-MODEL = ROOT / "benchmarks" / "results" / "gpu_model_launches.json"
+MODEL = ROOT / "benchmarks" / "results" / "gpu_model.json"
 
 
 def bench_launches(bench: Bench) -> None:
@@ -59,8 +59,8 @@ def bench_launches(bench: Bench) -> None:
 
 
 def modelled(gpu: str) -> list[dict[str, Any]]:
-    """The launches of a step on this GPU by the model, in order; none if the model was not run for it."""
-    return json.loads(MODEL.read_text(encoding="utf-8")).get(gpu, []) if MODEL.exists() else []
+    """The launches of a step on this GPU by the model, in order."""
+    return json.loads(MODEL.read_text(encoding="utf-8"))[gpu]["launches"]
 
 
 def family_of(kernel: str) -> str | None:

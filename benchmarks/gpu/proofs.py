@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import isqrt
@@ -13,8 +14,6 @@ import torch
 from torch import Tensor
 
 from nasfast import ops
-from nasfast.engine import EagerEngine, GraphEngine
-from nasfast.measure.timing import random_batch
 from nasfast.ops import ConvBNParams, Stage, cuda_times, reference
 from nasfast.ops import plan as planning
 from nasfast.ops.cuda_times import Chain, Schedule
@@ -200,29 +199,17 @@ def bits_of(bench: Bench, variant: Any, paths: Sequence[Arch], *, seconds: float
     Raises:
         NoCudaKernel: no CUDA kernel of a chain ran.
     """
-    import time
-
-    from benchmarks.captures import EagerCapture
-    from benchmarks.gpu.launches import noted_chains
-    from benchmarks.gpu.parts import NoCudaKernel, network
+    from benchmarks.gpu.parts import engine_of, on_cuda_kernels
 
     found, start = [], time.monotonic()
-    with variant.chosen(bench), noted_chains() as chains:
-        net = network(bench, variant)
-        images, labels = random_batch(bench.space, bench.batch, device=bench.device)
-        if variant.how == "engine":
-            capture = None if bench.on_gpu else EagerCapture()
-            engine = GraphEngine(net, tuple(images.shape), bf16=True, capture=capture)
-        else:
-            engine = EagerEngine(net, bf16=True)
+    with on_cuda_kernels(bench, variant):
+        net, engine, images, labels = engine_of(bench, variant)
         for path in paths:
             loss = engine.forward_backward(images, labels, [path]).loss
             gradients = [p.grad.flatten() for p in net.parameters() if p.grad is not None]
             found.append(torch.cat([loss.flatten(), *gradients]).cpu())
             if time.monotonic() - start > seconds:
                 break
-    del engine, net
+    del net, engine
     gc.collect()
-    if not chains:
-        raise NoCudaKernel(f"{variant.name}: no CUDA kernel of a chain ran")
     return found

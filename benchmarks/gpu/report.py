@@ -88,9 +88,6 @@ def _machine(rows: Rows) -> list[str]:
     rates = [f"{r['what']} {r['GB_per_s']:.0f} GB/s" for r in _of("ceiling", rows) if "GB_per_s" in r]
     rates += [f"{r['what']} {r['TFLOP_per_s']:.1f} TFLOP/s" for r in _of("ceiling", rows) if "TFLOP_per_s" in r]
     lines += [f"- {', '.join(rates)}"] * bool(rates)
-    for row in _of("launch", rows):
-        parts = [f"{key} {value:.1f}" for key, value in row.items() if key.endswith("_us")]
-        lines.append(f"- launch by {row['name']}: {', '.join(parts)}")
     for row in _of("micro", rows):
         numbers = [f"{key} {value}" for key, value in row.items() if key not in ("part", "kind", "what")]
         lines.append(f"- {row['what']}: {', '.join(numbers)}")

@@ -1,4 +1,4 @@
-"""Measures the machine: versions, clocks, copies, products, launches, and the constants of the model (micro.cu)."""
+"""Measures the machine: versions, clocks, copies, products, and the constants of the model (micro.cu)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,38 +17,15 @@ from benchmarks.gpu.plan import BUILD, ROOT
 from nasfast.measure.doctor import environment
 from nasfast.measure.timing import machine, seconds_of
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    triton = None
-
 if TYPE_CHECKING:
     from benchmarks.gpu.parts import Bench
 
-_PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "scipy",
-    "torchvision",
-    "pytest",
-    "pytest-xdist",
-    "hypothesis",
-    "pybind11",
-    "cmake",
-    "ninja",
-    "jsonargparse",
-    "rich",
-    "timm",
-    "onnx",
-    "nvidia-dali-cuda130",
-)
+_PACKAGES = "torch", "triton", "numpy", "pytest", "pytest-xdist", "pybind11", "cmake", "ninja", "rich"
 _SMI = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,power.draw,power.limit,temperature.gpu"
 
 
 def bench_machine(bench: Bench) -> None:
-    """Write device and versions, then the ceilings, then the cost of a launch and of a replay."""
+    """Write device and versions, then the ceilings, then what micro.cu measures."""
     with bench.attempt("device"):
         bench.row("machine", **machine(), cores=os.cpu_count(), packages=_versions(), **_device(bench))
         bench.row("doctor", **environment())
@@ -69,8 +45,6 @@ def bench_machine(bench: Bench) -> None:
             bench.row("ceiling", what=f"product {n} {str(dtype)[6:]}", TFLOP_per_s=2 * n**3 / seconds / 1e12)
     with bench.attempt("clocks"):
         bench.row("clocks", when="busy", **clocks())
-    with bench.attempt("launches"):
-        _bench_launches(bench)
     with bench.attempt("micro.cu"):
         _bench_micro(bench)
 
@@ -115,36 +89,6 @@ def _best(bench: Bench, work: Callable[[], object], repeats: int = 8) -> float:
     return min(seconds_of(work, device) for _ in range(repeats + 2))
 
 
-def _bench_launches(bench: Bench) -> None:
-    """Measure us of host time per launch, and us per launch in a replayed graph, for PyTorch and for Triton."""
-    count = 1000 if bench.on_gpu else 5
-    x = torch.zeros(32, device=bench.device)
-    kinds: dict[str, Callable[[], object]] = {"torch": lambda: x.add_(1)}
-    if triton is not None:
-        kinds["triton"] = lambda: _add_kernel[(1,)](x, 32, BLOCK=32)
-    for name, launch in kinds.items():
-        launch()
-        _wait(bench)
-        start = time.perf_counter()
-        for _ in range(count):
-            launch()
-        host = time.perf_counter() - start
-        _wait(bench)
-        row = {"name": name, "host_us": 1e6 * host / count}
-        if bench.on_gpu:
-            many, one = _graph_of(launch, count), _graph_of(launch, 1)
-            row |= {
-                "in_graph_us": 1e6 * _best(bench, many.replay) / count,
-                "replay_of_one_us": 1e6 * _best(bench, one.replay),
-            }
-            start = time.perf_counter()
-            for _ in range(count):
-                one.replay()
-            row["replay_host_us"] = 1e6 * (time.perf_counter() - start) / count
-            _wait(bench)
-        bench.row("launch", **row)
-
-
 def _bench_micro(bench: Bench) -> None:
     """Write the rows of micro.cu; on the CPU, where it cannot run, only whether it is there."""
     source = Path(__file__).with_name("micro.cu")
@@ -160,25 +104,3 @@ def _bench_micro(bench: Bench) -> None:
             raise RuntimeError(f"{run[0]}: {result.stderr[-1500:]}")
     for line in result.stdout.splitlines():
         bench.row("micro", **json.loads(line))
-
-
-if triton is not None:
-
-    @triton.jit
-    def _add_kernel(x, n, BLOCK: tl.constexpr):
-        at = tl.arange(0, BLOCK)
-        tl.store(x + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
-
-
-def _graph_of(launch: Callable[[], object], count: int) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            launch()
-    graph.replay()
-    return graph
-
-
-def _wait(bench: Bench) -> None:
-    if bench.on_gpu:
-        torch.cuda.synchronize()

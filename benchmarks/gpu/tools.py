@@ -140,17 +140,12 @@ def run_chains(device: str) -> int:
 
 def run_step(device: str) -> None:
     """Run forward and backward of the eager engine once."""
-    from benchmarks.gpu.launches import noted_chains
-    from benchmarks.gpu.parts import Bench, NoCudaKernel, Variant, network
-    from nasfast.engine import EagerEngine
-    from nasfast.measure.timing import random_batch
+    from benchmarks.gpu.parts import Bench, Variant, engine_of, on_cuda_kernels
 
     bench, variant = Bench("ncu", Path(os.devnull), device, time.monotonic() + 600), Variant("nasfast", "eager")
-    with variant.chosen(bench), noted_chains() as chains:
-        images, labels = random_batch(bench.space, bench.batch, device=device)
-        EagerEngine(network(bench, variant), bf16=True).forward_backward(images, labels, [bench.path])
-    if not chains:
-        raise NoCudaKernel("no CUDA kernel of a chain ran")
+    with on_cuda_kernels(bench, variant):
+        _, engine, images, labels = engine_of(bench, variant)
+        engine.forward_backward(images, labels, [bench.path])
 
 
 def main() -> None:

@@ -15,12 +15,9 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -28,7 +25,7 @@ from benchmarks.gpu_model.gpus import LIMITS
 from benchmarks.gpu_model.sass import TOOLS
 from benchmarks.harness import ROOT
 from nasfast.ops import _native
-from nasfast.ops.cuda import conv
+from nasfast.ops.cuda_times import Chain
 from nasfast.ops.plan import ChainPlan, read_plan
 
 OPERATORS = tuple(f"conv_bn_act_chain_gpu_{name}" for name in ("counters", "fwd", "make", "reduce", "bwd"))
@@ -53,10 +50,6 @@ class CudaKernel:
     threads: int
     blocks: int
 
-    @property
-    def key(self) -> str:
-        return self.name
-
 
 @dataclass(frozen=True)
 class CudaLaunch:
@@ -69,9 +62,9 @@ class CudaLaunch:
         shared: bytes of shared memory of a block that the launch asks for.
         words: the argument of the kernel, in hexadecimal; pointers are numbered in the order in which they appear.
         weights: where in the argument the pointers to weights of convolutions are, in bytes.
-        geometry: images, height and width of the input and of the output, channels of both, kernel and stride.
         bytes: size of the distinct tensors that it reads and writes.
         early: whether it may start before the launch in front of it has ended, from sm_90 on.
+        chain: the chain of whose operator it is a part; None outside.
     """
 
     kernel: CudaKernel
@@ -80,9 +73,9 @@ class CudaLaunch:
     shared: int
     words: str
     weights: tuple[int, ...]
-    geometry: dict[str, int]
     bytes: int
     early: bool
+    chain: Chain | None
 
 
 _GEOMETRY = ("images", "H", "W", "OH", "OW", "C", "N", "KERNEL", "STRIDE")
@@ -145,9 +138,9 @@ def _lines(text: bytes) -> Iterator[dict]:
     return (json.loads(line) for line in text.decode().splitlines())
 
 
-def record_for(multiprocessors: int, shared_memory: int, *, silent: bool = False) -> None:
+def record_for(multiprocessors: int, shared_memory: int) -> None:
     """Record, from now on, what OPERATORS launch on a GPU of this size; shared_memory: bytes that a block can have."""
-    _recorder().record_for(multiprocessors, shared_memory, silent)
+    _recorder().record_for(multiprocessors, shared_memory)
 
 
 def take_records() -> list[dict]:
@@ -161,8 +154,14 @@ def known_kernels() -> dict[str, CudaKernel]:
     return {line["name"]: CudaKernel(**line) for line in _lines(_recorder().known_kernels())}
 
 
-def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, list[CudaLaunch]]:
-    """Call one of OPERATORS with its arguments by name; returns its result and what it launches on a GPU of `arch`."""
+def record_call(
+    func: Any, arguments: dict[str, Any], arch: int, chain_of: Chain | None
+) -> tuple[Any, list[CudaLaunch]]:
+    """Call one of OPERATORS with its arguments by name, as a part of a chain.
+
+    Returns:
+        Its result, and what it launches on a GPU of `arch`.
+    """
     limits = LIMITS[arch]
     record_for(limits.processors, limits.program_shared)
     result = func._op_dk(torch._C.DispatchKey.Meta, *arguments.values())
@@ -189,7 +188,6 @@ def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, l
                 line["shared"],
                 _without_addresses(line["arguments"]),
                 tuple(at for at, value in _numbers(bytes.fromhex(line["arguments"])) if value in weights),
-                geometry,
                 _bytes(
                     line["stage"],
                     geometry,
@@ -201,27 +199,10 @@ def record_call(func: Any, arguments: dict[str, Any], arch: int) -> tuple[Any, l
                     writes=dx or i + 1 < len(lines),
                 ),
                 early=bool(launches),
+                chain=chain_of,
             )
         )
     return result, launches
-
-
-@contextmanager
-def launching_nothing(arch: int) -> Iterator[None]:
-    """Within this context, OPERATORS do on CPU tensors what the host does for a GPU of `arch`, and launch nothing."""
-    limits, namespace = LIMITS[arch], torch.ops.nasfast
-    record_for(limits.processors, limits.program_shared, silent=True)
-
-    def counters(like: torch.Tensor, plan: list[int]) -> torch.Tensor:
-        # an emulated GPU may change, so its counters are counted at every call
-        return conv.zeros(conv._count_once(like.device, tuple(plan)), like.device)
-
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(conv, "_counters", counters))
-        for name in OPERATORS:
-            call = partial(getattr(namespace, name).default._op_dk, torch._C.DispatchKey.Meta)
-            stack.enter_context(patch.object(namespace, name, call))
-        yield
 
 
 def _bytes(
@@ -303,7 +284,7 @@ def is_pointer(number: bytes) -> bool:
 # ---- machine code
 
 # where the arguments are in the constant bank
-_ARGUMENTS_AT = {80: 0x160, 86: 0x160, 89: 0x160, 90: 0x210}
+_ARGUMENTS_AT = {86: 0x160, 90: 0x210}
 
 
 @dataclass(frozen=True)

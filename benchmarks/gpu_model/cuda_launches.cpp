@@ -1,7 +1,7 @@
 // Records what the CUDA kernels of conv_bn_act_chain would launch on a GPU, and launches nothing.
 //
 // The operators of csrc/library.cpp get a Meta kernel that goes through csrc/gpu/chain.h with a machine that only writes
-// down its launches. cuda_recorder.py builds this file, loads it and reads the records.
+// down its launches. cuda.py builds this file, loads it and reads the records.
 
 #include <cxxabi.h>
 #include <torch/csrc/stable/library.h>
@@ -56,11 +56,10 @@ struct Recorder {
   static constexpr bool panels = true;
   int multiprocessors = 0;
   size_t shared_memory = 0;
-  bool silent = false;  // records nothing, to measure the time of the rest
 
   template <class Kernel>
   void launch(int count_x, int count_y, size_t shared, const typename Kernel::Args& args) const {
-    if (silent || !Known<Kernel>::known) return;
+    if (!Known<Kernel>::known) return;
     std::ostringstream line;
     line << "{\"name\": \"" << name_of(typeid(Kernel)) << "\", \"grid\": [" << count_x << ", " << count_y
          << "], \"shared\": " << shared << ", \"arguments\": \"" << std::hex;
@@ -73,7 +72,6 @@ struct Recorder {
     records += line.str() + "\"";
   }
   void launched(const char* kernel, const Geometry& g) const {
-    if (silent) return;
     std::ostringstream line;
     line << ", \"stage\": \"" << kernel << "\", \"geometry\": [" << g.images << ", " << g.height << ", " << g.width
          << ", " << g.out_height << ", " << g.out_width << ", " << g.in_channels << ", " << g.out_channels << ", "
@@ -94,8 +92,8 @@ using Operators = ChainOperators<recorder_of>;
 #define EXPORTED __attribute__((visibility("default")))
 extern "C" {
 // shared_memory: bytes that a block can have.
-EXPORTED void record_for(int multiprocessors, int shared_memory, bool silent) {
-  nasfast::gpu::recorder = {multiprocessors, static_cast<size_t>(shared_memory) - nasfast::gpu::kReserved, silent};
+EXPORTED void record_for(int multiprocessors, int shared_memory) {
+  nasfast::gpu::recorder = {multiprocessors, static_cast<size_t>(shared_memory) - nasfast::gpu::kReserved};
 }
 EXPORTED const char* known_kernels() { return nasfast::gpu::kernels().c_str(); }
 // The launches since the last call, as lines of JSON.

@@ -7,7 +7,7 @@ GPU: {...} into benchmarks/results/gpu_constants.json, they replace the assumpti
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -71,6 +71,15 @@ SCENARIOS: dict[str, dict[str, Scenario]] = {
         "high": Scenario(ipc=0.45, clock=1.0, bandwidth=0.82, latency=1.5, fixed=4.6, early=0.0, gap=1.5),
     },
 }
+
+
+def step_interval(gpu: str, launches: Iterable[Mapping[str, float]], others: float) -> dict[str, float]:
+    """Microseconds of a step in every scenario; others: of the launches that are not in `launches`."""
+    rows = list(launches)
+    return {
+        name: sum(scenario.microseconds(launch) for launch in rows) + GRAPHS * scenario.gap + others
+        for name, scenario in scenarios(gpu).items()
+    }
 
 
 def scenarios(gpu: str) -> dict[str, Scenario]:

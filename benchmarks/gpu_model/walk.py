@@ -11,8 +11,6 @@ Time is that of one warp alone: fixed stalls, and waits for scoreboards, which a
 
 from __future__ import annotations
 
-import re
-from collections import Counter
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -25,7 +23,6 @@ from benchmarks.gpu_model.sass import Code, Instruction
 _MOST_STEPS = 20_000_000
 # byte offset of the stack pointer in the constant bank
 _STACK = 0x28
-_BYTES = {"128": 16, "64": 8, "U16": 2, "S16": 2, "U8": 1, "S8": 1}
 
 
 class UnknownLoop(RuntimeError):
@@ -75,10 +72,7 @@ class Walk:
         instructions: number of instructions issued.
         cycles: time from the first instruction to the last.
         early_instructions, early_cycles: of these, before it waits for the kernels in front; 0 if it never does.
-        opcodes: number of times that each opcode was issued.
-        idle: number of times that each opcode was issued with a guard that is false for the first thread.
-        accesses: instructions that access global memory, by bytes per thread.
-        products: multiplications on tensor cores, by the name of the instruction.
+        products: multiplications on tensor cores.
         forks: indices of branches that depend on atomic operations, in order of appearance.
     """
 
@@ -86,10 +80,7 @@ class Walk:
     cycles: int = 0
     early_instructions: int = 0
     early_cycles: int = 0
-    opcodes: Counter[str] = field(default_factory=Counter)
-    idle: Counter[str] = field(default_factory=Counter)
-    accesses: Counter[int] = field(default_factory=Counter)
-    products: Counter[str] = field(default_factory=Counter)
+    products: int = 0
     forks: list[int] = field(default_factory=list)
 
 
@@ -174,15 +165,13 @@ def _follow(code: Code, program: Program, latencies: Latencies, ways: dict[int, 
                 if _taken(registers, ins, holds, at, code, walk, ways):
                     at = _target(code, ins)
                     continue
-        elif holds is False:
-            walk.idle[name] += 1
-        else:
+        elif holds is not False:
             carry_out(registers, ins, sure=holds is True)
         at += 1
     else:
         raise UnknownLoop(f"a program did not end within {_MOST_STEPS} instructions")
-    _summarize(walk, instructions, counts)
-    walk.cycles = clock.now
+    walk.instructions, walk.cycles = sum(counts), clock.now
+    walk.products = sum(n * _products(ins) for ins, n in zip(instructions, counts, strict=True) if n)
     return walk
 
 
@@ -223,30 +212,17 @@ def _taken(
     return True
 
 
-def _summarize(walk: Walk, instructions: tuple[Instruction, ...], counts: list[int]) -> None:
-    for ins, count in zip(instructions, counts, strict=True):
-        if not count:
-            continue
-        walk.instructions += count
-        walk.opcodes[ins.name] += count
-        if ins.name in ("LDG", "STG", "LDGSTS", "ATOMG", "RED"):
-            width = next((size for name, size in _BYTES.items() if name in ins.modifiers), 4)
-            walk.accesses[width] += count
-        elif ins.name in ("HMMA", "HGMMA"):
-            walk.products[ins.name] += count * _products(ins)
-
-
 # rows, columns and depth of the product of one warp, as HMMA has them
 _SIZES = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
 
 
 def _products(ins: Instruction) -> int:
-    """Multiplications of one warp in an instruction of the tensor cores."""
+    """Multiplications of one warp in an instruction."""
+    if ins.name != "HMMA":
+        return 0
     for modifier in ins.modifiers:
         if modifier in _SIZES:
             return _SIZES[modifier]
-        if found := re.fullmatch(r"64x(\d+)x(\d+)", modifier):  # of four warps
-            return 16 * int(found[1]) * int(found[2])
     raise RuntimeError(f"the size of {ins.opcode} is unknown to the model")
 
 

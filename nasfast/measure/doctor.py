@@ -120,6 +120,5 @@ def _operators() -> list[str]:
                     lines.append(f"  not {row.backend}: {row.reason or 'another backend comes first'}")
         if device == "cuda":
             gpu = cuda_times.similar_gpu(torch.cuda.get_device_capability())
-            lines += cuda_times.summary(gpu)
-            lines += cuda_reasons.summary(gpu, cuda_reasons.shared_kb())
+            lines += [cuda_times.summary(gpu), *cuda_reasons.summary(gpu, cuda_reasons.shared_kb())]
     return lines

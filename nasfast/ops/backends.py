@@ -256,7 +256,7 @@ def _named(
     if name in names:
         backend = _TABLE[op][names.index(name)]
         why_not = _refused(backend, x, refusal)
-        if why_not is None or why_not.lacks == "speed":
+        if why_not is None:
             return backend
     else:
         choices = ", ".join(names)

@@ -102,8 +102,6 @@ def summary(gpu: str, shared_kb: int) -> list[str]:
     found: Counter[str] = Counter()
     for chain, times in cuda_times.TIMES[gpu].items():
         schedule = times.schedule(chain)
-        if cuda_times.slower(gpu, chain, schedule):
-            continue  # runs on Triton
         width = isqrt(chain.pixels // cuda_times.BATCH)
         for i, (kind, kernel, stride) in enumerate(chain.stages):
             if kind == "depthwise":

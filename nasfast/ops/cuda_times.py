@@ -1,12 +1,12 @@
-"""Modelled times of chains on GPUs: where the CUDA kernels are faster than Triton's, and which of their schedules is.
+"""Modelled times of chains on GPUs: which schedule of the CUDA kernels is the fastest.
 
 cuda_times.json has forward and backward of the chains of a `mobilenet_v2` step (batch 32, bfloat16), by the instruction
-model and not measured. `python -m benchmarks.gpu_model.cuda_times` writes it. Another chain is decided as the most
-similar one of them. If none has the same kinds of stages, nothing is known: the chain runs on the CUDA kernels, and no
-output is computed again. Imports no torch.
+model and not measured. `python -m benchmarks.gpu_model --rule` writes it. Another chain is decided as the most similar
+one of them. If none has the same kinds of stages, nothing is known, and no output is computed again. Imports no torch.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
@@ -53,28 +53,17 @@ class Chain(NamedTuple):
 
 
 class Times(NamedTuple):
-    """Microseconds of forward and backward together.
+    """Microseconds of forward and backward together in each Schedule; None where the kernels cannot."""
 
-    Attributes:
-        triton: with the Triton kernels.
-        stored, recomputed, released: with the CUDA kernels in each Schedule; None where they cannot.
-    """
-
-    triton: float
     stored: float
     recomputed: float | None = None
     released: float | None = None
 
-    def cuda(self, schedule: Schedule) -> float:
-        """The time in this schedule, or with everything stored if the kernels have no other."""
-        time: float | None = getattr(self, schedule)
-        return self.stored if time is None else time
-
     def schedule(self, chain: Chain) -> Schedule:
         """The fastest schedule, where a megabyte that is kept counts as `_MOST_FOR_A_MEGABYTE`."""
-        known: list[Schedule] = [name for name in get_args(Schedule) if getattr(self, name) is not None]
-        kept = {"stored": chain.expansion_bytes, "released": 0, "recomputed": 0}
-        return min(known, key=lambda name: self.cuda(name) + _MOST_FOR_A_MEGABYTE * kept[name] / 1e6)
+        costs = {name: time for name, time in self._asdict().items() if time is not None}
+        costs["stored"] += _MOST_FOR_A_MEGABYTE * chain.expansion_bytes / 1e6
+        return min(get_args(Schedule), key=lambda name: costs.get(name, math.inf))
 
 
 def _read() -> dict[str, dict[Chain, Times]]:
@@ -119,29 +108,13 @@ def schedule(gpu: str, chain: Chain) -> Schedule:
     return "stored" if similar is None else TIMES[gpu][similar].schedule(similar)
 
 
-def slower(gpu: str, chain: Chain, schedule: Schedule) -> str:
-    """Why Triton's kernels run this chain faster than the CUDA kernels in this schedule; empty if they do not."""
-    similar = most_similar(gpu, chain)
-    if similar is None:
-        return ""
-    times = TIMES[gpu][similar]
-    cuda = times.cuda(schedule)
-    if cuda <= times.triton:
-        return ""
-    which = similar if similar == chain else f"the modelled chain that is most similar: {similar}"
-    return f"by the model of an {gpu}, {cuda:.0f} us, and {times.triton:.0f} us with triton, for {which}"
-
-
-def summary(gpu: str) -> list[str]:
-    """What the model decides for this GPU: lines for people."""
-    times = TIMES[gpu]
-    schedules = {chain: t.schedule(chain) for chain, t in times.items()}
-    again = [schedules[chain] for chain, t in times.items() if t.recomputed is not None]
-    reasons = [why for chain, chosen in schedules.items() if (why := slower(gpu, chain, chosen))]
-    took = sum(t.cuda(schedules[chain]) for chain, t in times.items())
-    return [
-        f"cuda by the model of an {gpu}: {took:.0f} us, and {sum(t.triton for t in times.values()):.0f} us with "
-        f"triton, for the {len(times)} chains of a mobilenet_v2 step; of the {len(again)} expansions that it can "
-        f"compute again, {again.count('recomputed')} are, and {again.count('released')} in backward only",
-        *(f"not cuda {reason}" for reason in reasons),
-    ]
+def summary(gpu: str) -> str:
+    """What the model decides for this GPU: a line for people."""
+    schedules = {chain: times.schedule(chain) for chain, times in TIMES[gpu].items()}
+    again = [schedules[chain] for chain, times in TIMES[gpu].items() if times.recomputed is not None]
+    took = sum(getattr(TIMES[gpu][chain], chosen) for chain, chosen in schedules.items())
+    return (
+        f"cuda by the model of an {gpu}: {took:.0f} us for the {len(schedules)} chains of a mobilenet_v2 step; of the "
+        f"{len(again)} expansions that it can compute again, {again.count('recomputed')} are, and "
+        f"{again.count('released')} in backward only"
+    )

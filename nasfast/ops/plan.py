@@ -268,9 +268,9 @@ class Refusal(NamedTuple):
 
     Attributes:
         reason: for people.
-        lacks: "operator", "shape" or "speed". A backend that is named for one call raises in the first two cases. One
-            that is named for all operators raises if its kernels of this operator lack the shape, and leaves operators
-            that it does not have to the automatic choice. Only the automatic choice minds speed.
+        lacks: "operator" or "shape". A backend that is named for one call raises in both cases. One that is named for
+            all operators raises if its kernels of this operator lack the shape, and leaves operators that it does not
+            have to the automatic choice.
     """
 
     reason: str
@@ -295,12 +295,10 @@ def cuda_refusal(
     if any([type(length) is not int for length in shape]):
         return Refusal("the sizes of x are not known", "shape")
     refuse = _refuse if torch.compiler.is_compiling() else _refuse_once
-    return refuse(storage_dtype(x), shape, torch.is_grad_enabled() and x.requires_grad, fields, modelled_gpu(x))
+    return refuse(storage_dtype(x), shape, torch.is_grad_enabled() and x.requires_grad, fields)
 
 
-def _refuse(
-    dtype: torch.dtype, shape: tuple[int, ...], input_grad: bool, shapes: tuple[tuple, ...], gpu: str | None
-) -> Refusal | None:
+def _refuse(dtype: torch.dtype, shape: tuple[int, ...], input_grad: bool, shapes: tuple[tuple, ...]) -> Refusal | None:
     """`cuda_refusal` from all that it depends on; shapes are the fields of a StageShape for each stage."""
     stages = [StageShape(*fields) for fields in shapes]
     for i, stage in enumerate(stages):
@@ -310,11 +308,8 @@ def _refuse(
             reason = "neither pointwise nor depthwise with kernel 3, 5 or 7, nor of a stem, whose x has no gradient"
             return Refusal(f"the convolution of stage {i} is {reason}", "operator")
     reasons = ["x is empty"] if 0 in shape else [_lacks(i, stage, dtype, shape[3]) for i, stage in enumerate(stages)]
-    if found := next(filter(None, reasons), ""):
-        return Refusal(found, "shape")
-    plan = _decide("cuda", dtype, shape, input_grad, False, shapes, gpu) if gpu else None
-    slower = "" if plan is None or gpu is None else cuda_times.slower(gpu, plan.modelled, plan.schedule)
-    return Refusal(slower, "speed") if slower else None
+    found = next(filter(None, reasons), "")
+    return Refusal(found, "shape") if found else None
 
 
 def _lacks(i: int, stage: StageShape, dtype: torch.dtype, width: int) -> str:

@@ -1,11 +1,10 @@
 """The resources of the compiled CUDA kernels, when they touch memory, and what a step launches."""
 
-import json
 import re
 import shutil
 from collections import Counter, defaultdict
 from dataclasses import replace
-from pathlib import Path
+from itertools import product
 
 import pytest
 from kernel_cases.cuda import needs_emulation
@@ -13,7 +12,9 @@ from kernel_cases.cuda import needs_emulation
 from nasfast.ops import _native
 
 pytest.importorskip("triton")
-from benchmarks.gpu_model.cuda import kernel_names
+from benchmarks.gpu_model import cuda
+from benchmarks.gpu_model.gpus import LIMITS
+from benchmarks.gpu_model.recorder import record_step
 from benchmarks.gpu_model.sass import Code
 
 from .early_loads import UNKNOWN, before_the_wait, chain_kernels
@@ -23,7 +24,6 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc"),
     needs_emulation,
 ]
-SHARED_OF_A_BLOCK = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024}
 # Bytes per thread that these kernels spill: those that fuse an expansion with a depthwise convolution, the depthwise
 # kernels on tensor cores, and the gradient of an expansion of at most 32 channels. The others spill none.
 SPILLED = {
@@ -43,38 +43,45 @@ def built_for() -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def recorded(program):
-    script = str(Path(__file__).parent / "cuda_step.py")
-    return json.loads(program(script, *map(str, built_for()), TRITON_INTERPRET="0"))
+def steps():
+    """Recorded steps, by architecture and schedule of expansions: each has kernels that the other does not need."""
+    return {(arch, how): record_step(arch, how) for arch in built_for() for how in ("stored", "recomputed")}
 
 
 @pytest.fixture(scope="module")
-def table(recorded):
-    return recorded["rows"]
+def installed():
+    return cuda.installed_kernels()
 
 
-def test_every_kernel_is_in_the_extension(table):
-    assert {row["arch"] for row in table} == set(built_for())
-    counts = Counter((row["kernel"].partition("<")[0], row["arch"]) for row in table)
+def short(name: str) -> tuple[str, tuple[int, ...]]:
+    """The family of a kernel and the numbers that it is instantiated with."""
+    family, arguments = re.fullmatch(r"(?:\w+::)*(\w+)<(.*)>", name).groups()
+    return family, tuple(int(part) for part in arguments.split(", ")[1:3] if part.isdigit())
+
+
+def test_every_kernel_is_in_the_extension_within_its_registers_and_few_spill(installed):
+    for kernel, arch in product(cuda.known_kernels().values(), built_for()):
+        found, limits = installed[kernel.name, arch], LIMITS[arch]
+        # with as many a multiprocessor holds as many blocks as the kernel was written for
+        assert found.registers <= limits.registers // (kernel.blocks * kernel.threads) // 8 * 8, kernel
+        family, sizes = short(kernel.name)
+        assert found.stack_bytes <= SPILLED.get((family, *sizes), 0), (kernel, found)
+    counts = Counter(short(name)[0] for name in cuda.known_kernels())
     # two types; of stencils three kernels with two strides
-    for family, count in {"ApplyKernel": 2, "DepthwiseBackward": 12, "ExpandForwardKernel": 12}.items():
-        assert {counts[family, arch] for arch in built_for()} == {count}
+    assert [counts[family] for family in ("ApplyKernel", "DepthwiseBackward", "ExpandForwardKernel")] == [2, 12, 12]
 
 
-def test_no_kernel_exceeds_its_registers_and_few_spill(table):
-    assert [row for row in table if row["registers"] > row["most_registers"]] == []
-    for row in table:
-        family, arguments = re.fullmatch(r"(\w+)<(.*)>", row["kernel"]).groups()
-        sizes = [int(part) for part in arguments.split(", ")[1:3] if part.isdigit()]
-        assert row["spilled_bytes"] <= SPILLED.get((family, *sizes), 0), row
-
-
-def test_every_launch_of_a_step_fits_the_shared_memory_of_a_block(table):
-    launched = {row["kernel"].partition("<")[0] for row in table if row["launches"]}
-    assert launched == {row["kernel"].partition("<")[0] for row in table}
-    for row in table:
-        assert row["shared_bytes"] + (row["most_asked"] or 0) <= SHARED_OF_A_BLOCK[row["arch"]], row
-    assert all(row["blocks_per_sm"] >= 1 for row in table)
+def test_every_launch_of_a_step_fits_the_shared_memory_of_a_block(installed, steps):
+    launched = set()
+    for (arch, _), step in steps.items():
+        limits = LIMITS[arch]
+        for launch in step.launches:
+            found = installed[launch.kernel.name, arch]
+            shared = found.shared_bytes + launch.shared
+            assert shared <= limits.program_shared, launch
+            assert limits.programs_per_processor(launch.kernel.threads // 32, found.registers, shared) >= 1, launch
+            launched.add(short(launch.kernel.name)[0])
+    assert launched == {short(name)[0] for name in cuda.known_kernels()}
 
 
 # what reads no weights
@@ -82,15 +89,17 @@ WITHOUT_WEIGHTS = {"ApplyKernel", "ReduceKernel"}
 
 
 @pytest.mark.skipif(90 not in built_for(), reason="the extension has no kernels for sm_90")
-def test_kernels_wait_for_those_in_front_before_they_touch_memory_but_weights(recorded, tmp_path):
+def test_kernels_wait_for_those_in_front_before_they_touch_memory_but_weights(steps, tmp_path):
     """Launches of a call may start early on sm_90, see kernels/cuda/gpu.cpp; no kernel of a call writes a weight."""
     places: dict[tuple, list[set]] = defaultdict(lambda: [set(), set()])
-    for name, found in recorded["places"].items():
-        for known, more in zip(places[layout(name)], found, strict=True):
-            known |= set(more)
+    for launch in (launch for step in steps.values() for launch in step.launches):
+        pointers, weights = places[layout(launch.kernel.name)]
+        words = bytes.fromhex(launch.words)
+        pointers |= {at for at in range(0, len(words) - 7, 8) if cuda.is_pointer(words[at : at + 8])}
+        weights |= set(launch.weights)
     mangled, codes = zip(*chain_kernels(_native.extension.__file__, tmp_path), strict=True)
     assert len(codes) > 100
-    for name, code in zip(kernel_names(mangled), codes, strict=True):
+    for name, code in zip(cuda.kernel_names(mangled), codes, strict=True):
         pointers, weights = places[layout(name)]
         others = pointers - weights | {UNKNOWN}
         accesses = list(before_the_wait(code))
@@ -108,13 +117,12 @@ def layout(kernel):
     return family, "MakingSource" in arguments
 
 
-def test_a_step_of_the_graph_engine_has_at_most_150_launches(recorded):
-    for step in recorded["steps"]:
-        found = step["kernels"]
-        assert sum(found.values()) + step["pytorch"] <= 150
+def test_a_step_of_the_graph_engine_has_at_most_140_launches_of_ours(steps):
+    for arch in built_for():
+        step = steps[arch, "stored"]
+        assert len(step.launches) <= 140 and step.aten <= 16
+        found = Counter(launch.stage for launch in step.launches)
         # of 22 chains, all but that of the head leave their results to the next one, which begins their backward
         assert found["reduce"] == found["apply"] == found["dense_forward"] == 1
         # the first launch of each chain and direction waits for all that is in front of it
-        chains = sum(count for name, count in found.items() if not name.endswith("_kernel"))
-        assert step["early"] == chains - 2 * 22
-        assert "bn_act_kernel" not in found and "bn_act_reduce_kernel" not in found
+        assert sum(launch.early for launch in step.launches) == len(step.launches) - 2 * 22

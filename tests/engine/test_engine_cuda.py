@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nasfast.engine import EagerEngine, GraphEngine
 from nasfast.measure.timing import random_batch
-from nasfast.ops import backends, conv_bn_act_chain, cuda_times, modules
-from nasfast.ops import plan as planning
+from nasfast.ops import backends, conv_bn_act_chain, modules
 from nasfast.ops.cuda_reasons import Unjoined
 from nasfast.ops.destinations import Offer
 from nasfast.ops.plan import Kind, read_plan, storage_dtype
@@ -30,14 +29,11 @@ def emulated(monkeypatch):
     """Chains that the CUDA kernels have go there, on a GPU or in the emulation."""
     if DEVICE == "cuda" and not ON_GPU:
         pytest.skip("the CUDA kernels are not built for this GPU")
-    monkeypatch.setattr(cuda_times, "slower", lambda gpu, chain, schedule: "")
-    planning._refuse_once.cache_clear()
     for op in ("conv_bn_act", "conv_bn_act_chain") if not ON_GPU else ():
         (cuda,) = (backend for backend in backends._TABLE[op] if backend.name == "cuda")
         served = replace(cuda, can_use=lambda x: (storage_dtype(x) == torch.bfloat16, "its type"))
         monkeypatch.setitem(backends._TABLE, op, (served, *backends._TABLE[op]))
     yield
-    planning._refuse_once.cache_clear()
 
 
 @pytest.fixture

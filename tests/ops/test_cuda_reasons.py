@@ -68,7 +68,7 @@ def test_each_reason_is_logged_once(monkeypatch, caplog):
     ]
 
 
-@pytest.mark.parametrize(("gpu", "shared_kb", "served"), [("H200", 227, 9), ("RTX 3080", 99, 0)])
+@pytest.mark.parametrize(("gpu", "shared_kb", "served"), [("H200", 227, 8), ("RTX 3080", 99, 0)])
 def test_the_summary_counts_the_stages_of_a_step(gpu, shared_kb, served):
     first, *reasons = cuda_reasons.summary(gpu, shared_kb)[: -1 - len(cuda_reasons.Unjoined)]
     count = len(cuda_times.TIMES[gpu])
