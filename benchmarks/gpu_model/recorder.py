@@ -42,7 +42,6 @@ from nasfast.ops.cuda import conv as conv_cuda
 from nasfast.ops.cuda_times import Chain
 from nasfast.ops.plan import read_plan
 from nasfast.ops.triton import bn as bn_triton
-from nasfast.ops.triton import training as training_triton
 from nasfast.settings import TrainConfig
 from nasfast.spaces import Arch, get_space, mean_path
 from nasfast.supernet import Supernet
@@ -242,7 +241,7 @@ def no_gpu(arch: int, backend: str = "triton") -> Iterator[None]:
     driver.set_active(NoDriver(arch))
     # on a GPU these counters are zero already (nasfast/ops/arrivals.py), so filling them is no launch
     with ExitStack() as stack:
-        for module in (bn_triton, conv_cuda, destinations, training_triton):
+        for module in (bn_triton, conv_cuda, destinations):
             stack.enter_context(patch.object(module, "zeros", _counters))
         stack.enter_context(_chosen(backend, arch))
         yield
@@ -373,7 +372,7 @@ def _phase(frame: FrameType | None) -> str:
         code = frame.f_code
         if code.co_name in ("_engine_run_backward", "begin_backward"):
             return "backward"
-        if "/torch/optim/" in code.co_filename or code.co_name.startswith(("clip_grad", "clipped_s")):
+        if "/torch/optim/" in code.co_filename or code.co_name.startswith("clip_grad"):
             return "optimizer"
         if code.co_filename.startswith(_ENGINE):
             return "forward" if inside_model else "engine"
@@ -409,9 +408,13 @@ def make_step(workload: Workload, arch: int = 90, capture: Capture | None = None
         )
     optimizer = make_optimizer(net, TrainConfig(lr=0.1))
     for group in optimizer.param_groups:
-        group["foreach"] = True  # PyTorch chooses this on a GPU
+        group["foreach"] = True  # PyTorch chooses this on a GPU, for the norm too
 
-    return path, lambda: engine.forward_backward(images, labels, [path]), lambda: optimizer.clipped_step(5.0)
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 5.0, foreach=True)
+        optimizer.step()
+
+    return path, lambda: engine.forward_backward(images, labels, [path]), update
 
 
 def record_step(workload: Workload, arch: int = 90) -> Step:

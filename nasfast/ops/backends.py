@@ -3,8 +3,7 @@
 The choice follows, in this order: the `backend` argument, `with use_backend(name)`, the environment variable
 NASFAST_BACKEND, and the first backend in the operator's row that can serve. A named backend that cannot serve raises
 with its reason. `use_backend` and NASFAST_BACKEND name the backend of those operators that it has, and the choice for
-others is automatic. The automatic choice falls back to the reference, and logs that once: at debug level for
-operators that a CPU leaves to PyTorch in any case.
+others is automatic. The automatic choice falls back to the reference, and logs that once.
 """
 
 import logging
@@ -179,8 +178,6 @@ _TABLE["orthogonalize"] = (
     Backend("orthogonalize", "cuda", _can_use_cuda_kernels),
     Backend("orthogonalize", "reference", _can_use_reference),
 )
-for _op in ("cross_entropy", "clipped_sgd"):
-    _TABLE[_op] = (Backend(_op, "triton", _can_use_triton), Backend(_op, "reference", _can_use_reference))
 for _op in ("depthwise_conv2d", "pool_3x3", "squeeze_excite"):
     _TABLE[_op] = (Backend(_op, "cpu", _can_use_cpu), Backend(_op, "reference", _can_use_reference))
 
@@ -222,9 +219,8 @@ def resolve_backend(
         named = _named(op, x, name, source, refusal, strict)
         if named is not None:
             return named
-    row = _TABLE[op]
     skipped: list[str] = []
-    for backend in row:
+    for backend in _TABLE[op]:
         # interpreter and emulation are too slow to be chosen automatically
         if backend.name == "triton" and _triton.interpreted():
             continue
@@ -233,10 +229,7 @@ def resolve_backend(
         why_not = _refused(backend, x, refusal)
         if why_not is None:
             if skipped and not torch.compiler.is_compiling():
-                # operators without a kernel for CPUs lose nothing there, so only who named a backend needs to know
-                without = backend.name == "reference" and all(b.name != "cpu" for b in row)
-                usual = x.device.type == "cpu" and name is None and without
-                _log_once(op, backend.name, skipped, logging.DEBUG if usual else logging.INFO)
+                _log_once(op, backend.name, skipped)
             return backend
         skipped.append(f"{backend.name}: {why_not.reason}")
     raise AssertionError(f"{op} has no reference backend")
@@ -271,11 +264,11 @@ def _check_name(name: str, source: str) -> None:
         raise ValueError(f"{source}: unknown backend {name!r}; valid names are {', '.join(BACKENDS)}")
 
 
-def _log_once(op: str, chosen: str, skipped: list[str], level: int) -> None:
+def _log_once(op: str, chosen: str, skipped: list[str]) -> None:
     message = f"{op} runs on the {chosen} backend ({'; '.join(skipped)})"
     if (op, message) not in _logged:
         _logged.add((op, message))
-        _logger.log(level, message)
+        _logger.info(message)
 
 
 @contextmanager
