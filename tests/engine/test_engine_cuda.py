@@ -34,7 +34,7 @@ def emulated(monkeypatch):
     planning._refuse_once.cache_clear()
     for op in ("conv_bn_act", "conv_bn_act_chain") if not ON_GPU else ():
         (cuda,) = (backend for backend in backends._TABLE[op] if backend.name == "cuda")
-        served = replace(cuda, can_use=lambda x: (storage_dtype(x) == torch.bfloat16, "its type"))
+        served = replace(cuda, why_not=lambda x: "" if storage_dtype(x) == torch.bfloat16 else "its type")
         monkeypatch.setitem(backends._TABLE, op, (served, *backends._TABLE[op]))
     yield
     planning._refuse_once.cache_clear()

@@ -46,7 +46,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(conv, "run_chain", run_chain)
     monkeypatch.setattr(plan, "modelled_gpu", lambda x: "H200")
     monkeypatch.setattr(_triton, "interpreted", lambda: False)
-    row = tuple(backends.Backend("", name, lambda x: (True, "")) for name in ("cuda", "triton"))
+    row = tuple(backends.Backend("", name, lambda x: "") for name in ("cuda", "triton"))
     monkeypatch.setitem(backends._TABLE, "conv_bn_act_chain", row)
     monkeypatch.setattr(backends, "_logged", set())
     return used
