@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,21 +151,23 @@ def _why_not_triton(x: Tensor) -> str:
     return _why_not_ampere(x) if wanted == "cuda" else ""
 
 
-_CPU, _TRITON = ("cpu", _why_not_cpu), ("triton", _why_not_triton)
-_CHAINS = (_CPU, ("cuda", why_not_cuda_chain, CUDA_SERVES), _TRITON)
+_Fields = tuple[Any, ...]  # of a Backend, behind its operator
+_CPU: _Fields = ("cpu", _why_not_cpu)
+_TRITON: _Fields = ("triton", _why_not_triton)
+_CHAINS: tuple[_Fields, ...] = (_CPU, ("cuda", why_not_cuda_chain, CUDA_SERVES), _TRITON)
+_ROWS: dict[str, tuple[_Fields, ...]] = {
+    "bn_act": (_CPU, _TRITON),
+    "conv_bn_act": _CHAINS,
+    "conv_bn_act_chain": _CHAINS,
+    "mixed_bn": (_CPU, _TRITON),
+    "orthogonalize": (("cpu", _why_not_on_cpu), ("cuda", why_not_cuda_kernels)),
+    "depthwise_conv2d": (_CPU,),
+    "pool_3x3": (_CPU,),
+    "squeeze_excite": (_CPU,),
+}
 # the backends of each operator in order of preference; the reference is last because it serves everything
 _TABLE: dict[str, tuple[Backend, ...]] = {
-    op: tuple(Backend(op, *fields) for fields in (*row, ("reference", lambda x: "")))
-    for op, row in {
-        "bn_act": (_CPU, _TRITON),
-        "conv_bn_act": _CHAINS,
-        "conv_bn_act_chain": _CHAINS,
-        "mixed_bn": (_CPU, _TRITON),
-        "orthogonalize": (("cpu", _why_not_on_cpu), ("cuda", why_not_cuda_kernels)),
-        "depthwise_conv2d": (_CPU,),
-        "pool_3x3": (_CPU,),
-        "squeeze_excite": (_CPU,),
-    }.items()
+    op: tuple(Backend(op, *fields) for fields in (*row, ("reference", lambda x: ""))) for op, row in _ROWS.items()
 }
 
 
