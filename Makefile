@@ -86,7 +86,7 @@ test-oldest: $(OLDEST)/installed  ## run tests on the oldest versions of torch a
 		$(TESTS_OLDEST:%=$(CURDIR)/tests/%)
 
 # Tests of each backend, the engine, fuse and the commands: all of test-oldest takes longer than CI allows.
-test-oldest-fast: TESTS_OLDEST = ops/test_bn_act.py ops/test_orthogonalize.py ops/test_triton_disorder.py \
+test-oldest-fast: TESTS_OLDEST = ops/test_operators.py ops/test_orthogonalize.py ops/test_triton_disorder.py \
 	ops/test_arrivals.py engine fusion/test_models.py cli/test_cli.py measure/test_doctor.py
 test-oldest-fast: OPTIONS_OLDEST = -m "not slow"
 test-oldest-fast: test-oldest  ## run the part of test-oldest that CI runs
@@ -105,10 +105,9 @@ sanitize: install-tests  ## run the operators' tests with AddressSanitizer and U
 		build --build-base build --build-lib $(SANITIZED)/lib --build-temp $(SANITIZED)/native
 	PYTHONPATH=$(CURDIR)/$(SANITIZED)/lib LD_PRELOAD="$(RUNTIMES)" OMP_NUM_THREADS=1 UBSAN_OPTIONS=print_stacktrace=1 \
 		ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
-		$(BIN)/pytest -q $(PARALLEL) --capture=sys -k "not compile" tests/ops/test_sanitizer.py tests/ops/test_bn_act.py \
+		$(BIN)/pytest -q $(PARALLEL) --capture=sys -k "not compile" tests/ops/test_sanitizer.py tests/ops/test_operators.py \
 		tests/ops/test_conv_bn_act.py tests/ops/test_conv_bn_act_chain.py tests/ops/test_conv_bn_act_chain_operators.py \
-		tests/ops/test_inverted_residual.py tests/ops/test_orthogonalize.py tests/ops/test_mixed_bn.py \
-		tests/ops/test_depthwise_conv2d.py tests/ops/test_pool_3x3.py tests/ops/test_squeeze_excite.py \
+		tests/ops/test_inverted_residual.py tests/ops/test_orthogonalize.py \
 		tests/ops/test_instruction_sets.py \
 		tests/ops/test_cuda_chain.py tests/ops/test_cuda_boundary.py
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nasfast.ops.training import cross_entropy
 from nasfast.spaces import Arch
 
 
@@ -24,11 +24,31 @@ class StepResult(NamedTuple):
 
 
 def result_of(outcomes: Sequence[Tensor]) -> StepResult:
-    """The result of a step from the outcome of each of its paths; see `nasfast.ops.training.cross_entropy`."""
+    """The result of a step from the outcome of each of its paths; see `loss_and_gradient`."""
     losses, correct = zip(*outcomes, strict=True)
     if len(outcomes) == 1:
         return StepResult(losses[0], correct[0])
     return StepResult(torch.stack(losses).mean(), torch.stack(correct).sum())
+
+
+def loss_and_gradient(logits: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+    """The cross-entropy in float32, the correct predictions, and the gradient that the network's backward begins with.
+
+    Args:
+        logits: (N, classes), any floating type.
+        labels: (N,) int64, or (N, classes) probabilities.
+        label_smoothing: as in torch.nn.functional.cross_entropy.
+
+    Returns:
+        (2,) float32, the mean loss and the number of correct predictions, and (N, classes), the gradient of the mean
+        loss by the logits, in their type.
+    """
+    leaf = logits.detach().requires_grad_()
+    with torch.enable_grad():
+        loss = F.cross_entropy(leaf.float(), labels, label_smoothing=label_smoothing)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+    correct = (leaf.detach().argmax(1) == (labels if labels.ndim == 1 else labels.argmax(1))).sum()
+    return torch.stack((loss.detach(), correct.to(loss.dtype))), gradient
 
 
 class Engine(Protocol):
@@ -60,7 +80,7 @@ class EagerEngine:
         for arguments in [(path,) for path in paths] if paths is not None else [()]:
             with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
                 logits = self.model(x, *arguments)
-            outcome, gradient = cross_entropy(logits, y, label_smoothing=self.label_smoothing)
+            outcome, gradient = loss_and_gradient(logits, y, self.label_smoothing)
             if logits.requires_grad:  # false if nothing on the path trains
                 logits.backward(gradient)
             outcomes.append(outcome)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.engine.capture import Replay
+from nasfast.engine.eager import loss_and_gradient
 from nasfast.ops import destinations
 from nasfast.ops.rounded import Rounded
-from nasfast.ops.training import cross_entropy
 
 
 @dataclass
@@ -186,7 +186,7 @@ class Head(Segment):
     Attributes:
         labels: (N,).
         label_smoothing: label smoothing of the cross-entropy.
-        outcome: result of the last replay, see `nasfast.ops.training.cross_entropy`.
+        outcome: result of the last replay, see `loss_and_gradient`.
     """
 
     labels: Tensor
@@ -203,6 +203,6 @@ class Head(Segment):
     def backward(self) -> None:
         logits = self.run(None)
         # static too: a graph writes a result to the same memory at every replay, as long as someone holds the result
-        self.outcome, gradient = cross_entropy(logits, self.labels, label_smoothing=self.label_smoothing)
+        self.outcome, gradient = loss_and_gradient(logits, self.labels, self.label_smoothing)
         self.differentiate(logits, gradient)
         self.release()

@@ -3,8 +3,7 @@
 The choice follows, in this order: the `backend` argument, `with use_backend(name)`, the environment variable
 NASFAST_BACKEND, and the first backend in the operator's row that can serve. A named backend that cannot serve raises
 with its reason. `use_backend` and NASFAST_BACKEND name the backend of those operators that it has, and the choice for
-others is automatic. The automatic choice falls back to the reference, and logs that once: at debug level for
-operators that a CPU leaves to PyTorch in any case.
+others is automatic. The automatic choice falls back to the reference, and logs that once.
 """
 
 import logging
@@ -13,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +39,13 @@ class Backend:
     Attributes:
         op: operator it serves.
         name: one of BACKENDS.
-        can_use: takes the input of the operator and returns (ok, reason); the reason is empty if ok.
-        serves: which calls it serves, where these are not all that `can_use` accepts.
+        why_not: takes the input of the operator and says why the backend cannot serve it; empty if it can.
+        serves: which calls it serves, where these are not all that `why_not` accepts.
     """
 
     op: str
     name: str
-    can_use: Callable[[Tensor], tuple[bool, str]]
+    why_not: Callable[[Tensor], str]
     serves: str = ""
 
 
@@ -64,18 +63,16 @@ class Row(NamedTuple):
     serves: str = ""
 
 
-def _is_on_cpu(x: Tensor) -> tuple[bool, str]:
-    on_cpu = x.device.type == "cpu"
-    return on_cpu, "" if on_cpu else f"serves CPU tensors, got one on {x.device}"
+def _why_not_on_cpu(x: Tensor) -> str:
+    return "" if x.device.type == "cpu" else f"serves CPU tensors, got one on {x.device}"
 
 
-def _can_use_cpu(x: Tensor) -> tuple[bool, str]:
+def _why_not_cpu(x: Tensor) -> str:
     if _native_missing is not None:
-        return False, _native_missing
-    ok, reason = _is_on_cpu(x)
-    if ok and x.dtype not in (torch.float32, torch.bfloat16):
-        return False, f"serves float32 and bfloat16, got {x.dtype}"
-    return ok, reason
+        return _native_missing
+    if x.device.type == "cpu" and x.dtype not in (torch.float32, torch.bfloat16):
+        return f"serves float32 and bfloat16, got {x.dtype}"
+    return _why_not_on_cpu(x)
 
 
 def _why_no_cuda_kernels(device: torch.device) -> str:
@@ -108,13 +105,13 @@ def _why_no_cuda_kernels_once(index: int) -> str:
     return ""
 
 
-def _can_use_cuda_kernels(x: Tensor) -> tuple[bool, str]:
+def why_not_cuda_kernels(x: Tensor) -> str:
+    """Why the CUDA kernels of the extension do not serve x; empty if they do."""
     if _native_missing is not None:
-        return False, _native_missing
+        return _native_missing
     if x.device.type != "cuda":
-        return False, f"serves CUDA tensors, got one on {x.device}"
-    reason = _why_no_cuda_kernels(x.device)
-    return not reason, reason
+        return f"serves CUDA tensors, got one on {x.device}"
+    return _why_no_cuda_kernels(x.device)
 
 
 def emulates_cuda() -> bool:
@@ -122,67 +119,56 @@ def emulates_cuda() -> bool:
     return os.environ.get("NASFAST_EMULATE_CUDA") == "1"
 
 
-def _can_use_cuda_chain(x: Tensor) -> tuple[bool, str]:
+def why_not_cuda_chain(x: Tensor) -> str:
+    """Why the CUDA kernels of chains do not serve x; empty if they do."""
     if _no_chain_kernels is not None:
-        return False, _no_chain_kernels
+        return _no_chain_kernels
     if emulates_cuda() and x.device.type == "cpu":
-        if _no_emulation is not None:
-            return False, _no_emulation
+        reason = _no_emulation
     else:
-        ok, reason = _can_use_cuda_kernels(x)
-        if ok:
-            ok, reason = _has_ampere(x)
-        if not ok:
-            return False, reason
-    if (dtype := storage_dtype(x)) not in STORAGE_DTYPES["cuda"]:
-        return False, f"computes in bfloat16 and float16, here it would be {dtype}; use autocast"
-    return True, ""
+        reason = why_not_cuda_kernels(x) or _why_not_ampere(x)
+    if not reason and (dtype := storage_dtype(x)) not in STORAGE_DTYPES["cuda"]:
+        return f"computes in bfloat16 and float16, here it would be {dtype}; use autocast"
+    return reason or ""
 
 
-def _has_ampere(x: Tensor) -> tuple[bool, str]:
+def _why_not_ampere(x: Tensor) -> str:
     capability = torch.cuda.get_device_capability(x.device)
     if capability < (8, 0):
-        return False, f"needs compute capability 8.0 (Ampere) or newer, {x.device} has {capability[0]}.{capability[1]}"
-    return True, ""
+        return f"needs compute capability 8.0 (Ampere) or newer, {x.device} has {capability[0]}.{capability[1]}"
+    return ""
 
 
-def _can_use_triton(x: Tensor) -> tuple[bool, str]:
+def _why_not_triton(x: Tensor) -> str:
     if _triton_missing is not None:
-        return False, _triton_missing
+        return _triton_missing
     wanted = "cpu" if _triton.interpreted() else "cuda"
     if x.device.type != wanted:
         how = "under TRITON_INTERPRET=1 " if wanted == "cpu" else ""
-        return False, f"{how}serves {wanted.upper()} tensors, got one on {x.device}"
+        return f"{how}serves {wanted.upper()} tensors, got one on {x.device}"
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return False, f"serves float32, bfloat16 and float16, got {x.dtype}"
-    return _has_ampere(x) if wanted == "cuda" else (True, "")
+        return f"serves float32, bfloat16 and float16, got {x.dtype}"
+    return _why_not_ampere(x) if wanted == "cuda" else ""
 
 
-def _can_use_reference(x: Tensor) -> tuple[bool, str]:
-    return True, ""
-
-
+_Fields = tuple[Any, ...]  # of a Backend, behind its operator
+_CPU: _Fields = ("cpu", _why_not_cpu)
+_TRITON: _Fields = ("triton", _why_not_triton)
+_CHAINS: tuple[_Fields, ...] = (_CPU, ("cuda", why_not_cuda_chain, CUDA_SERVES), _TRITON)
+_ROWS: dict[str, tuple[_Fields, ...]] = {
+    "bn_act": (_CPU, _TRITON),
+    "conv_bn_act": _CHAINS,
+    "conv_bn_act_chain": _CHAINS,
+    "mixed_bn": (_CPU, _TRITON),
+    "orthogonalize": (("cpu", _why_not_on_cpu), ("cuda", why_not_cuda_kernels)),
+    "depthwise_conv2d": (_CPU,),
+    "pool_3x3": (_CPU,),
+    "squeeze_excite": (_CPU,),
+}
 # the backends of each operator in order of preference; the reference is last because it serves everything
 _TABLE: dict[str, tuple[Backend, ...]] = {
-    op: (
-        Backend(op, "cpu", _can_use_cpu),
-        Backend(op, "triton", _can_use_triton),
-        Backend(op, "reference", _can_use_reference),
-    )
-    for op in ("bn_act", "conv_bn_act", "conv_bn_act_chain", "mixed_bn")
+    op: tuple(Backend(op, *fields) for fields in (*row, ("reference", lambda x: ""))) for op, row in _ROWS.items()
 }
-for _op in ("conv_bn_act", "conv_bn_act_chain"):
-    _cpu, *_others = _TABLE[_op]
-    _TABLE[_op] = (_cpu, Backend(_op, "cuda", _can_use_cuda_chain, CUDA_SERVES), *_others)
-_TABLE["orthogonalize"] = (
-    Backend("orthogonalize", "cpu", _is_on_cpu),
-    Backend("orthogonalize", "cuda", _can_use_cuda_kernels),
-    Backend("orthogonalize", "reference", _can_use_reference),
-)
-for _op in ("cross_entropy", "clipped_sgd"):
-    _TABLE[_op] = (Backend(_op, "triton", _can_use_triton), Backend(_op, "reference", _can_use_reference))
-for _op in ("depthwise_conv2d", "pool_3x3", "squeeze_excite"):
-    _TABLE[_op] = (Backend(_op, "cpu", _can_use_cpu), Backend(_op, "reference", _can_use_reference))
 
 
 def _serves_all(name: str) -> Refusal | None:
@@ -222,9 +208,8 @@ def resolve_backend(
         named = _named(op, x, name, source, refusal, strict)
         if named is not None:
             return named
-    row = _TABLE[op]
     skipped: list[str] = []
-    for backend in row:
+    for backend in _TABLE[op]:
         # interpreter and emulation are too slow to be chosen automatically
         if backend.name == "triton" and _triton.interpreted():
             continue
@@ -233,18 +218,15 @@ def resolve_backend(
         why_not = _refused(backend, x, refusal)
         if why_not is None:
             if skipped and not torch.compiler.is_compiling():
-                # operators without a kernel for CPUs lose nothing there, so only who named a backend needs to know
-                without = backend.name == "reference" and all(b.name != "cpu" for b in row)
-                usual = x.device.type == "cpu" and name is None and without
-                _log_once(op, backend.name, skipped, logging.DEBUG if usual else logging.INFO)
+                _log_once(op, backend.name, skipped)
             return backend
         skipped.append(f"{backend.name}: {why_not.reason}")
     raise AssertionError(f"{op} has no reference backend")
 
 
 def _refused(backend: Backend, x: Tensor, refusal: Callable[[str], Refusal | None]) -> Refusal | None:
-    ok, reason = backend.can_use(x)
-    return refusal(backend.name) if ok else Refusal(reason, "shape")
+    reason = backend.why_not(x)
+    return Refusal(reason, "shape") if reason else refusal(backend.name)
 
 
 def _named(
@@ -271,11 +253,11 @@ def _check_name(name: str, source: str) -> None:
         raise ValueError(f"{source}: unknown backend {name!r}; valid names are {', '.join(BACKENDS)}")
 
 
-def _log_once(op: str, chosen: str, skipped: list[str], level: int) -> None:
+def _log_once(op: str, chosen: str, skipped: list[str]) -> None:
     message = f"{op} runs on the {chosen} backend ({'; '.join(skipped)})"
     if (op, message) not in _logged:
         _logged.add((op, message))
-        _logger.log(level, message)
+        _logger.info(message)
 
 
 @contextmanager
@@ -312,8 +294,8 @@ def explain(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Row
         found = {backend.name: backend for backend in backends}
         for name in BACKENDS:
             if name in found:
-                ok, reason = found[name].can_use(probe)
-                rows.append(Row(op, name, ok, name == chosen, reason, found[name].serves))
+                reason = found[name].why_not(probe)
+                rows.append(Row(op, name, not reason, name == chosen, reason, found[name].serves))
             else:
                 rows.append(Row(op, name, False, False, f"this version has no {name} kernel for {op}"))
     return rows

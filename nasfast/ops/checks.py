@@ -29,11 +29,7 @@ def check_bn_act(
     training: bool,
     eps: float,
 ) -> None:
-    """Check the arguments of `nasfast.ops.bn_act`.
-
-    Raises:
-        TypeError, ValueError: as described in the module docstring.
-    """
+    """Check the arguments of `nasfast.ops.bn_act`."""
     op = "bn_act"
     _check_input(op, x)
     _check_settings(op, act, eps)
@@ -42,22 +38,14 @@ def check_bn_act(
 
 
 def check_conv_bn_act(op: str, x: Tensor, stage: Stage, residual: Tensor | None) -> None:
-    """Check the arguments of `nasfast.ops.conv_bn_act`.
-
-    Raises:
-        TypeError, ValueError: as described in the module docstring.
-    """
+    """Check the arguments of `nasfast.ops.conv_bn_act`."""
     _check_input(op, x)
     shape = _check_stage(op, x, tuple(x.shape), stage)
     _check_result(op, x, shape, residual, stage.training)
 
 
 def check_chain(op: str, x: Tensor, stages: Sequence[Stage], residual: Tensor | None, shuffle: bool = False) -> None:
-    """Check the arguments of `nasfast.ops.conv_bn_act_chain`: every stage and how they fit together.
-
-    Raises:
-        TypeError, ValueError: as described in the module docstring.
-    """
+    """Check the arguments of `nasfast.ops.conv_bn_act_chain`: every stage and how they fit together."""
     if not stages:
         raise ValueError(f"{op}: needs at least one stage, got none")
     _check_input(op, x)
@@ -82,11 +70,7 @@ def check_chain(op: str, x: Tensor, stages: Sequence[Stage], residual: Tensor | 
 def check_mixed_bn(
     xs: Sequence[Tensor], gates: Tensor, normalize: Sequence[bool], eps: float
 ) -> tuple[list[Tensor], list[bool]]:
-    """Check the arguments of `nasfast.ops.mixed_bn`; returns its tensors and flags as lists.
-
-    Raises:
-        TypeError, ValueError: as described in the module docstring.
-    """
+    """Check the arguments of `nasfast.ops.mixed_bn`; returns its tensors and flags as lists."""
     op = "mixed_bn"
     xs, normalize = _list_of_tensors(op, "xs", xs), [bool(flag) for flag in normalize]
     if not xs:
@@ -101,8 +85,7 @@ def check_mixed_bn(
             raise ValueError(f"{where} must have the shape of xs[0], {tuple(first.shape)}, got {tuple(x.shape)}")
         if x.dtype != first.dtype:
             raise TypeError(f"{where} must have the type of xs[0], {first.dtype}, got {x.dtype}; convert one of them")
-        if x.device != first.device:
-            raise ValueError(f"{where} must be on {first.device} like xs[0], got {x.device}")
+        _check_device(where, x, first, "xs[0]")
     if len(normalize) != len(xs):
         raise ValueError(f"{op}: normalize must be one flag per tensor, {len(xs)}, got {len(normalize)}")
     if gates.shape != (len(xs),):
@@ -112,26 +95,15 @@ def check_mixed_bn(
             f"{op}: gates must be float32 (float64 only with float64 xs), got {gates.dtype}; "
             "convert them with gates.float()"
         )
-    if gates.device != first.device:
-        raise ValueError(f"{op}: gates must be on {first.device} like xs[0], got {gates.device}")
-    if not eps > 0:
-        raise ValueError(f"{op}: eps must be positive, got {eps}")
-    count = first.numel() // max(1, first.shape[1])
-    if any(normalize) and count <= 1:
-        what = "a single value per channel" if count else "an empty batch"
-        raise ValueError(
-            f"{op}: cannot take batch statistics of {what} (shape {tuple(first.shape)}); use a larger batch, or "
-            "normalize=False"
-        )
+    _check_device(f"{op}: gates", gates, first, "xs[0]")
+    _check_eps(op, eps)
+    if any(normalize):
+        _check_statistics(op, tuple(first.shape), "normalize=False")
     return xs, normalize
 
 
 def check_depthwise_conv2d(x: Tensor, weight: Tensor, *, stride: int, dilation: int) -> None:
-    """Check the arguments of `nasfast.ops.depthwise_conv2d`.
-
-    Raises:
-        TypeError, ValueError: as described in the module docstring.
-    """
+    """Check the arguments of `nasfast.ops.depthwise_conv2d`."""
     op = "depthwise_conv2d"
     _check_map(op, x, stride)
     if dilation not in (1, 2):
@@ -142,16 +114,11 @@ def check_depthwise_conv2d(x: Tensor, weight: Tensor, *, stride: int, dilation: 
         raise ValueError(f"{op}: weight must be one of {shapes} for this x, got {tuple(weight.shape)}")
     if weight.dtype not in (torch.float32, x.dtype):
         raise TypeError(f"{op}: weight must be float32 or {x.dtype} like x, got {weight.dtype}")
-    if weight.device != x.device:
-        raise ValueError(f"{op}: weight must be on {x.device} like x, got {weight.device}")
+    _check_device(f"{op}: weight", weight, x)
 
 
 def check_pool_3x3(x: Tensor, *, kind: str, stride: int) -> None:
-    """Check the arguments of `nasfast.ops.pool_3x3`.
-
-    Raises:
-        TypeError, ValueError: as described in the module docstring.
-    """
+    """Check the arguments of `nasfast.ops.pool_3x3`."""
     op = "pool_3x3"
     _check_map(op, x, stride)
     if kind not in ("max", "avg"):
@@ -167,11 +134,7 @@ def _check_map(op: str, x: Tensor, stride: int) -> None:
 
 
 def check_squeeze_excite(x: Tensor, weights: Sequence[Tensor], *, act: str, gate: str) -> None:
-    """Check the arguments of `nasfast.ops.squeeze_excite`; weights are W1, b1, W2, b2.
-
-    Raises:
-        TypeError, ValueError: as described in the module docstring.
-    """
+    """Check the arguments of `nasfast.ops.squeeze_excite`; weights are W1, b1, W2, b2."""
     op = "squeeze_excite"
     _check_map(op, x, 1)
     for name, value, allowed in (("act", act, ACTIVATIONS), ("gate", gate, GATES)):
@@ -186,15 +149,13 @@ def check_squeeze_excite(x: Tensor, weights: Sequence[Tensor], *, act: str, gate
             raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(tensor.shape)}")
         if tensor.dtype not in (torch.float32, x.dtype) or tensor.dtype != weights[0].dtype:
             raise TypeError(f"{op}: {name} must be float32 or {x.dtype}, one type for all four, got {tensor.dtype}")
-        if tensor.device != x.device:
-            raise ValueError(f"{op}: {name} must be on {x.device} like x, got {tensor.device}")
+        _check_device(f"{op}: {name}", tensor, x)
 
 
 def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
     """Check the entries of `nasfast.ops.orthogonalize`; returns them as a list.
 
     Raises:
-        TypeError, ValueError: as described in the module docstring.
         MemoryError: the results up to an entry are larger than the memory of the machine.
     """
     matrices = _list_of_tensors(op, "matrices", matrices)
@@ -202,8 +163,7 @@ def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
     for i_matrix, z in enumerate(matrices):
         where = f"{op}: matrices[{i_matrix}]"
         _check_matrix(where, z)
-        if z.device != matrices[0].device:
-            raise ValueError(f"{where} must be on {matrices[0].device} like matrices[0], got {z.device}")
+        _check_device(where, z, matrices[0], "matrices[0]")
         total += z.numel() * z.element_size()
         check_fits(where, z, total)
     filled = [z for z in matrices if z.numel()]
@@ -225,11 +185,7 @@ def check_orthogonal_targets(
     """Check the arguments of `nasfast.ops.orthogonalize_`; returns its tensors and names as lists.
 
     Args:
-        bytes_per_element: memory that the operator needs for each element of a tensor.
-
-    Raises:
-        TypeError, ValueError: as described in the module docstring.
-    """
+        bytes_per_element: memory that the operator needs for each element of a tensor."""
     tensors = _list_of_tensors(op, "tensors", tensors)
     names = [str(i) for i in range(len(tensors))] if names is None else list(names)
     if len(names) != len(tensors):
@@ -282,6 +238,11 @@ def _check_tensor(where: str, value: object) -> None:
         raise TypeError(f"{where} must be a tensor, got {type(value).__name__}")
 
 
+def _check_device(where: str, tensor: Tensor, like: Tensor, name: str = "x") -> None:
+    if tensor.device != like.device:
+        raise ValueError(f"{where} must be on {like.device} like {name}, got {tensor.device}")
+
+
 def _probably_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether no element is NaN or infinite, from one read of all tensors. It may be False although all are finite."""
     if tensors[0].is_cuda:
@@ -325,6 +286,10 @@ def _check_input(op: str, x: Tensor, name: str = "x") -> None:
 def _check_settings(op: str, act: str, eps: float) -> None:
     if act not in ACTIVATIONS:
         raise ValueError(f"{op}: act must be one of {', '.join(ACTIVATIONS)}, got {act!r}")
+    _check_eps(op, eps)
+
+
+def _check_eps(op: str, eps: float) -> None:
     if not eps > 0:
         raise ValueError(f"{op}: eps must be positive, got {eps}")
 
@@ -360,8 +325,7 @@ def _check_conv(
         raise TypeError(
             f"{op}: {name} must have the type of x, {x.dtype}, got {weight.dtype}; convert one, or use autocast"
         )
-    if weight.device != x.device:
-        raise ValueError(f"{op}: {name} must be on {x.device} like x, got {weight.device}")
+    _check_device(f"{op}: {name}", weight, x)
     height, width = ((size + 2 * padding - k) // stride + 1 for size, k in zip(shape[2:], kernel, strict=True))
     if height < 1 or width < 1:
         raise ValueError(
@@ -380,8 +344,7 @@ def _check_conv_bias(op: str, weight: Tensor, bias: Tensor | None) -> None:
         raise TypeError(
             f"{op}: conv_bias must have the type of conv_weight, {weight.dtype}, got {bias.dtype}; convert one of them"
         )
-    if bias.device != weight.device:
-        raise ValueError(f"{op}: conv_bias must be on {weight.device} like conv_weight, got {bias.device}")
+    _check_device(f"{op}: conv_bias", bias, weight, "conv_weight")
 
 
 def _check_bn(
@@ -419,8 +382,7 @@ def _check_vector(op: str, name: str, vector: Tensor, channels: int, x: Tensor) 
             f"{op}: {name} must be float32 (float64 only with a float64 x), got {vector.dtype}; "
             "keep BatchNorm parameters and statistics in float32"
         )
-    if vector.device != x.device:
-        raise ValueError(f"{op}: {name} must be on {x.device} like x, got {vector.device}")
+    _check_device(f"{op}: {name}", vector, x)
 
 
 def _check_result(op: str, x: Tensor, shape: tuple[int, ...], residual: Tensor | None, training: bool) -> None:
@@ -428,17 +390,17 @@ def _check_result(op: str, x: Tensor, shape: tuple[int, ...], residual: Tensor |
     if residual is not None:
         if tuple(residual.shape) != shape:
             raise ValueError(f"{op}: residual must have the shape of the result, {shape}, got {tuple(residual.shape)}")
-        if residual.device != x.device:
-            raise ValueError(f"{op}: residual must be on {x.device} like x, got {residual.device}")
+        _check_device(f"{op}: residual", residual, x)
     if training:
-        count = shape[0] * shape[2] * shape[3]
-        if count == 0:
-            raise ValueError(
-                f"{op}: cannot take batch statistics of an empty batch (shape {shape}); "
-                "skip it, or use training=False with running statistics"
-            )
-        if count == 1:
-            raise ValueError(
-                f"{op}: cannot take batch statistics of a single value per channel (shape {shape}): its variance is "
-                "always 0; use a larger batch, or training=False with running statistics"
-            )
+        _check_statistics(op, shape, "training=False with running statistics")
+
+
+def _check_statistics(op: str, shape: tuple[int, ...], remedy: str) -> None:
+    """Check that a batch of this shape has a variance."""
+    count = shape[0] * shape[2] * shape[3]
+    if count <= 1:
+        what = "a single value per channel" if count else "an empty batch"
+        why = ": its variance is always 0" if count else ""
+        raise ValueError(
+            f"{op}: cannot take batch statistics of {what} (shape {shape}){why}; use a larger batch, or {remedy}"
+        )

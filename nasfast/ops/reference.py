@@ -55,18 +55,6 @@ class Stage(NamedTuple):
     eps: float = 1e-5
 
 
-class SgdUpdate(NamedTuple):
-    """Parameters that SGD updates together, with their gradients and momenta, and the settings of torch.optim.SGD."""
-
-    parameters: Sequence[Tensor]
-    gradients: Sequence[Tensor]
-    momenta: Sequence[Tensor]
-    lr: float
-    momentum: float
-    decay: float
-    nesterov: bool
-
-
 def bn_act(
     x: Tensor,
     weight: Tensor,
@@ -338,13 +326,3 @@ def scale_columns(z: Tensor) -> Tensor:
     exponents = torch.frexp(z.detach().abs().amax(-2, keepdim=True)).exponent
     most = -math.frexp(torch.finfo(z.dtype).tiny)[1]  # a power of two as large as its inverse
     return z * torch.exp2(-exponents.clamp(-most, most).to(z.dtype))
-
-
-def cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """See nasfast/ops/training.py."""
-    leaf = logits.detach().requires_grad_()
-    with torch.enable_grad():
-        loss = F.cross_entropy(leaf.float(), labels, label_smoothing=label_smoothing)
-        (gradient,) = torch.autograd.grad(loss, leaf)
-    correct = (leaf.detach().argmax(1) == (labels if labels.ndim == 1 else labels.argmax(1))).sum()
-    return torch.stack((loss.detach(), correct.to(loss.dtype))), gradient

@@ -29,13 +29,12 @@ def _define_available() -> list[str]:
         backends.append("cuda")
         _define("cuda", cuda_conv.conv_bn_act_chain_fwd, cuda_conv.conv_bn_act_chain_bwd)
     if _triton.why_missing() is None:
-        from nasfast.ops.triton import bn, conv, mixed, training
+        from nasfast.ops.triton import bn, conv, mixed
 
         backends.append("triton")
         _define("triton", bn.bn_act_fwd, bn.bn_act_bwd)
         _define("triton", conv.conv_bn_act_chain_fwd, conv.conv_bn_act_chain_bwd)
         _define("triton", mixed.mixed_bn_fwd, mixed.mixed_bn_bwd)
-        _define("triton", training.cross_entropy)
     return backends
 
 

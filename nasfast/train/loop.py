@@ -35,7 +35,6 @@ from nasfast.train.evaluate import Evaluation
 from nasfast.train.exchange import Exchange, FlatExchange, Outcome, OverlappedExchange
 from nasfast.train.log import TrainLog
 from nasfast.train.schedule import lr_at
-from nasfast.train.sgd import ClippedSGD
 from nasfast.train.state import Sums, TrainState, begin, seed_other_rank
 
 _LOG = logging.getLogger(__name__)
@@ -45,7 +44,7 @@ class TrainingDivergedError(RuntimeError):
     """The loss or a gradient is no longer finite; the last good checkpoint is kept."""
 
 
-def make_optimizer(model: nn.Module, cfg: TrainConfig) -> ClippedSGD:
+def make_optimizer(model: nn.Module, cfg: TrainConfig) -> torch.optim.SGD:
     """SGD over the parameters that train; weight decay applies only to tensors of two or more dimensions.
 
     Raises:
@@ -56,13 +55,28 @@ def make_optimizer(model: nn.Module, cfg: TrainConfig) -> ClippedSGD:
         raise ValueError("nothing to train: no parameter has requires_grad=True; see Supernet.freeze")
     decayed, plain = [p for p in trainable if p.ndim > 1], [p for p in trainable if p.ndim <= 1]
     groups = [{"params": decayed, "weight_decay": cfg.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-    return ClippedSGD([g for g in groups if g["params"]], lr=cfg.peak_lr, momentum=cfg.momentum, nesterov=cfg.nesterov)
+    groups = [g for g in groups if g["params"]]
+    return torch.optim.SGD(groups, lr=cfg.peak_lr, momentum=cfg.momentum, nesterov=cfg.nesterov)
+
+
+def update(optimizer: torch.optim.SGD, clip_norm: float) -> Tensor:
+    """Scale the gradients to a norm of at most `clip_norm`, if that is not 0, and make a step.
+
+    Parameters whose `grad` is None are left as they are, with their momentum.
+
+    Returns:
+        The norm of all gradients before the scaling.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    norm = nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
+    optimizer.step()
+    return norm
 
 
 def _step(
     engine: Engine,
     exchange: Exchange,
-    optimizer: ClippedSGD,
+    optimizer: torch.optim.SGD,
     x: Tensor,
     y: Tensor,
     paths: list[Arch] | None,
@@ -81,7 +95,7 @@ def _step(
     exchange.begin(x)
     result = engine.forward_backward(x, y, paths)
     outcome = exchange.finish(result, len(x), stop=stop)
-    norm = optimizer.clipped_step(clip_norm)
+    norm = update(optimizer, clip_norm)
     return outcome, norm.to(outcome.result.loss.device)
 
 

@@ -71,14 +71,14 @@ class Rules(TorchDispatchMode):
 
 
 LAUNCHERS = {
-    "nasfast_triton": [f"nasfast.ops.triton.{name}" for name in ("bn", "conv", "mixed", "training")],
+    "nasfast_triton": [f"nasfast.ops.triton.{name}" for name in ("bn", "conv", "mixed")],
     "nasfast_cuda": ["nasfast.ops.cuda.conv"],
 }
 
 
 def launchers(namespace):
     modules = map(import_module, LAUNCHERS[namespace])
-    ends = ("_fwd", "_bwd", "cross_entropy")
+    ends = ("_fwd", "_bwd")
     return {name: f for module in modules for name, f in vars(module).items() if name.endswith(ends)}
 
 

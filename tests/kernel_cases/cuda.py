@@ -13,7 +13,7 @@ from nasfast import ops
 from nasfast.ops import _native, backends
 
 # whether they run on a GPU, and why they run nowhere
-ON_GPU = DEVICE == "cuda" and backends._can_use_cuda_kernels(torch.empty(0, device=DEVICE))[0]
+ON_GPU = DEVICE == "cuda" and not backends.why_not_cuda_kernels(torch.empty(0, device=DEVICE))
 WHY_NOT = None if ON_GPU else _native.why_no_emulation()
 PLACE = "cuda" if ON_GPU else "cpu"
 # for modules whose tests need the kernels, and for tests of what only the emulation has

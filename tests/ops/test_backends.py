@@ -19,8 +19,6 @@ OPS = (
     "pool_3x3",
     "squeeze_excite",
 )
-# what a CPU leaves to PyTorch
-GPU_OPS = ("cross_entropy", "clipped_sgd")
 
 
 @pytest.fixture(autouse=True)
@@ -109,29 +107,16 @@ def test_automatic_fallback_is_logged_once(native, caplog):
     assert "bn_act runs on the reference backend (cpu: serves float32 and bfloat16" in record.message
 
 
-def test_what_a_cpu_leaves_to_pytorch_is_logged_for_those_who_named_a_backend(monkeypatch, caplog):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    backends._logged.clear()
-    with caplog.at_level(logging.DEBUG, logger=backends.__name__):
-        assert ops.resolve_backend("cross_entropy", X).name == "reference"
-        (record,) = caplog.records
-        assert record.levelno == logging.DEBUG and "cross_entropy runs on the reference backend" in record.message
-        backends._logged.clear()
-        with ops.use_backend("cpu"):
-            assert ops.resolve_backend("cross_entropy", X).name == "reference"
-    assert [record.levelno for record in caplog.records] == [logging.DEBUG, logging.INFO]
-
-
 def test_explain_covers_every_operator_and_backend(native):
     rows = backends.explain()
-    assert {(row.op, row.backend) for row in rows} == {(op, name) for op in OPS + GPU_OPS for name in ops.BACKENDS}
+    assert {(row.op, row.backend) for row in rows} == {(op, name) for op in OPS for name in ops.BACKENDS}
     chosen = {row.op: row.backend for row in rows if row.chosen}
-    assert chosen == {**dict.fromkeys(OPS, "cpu"), **dict.fromkeys(GPU_OPS, "reference")}
+    assert chosen == dict.fromkeys(OPS, "cpu")
     assert all(bool(row.reason) != row.available for row in rows)
     with ops.use_backend("cuda"):
         # what has CUDA kernels cannot run on a CPU
         left = [row.op for row in backends.explain() if row.chosen]
-    assert left == ["bn_act", "mixed_bn", *GPU_OPS, "depthwise_conv2d", "pool_3x3", "squeeze_excite"]
+    assert left == ["bn_act", "mixed_bn", "depthwise_conv2d", "pool_3x3", "squeeze_excite"]
 
 
 @pytest.mark.slow

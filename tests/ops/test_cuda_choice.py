@@ -54,11 +54,10 @@ def on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(conv, "run_chain", run_chain)
     monkeypatch.setattr(_triton, "interpreted", lambda: False)
-    everything = lambda x: (True, "")  # noqa: E731
     for op in ("conv_bn_act", "conv_bn_act_chain"):
         names = [backend.name for backend in backends._TABLE[op]]
         assert names == ["cpu", "cuda", "triton", "reference"]
-        row = tuple(replace(backend, can_use=everything) for backend in backends._TABLE[op][1:])
+        row = tuple(replace(backend, why_not=lambda x: "") for backend in backends._TABLE[op][1:])
         monkeypatch.setitem(backends._TABLE, op, row)
     monkeypatch.setattr(backends, "_logged", set())
     return used
@@ -173,10 +172,8 @@ def test_a_gpu_before_ampere_is_refused(monkeypatch):
     class Image:
         device, dtype = torch.device("cuda", 0), torch.bfloat16
 
-    assert backends._can_use_cuda_chain(Image()) == (
-        False,
-        "needs compute capability 8.0 (Ampere) or newer, cuda:0 has 7.5",
-    )
+    said = "needs compute capability 8.0 (Ampere) or newer, cuda:0 has 7.5"
+    assert backends.why_not_cuda_chain(Image()) == said
 
 
 def test_doctor_says_what_cuda_serves(emulated, monkeypatch):
