@@ -312,6 +312,13 @@ def test_an_error_is_raised_at_the_next_save(slow):
         pytest.fail("it went on")
 
 
+def test_an_error_is_raised_at_the_end(slow):
+    slow.fails = True
+    slow.go.release()
+    with pytest.raises(CheckpointError, match="no room for 5"), CheckpointWriter(slow) as writer:
+        writer.save(5, sample(5))
+
+
 def test_what_ended_the_training_goes_before_an_error_of_saving(slow, caplog):
     slow.fails = True
     slow.go.release()

@@ -127,6 +127,18 @@ def test_clipping_shortens_the_whole_gradient(tmp_path):
             torch.testing.assert_close(before[name] - p.detach(), gradient[name] / 10, rtol=1e-3, atol=1e-6)
 
 
+def test_no_decay_on_one_dimensional_parameters():
+    net = build(tiny_space(), (0, 1, 2, 0))
+    cfg = TrainConfig(lr=0.2, weight_decay=0.01, momentum=0.8, nesterov=True)
+    optimizer = make_optimizer(net, cfg)
+    decayed, plain = optimizer.param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.01, 0.0)
+    assert all(p.ndim > 1 for p in decayed["params"])
+    assert {id(p) for p in plain["params"]} == {id(p) for p in net.parameters() if p.ndim == 1}
+    assert len(decayed["params"]) + len(plain["params"]) == len(list(net.parameters()))
+    assert all(g["momentum"] == 0.8 and g["nesterov"] and g["lr"] == 0.2 for g in optimizer.param_groups)
+
+
 def test_decay_pulls_weights_only(tmp_path):
     """Zero images give zero gradients to the classifier's weight: decay alone moves it."""
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
