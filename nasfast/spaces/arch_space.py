@@ -187,7 +187,9 @@ def arch_from_json(text: str, space: ArchSpace) -> Arch:
         form = json.loads(text)
         arch, fingerprint = parse_arch(form["arch"]), form["fingerprint"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ArchError(f'not an arch.json: expected {{"space", "fingerprint", "arch"}}, got {text[:80]!r}') from error
+        raise ArchError(
+            f'not an architecture in JSON: expected {{"space", "fingerprint", "arch"}}, got {text[:80]!r}'
+        ) from error
     if fingerprint != space.fingerprint:
         raise ArchError(
             f"architecture was written for space {form.get('space')!r} ({fingerprint}), "
@@ -197,7 +199,7 @@ def arch_from_json(text: str, space: ArchSpace) -> Arch:
 
 
 def load_arch(path: str | Path, space: ArchSpace) -> Arch:
-    """Read an `arch.json`.
+    """Read a file that has the JSON form of an architecture.
 
     Raises:
         ArchError: see `arch_from_json`; the file is named.

@@ -131,11 +131,19 @@ def trace_space(module: nn.Module, example: tuple[Any, ...], *, name: str) -> Mo
     Raises:
         ValueError: see `find_choices`; or the call does not reach a choice, or its candidates give other shapes.
         RuntimeError: a candidate cannot run on the input of its choice.
+        TypeError: the module takes other arguments.
     """
     traces = {name: _Trace(name, choice) for name, choice in find_choices(module).items()}
     handles = [trace.choice.register_forward_hook(trace.run_all, with_kwargs=True) for trace in traces.values()]
     try:
         total, result = _count_macs(module, example, {})
+    except (AttributeError, LookupError, TypeError) as error:
+        given = ", ".join(type(value).__name__ for value in example)
+        raise TypeError(
+            f"{type(module).__name__} cannot be called with the example ({given}): give a tensor, or a tuple of all "
+            "positional arguments; where the forward needs others, wrap the module in one that passes them. PyTorch "
+            f"says: {str(error).partition(chr(10))[0]}"
+        ) from error
     finally:
         for handle in handles:
             handle.remove()

@@ -148,6 +148,7 @@ class Supernet(nn.Module):
                 its candidates give tensors of different shapes, or a parameter belongs to two choices.
             AttributeError: the model has no such classifier.
             RuntimeError: a candidate cannot run on the input of its choice.
+            TypeError: the model is no module, or takes other arguments than the example.
         """
         return ModuleSupernet(model, example, init=init, classifier=classifier, name=name, seed=seed)
 

@@ -11,7 +11,6 @@ from scipy import stats
 
 from nasfast.indicators.accuracies import AccuracyError
 from nasfast.indicators.rank import (
-    Estimate,
     kendall_tau,
     rank,
     spearman_rho,
@@ -119,13 +118,6 @@ def test_a_constant_predictor_is_reported_not_fatal(accuracies):
     assert report.predictor.regret[-1] == pytest.approx(max(accuracies.values()) - np.mean(list(accuracies.values())))
 
 
-def test_untrained_indicators_with_layer_indicators_rank_nothing(accuracies):
-    """All gammas are equal before training; the identity then scores as every other choice of a normal layer does."""
-    block = tuple({c: 1.0 for c in u.options if c != u.indicator_choice} for u in SPACE.layers)
-    layer = tuple(None if u.indicator_choice is None else 0.1 for u in SPACE.layers)
-    assert rank(accuracies, IndicatorTable(SPACE, block, layer), SPACE, resamples=10).predictor.constant
-
-
 def test_sums_that_differ_only_by_rounding_are_ties(accuracies):
     scores = {a: 0.7 + 1e-16 * i for i, a in enumerate(accuracies)}
     assert rank(accuracies, scores, SPACE, resamples=10).predictor.constant
@@ -230,10 +222,3 @@ def test_beating_a_baseline_is_decided_by_the_paired_difference(accuracies):
     assert "It is below depth" in noise.verdict
     assert "it is above" in noise.verdict
     assert "params" in noise.verdict
-
-
-def test_a_baseline_is_not_above_itself(accuracies):
-    report = rank(accuracies, {a: sqrt_size(a) for a in accuracies}, SPACE, resamples=20)
-    assert report.above["sqrt_size"] == Estimate(0.0, 0.0, 0.0)
-    assert "not above" in report.verdict
-    assert "sqrt_size (+" in report.verdict

@@ -8,7 +8,6 @@ import pytest
 
 from nasfast.indicators.structure import BASELINES, baselines, structure_rows, structure_scores, structure_table
 from nasfast.research.cells.space import darts_space, nas_bench_201_space
-from nasfast.search import search_table
 from nasfast.spaces import SKIP, digits_mini, mobilenet_v2, nas_bench_macro, shufflenet_v2
 
 
@@ -99,17 +98,6 @@ def test_the_table_scores_as_the_baseline(space, name):
     table = structure_table(space, name)
     archs = random_archs(space, 50)
     assert [table.score(a) for a in archs] == pytest.approx(structure_scores(space, name, archs))
-
-
-def test_the_exact_search_takes_the_table():
-    space = nas_bench_macro()
-    budget = 30e6
-    best = search_table(structure_table(space, "sqrt_size"), space, max_macs=budget)[0]
-    rng = random.Random(0)
-    some = [tuple(rng.randrange(3) for _ in range(8)) for _ in range(3000)]
-    under = [a for a in some if space.cost(a).macs <= budget]
-    assert best.macs <= budget
-    assert best.score >= max(structure_scores(space, "sqrt_size", under)) - 1e-9
 
 
 def test_an_unknown_baseline_names_the_known_ones():

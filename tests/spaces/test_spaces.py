@@ -335,5 +335,5 @@ def test_arch_json_round_trip(tmp_path):
     assert load_arch(path, space) == arch
     with pytest.raises(ArchError, match="written for space 'nas_bench_macro'"):
         load_arch(path, nas_bench_macro(num_classes=100))
-    with pytest.raises(ArchError, match="not an arch.json"):
+    with pytest.raises(ArchError, match="not an architecture in JSON"):
         arch_from_json("[0, 1]", space)

@@ -369,6 +369,29 @@ def test_what_costs_cannot_describe_is_refused(build, error, text):
         nasfast.Supernet.from_module(build(), torch.randn(1, 3, 8, 8))
 
 
+class ByName(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = pair()
+
+    def forward(self, *, image: torch.Tensor) -> torch.Tensor:
+        return self.inner(image)
+
+
+@pytest.mark.parametrize(
+    ("build", "example", "text"),
+    [
+        (pair, [torch.randn(1, 3, 8, 8)], r"cannot be called with the example \(list\).*give a tensor, or a tuple"),
+        (pair, {"x": torch.randn(1, 3, 8, 8)}, r"cannot be called with the example \(dict\)"),
+        (ByName, torch.randn(1, 3, 8, 8), "where the forward needs others, wrap the module"),
+        (lambda: nn.Sequential(pair()), (torch.randn(1, 3, 8, 8),) * 2, r"the example \(Tensor, Tensor\)"),
+    ],
+)
+def test_an_example_of_other_arguments_is_refused(build, example, text):
+    with pytest.raises(TypeError, match=text):
+        nasfast.Supernet.from_module(build(), example)
+
+
 def test_one_choice_at_two_places_is_one_decision():
     choice = pair()
     net = nasfast.Supernet.from_module(nn.Sequential(choice, conv_bn(3, 3, 1), choice), torch.randn(1, 3, 8, 8))

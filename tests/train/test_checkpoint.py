@@ -51,10 +51,6 @@ def test_round_trip(tmp_path):
     assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
 
 
-def test_part_cuts_the_prefix():
-    assert set(sample().part("model.")) == {"weight", "half", "count", "mask", "none"}
-
-
 def test_order_of_names_does_not_matter(tmp_path):
     saved = sample()
     turned = Checkpoint(dict(reversed(saved.tensors.items())), dict(reversed(saved.state.items())))
@@ -159,10 +155,6 @@ def test_all_damaged(folder):
         folder.latest(fingerprint="abc")
     assert all(str(path) in str(error.value) for path in folder.paths())
     assert "Start again in another --out folder" in str(error.value)
-
-
-def test_no_checkpoint_at_all(tmp_path):
-    assert CheckpointFolder(tmp_path / "absent", "supernet").latest(fingerprint="abc") is None
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
