@@ -232,6 +232,16 @@ def test_operations_are_drawn_by_their_probability(name):
     assert draw.gates[0].argmax(-1).tolist() == [k for (k,) in draw.runs[0]]
 
 
+def test_snas_becomes_one_hot():
+    """As the temperature goes to 0, the frequencies are p."""
+    draw = Estimator("snas", final_temperature=1e-7).draw(LOGITS.expand(1, 40_000, 5), generator(), 1.0)
+    torch.testing.assert_close(draw.gates.sum(-1), torch.ones(1, 40_000, dtype=torch.float64))
+    assert (draw.gates.max(-1).values > 1 - 1e-6).double().mean() > 0.9999
+    counts = F.one_hot(draw.gates[0].argmax(-1), 5).sum(0)
+    assert counts[3] == 0
+    assert chi_square(counts[P > 0], P[P > 0]) < 21.1
+
+
 def test_snas_temperature_falls_linearly():
     for progress, temperature in ((0.0, 1.0), (0.5, 0.515), (0.75, 0.2725), (1.0, 0.03)):
         draw = Estimator("snas").draw(LOGITS.expand(1, 1, 5), generator(3), progress)
