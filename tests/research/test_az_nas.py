@@ -127,6 +127,15 @@ def test_every_cell_is_a_block_and_so_is_every_reduction():
         assert all(math.isfinite(score(net, images(4, 3, 8, 8))) for score in EVERY)
 
 
+def test_activations_in_place_and_networks_without_norms_have_scores():
+    x = images(4, 2, 6, 6)
+    for changes in ({"inplace": True}, {"norm": False}):
+        net, plain = network(**changes), network(**{**changes, "inplace": False})
+        for other in (net, plain):
+            other(x)
+        assert [s(net, x) for s in EVERY] == pytest.approx([s(plain, x) for s in EVERY], rel=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_single_precision(dtype):
     net, x = network(), images(4, 2, 6, 6).to(dtype)
@@ -161,6 +170,25 @@ def test_a_block_whose_output_does_not_depend_on_its_input_is_named():
         trainability(net, images(2, 2, 4, 4))
     with pytest.raises(ScoreError, match="block '1' has the same output at all pixels"):
         expressivity(net, images(2, 2, 4, 4))
+
+
+class Several(Part):
+    """A block with outputs beside its maps."""
+
+    def forward(self, x):
+        return super().forward(x), {"more": x}
+
+
+class First(Part):
+    def forward(self, x):
+        return super().forward(x[0])
+
+
+def test_a_tuple_counts_by_its_first_map():
+    x = images(4, 2, 6, 6)
+    plain = nn.Sequential(Part(2, 4, seed=1), Part(4, 4, seed=2))
+    several = nn.Sequential(Several(2, 4, seed=1), First(4, 4, seed=2))
+    assert [s(several, x) for s in EVERY] == [s(plain, x) for s in EVERY]
 
 
 class Unchanged(Constant):

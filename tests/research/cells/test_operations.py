@@ -132,6 +132,8 @@ def test_pools_without_norm(op, fused):
     torch.testing.assert_close(make_operation(op, C, 1, Style(pool_norm=False, fused=fused))(x), plain)
 
 
-def test_an_unknown_operation_is_named():
+def test_operations_that_cannot_be_made_are_named():
     with pytest.raises(ValueError, match="unknown operation 'conv_7x7'; valid: none, skip_connect, max_pool_3x3"):
         make_operation("conv_7x7", C, 1, PLAIN)
+    with pytest.raises(ValueError, match="even number of channels, got 3"):
+        make_operation("skip_connect", 3, 2, PLAIN)
