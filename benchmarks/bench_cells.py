@@ -5,7 +5,7 @@
 The search is DARTS on the cell with four nodes: softmax(a) mixes all operations of an edge; images are 32 x 32. `one
 level` is one forward and backward pass for weights and logits. `two levels` is a pass for the logits on one batch and
 then a pass for the weights on another (first order). Both include the optimisers. Peers compute the eight operations of
-each edge one by one, contiguous and channels_last, and compiled with --compile. Published code of `two levels` computes
+each edge one by one, contiguous and channels_last. Published code of `two levels` computes
 the weights' gradients in the first pass, too, and discards them; a further peer computes the logits' gradients alone.
 All networks get equal weights. `difference` is the largest difference between the logits' gradients of nasfast and of
 the peer, relative to the largest gradient.
@@ -215,10 +215,9 @@ def step_row(args: argparse.Namespace, two_levels: bool) -> dict[str, Any]:
         _like(plain, ours)
         return plain.to(memory_format=layout)
 
-    def step(layout: torch.memory_format, *, alpha_alone: bool = False, compiled: bool = False) -> Any:
-        model = torch.compile(peer(layout)) if compiled else peer(layout)
+    def step(layout: torch.memory_format, *, alpha_alone: bool = False) -> Any:
         alpha = ours.alpha[0].float().clone().requires_grad_()
-        return plain_step(model, alpha, batches(layout), two_levels=two_levels, alpha_alone=alpha_alone)
+        return plain_step(peer(layout), alpha, batches(layout), two_levels=two_levels, alpha_alone=alpha_alone)
 
     nhwc = torch.channels_last
     apart = difference(ours, peer(nhwc), batches(nhwc)[0])
@@ -229,8 +228,6 @@ def step_row(args: argparse.Namespace, two_levels: bool) -> dict[str, Any]:
     }
     if two_levels:
         variants["channels_last, logits alone"] = step(nhwc, alpha_alone=True)
-    if args.compile:
-        variants["channels_last, compiled"] = step(nhwc, alpha_alone=True, compiled=True)
     times = measure(variants, rounds=args.rounds, warmup=1)
     return {
         "name": "two levels" if two_levels else "one level",
@@ -303,7 +300,6 @@ def main() -> None:
     parser.add_argument("--cells", type=positive, default=8)
     parser.add_argument("--channels", type=positive, default=16)
     parser.add_argument("--batch", type=positive, default=64)
-    parser.add_argument("--compile", action="store_true", help="add a compiled peer; its compilation takes minutes")
     parser.add_argument("--quick", action="store_true", help="only show that everything runs")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args = parser.parse_args()

@@ -11,7 +11,6 @@ it is finished, and rows in the file are not computed again; --summary prints th
     python -m benchmarks.bench_ranking --train cifar10/train --val cifar10/test --accuracies nas_bench_macro.json
     python -m benchmarks.bench_ranking --accuracies nas_bench_macro.json --weights 1 2 4 8
     python -m benchmarks.bench_ranking --summary
-    python -m benchmarks.bench_ranking --steps
 """
 
 import argparse
@@ -30,13 +29,12 @@ import torch
 
 from benchmarks.harness import provenance
 from nasfast.data import DataConfig, make_loader, make_loaders, random_subset
-from nasfast.engine.eager import EagerEngine
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.rank import kendall_tau, rank
 from nasfast.indicators.scores import Evidence, score_table, with_structure
 from nasfast.indicators.table import IndicatorTable
 from nasfast.settings import METHODS, SupernetConfig, default_lr
-from nasfast.spaces import Arch, FairSampler, SearchSpace, mobilenet_v2, nas_bench_macro
+from nasfast.spaces import Arch, SearchSpace, mobilenet_v2, nas_bench_macro
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig, train_supernet
 from nasfast.train.checkpoint import CheckpointFolder
@@ -47,8 +45,6 @@ LEARNED = (("path_loss", 0.0), ("path_loss", METHODS["dinas"].structure), ("path
 """(score, weight of structure added to it); the first two are those of the default method."""
 _COMPARED = 2000
 """Number of random architectures on which the tables of two seeds are compared."""
-_WARMUP = 2
-"""Steps that are not timed."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +135,7 @@ QUEUE: tuple[tuple[Entry, tuple[int, ...]], ...] = (
     (Entry("linear share 1", changes=_TIED), (0, 1)),
     (Entry("linear share 1, alpha 0.9", changes=(*_TIED, ("alignment", 0.9))), (0,)),
     (Entry("linear share 1, batch 32", changes=_TIED, batch_size=32), (0,)),
-    # their weights train, in fp32, because that takes half the time of bf16 on a CPU (--steps)
+    # their weights train, in fp32, because that takes half the time of bf16 on a CPU
     (Entry("spos", method="spos", epochs=10, scores=LEARNED[:3], precision="fp32"), (0,)),
     (Entry("fairnas", method="fairnas", epochs=4, scores=LEARNED[:3], precision="fp32"), (0,)),
     # three paths per step: as many paths as in 30 epochs
@@ -262,33 +258,6 @@ def _ranked(truth: dict[Arch, float], table: IndicatorTable, space: SearchSpace,
     }
 
 
-def step_costs(threads: int, *, paths: int = 12, batch: int = 128) -> str:
-    """Measure CPU seconds of training steps of the default and of SPOS on the same paths in turn, and their ratios."""
-    torch.set_num_threads(threads)
-    space = nas_bench_macro()
-    sampler = FairSampler(space, layer_indicators=False)
-    x = torch.randn(batch, space.in_channels, space.resolution, space.resolution).to(memory_format=torch.channels_last)
-    y = torch.randint(space.num_classes, (batch,))
-    engines = {}
-    for method, bf16 in (("dinas", True), ("dinas", False), ("spos", True), ("spos", False)):
-        net, _ = make_supernet(space, method)
-        net.to(memory_format=torch.channels_last).train()
-        engines[f"{method} {'bf16' if bf16 else 'fp32'}"] = EagerEngine(net, bf16=bf16)
-    seconds: dict[str, list[float]] = {name: [] for name in engines}
-    for path in (sampler.step() for _ in range(paths + _WARMUP)):
-        for name, engine in engines.items():
-            start = time.process_time()
-            engine.forward_backward(x, y, path)
-            seconds[name].append(time.process_time() - start)
-    measured = {name: values[_WARMUP:] for name, values in seconds.items()}
-    first = measured["dinas bf16"]
-    return "\n".join(
-        f"{name}: {statistics.mean(values):.3f} s, "
-        f"{statistics.median(a / b for a, b in zip(values, first, strict=True)):.2f} of dinas bf16"
-        for name, values in measured.items()
-    )
-
-
 def chosen(args: argparse.Namespace) -> Iterator[tuple[Entry, int]]:
     for entry, seeds in QUEUE:
         for seed in seeds:
@@ -399,11 +368,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--weights", nargs="+", type=float, help="only weigh structure in the tables of --out again")
     parser.add_argument("--summary", action="store_true", help="only print the rows of --out as Markdown")
-    parser.add_argument("--steps", action="store_true", help="only measure and print the cost of training steps")
     args = parser.parse_args(argv)
-    if args.steps:
-        print(step_costs(args.threads))
-        return
     if args.summary:
         print(summary(_rows(args.out)))
         return
@@ -413,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         weigh(args)
         return
     if None in (args.train, args.val, args.accuracies):
-        parser.error("give --train, --val and --accuracies, or --summary or --steps")
+        parser.error("give --train, --val and --accuracies, or --summary")
     run(args)
 
 

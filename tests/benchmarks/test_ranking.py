@@ -142,15 +142,6 @@ def test_the_default_entry_is_the_package_default():
     assert (deep.supernet, deep.train.lr) == (entry.supernet, 0.05)
 
 
-@pytest.mark.slow
-def test_costs_of_steps(monkeypatch, capsys):
-    monkeypatch.setattr(bench_ranking, "nas_bench_macro", tiny_macro_space)
-    bench_ranking.main(["--steps", "--threads=1"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["dinas bf16", "dinas fp32", "spos bf16", "spos fp32"]
-    assert lines[0].endswith("1.00 of dinas bf16")
-
-
 def test_without_trained_accuracies_the_summary_says_how_far_seeds_agree(argv, tmp_path, monkeypatch, capsys):
     entry = Entry("other", epochs=0, scores=(("beta_norm", 0.0),), paths=30, space="mobilenet_v2")
     monkeypatch.setattr(bench_ranking, "QUEUE", ((entry, (0, 1)),))

@@ -72,19 +72,6 @@ def test_gradient_norm_snip_and_q_of_a_linear_network():
     assert ntk_q(network, images, labels) == pytest.approx((g1.square().sum() + g2.square().sum()).item(), rel=1e-5)
 
 
-def test_the_batch_gradient_is_the_mean_of_those_of_single_images():
-    """Without batch statistics the norm of the mean gradient follows from single images, one backward pass each."""
-    network, (images, labels) = Pointwise(act=F.relu), batch()
-    sums = [torch.zeros_like(w) for w in (network.conv.weight, network.linear.weight)]
-    for x, y in zip(images, labels, strict=True):
-        loss = F.cross_entropy(network(x[None]), y[None])
-        for total, g in zip(sums, torch.autograd.grad(loss, list(network.parameters())), strict=True):
-            total += g / len(images)
-    assert gradient_norm(network, images, labels) == pytest.approx(sum(s.norm().item() for s in sums), rel=1e-5)
-    by_hand = sum((w * s).abs().sum().item() for w, s in zip(network.parameters(), sums, strict=True))
-    assert snip(network, images, labels) == pytest.approx(by_hand, rel=1e-5)
-
-
 def test_synflow_of_a_linear_network_is_layers_times_the_flow():
     """Each layer carries the whole flow R = 1^T |W3| |W2| |W1| 1, so the sum is 3 R (conservation, Tanaka et al.)."""
     with torch.random.fork_rng(devices=()):
@@ -109,12 +96,6 @@ def test_synflow_of_a_linear_network_is_layers_times_the_flow():
     with torch.no_grad():
         network[0].weight.mul_(1e6)
     assert synflow(network, images) == pytest.approx(3e6 * flow, rel=1e-6)
-
-
-def test_synflow_does_not_look_at_images_or_labels():
-    network = Pointwise(act=F.relu)
-    one, other = batch(seed=0), batch(size=3, seed=5)
-    assert synflow(network, *one) == synflow(network, *other) == synflow(network, one[0])
 
 
 @pytest.mark.parametrize("act", [F.relu, nn.ReLU(inplace=True), torch.relu], ids=["functional", "inplace", "torch"])

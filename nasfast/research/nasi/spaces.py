@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.research.cells.config import Rule
 from nasfast.research.cells.derive import derive
-from nasfast.research.cells.gates import Columns
+from nasfast.research.cells.gates import Columns, uniform_logits
 from nasfast.research.cells.network import CellSupernet, Shared
 from nasfast.research.cells.space import CellSpace
 from nasfast.research.nasi.search import Mixture, NasiResult, Output
@@ -85,10 +85,7 @@ class CellMixture(nn.Module):
     def __init__(self, space: CellSpace, *, seed: int = 0) -> None:
         super().__init__()
         self.net, self.num_classes = CellSupernet(space, fused=False, seed=seed), space.num_classes
-        allowed = torch.zeros(len(space.types), len(space.cell.edges), len(space.ops), dtype=torch.bool)
-        for e, columns in enumerate(space.candidates):
-            allowed[:, e, list(columns)] = True
-        self.allowed = allowed
+        self.allowed = uniform_logits(space) == 0
         self._types = [space.type_of(i) for i in range(space.cells)]
 
     def forward(

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from nasfast.indicators.registry import ScoreError
 from nasfast.research.zero_cost.az_nas import expressivity, progressivity, trainability
 from nasfast.research.zero_cost.scores import (
     beta_norm,
@@ -21,32 +20,18 @@ from nasfast.research.zero_cost.scores import (
     zico,
 )
 
-ZERO_COST: dict[str, Callable[[nn.Module, Tensor, Tensor], float]] = {
-    "gradient_norm": gradient_norm,
-    "snip": snip,
-    "synflow": synflow,
-    "naswot": naswot,
-    "zico": zico,
-    "ntk_q": ntk_q,
-    "beta_norm": beta_norm,
-    "log_volume": log_volume,
-    "expressivity": expressivity,
-    "progressivity": progressivity,
-    "trainability": trainability,
-}
-
-__all__ = [
-    "ZERO_COST",
-    "ScoreError",
-    "beta_norm",
-    "expressivity",
-    "gradient_norm",
-    "log_volume",
-    "naswot",
-    "ntk_q",
-    "progressivity",
-    "snip",
-    "synflow",
-    "trainability",
-    "zico",
-]
+_FUNCTIONS = (
+    gradient_norm,
+    snip,
+    synflow,
+    naswot,
+    zico,
+    ntk_q,
+    beta_norm,
+    log_volume,
+    expressivity,
+    progressivity,
+    trainability,
+)
+ZERO_COST: dict[str, Callable[[nn.Module, Tensor, Tensor], float]] = {score.__name__: score for score in _FUNCTIONS}
+"""Name -> score."""

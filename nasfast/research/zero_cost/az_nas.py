@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from nasfast.indicators.isometry import largest_singular_value, mean_channel_jacobian, random_signs
 from nasfast.indicators.registry import ScoreError
-from nasfast.research.zero_cost.layers import working_copy
+from nasfast.research.zero_cost.scores import working_copy
 
 _FLOOR = 1e-8
 """Added to shares in logarithms, as in the released code."""

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from nasfast.research.cells.gates import one_hot
 from nasfast.research.cells.network import CellStandalone, CellSupernet
-from nasfast.research.cells.operations import FactorizedReduce, Style, make_transition
+from nasfast.research.cells.operations import Style, make_transition
 from nasfast.research.cells.space import (
     CellSpace,
     darts_space,
@@ -141,40 +141,6 @@ def test_gradients_in_single_precision(name, fused):
     assert (found[0] - found[1]).norm() < 1e-3 * found[1].norm()
 
 
-@pytest.mark.parametrize("arch", [(4, 0, 2, 5, 1), (0, 0, 4, 3, 6), (0, 0, 0, 0, 4), (0, 0, 0, 0, 0)])
-def test_costs_of_what_does_not_run_are_those_of_a_gate(arch, fused):
-    """The costs equal those of a network in which every operation runs, also where nothing enters a node."""
-    space = S1.replace(cells=2)
-    net = CellSupernet(space, fused=fused, seed=1).double()
-    x, y = images(space, 4).double(), torch.tensor([0, 1, 2, 0])
-
-    def cost(runs=None, **measuring) -> Tensor:
-        gates = gates_of(space, arch)[0].double().requires_grad_()
-        return torch.autograd.grad(F.cross_entropy(net(x, gates, runs, **measuring), y), gates)[0]
-
-    runs = gates_of(space, arch)[1]
-    others = [[tuple(k for k in range(8) if k != run[0]) for run in kind] for kind in runs]
-    measured = torch.zeros(net.gate_shape, dtype=torch.float64)
-    got = cost(runs, measures=others, measured=measured) + measured
-    want = cost()
-    torch.testing.assert_close(got, want, rtol=1e-7, atol=1e-11)
-    assert want[1, [0, 2], 1:].abs().min() > 0, "edges that leave the stem have costs of every operation"
-    assert (got[..., 0] == 0).all()
-
-
-def test_a_node_that_nothing_enters_is_zero(fused):
-    net = CellSupernet(S1, fused=fused)
-    nodes: list[list[Tensor]] = []
-    gates, runs = gates_of(S1, (0, 0, 1, 0, 0))
-    net(images(S1), gates, runs, nodes=nodes)
-    first, second, empty, copied, output = nodes[0]
-    assert empty.shape == first.shape
-    assert not empty.any()
-    assert torch.equal(copied, first)
-    assert torch.equal(output, torch.cat([empty, copied], 1))
-    assert second.shape == first.shape
-
-
 @pytest.mark.parametrize("make", [darts_space, nas_bench_201_space])
 def test_a_network_of_none_alone_answers_with_its_bias(make, fused):
     space = make(cells=4, channels=4, num_classes=3, resolution=9)
@@ -207,42 +173,11 @@ def test_the_residual_block_between_stages(size):
     torch.testing.assert_close(block(x), want, rtol=1e-9, atol=1e-10)
 
 
-def test_reduction_cells_halve_and_double():
-    space = darts_space(cells=4, channels=4, num_classes=3, resolution=9)
-    assert space.reductions == (1, 2)
-    net, nodes = CellSupernet(space, fused=False), []
-    net(images(space), torch.rand(net.gate_shape), nodes=nodes)
-    shapes = [[tuple(state.shape[1:]) for state in states] for states in nodes]
-    assert shapes[0] == [(4, 9, 9)] * 6 + [(16, 9, 9)]
-    assert shapes[1] == [(8, 9, 9)] * 2 + [(8, 5, 5)] * 4 + [(32, 5, 5)]
-    assert shapes[2] == [(16, 5, 5)] * 2 + [(16, 3, 3)] * 4 + [(64, 3, 3)]
-    assert shapes[3] == [(16, 3, 3)] * 6 + [(64, 3, 3)]
-    strided = [[isinstance(m.body[0], FactorizedReduce) for m in cell.preprocess] for cell in net.cells]
-    assert strided == [[False, False], [False, False], [True, False], [True, False]]
-
-
-def test_nodes_are_what_the_output_joins(space, fused):
-    net, nodes = CellSupernet(space, fused=fused), []
-    gates = torch.rand(net.gate_shape)
-    logits = net(images(space), gates, nodes=nodes)
-    assert len(nodes) == space.cells
-    for states in nodes:
-        assert len(states) == space.cell.inputs + space.cell.nodes + 1
-        assert torch.equal(states[-1], torch.cat([states[i] for i in space.cell.outputs], 1))
-    torch.testing.assert_close(net.classifier(net.head(nodes[-1][-1]).mean((2, 3))), logits)
-
-
 def test_gates_of_another_shape_are_refused():
     net = CellSupernet(S1, fused=False)
     for shape in ((5, 8), (2, 5, 8), (1, 5, 7)):
         with pytest.raises(ValueError, match=r"gates must be \(1, 5, 8\) \(cells, edges, ops\), got"):
             net(images(S1), torch.ones(shape))
-
-
-def test_what_an_edge_lacks_is_not_made():
-    cell = simplified_cell().restricted(0, 1, ("sep_conv_5x5",)).restricted(1, 2, ("none",))
-    net = CellSupernet(S1.replace(cell=cell), fused=False)
-    assert [list(edge) for edge in net.cells[0].edges] == [["sep_conv_5x5"], list(S1.ops[1:]), []]
 
 
 def equal(one: nn.Module, other: nn.Module) -> bool:
@@ -263,18 +198,6 @@ def test_weights_are_those_of_the_seed(init):
 
 def test_fused_and_plain_have_the_same_weights(fused):
     assert equal(CellSupernet(S1, fused=fused), CellSupernet(S1, fused=False))
-
-
-def test_init_schemes():
-    net, default = (CellSupernet(S1, init=init, fused=False, seed=7) for init in ("gaussian", "default"))
-    assert not equal(net, default)
-    initialize(default, "gaussian", seed=7)
-    assert equal(net, default)
-    pointwise = CellSupernet(S1, init="orthogonal", fused=False).cells[0].edges[0]["sep_conv_3x3"].body[1].weight
-    flat = pointwise[:, :, 0, 0]
-    torch.testing.assert_close(flat @ flat.T, torch.eye(4), rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="unknown scheme 'kaiming'"):
-        CellSupernet(S1, init="kaiming")
 
 
 def test_evaluation_normalises_by_the_batch_too():

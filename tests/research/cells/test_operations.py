@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.research.cells.costs import OPERATIONS
-from nasfast.research.cells.operations import FactorizedReduce, Operation, Style, make_operation, make_preprocess
+from nasfast.research.cells.operations import Operation, Style, make_operation, make_preprocess
 
 C = 6
 PLAIN = Style(fused=False)
@@ -125,30 +125,6 @@ def test_preprocessing(in_channels, stride, order):
     torch.testing.assert_close(module(x), F.relu(want) if order == "conv_norm_relu" else want, rtol=1e-9, atol=1e-9)
 
 
-def test_a_strided_skip_reads_every_second_diagonal_pixel():
-    """A plain stride of 2 loses the pixels of odd rows and columns."""
-    module = FactorizedReduce(2, 2)
-    x = torch.zeros(1, 2, 4, 4)
-    x[0, :, 3, 1] = 1
-    y = module(x)
-    assert y[0, 0].abs().sum() == 0
-    assert y[0, 1].nonzero().tolist() == [[1, 0]]
-    with pytest.raises(ValueError, match="even number of channels, got 3"):
-        FactorizedReduce(2, 3)
-
-
-def test_none_is_no_module():
-    assert make_operation("none", C, 1, PLAIN) is None
-    assert make_operation("none", C, 2, PLAIN) is None
-
-
-def test_an_identity_has_neither_norm_nor_relu():
-    module = make_operation("skip_connect", C, 1, PLAIN)
-    x = images() + 5
-    assert torch.equal(module(x), x)
-    assert module.norm is None
-
-
 @pytest.mark.parametrize("op", ["max_pool_3x3", "avg_pool_3x3"])
 def test_pools_without_norm(op, fused):
     x = images()
@@ -156,30 +132,8 @@ def test_pools_without_norm(op, fused):
     torch.testing.assert_close(make_operation(op, C, 1, Style(pool_norm=False, fused=fused))(x), plain)
 
 
-def test_what_can_be_shared_has_no_weights():
-    shared = {op for op in OPERATIONS[1:] if make_operation(op, C, 1, PLAIN).shared}
-    assert shared == {"skip_connect", "max_pool_3x3", "avg_pool_3x3"}
-    assert not make_operation("skip_connect", C, 2, PLAIN).shared
-    # with scale and shift of its own, and running statistics, a pool gives results of its own
-    assert not make_operation("max_pool_3x3", C, 1, Style(affine=True, track_running_stats=True, fused=False)).shared
-
-
-def test_scale_shift_and_running_statistics():
-    module = make_operation("sep_conv_3x3", C, 1, Style(affine=True, track_running_stats=True, fused=False))
-    norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
-    assert len(norms) == 2
-    nn.init.constant_(module.norm.weight, 3.0)
-    nn.init.constant_(module.norm.bias, 1.0)
-    x = images()
-    y = module(x)
-    torch.testing.assert_close(y.mean((0, 2, 3)), torch.ones(C), rtol=0, atol=1e-4)
-    assert all(n.running_mean.abs().sum() > 0 for n in norms)
-    assert not torch.allclose(module.eval()(x), y, atol=0.1)
-    plain = make_operation("sep_conv_3x3", C, 1, PLAIN)
-    assert [m.affine for m in plain.modules() if isinstance(m, nn.BatchNorm2d)] == [False, False]
-    assert torch.equal(plain.train()(x), plain.eval()(x))
-
-
-def test_an_unknown_operation_is_named():
+def test_operations_that_cannot_be_made_are_named():
     with pytest.raises(ValueError, match="unknown operation 'conv_7x7'; valid: none, skip_connect, max_pool_3x3"):
         make_operation("conv_7x7", C, 1, PLAIN)
+    with pytest.raises(ValueError, match="even number of channels, got 3"):
+        make_operation("skip_connect", 3, 2, PLAIN)

@@ -60,13 +60,6 @@ def test_grouped_costs_are_a_loop(dtype):
     assert 10 < want[1, QUANTITIES.index("count")] < 40
 
 
-@pytest.mark.parametrize("label", [0, 1])
-def test_a_group_without_samples_is_zero(label):
-    sums = grouped_costs(torch.tensor([[2.0, 0.0]] * 3), torch.full((3,), label))
-    assert sums[:, 3].tolist() == [3.0, 3.0 * (label == 0), 3.0 * (label == 1)]
-    assert not sums[2 - label].any()
-
-
 def recorded(batches: int = 30) -> tuple[LocalCosts, np.ndarray]:
     """A table, and its (batches, cells, edges, ops) costs, nan where nothing was measured."""
     rng = np.random.default_rng(0)
@@ -106,13 +99,6 @@ def test_share_of_positive_costs(columns):
     assert 0 < table.positive(columns) < 1
 
 
-def test_an_empty_table():
-    table = LocalCosts.empty((1, 2, 3))
-    assert math.isnan(table.positive([0, 1]))
-    assert torch.isnan(table.mean).all()
-    assert torch.isnan(table.error).all()
-
-
 def test_equal_costs_have_no_error():
     """The error is 0, and not the root of a negative rounding error."""
     table = LocalCosts.empty((1, 1, 1))
@@ -120,10 +106,3 @@ def test_equal_costs_have_no_error():
         table.add(torch.full((1, 1, 1), 0.7, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.bool))
     assert table.squares < table.total**2 / 10
     assert table.error.item() == pytest.approx(0, abs=1e-8)
-
-
-def test_costs_are_added_in_double_precision():
-    table = LocalCosts.empty((1, 1, 1))
-    for value in (1e8, 1.0):
-        table.add(torch.full((1, 1, 1), value), torch.ones(1, 1, 1, dtype=torch.bool))
-    assert table.total.item() == 1e8 + 1

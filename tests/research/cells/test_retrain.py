@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 
 import pytest
 import timm
 import torch
-from tiny import batches, tiny_space
+from tiny import batches
 
 import nasfast
 from nasfast.cli.main import main
@@ -23,10 +22,9 @@ from nasfast.retrain import (
     export_program,
     load_model,
     retrain,
-    save_model,
     timm_plugin,  # noqa: F401  registers the model
 )
-from nasfast.retrain.export import network_form, read_form
+from nasfast.retrain.export import read_form
 from nasfast.settings import RunConfig
 from nasfast.spaces import ArchError, arch_to_json
 from nasfast.train import TrainConfig, evaluate
@@ -54,25 +52,6 @@ def test_it_learns_and_reports_what_it_measured(retrained_cells):
     assert (result.macs, result.params) == (cost.macs, cost.params)
     assert sum(p.numel() for p in network.parameters()) == cost.params
     assert read_form(retrained_cells.folder / "config.json")[:2] == (SPACE, ARCH)
-
-
-def test_fresh_weights_are_those_of_the_seed(tmp_path):
-    still = RetrainConfig(init="gaussian", train=TrainConfig(epochs=1, lr=1e-9, momentum=0.0, weight_decay=0.0))
-    retrain(SPACE, ARCH, batches(1), batches(1), still, run_dir=tmp_path, seed=5)
-    trained = load_model(tmp_path / "retrain" / "best")
-    fresh = nasfast.build(SPACE, ARCH, init="gaussian", seed=5)
-    assert isinstance(fresh, CellStandalone)
-    for (name, got), want in zip(trained.named_parameters(), fresh.parameters(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
-        assert got.requires_grad
-
-
-def test_a_finished_retraining_resumes(retrained_cells):
-    cfg = RetrainConfig(train=TrainConfig(epochs=4, lr=0.1))
-    before = (retrained_cells.folder / "model.safetensors").read_bytes()
-    again = retrain(SPACE, ARCH, batches(8), retrained_cells.val, cfg, run_dir=retrained_cells.run_dir, resume=True)
-    assert again == retrained_cells.result
-    assert (retrained_cells.folder / "model.safetensors").read_bytes() == before
 
 
 def test_an_architecture_that_is_none_on_every_edge_retrains(tmp_path):
@@ -109,24 +88,6 @@ def test_settings_that_networks_of_cells_do_not_have(tmp_path):
             )
     with pytest.raises(ArchError, match="must have 5 values"):
         retrain(SPACE, (0,), batches(1), batches(1), run_dir=tmp_path)
-
-
-@pytest.mark.parametrize(
-    "space", [SPACE, SPACE.replace(norm="layer", order="conv_norm_relu"), nas_bench_201_space(cells=3, channels=4)]
-)
-def test_saving_again_gives_the_same_bytes(space, tmp_path):
-    network = nasfast.build(space, (1,) * len(space), seed=1)
-    save_model(network, tmp_path / "one" / "model.safetensors")
-    save_model(load_model(tmp_path / "one"), tmp_path / "two" / "model.safetensors")
-    for name in ("config.json", "model.safetensors"):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
-def test_weights_of_another_kind_of_space_are_refused(retrained_cells, tmp_path):
-    (tmp_path / "model.safetensors").write_bytes((retrained_cells.folder / "model.safetensors").read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps(network_form(nasfast.build(tiny_space(), (0, 0, 0, 0)))))
-    with pytest.raises(ValueError, match="does not have the weights of .*config.json: they belong to"):
-        load_model(tmp_path)
 
 
 @pytest.mark.slow

@@ -78,19 +78,6 @@ def test_hard_gates_are_the_path_of_the_supernet(space):
     assert mixture.allowed.sum() == sum(len(layer.options) for layer in space.layers)
 
 
-def test_weights_are_those_of_pytorch_or_of_a_scheme():
-    space = tiny_space()
-    default, again, other = LayerMixture(space), LayerMixture(space), LayerMixture(space, seed=1)
-    weight = default.net.layers[0].candidates[0].project.conv.weight
-    bound = 1 / weight[0].numel() ** 0.5
-    assert float(weight.detach().abs().max()) <= bound
-    assert torch.equal(weight, again.net.layers[0].candidates[0].project.conv.weight)
-    assert not torch.equal(weight, other.net.layers[0].candidates[0].project.conv.weight)
-    orthogonal = LayerMixture(space, init="orthogonal").net.layers[0].candidates[0].project.conv.weight[:, :, 0, 0]
-    torch.testing.assert_close(orthogonal @ orthogonal.T, torch.eye(len(orthogonal)), atol=1e-5, rtol=0)
-    assert all(p.requires_grad for p in default.parameters())
-
-
 def test_an_identity_scores_nothing_and_others_their_difference_to_it():
     space = SPACES["identity"]
     found = search(LayerMixture(space), loader(space), NasiConfig(steps=2, mu=0.0))

@@ -434,17 +434,6 @@ def test_edges_without_a_candidate_never_draw_it(images):
     assert derive(space, found.logits, "argmax")[0] == column
 
 
-@pytest.mark.slow
-def test_a_search_of_darts_cells_keeps_two_edges_of_every_node(images):
-    space = darts_space(cells=3, channels=4, resolution=12)
-    found = search(CellMixture(space), loader(images, batch=4), NasiConfig(steps=2))
-    arch = derive(space, found.logits, "darts")
-    none = space.ops.index("none")
-    for part in space.parts(arch):
-        for node in range(2, 6):
-            assert sum(part[e] != none for e in space.cell.into(node)) == 2
-
-
 def test_random_architectures_reach_their_output():
     space = nas_bench_201_space(cells=1, channels=4)
     rng = np.random.default_rng(0)
