@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 ROOT = Path(__file__).parents[1]
 NAMES: dict[str, tuple[str, Callable[[], None]]] = {}
-PUBLIC = {"_replace", "_fields"}  # of named tuples, which have no other way to avoid names of fields
+PUBLIC = {"_asdict", "_replace", "_fields"}  # of named tuples, which have no other way to avoid names of fields
 
 
 def used_for(what: str, *names: str) -> Callable:
