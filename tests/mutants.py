@@ -53,18 +53,14 @@ LEFT_OUT = "not aot"  # takes minutes to compile
 
 # the tests of the first pattern that a file matches, in tests/; of others, the folder or file of the package's name
 TESTS = {
-    "csrc/cpu/pool_3x3": "ops/test_pool_3x3.py",
-    "csrc/cpu/pool": "ops/test_pool.py ops/test_bn_act.py",
-    "csrc/cpu/depthwise_conv2d": "ops/test_depthwise_conv2d.py",
-    "csrc/cpu/squeeze_excite": "ops/test_squeeze_excite.py",
-    "csrc/cpu/mixed_bn": "ops/test_mixed_bn.py",
-    "csrc/cpu/bn_act": "ops/test_bn_act.py",
+    "csrc/cpu/pool": "ops/test_pool.py ops/test_operators.py",
+    "csrc/cpu/(pool_3x3|depthwise_conv2d|squeeze_excite|mixed_bn|bn_act)": "ops/test_operators.py",
     "csrc/cpu/(isa|kernels)": "ops/test_instruction_sets.py measure/test_doctor.py",
-    "csrc/cpu/": "ops/test_conv_bn_act*.py ops/test_inverted_residual.py ops/test_depthwise_conv2d.py",
+    "csrc/cpu/": "ops/test_conv_bn_act*.py ops/test_inverted_residual.py ops/test_operators.py",
     "csrc/gpu/": "ops/test_cuda_*.py",
     "csrc/orthogonal/": "ops/test_orthogonalize.py",
-    "csrc/": "measure/test_doctor.py ops/test_pool.py ops/test_bn_act.py",
-    "(kernels|nasfast/ops)/triton/": "ops/test_triton*.py ops/test_bn_act.py ops/test_conv*.py ops/test_training.py",
+    "csrc/": "measure/test_doctor.py ops/test_pool.py ops/test_operators.py",
+    "(kernels|nasfast/ops)/triton/": "ops/test_triton*.py ops/test_operators.py ops/test_conv*.py",
     "nasfast/extensions": "research/test_extensions.py",
 }
 LAST = "pipeline"  # runs most of the package
@@ -77,10 +73,16 @@ PRELOADED = ("torch", "torchvision", "scipy.stats", "scipy.optimize", "matplotli
 def tests_of(file: str) -> list[str]:
     """Folders and files of the tests of a source, in the order in which they run."""
     patterns = next((tests for pattern, tests in TESTS.items() if re.match(pattern, file)), None)
+    chosen = patterns is not None
     if patterns is None:
         package = Path(file).parts[1].removesuffix(".py")
         patterns = f"{package} test_{package}.py {LAST}"
-    tests = [str(path.relative_to(ROOT)) for name in patterns.split() for path in sorted((ROOT / "tests").glob(name))]
+    tests = []
+    for name in patterns.split():
+        found = sorted((ROOT / "tests").glob(name))
+        if chosen and not found:
+            raise SystemExit(f"TESTS names {name}, but tests/ has no such file: correct it in {__file__}")
+        tests += [str(path.relative_to(ROOT)) for path in found]
     return list(dict.fromkeys(tests))
 
 

@@ -147,7 +147,7 @@ def plain(value: Any) -> Any:
 class StudyReport:
     """Everything that a study measured; `str` of it is tables.
 
-    A study gives the fields from `subject` to `files`, and `run.carry_out` fills in the rest.
+    A study gives the fields from `subject` to `files`, and `run.run_study` fills in the rest.
 
     Attributes:
         subject: what was measured.
