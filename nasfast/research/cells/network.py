@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from nasfast.research.cells.operations import (
     make_transition,
 )
 from nasfast.research.cells.space import CellSpace
-from nasfast.supernet import ArchNetwork, Init, InitScheme, initialize
+from nasfast.supernet import ArchNetwork
 
 Runs = Sequence[Sequence[Sequence[int]]]
 """The columns of `CellSpace.ops` that are computed, by type of cell and then by edge."""
@@ -241,28 +240,15 @@ class CellSupernet(_Skeleton):
 
     Args:
         space: the space of cells.
-        init: `default` (PyTorch's), or one of the schemes of `nasfast.supernet.initialize`.
         fused: use the operators of `nasfast.ops`, which have no second derivatives.
-        seed: seed of the weights.
-
-    Raises:
-        ValueError: unknown init.
+        seed: seed of the weights, which PyTorch's modules initialise.
     """
 
-    def __init__(
-        self,
-        space: CellSpace,
-        *,
-        init: Literal["default"] | Init | InitScheme = "default",
-        fused: bool = True,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, space: CellSpace, *, fused: bool = True, seed: int = 0) -> None:
         style = Style(space.order, space.norm, space.affine, space.pool_norm, fused=fused)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             super().__init__(space, [space.candidates] * len(space.types), style)
-        if init != "default":
-            initialize(self, init, seed=seed)
 
     @property
     def gate_shape(self) -> tuple[int, int, int]:

@@ -18,7 +18,7 @@ from nasfast.engine import StepResult
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.costs import NONE
 from nasfast.research.cells.derive import derivations
-from nasfast.research.cells.gates import Columns, Draw, estimator_of, uniform_logits
+from nasfast.research.cells.gates import Columns, Draw, draw_once, keep_pair_share, logits_gradient, uniform_logits
 from nasfast.research.cells.network import CellSupernet
 from nasfast.research.cells.probe import GROUPS, QUANTITIES, grouped_costs
 from nasfast.research.cells.space import CellSpace
@@ -177,9 +177,8 @@ class CellSearch(nn.Module):
         before = self.logits
         self.alpha.grad = gradient
         self._adam.step()
-        self.alpha.copy_(
-            torch.where(self.allowed, estimator_of(self.cfg).updated(before, self.logits, draw), self.alpha)
-        )
+        after = keep_pair_share(before, self.logits, draw) if self.cfg.two_path else self.logits
+        self.alpha.copy_(torch.where(self.allowed, after, self.alpha))
 
     def note(self, which: int, draw: Draw, cost: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch to the current record."""
@@ -233,7 +232,7 @@ def draw_gates(
     """
     generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_GATES, step, purpose))
     for _ in range(_MAX_DRAWS):
-        draw = estimator_of(cfg).draw(logits, generator, progress)
+        draw = draw_once(cfg, logits, generator, progress)
         if not cfg.redraw or reaches_outputs(space, draw.runs):
             return draw
     raise RuntimeError(
@@ -274,7 +273,6 @@ class CellSearchEngine:
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None = None) -> StepResult:
         """Update the logits, and leave the gradients of the weights in their `grad`."""
         search, cfg = self._search, self._search.cfg
-        estimator = estimator_of(cfg)
         for parameter in search.net.parameters():
             parameter.grad = None
         if self._held_out is not None:
@@ -286,12 +284,12 @@ class CellSearchEngine:
                 cost, logits, _ = self._costs(draw, xs, ys)
                 learnt_from = cost
             search.note(SEARCH, draw, cost, logits, ys)
-            search.update(estimator.gradient(draw, search.collect(learnt_from)), draw)
+            search.update(logits_gradient(cfg, draw, search.collect(learnt_from)), draw)
         draw = self._draw(FOR_WEIGHTS)
         cost, logits, loss = self._costs(draw, x, y, weights=True)
         search.note(TRAIN, draw, cost, logits, y)
         if self._held_out is None:
-            search.update(estimator.gradient(draw, search.collect(cost)), draw)
+            search.update(logits_gradient(cfg, draw, search.collect(cost)), draw)
         ended = search.record()
         search.done += 1
         if int(search.done) == search.total or search.record() != ended:

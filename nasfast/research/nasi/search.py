@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -71,20 +71,22 @@ class Output(NamedTuple):
     value: Tensor
 
 
-class Mixture(Protocol):
-    """An untrained supernet whose candidates are mixed by gates.
+class Mixture(nn.Module):
+    """An untrained supernet whose candidates are mixed by gates; `spaces` has one for each kind of space.
 
     Every operator in it must have second derivatives.
 
-    Attributes:
+    Args:
+        net: the supernet.
         allowed: (kinds, edges, ops) bool: whether there is such a candidate.
         num_classes: outputs of the classifier.
     """
 
-    allowed: Tensor
-    num_classes: int
+    def __init__(self, net: nn.Module, allowed: Tensor, num_classes: int) -> None:
+        super().__init__()
+        self.net, self.allowed, self.num_classes = net, allowed, num_classes
 
-    def __call__(
+    def forward(
         self, x: Tensor, gates: Tensor, columns: Columns | None = None, *, nodes: list[Tensor] | None = None
     ) -> Tensor:
         """Logits (N, num_classes).
@@ -95,7 +97,7 @@ class Mixture(Protocol):
             columns: the candidates that are computed, by kind and edge; None for all.
             nodes: gets the values of all nodes.
         """
-        ...
+        raise NotImplementedError
 
     def outputs(self, nodes: Sequence[Tensor], columns: Columns) -> Iterator[Output]:
         """Compute the outputs of candidates, one at a time.
@@ -104,11 +106,7 @@ class Mixture(Protocol):
             nodes: what a forward pass has put into its `nodes`.
             columns: the candidates, by kind and edge.
         """
-        ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def to(self, device: str | torch.device) -> Mixture: ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
