@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.research.cells.gates import Columns, candidates_of, gumbel, one_hot, softmax_gradient
-from nasfast.research.nasi.config import Constraint, Gates, NasiConfig, check_penalty
+from nasfast.research.nasi.config import Constraint, Gates, NasiConfig
 from nasfast.research.nasi.score import gradient_norm, squared_length
 from nasfast.seeds import NASI_GATES, NASI_IMAGES, NASI_LABELS, derive_seed
 from nasfast.train.batches import EpochLoader, as_epochs
@@ -298,32 +298,28 @@ def _straight_through(
 _STEPS: dict[Gates, Callable[..., Sampled]] = {"straight_through": _straight_through, "soft": _soft}
 
 
-def solve(
-    record: Record, *, mu: float = 2.0, constraint: Constraint = "quantile", nu: float | None = None, xi: float = 1.0
-) -> NasiResult:
+def solve(record: Record, cfg: NasiConfig = NasiConfig()) -> NasiResult:
     """The closed-form solution of the first-order problem, from the sampled architectures.
 
     Args:
         record: the sampled architectures.
-        mu, constraint, nu, xi: as in `NasiConfig`.
+        cfg: its `mu`, `constraint`, `nu` and `xi`, which may differ from those of the sampling.
 
     Raises:
         FloatingPointError: no step was finite.
-        ValueError: see `check_penalty`.
     """
-    nu = check_penalty(mu, constraint, nu)
     finite = record.finite
     q, gradients = record.q[finite], record.gradients[finite]
     if not len(q):
         raise FloatingPointError(f"none of {len(record.q)} sampled architectures had a finite Q and gradient")
-    limit = limits(q, constraint, nu)
-    of_r = gradients * slope(q, limit, mu)[:, None, None, None]
-    delta = one_step(of_r, xi=xi)
+    limit = limits(q, cfg.constraint, cfg.limit)
+    of_r = gradients * slope(q, limit, cfg.mu)[:, None, None, None]
+    delta = one_step(of_r, xi=cfg.xi)
     return NasiResult(
         logits=record.start + delta,
         delta=delta,
         q=q,
-        r=penalised(q, limit, mu),
+        r=penalised(q, limit, cfg.mu),
         nu=limit,
         norms=of_r.flatten(1).norm(dim=1),
         skipped=int((~finite).sum()),
@@ -357,7 +353,7 @@ def search(
         FloatingPointError: no step was finite.
     """
     record = sample(mixture, loader, cfg, logits=logits, device=device, progress=progress)
-    return solve(record, mu=cfg.mu, constraint=cfg.constraint, nu=cfg.nu, xi=cfg.xi).check()
+    return solve(record, cfg).check()
 
 
 def _start(mixture: Mixture, logits: Tensor | None) -> Tensor:

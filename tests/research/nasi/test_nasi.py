@@ -181,7 +181,7 @@ def test_steps_that_are_not_finite_are_left_out():
     gradients = torch.randn(4, 1, 2, 3, dtype=torch.float64)
     gradients[3, 0, 0, 0] = torch.inf
     record = Record(q, gradients, torch.zeros(4, 1, 2, dtype=torch.long), torch.zeros(1, 2, 3), 1.0, 1.0)
-    found = solve(record, mu=1.0, constraint="fixed", nu=100.0)
+    found = solve(record, NasiConfig(mu=1.0, constraint="fixed", nu=100.0))
     assert found.skipped == 2 and found.q.tolist() == [1, 2]
     torch.testing.assert_close(found.delta, one_step(gradients[[0, 2]]))
     with pytest.raises(FloatingPointError, match="none of 1 sampled architectures"):
@@ -371,7 +371,7 @@ def test_the_penalty_of_a_search_is_that_of_its_record(images):
     moved = search(mixture, loader(images), NasiConfig(steps=4, mu=2.0, nu=0.5), logits=start)
     torch.testing.assert_close(moved.logits, found.logits + 0.5)
     # the record says where it was sampled
-    assert torch.equal(solve(moved.record, nu=0.5).logits, moved.logits)
+    assert torch.equal(solve(moved.record, NasiConfig(nu=0.5)).logits, moved.logits)
     first = found.record.first(2)
     assert torch.equal(first.q, found.record.q[:2]) and torch.equal(first.gradients, found.record.gradients[:2])
     with pytest.raises(ValueError, match=r"logits must be \(1, 3, 3\)"):
