@@ -33,7 +33,6 @@ METHODS = {
     "proxyless": CellSearchConfig(method="proxyless"),
     "two paths": CellSearchConfig(method="proxyless", two_path=True),
 }
-EVERY = pytest.mark.parametrize("name", list(METHODS))
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -269,8 +268,8 @@ def masked_logits() -> Tensor:
     return logits
 
 
-@EVERY
-def test_what_an_edge_lacks_is_neither_drawn_nor_learnt(name):
+@pytest.mark.parametrize("name", list(METHODS))
+def test_what_an_edge_lacks_is_neither_drawn_nor_measured_nor_learnt(name):
     logits = masked_logits()
     lacking = logits == -torch.inf
     for seed in range(20):
@@ -278,9 +277,12 @@ def test_what_an_edge_lacks_is_neither_drawn_nor_learnt(name):
         assert not draw.gates[lacking].any()
         assert not draw.weights[lacking].any()
         torch.testing.assert_close(draw.gates.sum(-1), torch.ones(2, 30, dtype=torch.float64))
-        for columns in (draw.runs, draw.measures):
-            for t, kind in enumerate(columns):
-                assert not any(lacking[t, e, k] for e, ks in enumerate(kind) for k in ks)
+        for run, other, columns in zip(
+            *(sum(c, []) for c in (draw.runs, draw.measures, candidates_of(logits))), strict=True
+        ):
+            least = {"dsnas": 0, "proxyless": len(columns) - 1, "two paths": min(1, len(columns) - 1)}.get(name, 0)
+            assert (len(run), len(other)) == (len(columns) if name in ("darts", "snas") else 1, least)
+            assert {*run, *other} <= {*columns} and not {*run} & {*other}
         cost = torch.randn(2, 30, 5, generator=generator(seed), dtype=torch.float64)
         gradient = logits_gradient(METHODS[name], draw, cost)
         assert not gradient[lacking].any()
@@ -289,22 +291,6 @@ def test_what_an_edge_lacks_is_neither_drawn_nor_learnt(name):
         assert gradient[:, ::3].abs().sum() > 1
         # softmax does not see a constant
         torch.testing.assert_close(gradient.sum(-1), torch.zeros(2, 30, dtype=torch.float64), rtol=0, atol=1e-12)
-
-
-@EVERY
-def test_what_runs_and_what_is_measured(name):
-    logits = masked_logits()
-    draw = draw_once(METHODS[name], logits, generator(), 0.0)
-    for run, other, columns in zip(
-        sum(draw.runs, []), sum(draw.measures, []), sum(candidates_of(logits), []), strict=True
-    ):
-        assert not set(run) & set(other)
-        if name in ("darts", "snas"):
-            assert (run, other) == (columns, ())
-        else:
-            assert len(run) == 1
-            want = {"dsnas": 0, "proxyless": len(columns) - 1, "two paths": min(1, len(columns) - 1)}[name]
-            assert len(other) == want
 
 
 # --- what an update does to the logits

@@ -199,10 +199,8 @@ def test_yaml_round_trip(space, tmp_path):
     ("old", "new", "message"),
     [
         ("chanels: 8", None, "unknown config key 'chanels'; did you mean 'channels'?"),
-        ("channels: 8", "channels: eight", "'channels': expected int, got 'eight'"),
         ("- sep_conv_3x3", "- sep_conv_33", r"unknown operation 'sep_conv_33'; did you mean 'sep_conv_"),
         ("source: 0", "sorce: 0", r"unknown config key 'cell.edges\[0\].sorce'; did you mean 'source'\?"),
-        ("order: relu_conv_norm", "order: relu_first", "'order': got 'relu_first', allowed: 'relu_conv_norm'"),
     ],
 )
 def test_a_wrong_file_says_what_is_wrong(tmp_path, old, new, message):
@@ -251,9 +249,8 @@ def test_every_operation_costs_what_the_table_says(op, size, stride):
         style = Style(affine=True, pool_norm=pool_norm, track_running_stats=True, fused=False)
         with torch.device("meta"):
             module = make_operation(op, 6, stride, style).eval()
-        cost, shape = measured(module, 6, size, size)
-        assert cost == operation_cost(op, 6, stride, out, pool_norm=pool_norm)
-        assert shape == (1, 6, out, out)
+        cost = operation_cost(op, 6, stride, out, pool_norm=pool_norm)
+        assert measured(module, 6, size, size) == (cost, (1, 6, out, out))
 
 
 def test_whole_networks_cost_the_sum(space):
