@@ -49,12 +49,6 @@ def softmax_gradient(weights: Tensor, cost: Tensor, temperature: float = 1.0) ->
     return weights * (cost - (weights * cost).sum(-1, keepdim=True)) / temperature
 
 
-def sample(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """(types, edges) columns, each drawn by the softmax of its row."""
-    p = torch.softmax(logits.double(), -1)
-    return torch.multinomial(p.flatten(0, 1), 1, generator=generator).view(p.shape[:2])
-
-
 def gumbel(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     """Standard Gumbel numbers, float64."""
     # an exponential number is -log U, and never 0
@@ -108,7 +102,9 @@ def draw_once(cfg: CellSearchConfig, logits: Tensor, generator: torch.Generator,
     p = torch.softmax(logits.double(), -1)
     if cfg.two_path:
         return _pair(logits, p, generator)
-    gates, runs = one_hot(sample(logits.cpu(), generator), logits.shape[-1])
+    # on the CPU, so that every device draws the same
+    rows = torch.softmax(logits.cpu().double(), -1).flatten(0, 1)
+    gates, runs = one_hot(torch.multinomial(rows, 1, generator=generator).view(p.shape[:2]), logits.shape[-1])
     others = [
         [tuple(k for k in columns if k not in run) for columns, run in zip(*pair, strict=True)]
         for pair in zip(candidates_of(logits), runs, strict=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
@@ -124,8 +124,7 @@ class CellModule(nn.Module):
 
     def _sum(self, terms: list[tuple[int, int, Tensor, Operation | None]], gates: Tensor | None) -> Tensor:
         if gates is None:
-            values = [y if operation is None else operation.finish(y) for *_, y, operation in terms]
-            return _add(values)
+            return reduce(torch.add, [y if operation is None else operation.finish(y) for *_, y, operation in terms])
         columns = gates.shape[1]
         index = torch.tensor([e * columns + k for e, k, *_ in terms], device=gates.device)
         factors = gates.flatten()[index]
@@ -134,7 +133,7 @@ class CellModule(nn.Module):
             normalize = [o is not None for *_, o in terms]
             return ops.mixed_bn([y for *_, y, _ in terms], factors, normalize=normalize, eps=eps)
         values = [y if operation is None else operation.finish(y) for *_, y, operation in terms]
-        return _add([z * y for z, y in zip(factors.to(values[0].dtype).unbind(), values, strict=True)])
+        return reduce(torch.add, [z * y for z, y in zip(factors.to(values[0].dtype).unbind(), values, strict=True)])
 
     def _zeros(self, states: list[Tensor], node: int) -> Tensor:
         """The value of a node without any incoming operation."""
@@ -169,13 +168,6 @@ class CellModule(nn.Module):
                 if operation is not None:
                     y, unfinished = self._term(operation, states[source], (source, self.strides[e], k), shared)
                     yield e, k, y if unfinished is None else unfinished.finish(y)
-
-
-def _add(values: list[Tensor]) -> Tensor:
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
 
 
 def _ends_in_plain_norm(operation: Operation) -> bool:
