@@ -1,18 +1,14 @@
-"""A step of a differentiable search on a network of cells against a straightforward PyTorch implementation.
+"""A step of DARTS on a network of cells against a straightforward PyTorch implementation.
 
     python -m benchmarks.bench_cells [--rounds 5] [--threads N] [--cells 8] [--batch 64] [--out FILE]
 
-The search is DARTS on the cell with four nodes: softmax(a) mixes all operations of an edge; images are 32 x 32. `one
-level` is one forward and backward pass for weights and logits. `two levels` is a pass for the logits on one batch and
-then a pass for the weights on another (first order). Both include the optimisers. Peers compute the eight operations of
-each edge one by one, contiguous and channels_last. Published code of `two levels` computes
-the weights' gradients in the first pass, too, and discards them; a further peer computes the logits' gradients alone.
-All networks get equal weights. `difference` is the largest difference between the logits' gradients of nasfast and of
-the peer, relative to the largest gradient.
+softmax(a) mixes all operations of an edge of the cell with four nodes; images are 32 x 32. A step is one forward and
+backward pass for weights and logits, and their optimisers. Peers compute the eight operations of each edge one by one,
+contiguous and channels_last, with equal weights. `difference` is the largest difference between the logits' gradients
+of nasfast and of the peer, relative to the largest gradient.
 
-Memory is the bytes that one forward pass keeps for backward. It is measured on spaces whose edges have 2, 4 and 8
-operations, on which methods that sample one operation must need the same memory, and on the network of the step, also
-for the peer.
+Memory is the bytes that one forward pass keeps for backward: those of the step, and those of each method on spaces
+whose edges have 2, 4 and 8 operations. Methods that sample one operation must need the same memory on all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from torch.nn import functional as F
 from benchmarks.harness import positive, ratios, saved_bytes, write_json
 from nasfast.measure.timing import measure, measuring
 from nasfast.research.cells.config import CellSearchConfig
-from nasfast.research.cells.gates import Estimator, estimator_of, uniform_logits
+from nasfast.research.cells.gates import draw_once, logits_gradient, uniform_logits
 from nasfast.research.cells.network import CellSupernet
 from nasfast.research.cells.search import CellSearch, CellSearchEngine
 from nasfast.research.cells.space import DARTS_OPS, CellSpace, darts_cell, darts_space
@@ -110,127 +106,87 @@ class PlainDarts(nn.Module):
         return self.classifier(inputs[1].mean((2, 3)))
 
 
-def _like(plain: PlainDarts, search: CellSearch) -> None:
-    """Copy the weights of the search into the plain network; both list them in the same order."""
-    pairs = list(zip(plain.parameters(), search.net.parameters(), strict=True))
-    assert all(a.shape == b.shape for a, b in pairs)
+def like(search: CellSearch, layout: torch.memory_format) -> PlainDarts:
+    """The plain network with the weights of a search; both list them in the same order."""
+    plain = PlainDarts(search.space.cells, search.space.channels)
     with torch.no_grad():
-        for mine, theirs in pairs:
+        for mine, theirs in zip(plain.parameters(), search.net.parameters(), strict=True):
+            assert mine.shape == theirs.shape
             mine.copy_(theirs)
+    return plain.to(memory_format=layout)
 
 
-def _optimizer(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.025, momentum=0.9, weight_decay=3e-4)
-
-
-def plain_step(
-    model: nn.Module, alpha: Tensor, batches: list[tuple[Tensor, Tensor]], *, two_levels: bool, alpha_alone: bool
-) -> Callable[[], dict[str, float]]:
-    """Make the peer's step."""
-    sgd, adam = _optimizer(model), torch.optim.Adam([alpha], lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3)
+def timed(model: nn.Module, forward_backward: Callable[[], None]) -> Callable[[], dict[str, float]]:
+    """A step that ends with clipping and SGD."""
     weights = list(model.parameters())
+    sgd = torch.optim.SGD(weights, lr=0.025, momentum=0.9, weight_decay=3e-4)
 
-    def step() -> None:
-        if two_levels:
-            loss = F.cross_entropy(model(batches[1][0], alpha), batches[1][1])
-            adam.zero_grad()
-            if alpha_alone:
-                (alpha.grad,) = torch.autograd.grad(loss, alpha)
-            else:
-                loss.backward()
-            adam.step()
-        sgd.zero_grad()
-        adam.zero_grad()
-        F.cross_entropy(model(batches[0][0], alpha), batches[0][1]).backward()
-        nn.utils.clip_grad_norm_(weights, 5.0)
-        sgd.step()
-        if not two_levels:
-            adam.step()
-
-    return _timed(step)
-
-
-class _Same:
-    """A held-out loader that always yields the same batch."""
-
-    def __init__(self, batch: tuple[Tensor, Tensor]) -> None:
-        self._batch = batch
-
-    def __len__(self) -> int:
-        return 1
-
-    def epoch(self, epoch: int, *, start: int = 0, device: torch.device | str = "cpu") -> Any:
-        yield self._batch
-
-
-def our_step(search: CellSearch, batches: list[tuple[Tensor, Tensor]]) -> Callable[[], dict[str, float]]:
-    """Make the step of `nasfast.research.cells.search.search_cells`, with everything that it records."""
-    sgd = _optimizer(search.net)
-    weights = list(search.net.parameters())
-    engine = CellSearchEngine(search, sgd, _Same(batches[1]) if search.cfg.bilevel else None)
-
-    def step() -> None:
-        search.done.zero_()  # writes the same record at every step
-        engine.forward_backward(*batches[0])
-        nn.utils.clip_grad_norm_(weights, 5.0)
-        sgd.step()
-
-    return _timed(step)
-
-
-def _timed(step: Callable[[], None]) -> Callable[[], dict[str, float]]:
-    def call() -> dict[str, float]:
+    def step() -> dict[str, float]:
         start, start_cpu = time.perf_counter(), time.process_time()
-        step()
+        sgd.zero_grad()
+        forward_backward()
+        nn.utils.clip_grad_norm_(weights, 5.0)
+        sgd.step()
         return {"step": time.perf_counter() - start, "cpu": time.process_time() - start_cpu}
 
-    return call
+    return step
 
 
-def difference(search: CellSearch, plain: PlainDarts, batch: tuple[Tensor, Tensor]) -> float:
+def plain_step(model: nn.Module, alpha: Tensor, x: Tensor, y: Tensor) -> Callable[[], dict[str, float]]:
+    """Make the peer's step."""
+    adam = torch.optim.Adam([alpha], lr=3e-4, betas=(0.5, 0.999), weight_decay=1e-3)
+
+    def forward_backward() -> None:
+        adam.zero_grad()
+        F.cross_entropy(model(x, alpha), y).backward()
+        adam.step()
+
+    return timed(model, forward_backward)
+
+
+def our_step(search: CellSearch, x: Tensor, y: Tensor) -> Callable[[], dict[str, float]]:
+    """Make the step of `nasfast.research.cells.search.search_cells`, with everything that it records."""
+    # a search on one set of images does not look at the optimiser
+    engine = CellSearchEngine(search, torch.optim.SGD(search.net.parameters()), None)
+
+    def forward_backward() -> None:
+        search.done.zero_()  # writes the same record at every step
+        engine.forward_backward(x, y)
+
+    return timed(search.net, forward_backward)
+
+
+def difference(search: CellSearch, plain: PlainDarts, x: Tensor, y: Tensor) -> float:
     """Largest difference between the logits' gradients, relative to the largest gradient."""
     alpha = search.alpha[0].float().requires_grad_()
-    (theirs,) = torch.autograd.grad(F.cross_entropy(plain(batch[0], alpha), batch[1]), alpha)
-    draw = estimator_of(search.cfg).draw(search.logits, torch.Generator(), 0.0)
+    (theirs,) = torch.autograd.grad(F.cross_entropy(plain(x, alpha), y), alpha)
+    draw = draw_once(search.cfg, search.logits, torch.Generator(), 0.0)
     gates = search.spread(draw.gates)
-    (cost,) = torch.autograd.grad(F.cross_entropy(search.net(batch[0], gates, draw.runs), batch[1]), gates)
-    mine = estimator_of(search.cfg).gradient(draw, search.collect(cost))[0]
+    (cost,) = torch.autograd.grad(F.cross_entropy(search.net(x, gates, draw.runs), y), gates)
+    mine = logits_gradient(search.cfg, draw, search.collect(cost))[0]
     return float((mine - theirs).abs().max() / theirs.abs().max())
 
 
-def step_row(args: argparse.Namespace, two_levels: bool) -> dict[str, Any]:
-    """Measure the time of a step."""
+def make_search(args: argparse.Namespace) -> tuple[CellSearch, Tensor, Tensor]:
+    """A search of DARTS, and a batch."""
     torch.manual_seed(0)
     space = darts_space(cells=args.cells, channels=args.channels, reductions=False)
-    images = [torch.randn(args.batch, 3, 32, 32) for _ in range(2)]
-    labels = [torch.randint(10, (args.batch,)) for _ in range(2)]
-    cfg = CellSearchConfig(method="darts", bilevel=two_levels, records=1)
-    ours = CellSearch(space, cfg, steps=10**6).to(memory_format=torch.channels_last)
+    search = CellSearch(space, CellSearchConfig(method="darts", records=1), steps=10**6)
+    x, y = torch.randn(args.batch, 3, 32, 32), torch.randint(10, (args.batch,))
+    return search.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last), y
 
-    def batches(layout: torch.memory_format) -> list[tuple[Tensor, Tensor]]:
-        return [(x.contiguous(memory_format=layout), y) for x, y in zip(images, labels, strict=True)]
 
-    def peer(layout: torch.memory_format) -> PlainDarts:
-        plain = PlainDarts(args.cells, args.channels)
-        _like(plain, ours)
-        return plain.to(memory_format=layout)
-
-    def step(layout: torch.memory_format, *, alpha_alone: bool = False) -> Any:
+def step_row(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure the time of a step."""
+    ours, x, y = make_search(args)
+    variants = {"nasfast": our_step(ours, x, y)}
+    for name, layout in (("contiguous", torch.contiguous_format), ("channels_last", torch.channels_last)):
         alpha = ours.alpha[0].float().clone().requires_grad_()
-        return plain_step(peer(layout), alpha, batches(layout), two_levels=two_levels, alpha_alone=alpha_alone)
-
-    nhwc = torch.channels_last
-    apart = difference(ours, peer(nhwc), batches(nhwc)[0])
-    variants = {
-        "nasfast": our_step(ours, batches(nhwc)),
-        "contiguous": step(torch.contiguous_format),
-        "channels_last": step(nhwc),
-    }
-    if two_levels:
-        variants["channels_last, logits alone"] = step(nhwc, alpha_alone=True)
+        variants[name] = plain_step(like(ours, layout), alpha, x.contiguous(memory_format=layout), y)
+    apart = difference(ours, like(ours, torch.channels_last), x, y)
     times = measure(variants, rounds=args.rounds, warmup=1)
     return {
-        "name": "two levels" if two_levels else "one level",
+        "name": "one level",
         "cells": args.cells,
         "channels": args.channels,
         "batch": args.batch,
@@ -254,7 +210,7 @@ def memory(args: argparse.Namespace, method: str, ops: tuple[str, ...]) -> int:
     logits = uniform_logits(space)
     # the same operation is sampled everywhere, so that only the number of operations differs
     logits[..., space.ops.index("sep_conv_5x5")] += 0 if method == "darts" else 100
-    draw = Estimator(method).draw(logits, torch.Generator().manual_seed(0), 0.0)
+    draw = draw_once(CellSearchConfig(method=method), logits, torch.Generator().manual_seed(0), 0.0)
     gates = draw.gates.expand(args.cells, -1, -1).float().requires_grad_()
     measured = torch.zeros_like(gates, requires_grad=False)
     x = torch.randn(args.batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
@@ -267,14 +223,10 @@ def memory(args: argparse.Namespace, method: str, ops: tuple[str, ...]) -> int:
 
 def kept(args: argparse.Namespace) -> dict[str, int]:
     """Bytes that the network of the step keeps for backward, in nasfast and in the peer."""
-    space = darts_space(cells=args.cells, channels=args.channels, reductions=False)
-    search = CellSearch(space, CellSearchConfig(method="darts", records=1), steps=1).to(
-        memory_format=torch.channels_last
-    )
-    plain = PlainDarts(args.cells, args.channels).to(memory_format=torch.channels_last)
-    draw = estimator_of(search.cfg).draw(search.logits, torch.Generator(), 0.0)
+    search, x, _ = make_search(args)
+    plain = like(search, torch.channels_last)
+    draw = draw_once(search.cfg, search.logits, torch.Generator(), 0.0)
     gates, alpha = search.spread(draw.gates), search.alpha[0].float().requires_grad_()
-    x = torch.randn(args.batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     return {
         "nasfast": saved_bytes(lambda x: search.net(x, gates, draw.runs), [x], exclude=search.net.parameters()),
         "channels_last": saved_bytes(lambda x: plain(x, alpha), [x], exclude=plain.parameters()),
@@ -306,11 +258,8 @@ def main() -> None:
     if args.quick:
         args.rounds, args.cells, args.channels, args.batch = 1, 1, 4, 8
     with measuring(args.threads):
-        rows = []
-        for two_levels in (False, True):
-            rows.append(step_row(args, two_levels))
-            show(rows[-1])
-        rows.append({"name": "memory, step", "bytes": kept(args)})
+        rows = [step_row(args), {"name": "memory, step", "bytes": kept(args)}]
+        show(rows[0])
         print("kept for backward:", ", ".join(f"{k} {b / 2**20:.0f} MiB" for k, b in rows[-1]["bytes"].items()))
         for method in ("darts", "dsnas", "proxyless"):
             found = {count: memory(args, method, ops) for count, ops in _OPERATIONS.items()}

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 import torch
 from torch import Tensor
 
-from nasfast.config import nearest
-from nasfast.research.cells.config import CellSearchConfig, Method
+from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.space import CellSpace
 
 Columns = list[list[tuple[int, ...]]]
@@ -49,12 +47,6 @@ class Draw:
 def softmax_gradient(weights: Tensor, cost: Tensor, temperature: float = 1.0) -> Tensor:
     """Jacobian of `weights = softmax(a / temperature)` applied to `cost`, over the last dimension."""
     return weights * (cost - (weights * cost).sum(-1, keepdim=True)) / temperature
-
-
-def sample(logits: Tensor, generator: torch.Generator) -> Tensor:
-    """(types, edges) columns, each drawn by the softmax of its row."""
-    p = torch.softmax(logits.double(), -1)
-    return torch.multinomial(p.flatten(0, 1), 1, generator=generator).view(p.shape[:2])
 
 
 def gumbel(shape: Sequence[int], generator: torch.Generator) -> Tensor:
@@ -86,70 +78,60 @@ def one_hot(index: Tensor, columns: int) -> tuple[Tensor, Columns]:
 _CLAMP, _CLIP = 5.0, 10.0
 
 
-@dataclass(frozen=True)
-class Estimator:
-    """One method. Its `logits` are (types, edges, ops), -inf where an edge has no such candidate.
+def draw_once(cfg: CellSearchConfig, logits: Tensor, generator: torch.Generator, progress: float) -> Draw:
+    """The gates of a step.
 
-    `darts` (arXiv 1806.09055) and `snas` (1812.09926) run and mix every operation, `dsnas` (2002.09128) and `proxyless`
-    (1812.00332) run one operation per edge, and proxyless measures the others too. `uniform` draws like dsnas, from
-    logits that stay 0, and learns nothing.
+    `darts` (arXiv 1806.09055) and `snas` (1812.09926) run and mix every operation; the temperature of SNAS falls
+    linearly. `dsnas` (2002.09128) and `proxyless` (1812.00332) run one operation per edge, and proxyless measures the
+    others too, or with `two_path` one other. `uniform` draws like dsnas, from logits that stay 0, and learns nothing.
 
-    Attributes:
-        method: its name.
-        temperature: temperature of DARTS's softmax; where SNAS's begins.
-        final_temperature: where SNAS's ends; it falls linearly.
-        two_path: whether ProxylessNAS draws and measures only one other operation; the update then moves probability
-            between these two alone.
-
-    Raises:
-        ValueError: unknown method.
+    Args:
+        cfg: the settings of the search.
+        logits: (types, edges, ops), -inf where an edge has no such candidate.
+        generator: draws noise and operations.
+        progress: share of the search that is done, in [0, 1].
     """
+    nothing: Columns = [[()] * logits.shape[1] for _ in range(len(logits))]
+    if cfg.method in ("darts", "snas"):
+        t, noisy = cfg.temperature, logits.double()
+        if cfg.method == "snas":
+            t += (cfg.final_temperature - cfg.temperature) * progress
+            noisy = noisy + gumbel(logits.shape, generator).to(logits.device)
+        gates = torch.softmax(noisy / t, -1)
+        return Draw(gates, candidates_of(logits), nothing, gates, t)
+    p = torch.softmax(logits.double(), -1)
+    if cfg.two_path:
+        return _pair(logits, p, generator)
+    # on the CPU, so that every device draws the same
+    rows = torch.softmax(logits.cpu().double(), -1).flatten(0, 1)
+    gates, runs = one_hot(torch.multinomial(rows, 1, generator=generator).view(p.shape[:2]), logits.shape[-1])
+    others = [
+        [tuple(k for k in columns if k not in run) for columns, run in zip(*pair, strict=True)]
+        for pair in zip(candidates_of(logits), runs, strict=True)
+    ]
+    return Draw(gates.to(logits.device), runs, others if cfg.method == "proxyless" else nothing, p)
 
-    method: Method
-    temperature: float = 1.0
-    final_temperature: float = 0.03
-    two_path: bool = False
 
-    def __post_init__(self) -> None:
-        if self.method not in get_args(Method):
-            raise ValueError(f"unknown method {self.method!r}; {nearest(self.method, get_args(Method))}")
+def logits_gradient(cfg: CellSearchConfig, draw: Draw, cost: Tensor) -> Tensor:
+    """Gradient by the logits from local costs (types, edges, ops), which are 0 where nothing was measured."""
+    if cfg.method in ("dsnas", "uniform"):
+        of_edge = (draw.gates * cost).sum(-1, keepdim=True).clamp(-_CLAMP, _CLAMP)
+        gradient = (draw.gates - draw.weights) * of_edge
+        return gradient * (_CLIP / gradient.norm()).clamp(max=1)
+    return softmax_gradient(draw.weights, cost, draw.temperature)
 
-    def draw(self, logits: Tensor, generator: torch.Generator, progress: float) -> Draw:
-        """The gates of a step; `progress` in [0, 1) is the share of the search that is done."""
-        nothing: Columns = [[()] * logits.shape[1] for _ in range(len(logits))]
-        if self.method in ("darts", "snas"):
-            t, noisy = self.temperature, logits.double()
-            if self.method == "snas":
-                t += (self.final_temperature - self.temperature) * progress
-                noisy = noisy + gumbel(logits.shape, generator).to(logits.device)
-            gates = torch.softmax(noisy / t, -1)
-            return Draw(gates, candidates_of(logits), nothing, gates, t)
-        p = torch.softmax(logits.double(), -1)
-        if self.two_path:
-            return _pair(logits, p, generator)
-        gates, runs = one_hot(sample(logits.cpu(), generator), logits.shape[-1])
-        others = [
-            [tuple(k for k in columns if k not in run) for columns, run in zip(*pair, strict=True)]
-            for pair in zip(candidates_of(logits), runs, strict=True)
-        ]
-        return Draw(gates.to(logits.device), runs, others if self.method == "proxyless" else nothing, p)
 
-    def gradient(self, draw: Draw, cost: Tensor) -> Tensor:
-        """Gradient by the logits from local costs (types, edges, ops), which are 0 where nothing was measured."""
-        if self.method in ("dsnas", "uniform"):
-            of_edge = (draw.gates * cost).sum(-1, keepdim=True).clamp(-_CLAMP, _CLAMP)
-            gradient = (draw.gates - draw.weights) * of_edge
-            return gradient * (_CLIP / gradient.norm()).clamp(max=1)
-        return softmax_gradient(draw.weights, cost, draw.temperature)
+def keep_pair_share(before: Tensor, after: Tensor, draw: Draw) -> Tensor:
+    """The logits after a step of two paths, which moves probability between the drawn pair alone.
 
-    def updated(self, before: Tensor, after: Tensor, draw: Draw) -> Tensor:
-        """The logits of the next step, after the optimiser has turned `before` into `after`."""
-        if not self.two_path:
-            return after
-        pair = draw.weights > 0
-        # the pair keeps its share of the probability, and momentum must not move what was not drawn
-        mass = [torch.logsumexp(a.masked_fill(~pair, -torch.inf), -1, keepdim=True) for a in (before, after)]
-        return torch.where(pair, after + (mass[0] - mass[1]), before)
+    Args:
+        before, after: (types, edges, ops) logits before and after the optimiser's step.
+        draw: the gates of the step.
+    """
+    pair = draw.weights > 0
+    # the pair keeps its share of the probability, and momentum must not move what was not drawn
+    mass = [torch.logsumexp(a.masked_fill(~pair, -torch.inf), -1, keepdim=True) for a in (before, after)]
+    return torch.where(pair, after + (mass[0] - mass[1]), before)
 
 
 def _pair(logits: Tensor, p: Tensor, generator: torch.Generator) -> Draw:
@@ -171,8 +153,3 @@ def _pair(logits: Tensor, p: Tensor, generator: torch.Generator) -> Draw:
             others[t].append(tuple(k for k in pair if k != chosen))
     gates, runs = one_hot(torch.tensor(index), logits.shape[-1])
     return Draw(gates.to(logits.device), runs, others, weights)
-
-
-def estimator_of(cfg: CellSearchConfig) -> Estimator:
-    """How the gates of a search are drawn, and what becomes of the local costs."""
-    return Estimator(cfg.method, cfg.temperature, cfg.final_temperature, cfg.two_path)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Literal
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from nasfast.research.cells.operations import (
     make_transition,
 )
 from nasfast.research.cells.space import CellSpace
-from nasfast.supernet import ArchNetwork, Init, InitScheme, initialize
+from nasfast.supernet import ArchNetwork
 
 Runs = Sequence[Sequence[Sequence[int]]]
 """The columns of `CellSpace.ops` that are computed, by type of cell and then by edge."""
@@ -125,8 +124,7 @@ class CellModule(nn.Module):
 
     def _sum(self, terms: list[tuple[int, int, Tensor, Operation | None]], gates: Tensor | None) -> Tensor:
         if gates is None:
-            values = [y if operation is None else operation.finish(y) for *_, y, operation in terms]
-            return _add(values)
+            return reduce(torch.add, [y if operation is None else operation.finish(y) for *_, y, operation in terms])
         columns = gates.shape[1]
         index = torch.tensor([e * columns + k for e, k, *_ in terms], device=gates.device)
         factors = gates.flatten()[index]
@@ -135,7 +133,7 @@ class CellModule(nn.Module):
             normalize = [o is not None for *_, o in terms]
             return ops.mixed_bn([y for *_, y, _ in terms], factors, normalize=normalize, eps=eps)
         values = [y if operation is None else operation.finish(y) for *_, y, operation in terms]
-        return _add([z * y for z, y in zip(factors.to(values[0].dtype).unbind(), values, strict=True)])
+        return reduce(torch.add, [z * y for z, y in zip(factors.to(values[0].dtype).unbind(), values, strict=True)])
 
     def _zeros(self, states: list[Tensor], node: int) -> Tensor:
         """The value of a node without any incoming operation."""
@@ -170,13 +168,6 @@ class CellModule(nn.Module):
                 if operation is not None:
                     y, unfinished = self._term(operation, states[source], (source, self.strides[e], k), shared)
                     yield e, k, y if unfinished is None else unfinished.finish(y)
-
-
-def _add(values: list[Tensor]) -> Tensor:
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
 
 
 def _ends_in_plain_norm(operation: Operation) -> bool:
@@ -241,28 +232,15 @@ class CellSupernet(_Skeleton):
 
     Args:
         space: the space of cells.
-        init: `default` (PyTorch's), or one of the schemes of `nasfast.supernet.initialize`.
         fused: use the operators of `nasfast.ops`, which have no second derivatives.
-        seed: seed of the weights.
-
-    Raises:
-        ValueError: unknown init.
+        seed: seed of the weights, which PyTorch's modules initialise.
     """
 
-    def __init__(
-        self,
-        space: CellSpace,
-        *,
-        init: Literal["default"] | Init | InitScheme = "default",
-        fused: bool = True,
-        seed: int = 0,
-    ) -> None:
+    def __init__(self, space: CellSpace, *, fused: bool = True, seed: int = 0) -> None:
         style = Style(space.order, space.norm, space.affine, space.pool_norm, fused=fused)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(seed)
             super().__init__(space, [space.candidates] * len(space.types), style)
-        if init != "default":
-            initialize(self, init, seed=seed)
 
     @property
     def gate_shape(self) -> tuple[int, int, int]:

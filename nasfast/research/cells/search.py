@@ -18,7 +18,7 @@ from nasfast.engine import StepResult
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.costs import NONE
 from nasfast.research.cells.derive import derivations
-from nasfast.research.cells.gates import Columns, Draw, estimator_of, uniform_logits
+from nasfast.research.cells.gates import Columns, Draw, draw_once, keep_pair_share, logits_gradient, uniform_logits
 from nasfast.research.cells.network import CellSupernet
 from nasfast.research.cells.probe import GROUPS, QUANTITIES, grouped_costs
 from nasfast.research.cells.space import CellSpace
@@ -177,9 +177,8 @@ class CellSearch(nn.Module):
         before = self.logits
         self.alpha.grad = gradient
         self._adam.step()
-        self.alpha.copy_(
-            torch.where(self.allowed, estimator_of(self.cfg).updated(before, self.logits, draw), self.alpha)
-        )
+        after = keep_pair_share(before, self.logits, draw) if self.cfg.two_path else self.logits
+        self.alpha.copy_(torch.where(self.allowed, after, self.alpha))
 
     def note(self, which: int, draw: Draw, cost: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch to the current record."""
@@ -233,7 +232,7 @@ def draw_gates(
     """
     generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_GATES, step, purpose))
     for _ in range(_MAX_DRAWS):
-        draw = estimator_of(cfg).draw(logits, generator, progress)
+        draw = draw_once(cfg, logits, generator, progress)
         if not cfg.redraw or reaches_outputs(space, draw.runs):
             return draw
     raise RuntimeError(
@@ -269,29 +268,29 @@ class CellSearchEngine:
     ) -> None:
         self._search, self._optimizer, self._held_out, self._progress = search, optimizer, held_out, progress
         self._batches: Iterator[tuple[Tensor, Tensor]] | None = None
-        self._next = -1
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None = None) -> StepResult:
         """Update the logits, and leave the gradients of the weights in their `grad`."""
         search, cfg = self._search, self._search.cfg
-        estimator = estimator_of(cfg)
         for parameter in search.net.parameters():
             parameter.grad = None
         if self._held_out is not None:
             draw = self._draw(FOR_LOGITS)
-            xs, ys = self._held_out_batch(self._held_out, x.device)
+            if self._batches is None:
+                self._batches = self._from_here(self._held_out, x.device)
+            xs, ys = next(self._batches)
             if cfg.second_order:
                 cost, logits, learnt_from = self._second_order(draw, (x, y), (xs, ys))
             else:
                 cost, logits, _ = self._costs(draw, xs, ys)
                 learnt_from = cost
             search.note(SEARCH, draw, cost, logits, ys)
-            search.update(estimator.gradient(draw, search.collect(learnt_from)), draw)
+            search.update(logits_gradient(cfg, draw, search.collect(learnt_from)), draw)
         draw = self._draw(FOR_WEIGHTS)
         cost, logits, loss = self._costs(draw, x, y, weights=True)
         search.note(TRAIN, draw, cost, logits, y)
         if self._held_out is None:
-            search.update(estimator.gradient(draw, search.collect(cost)), draw)
+            search.update(logits_gradient(cfg, draw, search.collect(cost)), draw)
         ended = search.record()
         search.done += 1
         if int(search.done) == search.total or search.record() != ended:
@@ -321,17 +320,12 @@ class CellSearchEngine:
         cost = measured if gradient is None else gradient + measured
         return cost.detach(), logits.detach(), loss.detach()
 
-    def _held_out_batch(self, held_out: EpochLoader, device: torch.device) -> tuple[Tensor, Tensor]:
-        step = int(self._search.done)
-        if step != self._next or self._batches is None:
-            epoch, start = divmod(step, len(held_out))
-            self._batches = held_out.epoch(epoch, start=start, device=device)
-        self._next = step + 1
-        batch = next(self._batches, None)
-        if batch is None:
-            self._batches = held_out.epoch(step // len(held_out), device=device)
-            batch = next(self._batches)
-        return batch
+    def _from_here(self, loader: EpochLoader, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
+        """Batch after batch, epoch after epoch, from the current step on."""
+        epoch, start = divmod(int(self._search.done), len(loader))
+        while True:
+            yield from loader.epoch(epoch, start=start, device=device)
+            epoch, start = epoch + 1, 0
 
     def _second_order(
         self, draw: Draw, train_batch: tuple[Tensor, Tensor], search_batch: tuple[Tensor, Tensor]
@@ -343,44 +337,36 @@ class CellSearchEngine:
         g = dL_val(w')/dZ - xi (dL_train(w+)/dZ - dL_train(w-)/dZ) / (2 e), w' = w - xi (momentum + decay + gradient),
         w+- = w +- e v, v = dL_val(w')/dw', e = 0.01 / |v|.
         """
-        net = self._search.net
-        weights = [p for group in self._optimizer.param_groups for p in group["params"]]
-        decays = [group["weight_decay"] for group in self._optimizer.param_groups for _ in group["params"]]
-        group = self._optimizer.param_groups[0]
-        xi, momentum = group["lr"], group["momentum"]
+        net, groups = self._search.net, self._optimizer.param_groups
+        decays = {weight: group["weight_decay"] for group in groups for weight in group["params"]}
+        weights = list(decays)
+        names = {weight: name for name, weight in net.named_parameters()}
+        xi, momentum = groups[0]["lr"], groups[0]["momentum"]
 
-        def gradients(batch: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
+        def gradients(at: Sequence[Tensor], batch: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor, Tensor]:
             gates = self._search.spread(draw.gates)
-            logits = net(batch[0], gates, draw.runs)
+            at = [weight.detach().requires_grad_() for weight in at]
+            values = {names[weight]: value for weight, value in zip(weights, at, strict=True)}
+            logits = torch.func.functional_call(net, values, (batch[0], gates, draw.runs))
             # the preprocessing of an input that no edge leaves has no gradient, and gets zeros
-            found = torch.autograd.grad(F.cross_entropy(logits, batch[1]), [*weights, gates], materialize_grads=True)
+            found = torch.autograd.grad(F.cross_entropy(logits, batch[1]), [*at, gates], materialize_grads=True)
             return list(found[:-1]), found[-1], logits.detach()
 
         @torch.no_grad()
-        def move(by: list[Tensor], factor: float) -> None:
-            torch._foreach_copy_(weights, kept)
-            torch._foreach_add_(weights, by, alpha=factor)
+        def moved(by: Sequence[Tensor], factor: float) -> list[Tensor]:
+            return [weight.add(t, alpha=factor) for weight, t in zip(weights, by, strict=True)]
 
-        kept = [w.detach().clone() for w in weights]
-        try:
-            ahead, _, _ = gradients(train_batch)
-            with torch.no_grad():
-                for i, (w, decay) in enumerate(zip(kept, decays, strict=True)):
-                    ahead[i] = ahead[i] + decay * w
-                    buffer = self._optimizer.state.get(weights[i], {}).get("momentum_buffer")
-                    if buffer is not None:
-                        ahead[i] = ahead[i] + momentum * buffer
-            move(ahead, -xi)
-            v, cost, logits = gradients(search_batch)
-            length = torch.stack([t.norm() for t in v]).norm()
-            e = float(0.01 / length.clamp(min=1e-12))
-            move(v, e)
-            _, plus, _ = gradients(train_batch)
-            move(v, -e)
-            _, minus, _ = gradients(train_batch)
-        finally:
-            with torch.no_grad():
-                torch._foreach_copy_(weights, kept)
+        direction, _, _ = gradients(weights, train_batch)
+        with torch.no_grad():
+            for i, weight in enumerate(weights):
+                direction[i] = direction[i] + decays[weight] * weight
+                buffer = self._optimizer.state.get(weight, {}).get("momentum_buffer")
+                if buffer is not None:
+                    direction[i] = direction[i] + momentum * buffer
+        v, cost, logits = gradients(moved(direction, -xi), search_batch)
+        e = float(0.01 / torch.stack([t.norm() for t in v]).norm().clamp(min=1e-12))
+        _, plus, _ = gradients(moved(v, e), train_batch)
+        _, minus, _ = gradients(moved(v, -e), train_batch)
         return cost, logits, cost - xi * (plus - minus) / (2 * e)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-from nasfast.config import ConfigBase, nearest
+from nasfast.config import ConfigBase
 
 Constraint = Literal["fixed", "adaptive", "quantile"]
 Gates = Literal["straight_through", "soft"]
@@ -51,26 +51,16 @@ class NasiConfig(ConfigBase):
         for name in ("temperature", "xi"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        check_penalty(self.mu, self.constraint, self.nu)
+        if self.nu is None and self.constraint != "quantile":
+            raise ValueError(
+                f"constraint={self.constraint!r} needs nu, a value of Q: those of a search are in its report"
+            )
+        if not (0 <= self.mu < math.inf and 0 <= self.limit < math.inf):
+            raise ValueError(f"mu and nu must not be negative, got {self.mu} and {self.limit}")
+        if self.constraint == "quantile" and self.limit > 1:
+            raise ValueError(f"constraint='quantile' takes nu from 0 to 1, got {self.limit}")
 
-
-def check_penalty(mu: float, constraint: Constraint, nu: float | None) -> float:
-    """Check the settings of the penalty and return nu, or its default where it is None.
-
-    Args:
-        mu, constraint, nu: as in `NasiConfig`.
-
-    Raises:
-        ValueError: unknown constraint, negative mu or nu, a quantile above 1, or no nu where the constraint needs one.
-    """
-    if constraint not in get_args(Constraint):
-        raise ValueError(f"unknown constraint {constraint!r}; {nearest(constraint, get_args(Constraint))}")
-    if nu is None:
-        if constraint != "quantile":
-            raise ValueError(f"constraint={constraint!r} needs nu, a value of Q: those of a search are in its report")
-        nu = 0.9
-    if not (0 <= mu < math.inf and 0 <= nu < math.inf):
-        raise ValueError(f"mu and nu must not be negative, got {mu} and {nu}")
-    if constraint == "quantile" and nu > 1:
-        raise ValueError(f"constraint='quantile' takes nu from 0 to 1, got {nu}")
-    return nu
+    @property
+    def limit(self) -> float:
+        """nu, or its default."""
+        return 0.9 if self.nu is None else self.nu

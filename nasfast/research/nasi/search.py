@@ -12,14 +12,14 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.research.cells.gates import Columns, candidates_of, gumbel, one_hot, softmax_gradient
-from nasfast.research.nasi.config import Constraint, Gates, NasiConfig, check_penalty
+from nasfast.research.nasi.config import Constraint, Gates, NasiConfig
 from nasfast.research.nasi.score import gradient_norm, squared_length
 from nasfast.seeds import NASI_GATES, NASI_IMAGES, NASI_LABELS, derive_seed
 from nasfast.train.batches import EpochLoader, as_epochs
@@ -71,20 +71,22 @@ class Output(NamedTuple):
     value: Tensor
 
 
-class Mixture(Protocol):
-    """An untrained supernet whose candidates are mixed by gates.
+class Mixture(nn.Module):
+    """An untrained supernet whose candidates are mixed by gates; `spaces` has one for each kind of space.
 
     Every operator in it must have second derivatives.
 
-    Attributes:
+    Args:
+        net: the supernet.
         allowed: (kinds, edges, ops) bool: whether there is such a candidate.
         num_classes: outputs of the classifier.
     """
 
-    allowed: Tensor
-    num_classes: int
+    def __init__(self, net: nn.Module, allowed: Tensor, num_classes: int) -> None:
+        super().__init__()
+        self.net, self.allowed, self.num_classes = net, allowed, num_classes
 
-    def __call__(
+    def forward(
         self, x: Tensor, gates: Tensor, columns: Columns | None = None, *, nodes: list[Tensor] | None = None
     ) -> Tensor:
         """Logits (N, num_classes).
@@ -95,7 +97,7 @@ class Mixture(Protocol):
             columns: the candidates that are computed, by kind and edge; None for all.
             nodes: gets the values of all nodes.
         """
-        ...
+        raise NotImplementedError
 
     def outputs(self, nodes: Sequence[Tensor], columns: Columns) -> Iterator[Output]:
         """Compute the outputs of candidates, one at a time.
@@ -104,11 +106,7 @@ class Mixture(Protocol):
             nodes: what a forward pass has put into its `nodes`.
             columns: the candidates, by kind and edge.
         """
-        ...
-
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
-    def to(self, device: str | torch.device) -> Mixture: ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -300,32 +298,28 @@ def _straight_through(
 _STEPS: dict[Gates, Callable[..., Sampled]] = {"straight_through": _straight_through, "soft": _soft}
 
 
-def solve(
-    record: Record, *, mu: float = 2.0, constraint: Constraint = "quantile", nu: float | None = None, xi: float = 1.0
-) -> NasiResult:
+def solve(record: Record, cfg: NasiConfig = NasiConfig()) -> NasiResult:
     """The closed-form solution of the first-order problem, from the sampled architectures.
 
     Args:
         record: the sampled architectures.
-        mu, constraint, nu, xi: as in `NasiConfig`.
+        cfg: its `mu`, `constraint`, `nu` and `xi`, which may differ from those of the sampling.
 
     Raises:
         FloatingPointError: no step was finite.
-        ValueError: see `check_penalty`.
     """
-    nu = check_penalty(mu, constraint, nu)
     finite = record.finite
     q, gradients = record.q[finite], record.gradients[finite]
     if not len(q):
         raise FloatingPointError(f"none of {len(record.q)} sampled architectures had a finite Q and gradient")
-    limit = limits(q, constraint, nu)
-    of_r = gradients * slope(q, limit, mu)[:, None, None, None]
-    delta = one_step(of_r, xi=xi)
+    limit = limits(q, cfg.constraint, cfg.limit)
+    of_r = gradients * slope(q, limit, cfg.mu)[:, None, None, None]
+    delta = one_step(of_r, xi=cfg.xi)
     return NasiResult(
         logits=record.start + delta,
         delta=delta,
         q=q,
-        r=penalised(q, limit, mu),
+        r=penalised(q, limit, cfg.mu),
         nu=limit,
         norms=of_r.flatten(1).norm(dim=1),
         skipped=int((~finite).sum()),
@@ -359,7 +353,7 @@ def search(
         FloatingPointError: no step was finite.
     """
     record = sample(mixture, loader, cfg, logits=logits, device=device, progress=progress)
-    return solve(record, mu=cfg.mu, constraint=cfg.constraint, nu=cfg.nu, xi=cfg.xi).check()
+    return solve(record, cfg).check()
 
 
 def _start(mixture: Mixture, logits: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,40 +19,33 @@ from nasfast.research.cells.space import CellSpace
 from nasfast.research.nasi.search import Mixture, NasiResult, Output
 from nasfast.runtime.files import write_atomic
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, arch_to_json
-from nasfast.supernet import Init, InitScheme, Supernet
+from nasfast.supernet import Supernet
 
 
-class LayerMixture(nn.Module):
+class LayerMixture(Mixture):
     """The supernet of a layer-wise space, whose layers add up all their candidates times gates.
 
-    It is a `nasi.search.Mixture` of one kind of layer, and consists of plain PyTorch modules, which have second
-    derivatives. A layer's candidates are the options of a search; an identity candidate is the input itself.
+    It has one kind of layer, and consists of plain PyTorch modules, which have second derivatives. A layer's candidates
+    are the options of a search; an identity candidate is the input itself.
 
     Args:
         space: the layer-wise space.
-        init: `default` (PyTorch's), or one of the schemes of `nasfast.supernet.initialize`.
-        seed: seed of the weights.
+        seed: seed of the weights, which PyTorch's modules initialise.
     """
 
-    def __init__(
-        self, space: SearchSpace, *, init: Literal["default"] | Init | InitScheme = "default", seed: int = 0
-    ) -> None:
-        super().__init__()
-        self.space, self.num_classes = space, space.num_classes
-        scheme = "he" if init == "default" else init
-        self.net = Supernet(space, init=scheme, layer_indicators=False, fused=False, seed=seed)
-        self.net.freeze("all")
-        if init == "default":
-            with torch.random.fork_rng(devices=()):
-                torch.manual_seed(seed)
-                for module in self.net.modules():
-                    if isinstance(module, (nn.Conv2d, nn.BatchNorm2d, nn.Linear)):
-                        module.reset_parameters()
-        most = max(len(layer.options) for layer in space.layers)
-        allowed = torch.zeros(1, len(space), most, dtype=torch.bool)
-        for i, layer in enumerate(space.layers):
-            allowed[0, i, : len(layer.options)] = True
-        self.allowed = allowed
+    net: Supernet
+
+    def __init__(self, space: SearchSpace, *, seed: int = 0) -> None:
+        net = Supernet(space, init="he", layer_indicators=False, fused=False, seed=seed)
+        net.freeze("all")
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            for module in net.modules():
+                if isinstance(module, (nn.Conv2d, nn.BatchNorm2d, nn.Linear)):
+                    module.reset_parameters()
+        counts = torch.tensor([len(layer.options) for layer in space.layers])
+        super().__init__(net, (torch.arange(int(counts.max())) < counts[:, None])[None], space.num_classes)
+        self.space = space
 
     def forward(
         self, x: Tensor, gates: Tensor, columns: Columns | None = None, *, nodes: list[Tensor] | None = None
@@ -74,18 +67,18 @@ class LayerMixture(nn.Module):
                 yield Output(0, i, k, i, i + 1, module(nodes[i], layer.options[k]))
 
 
-class CellMixture(nn.Module):
-    """The supernet of a space of cells; a `nasfast.research.nasi.search.Mixture`. Cells of one type share their gates.
+class CellMixture(Mixture):
+    """The supernet of a space of cells, of which those of one type share their gates.
 
     Args:
         space: the space of cells.
         seed: seed of the weights, which PyTorch's modules initialise.
     """
 
+    net: CellSupernet
+
     def __init__(self, space: CellSpace, *, seed: int = 0) -> None:
-        super().__init__()
-        self.net, self.num_classes = CellSupernet(space, fused=False, seed=seed), space.num_classes
-        self.allowed = uniform_logits(space) == 0
+        super().__init__(CellSupernet(space, fused=False, seed=seed), uniform_logits(space) == 0, space.num_classes)
         self._types = [space.type_of(i) for i in range(space.cells)]
 
     def forward(

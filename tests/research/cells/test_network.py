@@ -173,31 +173,19 @@ def test_the_residual_block_between_stages(size):
     torch.testing.assert_close(block(x), want, rtol=1e-9, atol=1e-10)
 
 
-def test_gates_of_another_shape_are_refused():
-    net = CellSupernet(S1, fused=False)
-    for shape in ((5, 8), (2, 5, 8), (1, 5, 7)):
-        with pytest.raises(ValueError, match=r"gates must be \(1, 5, 8\) \(cells, edges, ops\), got"):
-            net(images(S1), torch.ones(shape))
-
-
 def equal(one: nn.Module, other: nn.Module) -> bool:
     pairs = zip(one.state_dict().values(), other.state_dict().values(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("init", ["default", "orthogonal", "he"])
-def test_weights_are_those_of_the_seed(init):
+def test_weights_are_those_of_the_seed():
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    net = CellSupernet(S1, init=init, fused=False, seed=7)
+    net = CellSupernet(S1, fused=False, seed=7)
     assert torch.equal(torch.get_rng_state(), before), "the global generator has moved"
     torch.manual_seed(4)
-    assert equal(net, CellSupernet(S1, init=init, fused=False, seed=7))
-    assert not equal(net, CellSupernet(S1, init=init, fused=False, seed=8))
-
-
-def test_fused_and_plain_have_the_same_weights(fused):
-    assert equal(CellSupernet(S1, fused=fused), CellSupernet(S1, fused=False))
+    assert equal(net, CellSupernet(S1, fused=True, seed=7))
+    assert not equal(net, CellSupernet(S1, fused=False, seed=8))
 
 
 def test_evaluation_normalises_by_the_batch_too():
@@ -214,12 +202,6 @@ def test_maps_stay_channels_last(arch, fused):
     net(images(S1), *gates_of(S1, arch), nodes=nodes)
     for state in nodes[0]:
         assert state.is_contiguous(memory_format=torch.channels_last)
-
-
-def test_contiguous_images_give_the_same(space, fused):
-    net = CellSupernet(space, fused=fused)
-    x, gates = images(space), torch.rand(net.gate_shape)
-    torch.testing.assert_close(net(x.contiguous(), gates), net(x, gates), rtol=1e-4, atol=1e-5)
 
 
 # --- the standalone network
@@ -246,6 +228,8 @@ def test_what_it_cannot_be():
         standalone_network(S1, (0,))
     with pytest.raises(ValueError, match="networks of cells have ReLU, got activation='tanh'"):
         build(S1, (0,) * 5, activation="tanh")
+    with pytest.raises(ValueError, match=r"gates must be \(1, 5, 8\) \(cells, edges, ops\), got \(2, 5, 8\)"):
+        CellSupernet(S1, fused=False)(images(S1), torch.ones(2, 5, 8))
     with pytest.raises(TypeError, match="expected a search space, got str"):
         standalone_network("s1", (0,) * 5)
 

@@ -17,8 +17,6 @@ from nasfast.research.cells.network import CellStandalone
 from nasfast.research.cells.operations import Style, make_operation
 from nasfast.research.cells.space import (
     CELLS,
-    DARTS_OPS,
-    NAS_BENCH_201_OPS,
     Cell,
     CellSpace,
     Edge,
@@ -68,41 +66,25 @@ def random_arch(space: CellSpace, rng: random.Random) -> tuple[int, ...]:
 @pytest.mark.parametrize(
     ("cell", "edges", "intermediate", "outputs"),
     [
-        ("minimal", [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3)], [4], (2, 3)),
-        ("simplified", [(0, 1), (0, 2), (1, 2)], [2], (1, 2)),
-        ("modified", [(0, 1), (0, 2), (1, 2)], [2], (2,)),
-        (
-            "darts",
-            [(0, 2), (1, 2), (0, 3), (1, 3), (2, 3), (0, 4), (1, 4), (2, 4), (3, 4)]
-            + [(0, 5), (1, 5), (2, 5), (3, 5), (4, 5)],
-            [4, 7, 8, 11, 12, 13],
-            (2, 3, 4, 5),
-        ),
-        ("nas_bench_201", [(0, 1), (0, 2), (1, 2), (0, 3), (1, 3), (2, 3)], [2, 4, 5], (3,)),
+        ("minimal", "02 12 03 13 23", [4], (2, 3)),
+        ("simplified", "01 02 12", [2], (1, 2)),
+        ("modified", "01 02 12", [2], (2,)),
+        ("darts", "02 12 03 13 23 04 14 24 34 05 15 25 35 45", [4, 7, 8, 11, 12, 13], (2, 3, 4, 5)),
+        ("nas_bench_201", "01 02 12 03 13 23", [2, 4, 5], (3,)),
     ],
 )
 def test_edges_are_those_of_the_table(cell, edges, intermediate, outputs):
     cell = CELLS[cell]()
-    assert [(e.source, e.target) for e in cell.edges] == edges
+    assert " ".join(f"{e.source}{e.target}" for e in cell.edges) == edges
     assert [i for i, inner in enumerate(cell.intermediate) if inner] == intermediate
     assert cell.outputs == outputs
-    assert [cell.edges[i].target for i in cell.into(2)] == [2] * len(cell.into(2)) != []
 
 
 def test_operations_in_the_order_of_the_figures():
-    assert DARTS_OPS == (
-        "none",
-        "skip_connect",
-        "max_pool_3x3",
-        "avg_pool_3x3",
-        "sep_conv_3x3",
-        "dil_conv_3x3",
-        "dil_conv_5x5",
-        "sep_conv_5x5",
-    )
-    assert S1.ops == DARTS_OPS
+    """The columns of every table, and the values of architectures in files."""
+    names = "none skip_connect max_pool_3x3 avg_pool_3x3 sep_conv_3x3 dil_conv_3x3 dil_conv_5x5 sep_conv_5x5"
+    assert " ".join(S1.ops) == names
     assert SPACES["201"].ops == ("none", "skip_connect", "avg_pool_3x3", "conv_1x1", "conv_3x3")
-    assert set(SPACES["201"].ops) == set(NAS_BENCH_201_OPS)
 
 
 def test_the_order_of_edges_is_not_the_order_they_were_given_in():
@@ -116,9 +98,6 @@ def test_an_edge_restricted_fixed_and_removed():
     fixed = S1.replace(cell=simplified_cell().restricted(0, 1, ("sep_conv_5x5",)))
     assert fixed.candidates[0] == (7,)
     assert fixed.cardinality == 64
-    removed = S1.replace(cell=simplified_cell().restricted(1, 2, ("none",)))
-    assert removed.candidates[2] == (0,)
-    assert removed.describe((1, 1, 0))[2] == "normal (1,2) none"
     with pytest.raises(ValueError, match=r"no edge \(2,3\); it has \(0,1\), \(0,2\), \(1,2\)"):
         simplified_cell().restricted(2, 3, ("none",))
 
@@ -149,7 +128,6 @@ def test_no_skip_on_intermediate_edges():
         (lambda: S1.replace(preprocess=False), "without preprocessing cells need one input"),
         (lambda: nas_bench_201_space().replace(reduce_by="cell"), "reduce_by='conv' or 'residual' alone"),
         (lambda: darts_space().replace(reduce_by="conv"), "reduce_by='conv' needs preprocess=False"),
-        (lambda: darts_space().replace(reduce_by="residual"), "reduce_by='residual' needs preprocess=False"),
     ],
 )
 def test_impossible_cells_and_spaces_say_why(make, message):
@@ -160,26 +138,17 @@ def test_impossible_cells_and_spaces_say_why(make, message):
 # --- spaces
 
 
-def test_skeletons():
+def test_the_skeleton_of_darts():
+    """Costs of whole networks, below, check what follows from it."""
     s8 = darts_space()
     assert (s8.cells, s8.channels, s8.reductions, s8.types) == (8, 16, (2, 5), ("normal", "reduction"))
-    assert [s8.type_of(i) for i in range(8)] == [0, 0, 1, 0, 0, 1, 0, 0]
     assert [s8.channels_of(i) for i in range(8)] == [16, 16, 32, 32, 32, 64, 64, 64]
     assert [s8.size_of(i) for i in range(8)] == [32, 32, 32, 16, 16, 16, 8, 8]
-    assert [s8.stride_of(2, e) for e in range(14)] == [1 if inner else 2 for inner in s8.cell.intermediate]
-    assert {s8.stride_of(1, e) for e in range(14)} == {1}
     # the stem twice, then the cell before the last one and the last one; the older is halved behind a reduction
-    assert s8.cell_inputs(0) == ((48, 1), (48, 1))
-    assert s8.cell_inputs(1) == ((48, 1), (64, 1))
-    assert s8.cell_inputs(2) == ((64, 1), (64, 1))
-    assert s8.cell_inputs(3) == ((64, 2), (128, 1))
-    assert s8.cell_inputs(4) == ((128, 1), (128, 1))
-    assert s8.features == 256
-    assert len(s8) == 28
+    assert [s8.cell_inputs(i) for i in (0, 1, 3)] == [((48, 1), (48, 1)), ((48, 1), (64, 1)), ((64, 2), (128, 1))]
+    assert (s8.features, len(s8), s8.classifier_bias) == (256, 28, False)
     s8n = darts_space(reductions=False)
     assert (s8n.reductions, s8n.types, len(s8n)) == ((), ("normal",), 14)
-    assert {s8n.size_of(i) for i in range(8)} == {32}
-    assert not s8.classifier_bias
 
 
 def test_nas_bench_201():
@@ -196,28 +165,23 @@ def test_nas_bench_201():
 @pytest.mark.parametrize(
     ("arch", "message"),
     [
-        ((0,) * 4, "space 's1' must have 5 values, got 4"),
+        ((0,) * 4, "space 'darts' must have 28 values, got 4"),
         (
-            (0, 0, 8, 0, 0),
-            r"normal cell, edge \(0,3\) of space 's1': choice 8 is not one of 0 \(none\), 1 \(skip_connect\)",
+            (0,) * 2 + (8,) + (0,) * 25,
+            r"normal cell, edge \(0,3\) of space 'darts': choice 8 is not one of 0 \(none\), 1",
         ),
-        ((0, 0, -1, 0, 0), "choice -1 is not one of"),
-        ((0, 0, 1.0, 0, 0), "1.0 is not one of"),
+        (
+            (0,) * 14 + (4,) + (0,) * 13,
+            r"reduction cell, edge \(0,2\) of space .*: choice 4 is not one of 0 \(none\), 1",
+        ),
+        ((0,) * 27 + (1.0,), "1.0 is not one of"),
     ],
 )
 def test_illegal_architectures(arch, message):
-    with pytest.raises(ArchError, match=message):
-        S1.check(arch)
-    with pytest.raises(ArchError, match=message):
-        S1.cost(arch)
-
-
-def test_an_edge_refuses_what_it_lacks_and_the_cell_is_named():
     space = darts_space(cells=3).replace(cell=darts_cell().restricted(0, 2, ("none", "skip_connect")))
-    with pytest.raises(
-        ArchError, match=r"reduction cell, edge \(0,2\) of space .*: choice 4 is not one of 0 \(none\), 1 \(skip"
-    ):
-        space.check((0,) * 14 + (4,) + (0,) * 13)
+    for call in (space.check, space.cost):
+        with pytest.raises(ArchError, match=message):
+            call(arch)
 
 
 # --- written form
@@ -229,17 +193,14 @@ def test_yaml_round_trip(space, tmp_path):
     assert again == space
     assert again.fingerprint == space.fingerprint
     assert read_space(tmp_path / "space.yaml") == space
-    assert CellSpace.from_dict(space.to_dict()) == space
 
 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
         ("chanels: 8", None, "unknown config key 'chanels'; did you mean 'channels'?"),
-        ("channels: 8", "channels: eight", "'channels': expected int, got 'eight'"),
         ("- sep_conv_3x3", "- sep_conv_33", r"unknown operation 'sep_conv_33'; did you mean 'sep_conv_"),
         ("source: 0", "sorce: 0", r"unknown config key 'cell.edges\[0\].sorce'; did you mean 'source'\?"),
-        ("order: relu_conv_norm", "order: relu_first", "'order': got 'relu_first', allowed: 'relu_conv_norm'"),
     ],
 )
 def test_a_wrong_file_says_what_is_wrong(tmp_path, old, new, message):
@@ -256,18 +217,8 @@ def test_a_wrong_file_says_what_is_wrong(tmp_path, old, new, message):
 
 def test_the_fingerprint_follows_everything_but_the_name():
     assert S1.replace(name="other").fingerprint == S1.fingerprint
-    changes = [
-        {"cells": 2},
-        {"channels": 16},
-        {"order": "conv_relu_norm"},
-        {"norm": "layer"},
-        {"num_classes": 7},
-        {"cell": minimal_cell(DARTS_OPS[1:])},
-        {"cell": minimal_cell().restricted(0, 2, ("none",))},
-    ]
-    prints = {S1.fingerprint, *(S1.replace(**change).fingerprint for change in changes)}
-    assert len(prints) == len(changes) + 1
-    assert all(len(p) == 16 for p in prints)
+    changes = [{"cells": 2}, {"norm": "layer"}, {"cell": minimal_cell().restricted(0, 2, ("none",))}]
+    assert len({S1.fingerprint, *(S1.replace(**change).fingerprint for change in changes)}) == 4
 
 
 def test_architectures_in_files(tmp_path):
@@ -298,14 +249,12 @@ def test_every_operation_costs_what_the_table_says(op, size, stride):
         style = Style(affine=True, pool_norm=pool_norm, track_running_stats=True, fused=False)
         with torch.device("meta"):
             module = make_operation(op, 6, stride, style).eval()
-        cost, shape = measured(module, 6, size, size)
-        assert cost == operation_cost(op, 6, stride, out, pool_norm=pool_norm)
-        assert shape == (1, 6, out, out)
+        cost = operation_cost(op, 6, stride, out, pool_norm=pool_norm)
+        assert measured(module, 6, size, size) == (cost, (1, 6, out, out))
 
 
-@pytest.mark.parametrize("seed", range(1))
-def test_whole_networks_cost_the_sum(space, seed):
-    arch = random_arch(space, random.Random(seed))
+def test_whole_networks_cost_the_sum(space):
+    arch = random_arch(space, random.Random(0))
     with torch.device("meta"):
         network = CellStandalone(space, arch).eval()
     cost, out = measured(network, space.in_channels, space.resolution, space.resolution)
@@ -317,3 +266,16 @@ def test_a_space_without_a_connected_architecture_has_no_random_one():
     cell = modified_cell().restricted(0, 2, ("none",)).restricted(1, 2, ("none",))
     with pytest.raises(ValueError, match="no operation other than none leads to some output"):
         CellSpace(name="cut", cell=cell).random(np.random.default_rng(0))
+
+
+def test_random_architectures_reach_their_output():
+    space = nas_bench_201_space(cells=1, channels=4)
+    rng = np.random.default_rng(0)
+    archs = [space.random(rng) for _ in range(200)]
+    for arch in archs:
+        reached = {0}
+        for edge, k in zip(space.cell.edges, arch, strict=True):
+            if edge.source in reached and space.ops[k] != "none":
+                reached.add(edge.target)
+        assert 3 in reached
+    assert any(space.ops.index("none") in arch for arch in archs)

@@ -38,7 +38,6 @@ from nasfast.research.nasi.search import (
     NasiConfig,
     NasiResult,
     Record,
-    check_penalty,
     endless,
     random_images,
     random_labels,
@@ -227,17 +226,17 @@ def search_kinds(
     """Solve the records with several penalties and limits, and train what they select."""
     of_mode = {mode: [records[mode, i] for i in range(cfg.seeds)] for mode in MODES}
     standard = of_mode["standard"]
-    solved: dict[str, list[NasiResult]] = {"no penalty": [solve(r, mu=0.0) for r in standard]}
+    solved: dict[str, list[NasiResult]] = {"no penalty": [solve(r, NasiConfig(mu=0.0)) for r in standard]}
     for mu in (1.0, 2.0):
-        solved[f"mu {mu:g}, nu {NU:g}"] = [solve(r, mu=mu, constraint="fixed", nu=NU) for r in standard]
+        solved[f"mu {mu:g}, nu {NU:g}"] = [solve(r, NasiConfig(mu=mu, constraint="fixed", nu=NU)) for r in standard]
     for mode in list(MODES)[1:]:
-        solved["no penalty" + _suffix(mode)] = [solve(r, mu=0.0) for r in of_mode[mode]]
+        solved["no penalty" + _suffix(mode)] = [solve(r, NasiConfig(mu=0.0)) for r in of_mode[mode]]
     for mu in (1.0, 2.0):
-        solved[f"mu {mu:g}, nu 0.9 quantile"] = [solve(r, mu=mu) for r in standard]
+        solved[f"mu {mu:g}, nu 0.9 quantile"] = [solve(r, NasiConfig(mu=mu)) for r in standard]
     marked = set(solved)
     for mode in MODES:
         solved["mu 2, adaptive nu" + _suffix(mode)] = [
-            solve(r, mu=2.0, constraint="adaptive", nu=NU) for r in of_mode[mode]
+            solve(r, NasiConfig(mu=2.0, constraint="adaptive", nu=NU)) for r in of_mode[mode]
         ]
     kinds = []
     for name, results in solved.items():
@@ -369,12 +368,8 @@ class Searches:
         results = {}
         for mode, i in product(self.cfg.mode_list, range(self.cfg.seeds)):
             search = self.cfg.search(i, **MODES[mode])
-            results[mode, i] = self.solve(self.record(search, i, f"{mode}, seed {search.seed}"), search).check()
+            results[mode, i] = solve(self.record(search, i, f"{mode}, seed {search.seed}"), search).check()
         return results
-
-    def solve(self, record: Record, search: NasiConfig) -> NasiResult:
-        """The best logits for a record, with the penalty of a search."""
-        return solve(record, mu=search.mu, constraint=search.constraint, nu=search.nu, xi=search.xi)
 
     def arch(self, result: NasiResult) -> Arch:
         """The architecture that a result selects."""
@@ -427,7 +422,7 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
     kinds = search_kinds(space, records, trainer, cells, cfg)
     traces = exact_traces(space, train, cfg, task("exact traces", cfg.exact))
     first = records["standard", 0]
-    penalised = solve(first, mu=2.0, constraint="fixed", nu=NU)
+    penalised = solve(first, NasiConfig(mu=2.0, constraint="fixed", nu=NU))
     archs = {kind.name: kind.archs for kind in kinds}
     unpenalised = {mode: archs["no penalty" + _suffix(mode)] for mode in MODES}
     dots = [scatter(f"Q, {mode}", q, cells.accuracy, "Q", "accuracy") for mode, q in cells.scores.items()]
@@ -452,7 +447,7 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
             Figure("Q and accuracy of random cells", _DOT, dots, columns=3),
             trace_figure(traces),
             search_steps(f"search with mu 2, nu {NU:g}, seed 0", penalised),
-            logits("alpha* without a penalty, seed 0", space, solve(first, mu=0.0)),
+            logits("alpha* without a penalty, seed 0", space, solve(first, NasiConfig(mu=0.0))),
         ),
         checks=(
             *correlation_checks(cells),
@@ -624,7 +619,7 @@ def closed_form_table(cfg: NasiQuickConfig, train: Images) -> Table:
     directions = {"closed form, exact gradient": step}
     for gates in get_args(Gates):
         search = NasiConfig(steps=cfg.steps, mu=0.0, seed=cfg.seed, gates=gates)
-        found = solve(sample(mixture, [(x, y)], search), mu=0.0).delta
+        found = solve(sample(mixture, [(x, y)], search), search).delta
         directions[f"{gates.replace('_', '-')}, T = {cfg.steps}"] = found / found.norm()
     directions["largest E[Q] of norm 1, ascent"] = ascend(archs, q, exact.shape)
     rows = []
@@ -689,24 +684,24 @@ def sensitivity_table(searches: Searches, reference: NasiResult, arch: Arch) -> 
         rows.append((name, str(differing(found, arch)), f"{cosine:.3f}", searches.space.format(found), seconds))
 
     for mu in (0.0, 0.5, 1.0, 2.0):
-        row(f"mu {mu:g}", searches.solve(record, base.replace(mu=mu)))
+        row(f"mu {mu:g}", solve(record, base.replace(mu=mu)))
     # without a penalty, which may be the search's own setting, a limit has no effect
     for mu, quantile in product((1.0, 2.0), (0.5, 0.75, 0.9)):
         changes = {"mu": mu, "constraint": "quantile", "nu": quantile}
-        row(f"mu {mu:g}, nu {quantile:g} quantile", searches.solve(record, base.replace(**changes)))
+        row(f"mu {mu:g}, nu {quantile:g} quantile", solve(record, base.replace(**changes)))
     for factor in (0.5, 1.0, 2.0):
         changes = {"mu": 2.0, "constraint": "adaptive", "nu": factor * level}
-        row(f"mu 2, nu adaptive from {factor:g} x 0.9 quantile", searches.solve(record, base.replace(**changes)))
+        row(f"mu 2, nu adaptive from {factor:g} x 0.9 quantile", solve(record, base.replace(**changes)))
     for steps in sorted({max(1, base.steps // share) for share in (10, 4, 2)}):
-        row(f"T {steps}", searches.solve(record.first(steps), base))
+        row(f"T {steps}", solve(record.first(steps), base))
     for batch in sorted({max(2, cfg.batch_size // 4), max(2, cfg.batch_size // 2), 2 * cfg.batch_size}):
         if batch > searches.images:
             continue
         other = searches.record(base, 0, f"batch {batch}", batch=batch)
-        row(f"batch {batch}", searches.solve(other, base), f"{other.cpu_seconds:.1f}")
+        row(f"batch {batch}", solve(other, base), f"{other.cpu_seconds:.1f}")
     (gates,) = set(get_args(Gates)) - {base.gates}
     other = searches.record(base.replace(gates=gates), 0, f"{gates} gates")
-    row(f"{gates.replace('_', '-')} gates", searches.solve(other, base), f"{other.cpu_seconds:.1f}")
+    row(f"{gates.replace('_', '-')} gates", solve(other, base), f"{other.cpu_seconds:.1f}")
     title = f"sensitivity: changes to T {base.steps}, batch {cfg.batch_size}, mu {base.mu:g}, {limit_text(base)}"
     header = ("setting", f"choices of {len(arch)} that differ", "cosine of Delta", "architecture", "CPU seconds")
     return Table(title, header, tuple(rows))
@@ -714,7 +709,7 @@ def sensitivity_table(searches: Searches, reference: NasiResult, arch: Arch) -> 
 
 def limit_text(search: NasiConfig) -> str:
     """The limit of a search in words."""
-    return f"nu {search.constraint} {check_penalty(search.mu, search.constraint, search.nu):g}"
+    return f"nu {search.constraint} {search.limit:g}"
 
 
 def ranking_table(title: str, reports: Mapping[str, RankReport], seconds: Mapping[str, str]) -> Table:
