@@ -103,7 +103,6 @@ def test_weights_before_a_norm_may_have_any_size(monkeypatch):
     initialise = subject.initialize
     table = isometry_table(space, paths=2, batch=8)
     monkeypatch.setattr(subject, "initialize", rescaled)
-    # the second path only: the weights of the first are those of the supernet's own
     for row, other in zip(table.scores, isometry_table(space, paths=2, batch=8).scores, strict=True):
         assert row == pytest.approx(other, abs=2e-4)
 
