@@ -4,11 +4,10 @@
 """
 
 from nasfast.spaces.arch import SKIP, Arch, ArchError, arch_file_text, format_arch, parse_arch
-from nasfast.spaces.arch_space import ArchSpace, arch_from_json, arch_to_json, load_arch
+from nasfast.spaces.arch_space import ArchSpace, LayerSpace, arch_from_json, arch_to_json, load_arch
 from nasfast.spaces.blocks import Block, SqueezeExcite, block_cost
 from nasfast.spaces.cost import Cost, Operator
 from nasfast.spaces.cost_table import CostTable, read_cost_table
-from nasfast.spaces.layer_space import LayerSpace
 from nasfast.spaces.module_space import Branch, ModuleChoice, ModuleSpace
 from nasfast.spaces.registry import (
     BUILDERS,

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from nasfast.spaces.arch import Arch
-from nasfast.spaces.layer_space import LayerSpace
+from nasfast.spaces.arch_space import LayerSpace
 from nasfast.spaces.space import SearchSpace
 
 

@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.spaces.arch import SKIP
+from nasfast.spaces.arch_space import LayerSpace
 from nasfast.spaces.blocks import Activation, Block, cost_of, refusal
 from nasfast.spaces.cost import Cost, Operator, linear_cost, output_size
-from nasfast.spaces.layer_space import LayerSpace
 
 
 @dataclass(frozen=True)

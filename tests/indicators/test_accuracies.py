@@ -104,7 +104,10 @@ def test_an_unknown_operation_is_named_with_the_known_ones():
             table({"00000011": 1, "0 0 0 0 0 0 1 1": 2, "0,0,0,0,0,0,1,1": 3}),
             "2 of 12 entries repeat an architecture; the first, '00000011' and '0 0 0 0 0 0 1 1'",
         ),
-        ('{"00000011": 1, "00000100": 2, "00000011": 3}', "1 of 3 entries repeat a key; the first, '00000011'"),
+        (
+            '{"00000011": 1, "00000100": 2, "00000011": 3}',
+            "1 of 3 entries repeat an architecture; the first, '00000011'",
+        ),
         ({a: 1.0 for a in ARCHS[:9]}, "has 9 architectures, at least 10 are needed.*train more"),
     ],
 )

@@ -73,8 +73,8 @@ def test_a_graph_and_the_engine_run_the_step(cfg):
     gradients = []
     for make in (
         lambda net: module.TrainingStep(net, images, labels, path=path),
-        lambda net: module.GraphedStep(module.TrainingStep(net, images, labels, path=path), EagerCapture()),
-        lambda net: module.EngineStep(
+        lambda net: module.graphed_step(module.TrainingStep(net, images, labels, path=path), EagerCapture()),
+        lambda net: module.engine_step(
             module.GraphEngine(net, tuple(images.shape), capture=EagerCapture()), images, labels, path
         ),
     ):

@@ -14,11 +14,9 @@ from nasfast.search import (
     InfeasibleConstraintError,
     Limits,
     SearchConfig,
-    load_candidates,
     pareto_front,
     run_search,
     sample_under,
-    save_candidates,
     search_table,
     top_k,
 )
@@ -140,18 +138,6 @@ def test_a_table_as_the_score(small_space, all_archs, write):
         legal = [a for a in all_archs if small_space.cost(a).macs <= macs]
         (best,) = top_k(scores, small_space, Limits(max_macs=macs), k=1)
         assert exact_cost(form, best.arch) == choose(exact_cost(form, a) for a in legal)
-
-
-def test_the_file_of_a_result_has_tables_and_fronts(small_space, make_table, write, tmp_path):
-    scores, table = make_table(small_space, 0), read_cost_table(write(form_of(small_space, about="here")), small_space)
-    limits = Limits(tables=((table, 7.0),))
-    found, front = top_k(scores, small_space, limits, k=2), pareto_front(scores, small_space, against=table)
-    save_candidates(tmp_path / "archs.json", small_space, found, limits=limits, table_fronts=[front])
-    result = load_candidates(tmp_path / "archs.json", small_space)
-    assert list(result.candidates) == found
-    (saved,) = result.tables
-    assert (saved.quantity, saved.unit, saved.about, saved.maximum) == ("latency", "ms", "here", 7.0)
-    assert list(saved.pareto) == front
 
 
 def test_tables_of_the_settings(small_space, make_table, write):
