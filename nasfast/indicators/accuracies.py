@@ -84,7 +84,7 @@ def _read_entries(path: str | Path, space: ArchSpace) -> list[tuple[str, Arch, A
     is_csv = Path(path).suffix.lower() == ".csv"
     try:
         text = Path(path).read_text(encoding="utf-8")
-        form = _csv_entries(text, path) if is_csv else list(_json_entries(text, path).items())
+        form = _csv_entries(text, path) if is_csv else _json_entries(text, path)
     except OSError as error:
         raise AccuracyError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -113,28 +113,15 @@ def _read_entries(path: str | Path, space: ArchSpace) -> list[tuple[str, Arch, A
     return list(entries.values())
 
 
-def _json_entries(text: str, path: str | Path) -> dict[str, Any]:
+def _json_entries(text: str, path: str | Path) -> list[tuple[str, Any]]:
     try:
-        form = json.loads(text, object_pairs_hook=_without_repeats)
-    except AccuracyError as error:
-        raise AccuracyError(f"{path}: {error}") from error
+        form = json.loads(text, object_pairs_hook=tuple)  # a dict would lose keys that are there twice
     except ValueError as error:
         raise AccuracyError(f"{path} is not JSON: {error}") from error
-    if not isinstance(form, dict) or not form:
-        given = "an empty one" if form == {} else type(form).__name__
+    if not isinstance(form, tuple) or not form:
+        given = "an empty one" if form == () else type(form).__name__
         raise AccuracyError(f"{path}: expected a mapping of architecture text to entries, got {given}")
-    return form
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A mapping of JSON, in which a repeated key would silently replace the first."""
-    form = dict(pairs)
-    if len(form) < len(pairs):
-        repeated = next(key for key in form if sum(key == other for other, _ in pairs) > 1)
-        raise AccuracyError(
-            f"{len(pairs) - len(form)} of {len(pairs)} entries repeat a key; the first, {repeated!r}: keep one"
-        )
-    return form
+    return [(key, dict(entry) if isinstance(entry, tuple) else entry) for key, entry in form]
 
 
 def _csv_entries(text: str, path: str | Path) -> list[tuple[str, dict[str, Any]]]:

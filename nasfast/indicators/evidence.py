@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import islice
 
@@ -79,10 +80,7 @@ class Evidence:
         Raises:
             ScoreError: the loader gave no image.
         """
-        batches = list(as_epochs(self.images).epoch(0, device=str(self.device)))
-        if not batches:
-            raise ScoreError("the loader gave no image to score on: give a loader with at least one batch")
-        return batches
+        return _some(as_epochs(self.images).epoch(0, device=str(self.device)))
 
     def sample(self, count: int | None = None) -> list[Arch]:
         """Fair random paths, the same for the same seed; None takes `paths` of them."""
@@ -131,14 +129,18 @@ class NetworkEvidence:
         Raises:
             ScoreError: the loader gave no image.
         """
-        batches = list(islice(as_epochs(self.images).epoch(0), 1))
-        if not batches:
-            raise ScoreError("the loader gave no image to score on: give a loader with at least one batch")
-        return batches
+        return _some(islice(as_epochs(self.images).epoch(0), 1))
 
     def network(self, arch: Arch) -> nn.Module:
         """The network of an architecture as PyTorch initialises its modules, in training mode."""
         return untrained(self.space, arch, seed=self.seed)
+
+
+def _some(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    found = list(batches)
+    if not found:
+        raise ScoreError("the loader gave no image to score on: give a loader with at least one batch")
+    return found
 
 
 def space_of_layers(evidence: Evidence | NetworkEvidence) -> LayerSpace:

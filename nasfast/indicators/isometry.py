@@ -22,7 +22,6 @@ from nasfast.indicators.registry import ScoreError, register
 from nasfast.indicators.table import IndicatorTable
 from nasfast.settings import Init
 from nasfast.spaces import SKIP, LayerSpace, SearchSpace
-from nasfast.spaces.cost import output_size
 from nasfast.supernet import InitScheme, ModuleSupernet, Supernet, initialize
 
 PATHS = 10
@@ -84,7 +83,7 @@ def largest_singular_value(matrix: Tensor) -> float:
 
 
 def candidate_maps(
-    space: SearchSpace,
+    of: SearchSpace | ModuleSupernet,
     *,
     activation: str | None = None,
     init: Init | InitScheme = "gaussian",
@@ -95,76 +94,59 @@ def candidate_maps(
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """Run every candidate of every layer on maps of random paths; yields layer, choice, input and output.
 
-    Every path has weights of its own and starts from a batch of normal noise. At each of its layers all candidates run
-    on the path's map, and one of them, drawn uniformly, gives the next map. The identity of a layer that keeps its
-    shape is drawn as others are, but is not yielded.
+    Every path has weights of its own and runs a batch of normal noise through candidates that are drawn uniformly. Then
+    all candidates of each layer run on what the path gave the layer at its first call. The identity of a layer that
+    keeps its shape is drawn as others are, but is not yielded. A module runs as a copy in eval mode and single
+    precision.
 
     Args:
-        space, activation, init, paths, batch, pixels, seed: see `isometry_table`.
+        of, activation, init, paths, batch, pixels, seed: see `isometry_table`.
 
     Yields:
         The layer, the choice, a leaf (n, C_in, H, W), and the output (n, C_out, H', W') whose graph leads to it. The
         caller may free the graph.
-    """
-    net = Supernet(space, init=init, activation=activation, layer_indicators=False, seed=seed)
-    net.requires_grad_(False).to(memory_format=torch.channels_last)
-    generator = torch.Generator().manual_seed(seed)
-    for path in range(paths):
-        if path:
-            initialize(net, init, seed=int(torch.randint(2**31, (), generator=generator)))
-        noise = torch.randn((batch, space.in_channels, space.resolution, space.resolution), generator=generator)
-        with torch.no_grad():
-            x = net.stem(noise.to(memory_format=torch.channels_last))
-        for place, layer in enumerate(space.layers):
-            images = max(2, math.ceil(pixels / output_size(layer.size, layer.stride) ** 2))
-            leaf = x[:images].detach().requires_grad_()
-            for choice in layer.options:
-                if choice not in (SKIP, layer.indicator_choice):
-                    yield place, choice, leaf, net.layers[place](leaf, choice)
-            chosen = layer.options[int(torch.randint(len(layer.options), (), generator=generator))]
-            with torch.no_grad():
-                x = net.layers[place](x, chosen)
-
-
-def choice_maps(
-    net: ModuleSupernet, *, init: Init | InitScheme, paths: int, batch: int, pixels: int, seed: int
-) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """The same of a supernet of a module: what each choice gets at its first call of a path.
-
-    It runs a copy in eval mode and single precision.
 
     Raises:
-        ScoreError: the module takes something else than square images, or a choice than one map (N, C, H, W).
+        ScoreError: a module takes something else than square images, or a choice than one map (N, C, H, W).
     """
-    space = net.space
-    if not space.in_channels:
-        raise ScoreError(f"{space.name} was not traced with square images (N, C, H, H), so noise cannot stand for them")
-    net = copy.deepcopy(net).cpu().float().requires_grad_(False).eval()
+    net: Supernet | ModuleSupernet
+    if isinstance(of, ModuleSupernet):
+        if not of.space.in_channels:
+            raise ScoreError(
+                f"{of.space.name} was not traced with square images (N, C, H, H), so noise cannot stand for them"
+            )
+        net, layout = copy.deepcopy(of).cpu().float(), torch.contiguous_format
+        weights: nn.Module = net.module
+    else:
+        net = weights = Supernet(of, init=init, activation=activation, layer_indicators=False, seed=seed)
+        layout = torch.channels_last
+    space: LayerSpace = net.space
+    net.requires_grad_(False).eval().to(memory_format=layout)
     generator = torch.Generator().manual_seed(seed)
-    met: dict[nn.Module, tuple[Tensor, int]] = {}
+    met: dict[nn.Module, Tensor] = {}
 
-    def meet(choice: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
-        given = (*args, *kwargs.values())
+    def meet(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
+        # a layer of blocks is given its choice too
+        given = (*args, *kwargs.values()) if isinstance(net, ModuleSupernet) else args[:1]
         if len(given) != 1 or not all(isinstance(value, Tensor) and value.ndim == 4 for value in (*given, y)):
             raise ScoreError(f"a choice of {space.name} does not map one (N, C, H, W) to another: take another score")
         # a copy, because what follows may work in place
-        met.setdefault(choice, (given[0].clone(), math.prod(y.shape[2:])))
+        met.setdefault(layer, given[0][: max(2, math.ceil(pixels / math.prod(y.shape[2:])))].clone())
 
-    for choice in net.layers:
-        choice.register_forward_hook(meet, with_kwargs=True)
+    for layer in net.layers:
+        layer.register_forward_hook(meet, with_kwargs=True)
     for path in range(paths):
-        initialize(net.module, init, seed=int(torch.randint(2**31, (), generator=generator)) if path else seed)
+        initialize(weights, init, seed=int(torch.randint(2**31, (), generator=generator)) if path else seed)
         noise = torch.randn((batch, space.in_channels, space.resolution, space.resolution), generator=generator)
         met.clear()
         arch = [options[int(torch.randint(len(options), (), generator=generator))] for options in space.options]
         with torch.no_grad():
-            net(noise, arch)
-        for place, (choice, layer) in enumerate(zip(net.layers, space.layers, strict=True)):
-            x, size = met[choice]
-            leaf = x[: max(2, math.ceil(pixels / size))].detach().requires_grad_()
-            for value in layer.options:
-                if value != layer.indicator_choice:
-                    yield place, value, leaf, choice.candidates[value](leaf.clone())
+            net(noise.to(memory_format=layout), arch)
+        for place, layer in enumerate(net.layers):
+            leaf = met[layer].requires_grad_()
+            for choice in space.options[place]:
+                if choice not in (SKIP, space.layers[place].indicator_choice):
+                    yield place, choice, leaf, layer.candidates[choice](leaf.clone())
 
 
 def isometry_table(
@@ -198,12 +180,8 @@ def isometry_table(
         raise ValueError(f"paths and pixels must be at least 1 and batch at least 2, got {paths}, {pixels} and {batch}")
     settings: dict[str, Any] = {"paths": paths, "batch": batch, "pixels": pixels, "seed": seed}
     generator = torch.Generator().manual_seed(seed)
-    if isinstance(of, ModuleSupernet):
-        space: LayerSpace = of.space
-        maps = choice_maps(of, init=init, **settings)
-    else:
-        space = of
-        maps = candidate_maps(of, activation=activation, init=init, **settings)
+    space: LayerSpace = of.space if isinstance(of, ModuleSupernet) else of
+    maps = candidate_maps(of, activation=activation, init=init, **settings)
     rows = [dict.fromkeys(options, 0.0) for options in space.options]
     for place, choice, x, y in maps:
         block = f"{space.place(place)}, {space.label(place, choice)}"

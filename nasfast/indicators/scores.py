@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from scipy.stats import rankdata
@@ -105,7 +106,7 @@ def score_table(
     meta = {**(meta or {}), "score": name}
     if score.additive:
         table = score.function(evidence)
-        table = IndicatorTable(space, table.block, table.layer, {**meta, **table.meta}, table.rule)
+        table = replace(table, meta={**meta, **table.meta})
     else:
         scores = {arch: score.function(evidence, arch) for arch in dict.fromkeys(evidence.sample())}
         table = distill(space, scores, evidence.values, meta=meta)
@@ -132,8 +133,7 @@ def untrained_table(
         can = ", ".join(sorted(other.name for other in SCORES.values() if other.untrained))
         raise ScoreError(f"the score {name!r} needs training or images, and here are none: train, or take one of {can}")
     table = score.function(NetworkEvidence(space, (), seed=seed))
-    table = IndicatorTable(space, table.block, table.layer, {**(meta or {}), "score": name, **table.meta}, table.rule)
-    return with_structure(table, structure)
+    return with_structure(replace(table, meta={**(meta or {}), "score": name, **table.meta}), structure)
 
 
 def with_structure(table: IndicatorTable, weight: float) -> IndicatorTable:
@@ -233,5 +233,4 @@ def score_networks(
             failed[arch] = error
     if failed and not scores:
         raise next(iter(failed.values()))
-    lowest = min(scores.values(), default=0.0)
-    return {**scores, **dict.fromkeys(failed, lowest - abs(lowest) - 1)}, failed
+    return summed(name, [scores], failed), failed

@@ -20,16 +20,8 @@ Rows = tuple[dict[int, float], ...]
 """For each value of an architecture: option -> its term of the sum."""
 
 
-def _depth(options: Mapping[int, Operator]) -> dict[int, float]:
-    return {k: float(option.works) for k, option in options.items()}
-
-
-def _macs(options: Mapping[int, Operator]) -> dict[int, float]:
-    return {k: float(option.cost.macs) for k, option in options.items()}
-
-
-def _params(options: Mapping[int, Operator]) -> dict[int, float]:
-    return {k: float(option.cost.params) for k, option in options.items()}
+def _per_option(value: Callable[[Operator], float]) -> Callable[[Mapping[int, Operator]], dict[int, float]]:
+    return lambda options: {k: float(value(option)) for k, option in options.items()}
 
 
 def _sqrt_size(options: Mapping[int, Operator]) -> dict[int, float]:
@@ -43,9 +35,9 @@ def _sqrt_size(options: Mapping[int, Operator]) -> dict[int, float]:
 
 
 BASELINES: dict[str, Callable[[Mapping[int, Operator]], dict[int, float]]] = {
-    "depth": _depth,
-    "macs": _macs,
-    "params": _params,
+    "depth": _per_option(lambda option: option.works),
+    "macs": _per_option(lambda option: option.cost.macs),
+    "params": _per_option(lambda option: option.cost.params),
     "sqrt_size": _sqrt_size,
 }
 """Name -> rule from the options of one layer (or edge) to their terms of the sum.

@@ -74,6 +74,12 @@ class Parts:
         return [*(name for name in (_STEM, _HEAD) if name in self.modules), *(name for name in chosen if name)]
 
 
+def _covering(space: LayerSpace) -> Iterator[Arch]:
+    """Architectures that together have every candidate of every layer."""
+    for number in range(max(map(len, space.options))):
+        yield tuple(options[min(number, len(options) - 1)] for options in space.options)
+
+
 def space_parts(space: SearchSpace, *, seed: int = 0) -> Parts:
     """The parts of a space; layers of equal shapes share those of equal candidates.
 
@@ -83,13 +89,11 @@ def space_parts(space: SearchSpace, *, seed: int = 0) -> Parts:
     modules: dict[str, tuple[nn.Module, tuple[int, int, int]]] = {}
     layers: list[dict[int, str | None]] = [{} for _ in space.layers]
     names: dict[object, str | None] = {}
-    for number in range(max(map(len, space.options))):
-        arch = tuple(options[min(number, len(options) - 1)] for options in space.options)
+    for arch in _covering(space):
         network = _network(space, arch, seed)
-        if number == 0:
-            if len(network.stem):
-                modules[_STEM] = network.stem, (space.in_channels, space.resolution, space.resolution)
-            modules[_HEAD] = _Head(network), (space.layers[-1].out_channels, side, side)
+        if len(network.stem):
+            modules.setdefault(_STEM, (network.stem, (space.in_channels, space.resolution, space.resolution)))
+        modules.setdefault(_HEAD, (_Head(network), (space.layers[-1].out_channels, side, side)))
         for i, (layer, choice, module) in enumerate(zip(space.layers, arch, network.blocks, strict=True)):
             block = None if choice == SKIP else layer.choices[choice]
             shapes = (layer.in_channels, layer.out_channels, layer.stride, layer.size, layer.activation)
@@ -121,8 +125,7 @@ def module_parts(net: ModuleSupernet) -> Parts:
     paths = {module: path for path, module in net.module.named_modules()}
     modules: dict[str, tuple[nn.Module, tuple[int, int, int]]] = {}
     layers: list[dict[int, str | None]] = [{} for _ in space.choices]
-    for number in range(max(map(len, space.options))):
-        arch = tuple(options[min(number, len(options) - 1)] for options in space.options)
+    for arch in _covering(space):
         network = inherit(net, arch)
         for i, (choice, value) in enumerate(zip(space.choices, arch, strict=True)):
             name = None if choice.branches[value].identity else f"{space.place(i)}, {choice.label(value)}"

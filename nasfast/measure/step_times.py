@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,9 @@ from nasfast.engine import GraphEngine
 from nasfast.measure.config import StepTimesConfig
 from nasfast.measure.doctor import environment
 from nasfast.measure.timing import (
-    EngineStep,
-    GraphedStep,
     TrainingStep,
+    engine_step,
+    graphed_step,
     machine,
     measure,
     measuring,
@@ -167,7 +168,7 @@ def step_times(cfg: StepTimesConfig = StepTimesConfig()) -> StepTimesReport:
     space, path = cfg.resolve()
     images, labels = random_batch(space, cfg.batch, device=torch_device(cfg.device), seed=cfg.seed)
     rows = _ROWS + (_GRAPH_ROWS if images.device.type == "cuda" else ())
-    steps: dict[str, TrainingStep | GraphedStep | EngineStep] = {}
+    steps: dict[str, Callable[[], dict[str, float]]] = {}
     eager, trainable = {}, {}
     with measuring(cfg.threads):
         for name, method, fused, how in rows:
@@ -179,10 +180,10 @@ def step_times(cfg: StepTimesConfig = StepTimesConfig()) -> StepTimesReport:
             net.to(images.device).to(memory_format=torch.channels_last).train()
             bf16 = cfg.dtype == "bf16"
             if how == "engine":
-                steps[name] = EngineStep(GraphEngine(net, tuple(images.shape), bf16=bf16), images, labels, path)
+                steps[name] = engine_step(GraphEngine(net, tuple(images.shape), bf16=bf16), images, labels, path)
                 continue
             eager[name] = TrainingStep(net, images, labels, path=path, bf16=bf16)
-            steps[name] = GraphedStep(eager[name]) if how == "graph" else eager[name]
+            steps[name] = graphed_step(eager[name]) if how == "graph" else eager[name]
         _LOG.info("timing %d rows, %d rounds", len(steps), cfg.rounds)
         times = measure(steps, rounds=cfg.rounds)
         measured_on = {"device": str(images.device), **machine()}

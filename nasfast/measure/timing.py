@@ -112,37 +112,28 @@ def seconds_of(
         return begin.elapsed_time(end) / 1e3
 
 
-class GraphedStep:
-    """A `TrainingStep` captured as one CUDA graph; a call replays it and returns seconds of `step`.
+def graphed_step(step: TrainingStep, capture: Capture | None = None) -> Callable[[], dict[str, float]]:
+    """A step captured as one CUDA graph; a call replays it and returns seconds of `step`.
 
     Args:
         step: the step; every replay uses its images, labels and path.
         capture: how to capture; None takes CUDA graphs.
     """
+    capture = capture or CudaCapture(step.images.device)
 
-    def __init__(self, step: TrainingStep, capture: Capture | None = None) -> None:
-        self._step = step  # keeps the tensors that the graph reads
-        capture = capture or CudaCapture(step.images.device)
-        (self._replay,) = capture.capture([self._whole], capture.pool())
-
-    def _whole(self) -> None:
+    def whole() -> None:
         # with gradients set to None, backward creates new ones and does not add
-        self._step.model.zero_grad(set_to_none=True)
-        self._step.loss().backward()
+        step.model.zero_grad(set_to_none=True)
+        step.loss().backward()
 
-    def __call__(self) -> dict[str, float]:
-        return {"step": seconds_of(self._replay, self._step.images.device)}
+    (replay,) = capture.capture([whole], capture.pool())
+    # `step` keeps the tensors that the graph reads
+    return lambda: {"step": seconds_of(replay, step.images.device)}
 
 
-class EngineStep:
+def engine_step(engine: Engine, images: Tensor, labels: Tensor, path: Arch) -> Callable[[], dict[str, float]]:
     """A step of an engine on one path; a call returns seconds of `step`."""
-
-    def __init__(self, engine: Engine, images: Tensor, labels: Tensor, path: Arch) -> None:
-        self._engine, self._arguments = engine, (images, labels, [path])
-
-    def __call__(self) -> dict[str, float]:
-        device = self._arguments[0].device
-        return {"step": seconds_of(lambda: self._engine.forward_backward(*self._arguments), device)}
+    return lambda: {"step": seconds_of(lambda: engine.forward_backward(images, labels, [path]), images.device)}
 
 
 def measure(variants: Mapping[str, Callable[[], dict[str, float]]], *, rounds: int, warmup: int = 2) -> dict[str, dict]:

@@ -12,8 +12,6 @@ from nasfast.spaces import SKIP, Arch, LayerSpace
 
 # Scores closer than this fraction of the span of the sum are a tie; it is a hundred times the solver's resolution.
 _TIE = 1e-8
-# Lexicographic ties are settled for several layers at once; the weights of the digits must stay exact in the solver.
-_MAX_DIGIT_WEIGHT = 1000
 
 
 def option_scores(table: IndicatorTable, *, allow_identity: bool = False) -> tuple[dict[int, float], ...]:
@@ -97,25 +95,10 @@ def _first_of_tie(
     program.at_most(losses, highest_loss)
     arch = program.minimiser(macs)
     program.limit(macs, sum(row[v] for row, v in zip(macs, arch, strict=True)))
-    for group in _digit_groups(program.options):
-        weights = [dict.fromkeys(values, 0) for values in program.options]
-        place = 1
-        for layer in reversed(group):
-            weights[layer] = {v: place * digit for digit, v in enumerate(program.options[layer])}
-            place *= len(program.options[layer])
-        arch = program.minimiser(weights)
-        program.fix(group, arch)
+    for layer, values in enumerate(program.options):
+        if arch[layer] != values[0]:
+            weights = [dict.fromkeys(others, 0) for others in program.options]
+            weights[layer] = {v: place for place, v in enumerate(values)}
+            arch = program.minimiser(weights)
+        program.fix(layer, arch[layer])
     return arch
-
-
-def _digit_groups(options: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Consecutive layers whose joint number of values stays below `_MAX_DIGIT_WEIGHT`."""
-    groups: list[list[int]] = [[]]
-    size = 1
-    for layer, values in enumerate(options):
-        if groups[-1] and size * len(values) > _MAX_DIGIT_WEIGHT:
-            groups.append([])
-            size = 1
-        groups[-1].append(layer)
-        size *= len(values)
-    return groups

@@ -75,9 +75,9 @@ class ChoiceProgram:
         flat, offset, scale = self._flatten(weights)
         self._add(flat, upper=(maximum - offset) / scale)
 
-    def fix(self, layers: Sequence[int], arch: Arch) -> None:
-        """Require the values of `arch` at `layers`."""
-        self._add(self._indicator({i: arch[i] for i in layers}), lower=len(layers))
+    def fix(self, layer: int, value: int) -> None:
+        """Require a value of a layer."""
+        self._add(self._indicator({layer: value}), lower=1)
 
     def exclude(self, arch: Arch) -> None:
         """Forbid one architecture (a no-good cut)."""

@@ -4,21 +4,25 @@
 """
 
 from nasfast.spaces.arch import SKIP, Arch, ArchError, arch_file_text, format_arch, parse_arch
-from nasfast.spaces.arch_space import ArchSpace, arch_from_json, arch_to_json, load_arch
+from nasfast.spaces.arch_space import ArchSpace, LayerSpace, arch_from_json, arch_to_json, load_arch
 from nasfast.spaces.blocks import Block, SqueezeExcite, block_cost
-from nasfast.spaces.builders import (
-    digits_macro,
-    digits_mini,
-    mobilenet_v2,
-    mobilenet_v3,
-    nas_bench_macro,
-    shufflenet_v2,
-)
 from nasfast.spaces.cost import Cost, Operator
 from nasfast.spaces.cost_table import CostTable, read_cost_table
-from nasfast.spaces.layer_space import LayerSpace
 from nasfast.spaces.module_space import Branch, ModuleChoice, ModuleSpace
-from nasfast.spaces.registry import BUILDERS, get_space, list_spaces, named_space, names_file, read_space, space_kind
+from nasfast.spaces.registry import (
+    BUILDERS,
+    digits_macro,
+    digits_mini,
+    get_space,
+    list_spaces,
+    mobilenet_v2,
+    mobilenet_v3,
+    named_space,
+    nas_bench_macro,
+    read_space,
+    shufflenet_v2,
+    space_kind,
+)
 from nasfast.spaces.samplers import SAMPLERS, FairSampler, Sampler, StrictFairSampler, UniformSampler, mean_path
 from nasfast.spaces.space import FixedLayer, Layer, SearchSpace, Stage
 
@@ -60,7 +64,6 @@ __all__ = [
     "mobilenet_v2",
     "mobilenet_v3",
     "named_space",
-    "names_file",
     "nas_bench_macro",
     "parse_arch",
     "read_cost_table",

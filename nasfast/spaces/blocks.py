@@ -148,6 +148,28 @@ def cost_of(block: Block, in_channels: int, out_channels: int, stride: int, size
     return _BLOCK_COSTS[block.kind](block, in_channels, out_channels, stride, size)
 
 
+def refusal(block: Block, in_channels: int, out_channels: int, stride: int, *, last: bool) -> str | None:
+    """Why a layer of these shapes cannot have a block; None if it can. `last` is whether the classifier follows it."""
+    if block.kind == "hidden" and not last:
+        return "a hidden block takes the mean over all pixels: only the last layer of the head can be one"
+    if not block.kind.startswith("shuffle"):
+        return None
+    if out_channels % 2:
+        return f"ShuffleNetV2 units need an even number of channels, got {out_channels}"
+    if stride == 1 and in_channels != out_channels:
+        return (
+            f"a stride-1 ShuffleNetV2 unit cannot change channels, got {in_channels} in and {out_channels} out: give "
+            "the layer a stride of 2"
+        )
+    branch_in, _, branch_out = shuffle_branches(in_channels, out_channels, stride)
+    if branch_out < 1:
+        return (
+            f"a stride-{stride} ShuffleNetV2 unit keeps its {branch_in} input channels beside those of its main "
+            f"branch: out must be more than {branch_in}, got {out_channels}"
+        )
+    return None
+
+
 @block_cost("conv")
 def _conv(block: Block, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
     return conv_bn_cost(in_channels, out_channels, block.kernel, output_size(size, stride))

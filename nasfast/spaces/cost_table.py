@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 
 from nasfast.config import ConfigError
 from nasfast.spaces.arch import SKIP, Arch
-from nasfast.spaces.layer_space import LayerSpace
+from nasfast.spaces.arch_space import LayerSpace
 
 FORMAT = "nasfast.cost_table/1"
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from nasfast.config import ConfigBase
+from nasfast.spaces.arch_space import LayerSpace
 from nasfast.spaces.cost import Cost, Operator
-from nasfast.spaces.layer_space import LayerSpace
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from nasfast.spaces.arch import Arch
-from nasfast.spaces.layer_space import LayerSpace
+from nasfast.spaces.arch_space import LayerSpace
 from nasfast.spaces.space import SearchSpace
 
 
@@ -22,18 +22,16 @@ class Sampler(ABC):
         space: the space of the paths.
         seed: seed of the sampler's own generator; two samplers with the same seed draw the same paths.
         layer_indicators: whether the layer-indicator path of a normal layer is a candidate of its own.
+
+    Attributes:
+        candidates: per layer, every value a path can take.
     """
 
     def __init__(self, space: LayerSpace, *, seed: int = 0, layer_indicators: bool) -> None:
         self.space = space
         self.layer_indicators = layer_indicators
         self._rng = random.Random(seed)
-        self._candidates = [layer.legal if layer_indicators else layer.options for layer in space.layers]
-
-    @property
-    def candidates(self) -> list[tuple[int, ...]]:
-        """Per layer: every value a path can take."""
-        return list(self._candidates)
+        self.candidates = [layer.legal if layer_indicators else layer.options for layer in space.layers]
 
     @property
     def paths_per_step(self) -> int:
@@ -68,7 +66,7 @@ class UniformSampler(Sampler):
         super().__init__(space, seed=seed, layer_indicators=layer_indicators)
 
     def step(self) -> list[Arch]:
-        return [tuple(self._rng.choice(values) for values in self._candidates)]
+        return [tuple(self._rng.choice(values) for values in self.candidates)]
 
 
 class FairSampler(Sampler):
@@ -82,11 +80,11 @@ class FairSampler(Sampler):
 
     def __init__(self, space: LayerSpace, *, seed: int = 0, layer_indicators: bool = True) -> None:
         super().__init__(space, seed=seed, layer_indicators=layer_indicators)
-        self._decks: list[list[int]] = [[] for _ in self._candidates]
+        self._decks: list[list[int]] = [[] for _ in self.candidates]
 
     def _draw(self) -> Arch:
         path = []
-        for deck, values in zip(self._decks, self._candidates, strict=True):
+        for deck, values in zip(self._decks, self.candidates, strict=True):
             if not deck:
                 deck.extend(values)
                 self._rng.shuffle(deck)
@@ -118,7 +116,7 @@ class StrictFairSampler(FairSampler):
 
     @property
     def paths_per_step(self) -> int:
-        return max(len(values) for values in self._candidates)
+        return max(len(values) for values in self.candidates)
 
 
 def mean_path(space: SearchSpace) -> Arch:

@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.spaces.arch import SKIP
-from nasfast.spaces.blocks import Activation, Block, cost_of, shuffle_branches
+from nasfast.spaces.arch_space import LayerSpace
+from nasfast.spaces.blocks import Activation, Block, cost_of, refusal
 from nasfast.spaces.cost import Cost, Operator, linear_cost, output_size
-from nasfast.spaces.layer_space import LayerSpace
 
 
 @dataclass(frozen=True)
@@ -168,11 +168,12 @@ class SearchSpace(LayerSpace):
         for i, layer in enumerate(self.layers):
             if not layer.choices and not layer.normal:
                 raise ValueError(f"space {self.name!r}: layer {i} changes shape and cannot be pinned to the identity")
-        _check_hidden(self)
         for part, layers in (("stem ", self.stem_layers), ("", self.layers), ("head ", self.head_layers)):
             for i, layer in enumerate(layers):
-                if any(block.kind.startswith("shuffle") for block in layer.choices):
-                    _check_shuffle(f"space {self.name!r}, {part}layer {i}", layer)
+                last = part == "head " and i == len(layers) - 1
+                for block in layer.choices:
+                    if why := refusal(block, layer.in_channels, layer.out_channels, layer.stride, last=last):
+                        raise ValueError(f"space {self.name!r}, {part}layer {i}: {why}")
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -227,36 +228,6 @@ class SearchSpace(LayerSpace):
 def _output_shape(layers: Sequence[Layer], empty: tuple[int, int] = (0, 0)) -> tuple[int, int]:
     """Channels and size after `layers`; `empty` when there are none."""
     return (layers[-1].out_channels, output_size(layers[-1].size, layers[-1].stride)) if layers else empty
-
-
-def _check_hidden(space: SearchSpace) -> None:
-    """Raise ValueError unless the only `hidden` layer, if there is one, is the last of the head."""
-    places = {f"stem layer {i}": layer for i, layer in enumerate(space.stem_layers)}
-    places |= {f"layer {i}": layer for i, layer in enumerate(space.layers)}
-    places |= {f"head layer {i}": layer for i, layer in enumerate(space.head_layers[:-1])}
-    for where, layer in places.items():
-        if any(block.kind == "hidden" for block in layer.choices):
-            raise ValueError(
-                f"space {space.name!r}, {where}: a hidden block takes the mean over all pixels: only the last layer of "
-                "the head can be one"
-            )
-
-
-def _check_shuffle(where: str, layer: Layer) -> None:
-    """Raise ValueError unless a ShuffleNetV2 unit can have the shapes of `layer`."""
-    if layer.out_channels % 2:
-        raise ValueError(f"{where}: ShuffleNetV2 units need an even number of channels, got {layer.out_channels}")
-    if layer.stride == 1 and not layer.normal:
-        raise ValueError(
-            f"{where}: a stride-1 ShuffleNetV2 unit cannot change channels, got {layer.in_channels} in and "
-            f"{layer.out_channels} out: give the layer a stride of 2"
-        )
-    branch_in, _, branch_out = shuffle_branches(layer.in_channels, layer.out_channels, layer.stride)
-    if branch_out < 1:
-        raise ValueError(
-            f"{where}: a stride-{layer.stride} ShuffleNetV2 unit keeps its {branch_in} input channels beside those of "
-            f"its main branch: out must be more than {branch_in}, got {layer.out_channels}"
-        )
 
 
 def _resolve(fixed: Sequence[FixedLayer], channels: int, size: int) -> tuple[Layer, ...]:

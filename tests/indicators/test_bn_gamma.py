@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 import torch
-from tiny import batches, tiny_space
+from tiny import tiny_space
 
 from nasfast.indicators.bn_gamma import score
 from nasfast.indicators.scores import SCORES
@@ -16,8 +16,7 @@ from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.settings import METHODS, MethodName
 from nasfast.spaces import SKIP, Block, FixedLayer, SearchSpace, Stage
 from nasfast.supernet import Supernet
-from nasfast.train import TrainConfig
-from nasfast.train.supernet import make_supernet, train_supernet
+from nasfast.train.supernet import make_supernet
 
 CHOICES = (Block("identity"), Block("mbconv", 3, 2))
 SPACES = {
@@ -73,18 +72,6 @@ def test_mean_absolute_gamma_by_hand():
     assert IndicatorTable.from_json(table.to_json()) == table
 
 
-def test_without_layer_indicators_the_block_score_stands_alone():
-    """BN-NAS: S = S_v on every layer."""
-    net = Supernet(tiny_space(), layer_indicators=False)
-    for i, layer in enumerate(net.layers):
-        for j, candidate in enumerate(layer.candidates):
-            set_gamma(candidate.project.bn, float(10 * i + j))
-    table = score(net)
-    assert table.layer == (None,) * 4
-    assert table.scores == tuple({j: float(10 * i + j) for j in range(3)} for i in range(4))
-    assert table.argmax() == (2, 2, 2, 2)
-
-
 def test_the_identity_candidate_is_scored_by_the_layer_indicator():
     net = Supernet(SPACES["identity"])
     set_gamma(net.layers[0].candidates[0].last_bn, 3.0)
@@ -122,16 +109,6 @@ def test_a_diverged_supernet_is_refused():
     set_gamma(net.layers[2].candidates[1].project.bn, math.nan)
     with pytest.raises(TableError, match=r"layer 2, choice 1 \(k5 e1\): score is nan"):
         score(net)
-
-
-@pytest.mark.parametrize("method", ["dinas_paper", "bnnas"])
-def test_training_moves_the_scores_of_sampled_candidates(method, tmp_path):
-    net, sampler = make_supernet(tiny_space(), method, seed=1)
-    train_supernet(net, batches(8), sampler, TrainConfig(epochs=1, lr=0.5), run_dir=tmp_path)
-    table = score(net)
-    assert all(v != 1.0 for row in table.block for v in row.values())
-    assert [v is not None for v in table.layer] == [False, method == "dinas_paper"] * 2
-    assert all(0 < v < 3 for row in table.scores for v in row.values())
 
 
 def test_presets_of_the_methods():

@@ -69,10 +69,6 @@ def test_the_attainable_tau_is_that_with_the_true_accuracies(spread):
     assert np.mean(estimated) == pytest.approx(np.mean(measured), abs=0.04 if spread else 0.2)
 
 
-def test_networks_that_answer_alike_attain_nothing():
-    assert attainable_tau(np.ones((5, 30), bool)) == 0
-
-
 def test_a_constant_score_wants_nothing(tmp_path):
     accuracies, _ = noisy(20, seed=0)
     found = compare_scores(accuracies, {"flat": dict.fromkeys(accuracies, 1.0)}, SPACE, resamples=10)

@@ -19,7 +19,7 @@ from nasfast.indicators.registry import ScoreError
 from nasfast.indicators.scores import Evidence, NetworkEvidence, score_networks, score_table, untrained_table
 from nasfast.indicators.structure import structure_table
 from nasfast.research.cells.space import nas_bench_201_space
-from nasfast.spaces import FixedLayer, Stage
+from nasfast.spaces import Stage
 from nasfast.supernet import Supernet
 
 
@@ -55,12 +55,6 @@ def test_the_expectation_over_signs_is_the_explicit_jacobian(stride, side):
     rows = torch.tensor(hadamard(2 ** math.ceil(math.log2(y.numel()))), dtype=torch.float64)
     total = sum(mean_channel_jacobian(x, block(x), row[: y.numel()].view(y.shape)) for row in rows) / len(rows)
     torch.testing.assert_close(total, explicit(block, x, stride), rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("shape", [(3, 5), (5, 3)])
-def test_the_largest_singular_value(shape):
-    matrix = maps(*shape).detach()
-    assert largest_singular_value(matrix) == pytest.approx(torch.linalg.svdvals(matrix)[0].item(), rel=1e-9)
 
 
 def test_the_table_is_that_of_plain_blocks_in_double_precision(monkeypatch):
@@ -109,7 +103,6 @@ def test_weights_before_a_norm_may_have_any_size(monkeypatch):
     initialise = subject.initialize
     table = isometry_table(space, paths=2, batch=8)
     monkeypatch.setattr(subject, "initialize", rescaled)
-    # the second path only: the weights of the first are those of the supernet's own
     for row, other in zip(table.scores, isometry_table(space, paths=2, batch=8).scores, strict=True):
         assert row == pytest.approx(other, abs=2e-4)
 
@@ -119,13 +112,6 @@ def test_a_candidate_takes_the_images_that_it_needs():
     counts = {len(x) for _, _, x, _ in candidate_maps(space, paths=1, batch=16, pixels=100)}
     assert counts == {7}
     assert {len(x) for _, _, x, _ in candidate_maps(space, paths=1, batch=6, pixels=100)} == {6}
-
-
-def test_two_seeds_give_nearly_the_same_table():
-    tables = [isometry_table(tiny_macro_space(), paths=8, batch=16, seed=seed) for seed in (0, 1)]
-    for one, other in zip(tables[0].scores, tables[1].scores, strict=True):
-        assert one == pytest.approx(other, abs=0.4)
-    assert tables[0].scores != tables[1].scores
 
 
 def test_strides_that_do_not_divide_and_one_layer_have_a_table():
@@ -169,20 +155,6 @@ def test_blocks_without_a_jacobian_are_refused(block, message):
         mean_channel_jacobian(x, y, torch.ones_like(y))
 
 
-def test_a_candidate_without_influence_is_named(monkeypatch):
-    build = Supernet.__init__
-
-    def silent(net, *args, **kwargs):
-        build(net, *args, **kwargs)
-        for unit in net.layers[0].candidates[1].modules():
-            if isinstance(unit, nn.BatchNorm2d):
-                nn.init.zeros_(unit.weight)
-
-    monkeypatch.setattr(Supernet, "__init__", silent)
-    with pytest.raises(ScoreError, match="layer 0, k5 e1: .* does not depend on its input"):
-        isometry_table(tiny_space(), paths=1)
-
-
 def block_of(kernel: int, *, norm: bool = True, inplace: bool = False) -> nn.Sequential:
     conv = nn.Conv2d(4, 4, kernel, padding=kernel // 2, bias=False)
     return nn.Sequential(nn.ReLU(inplace=inplace), conv, nn.BatchNorm2d(4) if norm else nn.Identity())
@@ -224,9 +196,3 @@ def test_cells_have_no_table_of_layers():
 def test_too_few_paths_images_or_pixels(settings):
     with pytest.raises(ValueError, match="must be at least 1 and batch at least 2"):
         isometry_table(tiny_space(), **settings)
-
-
-def test_a_head_does_not_matter():
-    space = tiny_space()
-    other = space.replace(head=(FixedLayer(space.head[0].block, 7),))
-    assert isometry_table(space, paths=1).scores == isometry_table(other, paths=1).scores

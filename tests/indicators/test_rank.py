@@ -16,7 +16,6 @@ from nasfast.indicators.rank import (
     spearman_rho,
 )
 from nasfast.indicators.table import IndicatorTable, TableError
-from nasfast.research.cells.space import nas_bench_201_space
 from nasfast.spaces import digits_mini, nas_bench_macro
 
 SPACE = nas_bench_macro()
@@ -166,18 +165,6 @@ def test_values_that_are_not_finite_are_refused(accuracies, archs, value):
         rank(accuracies, {**accuracies, archs[3]: value}, SPACE)
     with pytest.raises(AccuracyError, match=text.format("accuracies")):
         rank({**accuracies, archs[3]: value}, accuracies, SPACE)
-
-
-def test_cells_are_ranked_beside_the_same_baselines():
-    """Accuracy is the number of convolutions: what `depth` means in a space of cells."""
-    space = nas_bench_201_space(cells=3)
-    rng = random.Random(3)
-    archs = list({tuple(rng.randrange(5) for _ in range(6)) for _ in range(60)})
-    accuracies = {a: float(sum(k >= 3 for k in a)) for a in archs}
-    report = rank(accuracies, {a: float(space.cost(a).params) for a in archs}, space, resamples=20)
-    rows = {row.name: row for row in (report.predictor, *report.baselines)}
-    assert rows["depth"].kendall.value == pytest.approx(1)
-    assert rows["predictor"].kendall == rows["params"].kendall
 
 
 @pytest.mark.parametrize("resamples", [0, 9, -1])

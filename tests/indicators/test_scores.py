@@ -17,7 +17,6 @@ from nasfast import extensions
 from nasfast.indicators import bn_gamma, registry
 from nasfast.indicators.registry import SCORES, ScoreError, all_scores, available, get_score, list_scores, register
 from nasfast.indicators.scores import Evidence, score_of, score_paths, score_table
-from nasfast.indicators.structure import structure_table
 from nasfast.search import search_table
 from nasfast.settings import METHODS, ScoreConfig
 from nasfast.spaces import FairSampler
@@ -42,14 +41,6 @@ def plain(net: Supernet) -> Supernet:
     twin = Supernet(net.space, layer_indicators=net.layer_indicators, fused=False)
     twin.load_state_dict(net.state_dict())
     return twin
-
-
-def norms_of(net: Supernet, layer: int, choice: int) -> dict[str, torch.nn.Module]:
-    prefix = f"layers.{layer}.candidates.{choice}."
-    indicator = net.layers[layer].layer_indicator
-    if indicator is not None and choice == net.space.layers[layer].indicator_choice:
-        prefix = f"layers.{layer}.layer_indicator"
-    return {n: m for n, m in net.named_modules() if n.startswith(prefix) and isinstance(m, torch.nn.BatchNorm2d)}
 
 
 def test_path_loss_and_accuracy_are_those_of_the_whole_set(trained):
@@ -84,20 +75,6 @@ def test_a_distilled_table_ranks_as_the_losses_of_all_paths_do(trained):
     assert table.meta["paths"] == len(set(evidence.sample())) < 60
     assert 0.3 < table.meta["r2"] <= 1
     assert search_table(table, trained.space, top_k=1)[0].arch == max(archs, key=table.score)
-
-
-def test_structure_is_added_in_units_of_its_deviation(trained):
-    evidence = Evidence(trained, HELD_OUT, paths=60)
-    alone, both = (score_table("path_loss", evidence, structure=w) for w in (0.0, 0.5))
-    baseline = structure_table(trained.space, "sqrt_size")
-    archs = list(itertools.product(range(3), repeat=4))
-    z = []
-    for table in (alone, baseline):
-        values = torch.tensor([table.score(a) for a in archs], dtype=torch.float64)
-        z.append((values - values.mean()) / values.std(correction=0))
-    assert [both.score(a) for a in archs] == pytest.approx((z[0] + 0.5 * z[1]).tolist(), abs=1e-9)
-    assert both.meta["structure"] == 0.5
-    assert both.meta["r2"] == alone.meta["r2"]
 
 
 def test_gamma_is_the_table_of_the_indicators(trained):
@@ -138,14 +115,6 @@ def test_refusals_list_what_can_be_had(trained, monkeypatch):
         register("gamma", additive=True)(lambda evidence: None)
     with pytest.raises(KeyError, match="'synflow' is registered already"):
         register("synflow", additive=False)(lambda evidence, arch: 0.0)
-
-
-def test_values_that_are_not_finite_name_the_candidate(macro_space):
-    net = Supernet(macro_space, init="aligned")
-    with torch.no_grad():
-        net.layers[1].candidates[2].project.bn.weight[0] = float("nan")
-    with pytest.raises(ScoreError, match=r"layer 1, choice 2 \(k5 e6\)"):
-        score_table("path_loss", Evidence(net, batches(1, resolution=12), paths=60))
 
 
 def test_paths_without_a_finite_score_are_refused(macro_space, monkeypatch):

@@ -9,7 +9,6 @@ from tiny import tiny_space
 from nasfast.config import ConfigError
 from nasfast.measure.config import StepTimesConfig
 from nasfast.measure.timing import TrainingStep, measure, measuring, random_batch
-from nasfast.runtime.device import torch_device
 from nasfast.spaces import ArchError, mean_path
 from nasfast.supernet import Supernet
 
@@ -54,15 +53,6 @@ def test_a_step_without_anything_to_train_is_refused():
         step()
 
 
-def test_batches_repeat():
-    space = tiny_space()
-    one, two, other = random_batch(space, 3), random_batch(space, 3), random_batch(space, 3, seed=1)
-    assert one[0].shape == (3, 3, 16, 16)
-    assert one[0].is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
-    assert not torch.equal(one[0], other[0])
-
-
 def test_settings_are_restored():
     before = torch.get_num_threads(), torch.backends.cudnn.benchmark
     with pytest.raises(KeyError), measuring(1):
@@ -82,24 +72,14 @@ def test_the_path_may_be_given():
     ("changes", "error", "message"),
     [
         ({"batch": 0}, ValueError, "batch must be at least 1, got 0"),
-        ({"rounds": 0}, ValueError, "rounds must be at least 1, got 0"),
-        ({"threads": -1}, ValueError, "threads and seed must not be negative, got -1 and 0"),
         ({"device": "tpu"}, ValueError, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
-        ({"space": "digits"}, ConfigError, "unknown space 'digits'.*did you mean 'digits_mini'"),
         ({"path": "0 1"}, ArchError, "must have 6 values, got 2"),
-        ({"path": "9 0 0 0 0 0"}, ArchError, "layer 0 .*choice 9 is not one of 0 .k3 e3., 1 .k3 e6., 2"),
         ({"batch": 1, "resolution": 8}, ConfigError, "batch 1 of 8 x 8 images.*raise batch or resolution"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(changes, error, message):
     with pytest.raises(error, match=message):
         StepTimesConfig(**{"space": "digits_mini", **changes}).resolve()
-
-
-def test_an_absent_gpu_is_named():
-    cfg = StepTimesConfig(space="digits_mini", device="cuda")
-    with pytest.raises(ConfigError, match="torch sees no GPU: use --device cpu"):
-        torch_device(cfg.device)
 
 
 def test_a_step_on_a_gpu_is_timed_by_events(gpu):

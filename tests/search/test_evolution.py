@@ -44,12 +44,6 @@ def test_crossover_takes_each_layer_from_either_parent():
     assert sum(map(sum, children)) / 20000 == pytest.approx(0.5, abs=0.02)
 
 
-def test_defaults_are_the_published_settings():
-    config = SearchConfig()
-    published = (config.population, config.generations, config.parents, config.crossovers, config.mutations)
-    assert (*published, config.mutation_prob) == (50, 20, 10, 25, 25, 0.1)
-
-
 def test_evaluates_each_legal_architecture_once(small_space, make_table, config):
     table, seen = make_table(small_space, 0), []
 

@@ -14,16 +14,14 @@ from nasfast.search import (
     InfeasibleConstraintError,
     Limits,
     SearchConfig,
-    load_candidates,
     pareto_front,
     run_search,
     sample_under,
-    save_candidates,
     search_table,
     top_k,
 )
 from nasfast.search.limits import read_limits
-from nasfast.spaces import SKIP, nas_bench_macro, read_cost_table
+from nasfast.spaces import SKIP, read_cost_table
 
 
 def form_of(space, seed=0, *, unit="ms", quantity="latency", digits=3, **more) -> dict:
@@ -142,18 +140,6 @@ def test_a_table_as_the_score(small_space, all_archs, write):
         assert exact_cost(form, best.arch) == choose(exact_cost(form, a) for a in legal)
 
 
-def test_the_file_of_a_result_has_tables_and_fronts(small_space, make_table, write, tmp_path):
-    scores, table = make_table(small_space, 0), read_cost_table(write(form_of(small_space, about="here")), small_space)
-    limits = Limits(tables=((table, 7.0),))
-    found, front = top_k(scores, small_space, limits, k=2), pareto_front(scores, small_space, against=table)
-    save_candidates(tmp_path / "archs.json", small_space, found, limits=limits, table_fronts=[front])
-    result = load_candidates(tmp_path / "archs.json", small_space)
-    assert list(result.candidates) == found
-    (saved,) = result.tables
-    assert (saved.quantity, saved.unit, saved.about, saved.maximum) == ("latency", "ms", "here", 7.0)
-    assert list(saved.pareto) == front
-
-
 def test_tables_of_the_settings(small_space, make_table, write):
     """Each is limited by the number behind it, or only reported; K, M and G are understood."""
     files = [write(form_of(small_space, n, quantity="energy", unit="mJ"), f"{n}.json") for n in range(3)]
@@ -220,16 +206,11 @@ def changed(form, **entry):
             r"'other' \(00\) \(num_classes 7, not 5",
         ),
         (lambda f: without(f, 4), r"no value for layer 1 choice 1 \(k3 e4\): add"),
-        (lambda f: {**f, "entries": []}, "layer 0 choice 0 .* and 14 more: add"),
         (lambda f: {**f, "entries": [*f["entries"], f["entries"][0]]}, "layer 0, choice 0 is there twice"),
         (lambda f: changed(f, layer=6), "layer must be from 0 to 5, got 6"),
         (lambda f: changed(f, choice=7), "layer 0 has the choices 0, 1, 2, got 7"),
-        (lambda f: changed(f, choice=True), "got True"),
         (lambda f: changed(f, value=-0.1), r"layer 0, choice 0 \(k3 e2\): .* at least 0, got -0.1"),
         (lambda f: changed(f, value=float("nan")), "finite number of at least 0, got nan"),
-        (lambda f: changed(f, value=float("inf")), "got inf"),
-        (lambda f: changed(f, value="0.5"), "got '0.5'"),
-        (lambda f: {**f, "fixed": -1}, "'fixed': .* got -1"),
         (lambda f: {**f, "entries": [{"layer": 0}]}, "entry 0 must be"),
     ],
 )
@@ -279,15 +260,6 @@ def test_latencies_of_another_unit_device_or_batch(small_space, write, form, set
 def test_meaningless_limits_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         SearchConfig(**settings)
-
-
-def test_an_identity_that_is_a_candidate_needs_a_value(write):
-    space = nas_bench_macro()
-    form = form_of(space)
-    assert read_cost_table(write(form), space).cost((0,) * 8) > 0.25
-    identity = next(i for i, e in enumerate(form["entries"]) if (e["layer"], e["choice"]) == (1, 0))
-    with pytest.raises(ConfigError, match=r"layer 1 choice 0 \(identity\)"):
-        read_cost_table(write(without(form, identity)), space)
 
 
 def test_large_and_small_numbers_keep_eight_digits(small_space, all_archs, write):

@@ -43,27 +43,16 @@ def test_fair_counts_differ_by_at_most_one_at_every_prefix(space, seed, layer_in
             assert max(count.values()) - min(count.values()) <= 1
 
 
-@settings(max_examples=20, deadline=None)
-@given(seeds)
-def test_strict_fair_takes_every_candidate_once_per_step(seed):
-    # without layer indicators every layer of this space has six candidates
-    sampler = StrictFairSampler(digits_mini(), seed=seed)
+@pytest.mark.parametrize("layer_indicators", [False, True])
+@settings(max_examples=10, deadline=None)
+@given(seed=seeds)
+def test_strict_fair_takes_every_candidate_once_per_step(seed, layer_indicators):
+    """With layer indicators, reduction layers have fewer candidates than others, and only stay fair."""
+    sampler = StrictFairSampler(digits_mini(), seed=seed, layer_indicators=layer_indicators)
+    assert sampler.paths_per_step == 6 + layer_indicators
     for _ in range(5):
-        step = sampler.step()
-        assert len(step) == 6
-        for layer in zip(*step, strict=True):
-            assert sorted(layer) == list(range(6))
-
-
-@settings(max_examples=20, deadline=None)
-@given(seeds)
-def test_strict_fair_keeps_shorter_layers_fair(seed):
-    sampler = StrictFairSampler(digits_mini(), seed=seed, layer_indicators=True)
-    assert sampler.paths_per_step == 7
-    for _ in range(5):
-        step = sampler.step()
-        for values, layer in zip(sampler.candidates, zip(*step, strict=True), strict=True):
-            if len(values) == 7:
+        for values, layer in zip(sampler.candidates, zip(*sampler.step(), strict=True), strict=True):
+            if len(values) == sampler.paths_per_step:
                 assert sorted(layer) == sorted(values)
 
 
@@ -74,13 +63,6 @@ def test_uniform_is_uniform_and_independent():
         assert stats.chisquare(list(Counter(layer).values())).pvalue > 1e-4
     pairs = Counter((path[0], path[1]) for path in drawn)
     assert stats.chisquare([pairs[a, b] for a in range(6) for b in range(6)]).pvalue > 1e-4
-
-
-def test_defaults_follow_the_methods():
-    space = mobilenet_v2()
-    assert not UniformSampler(space).layer_indicators
-    assert FairSampler(space).layer_indicators
-    assert not StrictFairSampler(space).layer_indicators
 
 
 def test_pinned_and_identity_layers():
@@ -131,9 +113,3 @@ def test_pinned_layers_stay_on_the_mean_path():
     space = mobilenet_v2(variant="bnnas")
     path = space.check(mean_path(space))
     assert [i for i, choice in enumerate(path) if choice == -1] == [1, 5, 6, 9]
-
-
-def test_the_mean_path_costs_about_the_mean():
-    for space in (mobilenet_v2(), shufflenet_v2()):
-        mean = space.fixed_cost.macs + sum(sum(c.macs for c in t.values()) / len(t) for t in space.cost_table)
-        assert 0.95 < space.cost(mean_path(space)).macs / mean < 1.05

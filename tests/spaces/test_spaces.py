@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -40,10 +38,6 @@ SPACES = {name: build() for name, build in LAYERWISE.items()} | {"bnnas": mobile
 MACRO_ROWS = [
     ("00000011", 1195306, 20517376),
     ("00000100", 507562, 11962880),
-    ("00000110", 911274, 18364928),
-    ("00000122", 2170538, 38357504),
-    ("00001002", 1322922, 27423232),
-    ("00001011", 1298858, 27030016),
     ("00001022", 2154410, 40620544),
 ]
 
@@ -69,24 +63,6 @@ def test_nas_bench_macro_rows(arch, params, macs):
     assert nas_bench_macro().cost(parse_arch(arch)) == Cost(macs=macs, params=params)
 
 
-def test_spaces_say_their_activation(tmp_path):
-    """NAS-Bench-Macro's networks were trained with ReLU, those of MobileNetV2 with ReLU6."""
-    assert {name: build().activation for name, build in LAYERWISE.items()} == {
-        "mobilenet_v2": "relu6",
-        "mobilenet_v3": "hswish",
-        "shufflenet_v2": "relu",
-        "nas_bench_macro": "relu",
-        "digits_macro": "relu",
-        "digits_mini": "relu6",
-    }
-    space = nas_bench_macro()
-    space.save(tmp_path / "space.yaml")
-    assert read_space(tmp_path / "space.yaml").activation == "relu"
-    before = space.replace(activation="relu6")
-    assert before.fingerprint != space.fingerprint
-    assert [before.cost((c,) * 8) for c in range(3)] == [space.cost((c,) * 8) for c in range(3)]
-
-
 def test_layers_may_have_an_activation_of_their_own():
     space = mobilenet_v2()
     first = space.stages[0].replace(activation="hswish")
@@ -98,24 +74,18 @@ def test_layers_may_have_an_activation_of_their_own():
     assert SearchSpace.from_dict(changed.to_dict()) == changed
 
 
-def test_fields_that_are_null_do_not_count_for_the_fingerprint():
-    """Files that were written before blocks had `se` and stages `activation` still belong to their spaces."""
-    assert nas_bench_macro().fingerprint == "8b85f68e8c87bfce"
-    assert mobilenet_v2().fingerprint == "39003f69a4bd1c3c"
-
-
-@pytest.mark.parametrize(
-    ("name", "layers", "cardinality"),
-    [
-        ("mobilenet_v2", 20, 6**20),
-        ("bnnas", 21, 6**17),
-        ("mobilenet_v3", 14, 8**10 * 12**4),
-        ("shufflenet_v2", 20, 4**20),
-        ("nas_bench_macro", 8, 3**8),
-    ],
-)
-def test_sizes(name, layers, cardinality):
-    assert (len(SPACES[name]), SPACES[name].cardinality) == (layers, cardinality)
+def test_the_built_in_spaces_are_what_saved_files_belong_to():
+    """Activations, sizes and blocks; a field that is null does not count, so older files still belong."""
+    assert {name: space.fingerprint for name, space in SPACES.items()} == {
+        "bnnas": "530f563ded97a7f4",
+        "digits_macro": "75c0351dbcd543fa",
+        "digits_mini": "9cb790647a71aa05",
+        "mobilenet_v2": "39003f69a4bd1c3c",
+        "mobilenet_v3": "a53a943a61ea3ff5",
+        "nas_bench_macro": "8b85f68e8c87bfce",
+        "shufflenet_v2": "83b0f063f8451069",
+    }
+    assert (SPACES["bnnas"].cardinality, SPACES["mobilenet_v3"].cardinality) == (6**17, 8**10 * 12**4)
 
 
 def test_reduction_layers_have_no_indicator():
@@ -123,29 +93,6 @@ def test_reduction_layers_have_no_indicator():
     # the first layer of every stage, the stride-1 stage of 128 channels included
     assert reductions == [0, 4, 8, 12, 16]
     assert [layer.indicator_choice for layer in nas_bench_macro().layers] == [None, 0, None, 0, 0, None, 0, 0]
-
-
-def test_costs_scale_with_the_input():
-    small, large = (mobilenet_v2(resolution=r).cost((0,) * 20) for r in (224, 448))
-    classifier = 1728 * 1000
-    assert large.macs - classifier == 4 * (small.macs - classifier)
-    assert large.params == small.params
-
-
-def test_cost_is_the_sum_of_its_table(space):
-    arch = tuple(layer.options[-1] for layer in space.layers)
-    total = sum((row[c] for row, c in zip(space.cost_table, arch, strict=True)), space.fixed_cost)
-    assert space.cost(arch) == total
-
-
-def test_yaml_and_json_round_trips(space, tmp_path):
-    space.save(tmp_path / "space.yaml")
-    (tmp_path / "space.json").write_text(json.dumps(space.to_dict()))
-    for name in ("space.yaml", "space.json"):
-        read = read_space(tmp_path / name)
-        assert read == space
-        assert read.fingerprint == space.fingerprint
-    assert SearchSpace.from_dict(space.to_dict()) == space
 
 
 def test_fingerprint_ignores_only_the_name(space):
@@ -187,39 +134,23 @@ def test_custom_space_read_space(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("resolution", "resolutoin", "unknown config key 'resolutoin'; did you mean 'resolution'"),
         ("expand: 2", "expands: 2", r"'stages\[0\].choices\[0\].expands'; did you mean 'expand'"),
         ("kind: mbconv, kernel: 5", "kind: mbcomv, kernel: 5", "did you mean 'mbconv'"),
         ("kernel: 5", "kernel: 4", "kernel must be odd"),
         ("pinned: [1]", "pinned: [1, 2]", r"stage 0: pinned must be indices from 0 to 1, got \[2\]"),
-        ("pinned: [1]", "pinned: [-1]", r"stage 0: pinned must be indices from 0 to 1, got \[-1\]"),
         ("out: 8, stride: 2", "out: 0", "stem layer 0: out and stride must be positive, got 0, 1"),
-        ("out: 8, stride: 2", "out: 8, stride: 0", "stem layer 0: out and stride must be positive, got 8, 0"),
         ("head: []", "head: [{block: {kind: conv}, out: -4}]", "head layer 0: out and stride must be positive"),
         ("pinned: [1]", "pinned: [0]", "layer 0 changes shape and cannot be pinned"),
-        ("out: 12", "out: twelve", r"'stages\[0\].out': expected int, got 'twelve'"),
         ("layers: 2", "layers: 0", "out, layers and stride must be positive"),
-        ("name: mine", "", "'name' is required"),
         ("kernel: 5}", "kernel: 3, expand: 2}", "lists the same choice twice"),
         ("expand: 2", "se: {ratio: 0}", "se: ratio must be positive and finite, got 0"),
-        ("expand: 2", "se: {ratio: .nan}", "se: ratio must be positive and finite, got nan"),
         ("expand: 2", "expand: .nan", "block mbconv: expand must be at least 1 and finite, got nan"),
-        ("expand: 2", "expand: .inf", "block mbconv: expand must be at least 1 and finite, got inf"),
         ("expand: 2", "se: {gate: tanh}", r"choices\[0\].se.gate': got 'tanh', allowed: 'hsigmoid', 'sigmoid'"),
-        ("expand: 2", "se: {activation: elu}", rf"choices\[0\].se.activation': got 'elu', allowed: {ACTS}"),
-        ("expand: 2", "se: {reduction: 4}", "unknown config key .*se.reduction'; .*valid: activation, gate, ratio"),
-        ("expand: 2", "se: true", r"choices\[0\].se: expected a mapping of keys, got True"),
         ("kind: conv, kernel: 3", "kind: conv, se: {}", "block conv: only mbconv has squeeze-and-excitation"),
         ("kind: conv", "kind: hidden", "stem layer 0: a hidden block .* only the last layer of the head can be one"),
         ("head: []", "head: [&h {block: {kind: hidden}, out: 4}, *h]", "head layer 0: a hidden block takes the mean"),
         ("kind: mbconv, kernel: 5", "kind: hidden, kernel: 5", "'mine', layer 0: a hidden block takes the mean"),
         ("name: mine", "name: mine\nactivation: gelu", f"'activation': got 'gelu', allowed: {ACTS}"),
-        (
-            "stride: 2\n",
-            "stride: 2\n    activation: swish\n",
-            rf"'stages\[0\].activation': got 'swish', allowed: {ACTS}",
-        ),
-        ("out: 8, stride: 2", "out: 8, activation: RELU", rf"'stem\[0\].activation': got 'RELU', allowed: {ACTS}"),
     ],
 )
 def test_errors_of_a_custom_space_name_the_key(tmp_path, old, new, message):
@@ -237,12 +168,6 @@ def test_unknown_space_names_the_nearest():
         get_space("shufflenet_v2", variant="bnnas")
 
 
-def test_shuffle_units_need_even_channels():
-    stage = Stage(7, 1, 2, (Block("shuffle"),))
-    with pytest.raises(ValueError, match="even number of channels"):
-        shufflenet_v2().replace(stages=(stage,))
-
-
 def test_labels_tell_candidates_apart():
     excited = [None, SqueezeExcite(), SqueezeExcite(0.5), SqueezeExcite(gate="sigmoid"), SqueezeExcite(0.1, "silu")]
     labels = [Block("mbconv", 5, 2.5, se).label for se in excited]
@@ -257,19 +182,18 @@ def test_squeezed_channels_are_those_of_torchvision():
     assert {hidden: SqueezeExcite().channels(hidden) for hidden in squeezed} == squeezed
 
 
-@pytest.mark.parametrize("out", [12, 16])
-def test_a_shuffle_unit_must_add_channels_to_those_it_keeps(out):
-    message = rf"'shufflenet_v2', layer 0: a stride-2 .* out must be more than 16, got {out}"
-    with pytest.raises(ValueError, match=message):
-        shufflenet_v2().replace(stages=(Stage(out, 1, 2, (Block("shuffle"),)),))
-
-
-def test_shuffle_units_outside_the_search_are_checked_too():
-    fixed = FixedLayer(Block("shuffle"), 20)
-    with pytest.raises(ValueError, match="head layer 0: a stride-1 ShuffleNetV2 unit cannot change channels"):
-        shufflenet_v2().replace(head=(fixed,))
-    with pytest.raises(ValueError, match="stem layer 0: ShuffleNetV2 units need an even number of channels, got 21"):
-        shufflenet_v2().replace(stem=(fixed.replace(out=21, stride=2),))
+@pytest.mark.parametrize(
+    ("part", "layers", "message"),
+    [
+        ("stages", Stage(7, 1, 2, (Block("shuffle"),)), "layer 0: ShuffleNetV2 units need an even number of channels"),
+        ("stages", Stage(16, 1, 2, (Block("shuffle"),)), "layer 0: a stride-2 .* out must be more than 16, got 16"),
+        ("head", FixedLayer(Block("shuffle"), 20), "head layer 0: a stride-1 ShuffleNetV2 unit cannot change channels"),
+        ("stem", FixedLayer(Block("shuffle"), 21, stride=2), "stem layer 0: ShuffleNetV2 units need an even number"),
+    ],
+)
+def test_shapes_that_a_shuffle_unit_cannot_have(part, layers, message):
+    with pytest.raises(ValueError, match=f"'shufflenet_v2', {message}"):
+        shufflenet_v2().replace(**{part: (layers,)})
 
 
 def test_a_stage_without_choices_is_refused():
@@ -301,7 +225,6 @@ def test_arch_forms():
             (0, 1, 2, 3, 0, 0, 0, 0),
             "layer 3 of space 'nas_bench_macro': choice 3 is not one of 0 .identity., 1",
         ),
-        ((0, 1, 2, SKIP, 0, 0, 0, 0), "layer 3.*choice -1"),
         ((0, 1, 2.0, 0, 0, 0, 0, 0), "layer 2 .*: choice 2.0 is not one of 0 .identity., 1"),
         ((0, 1, 2, "1", 0, 0, 0, 0), "layer 3 .*: choice '1' is not"),
     ],
