@@ -29,6 +29,7 @@ from nasfast.data.backends import Decoded, Request
 from nasfast.data.datasets import DataError, ImageSource, SubsetSource
 from nasfast.runtime.capacity import free_memory
 from nasfast.runtime.files import check_room, temporary_beside, write_atomic
+from nasfast.runtime.lock import file_lock
 
 _LOG = logging.getLogger(__name__)
 
@@ -218,12 +219,10 @@ class CacheBackend:
         Raises:
             DataError: the disk is too small, or the folder cannot be written.
         """
-        from filelock import FileLock  # a tenth of a second, which only building needs
-
         temporary = temporary_beside(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(path.with_suffix(".lock")):
+            with file_lock(path.with_suffix(".lock")):
                 if (found := self._open(path)) is not None:
                     return found
                 if path.exists():
@@ -231,16 +230,17 @@ class CacheBackend:
                 for left in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed
                     left.unlink()
                 check_room(path.parent, int(np.prod(self._shape)))
-                described = self._write(temporary)
-                os.replace(temporary, path)
+                try:
+                    described = self._write(temporary)
+                    os.replace(temporary, path)
+                finally:
+                    temporary.unlink(missing_ok=True)
                 write_atomic(path.with_suffix(".json"), (json.dumps(described, indent=1) + "\n").encode())
         except OSError as error:
             raise DataError(
                 f"cannot write the image cache {path}: {error.strerror or error}. Make room or the folder writable, "
                 "set data.cache_dir to another place, or data.loader=torchvision"
             ) from error
-        finally:
-            temporary.unlink(missing_ok=True)
         if (found := self._open(path)) is None:
             raise DataError(f"the image cache {path} was written and cannot be read: is the disk failing?")
         return found

@@ -185,7 +185,8 @@ def check_orthogonal_targets(
     """Check the arguments of `nasfast.ops.orthogonalize_`; returns its tensors and names as lists.
 
     Args:
-        bytes_per_element: memory that the operator needs for each element of a tensor."""
+        bytes_per_element: memory that the operator needs for each element of a tensor.
+    """
     tensors = _list_of_tensors(op, "tensors", tensors)
     names = [str(i) for i in range(len(tensors))] if names is None else list(names)
     if len(names) != len(tensors):

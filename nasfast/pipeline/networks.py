@@ -95,6 +95,7 @@ def retrain_best(
     started = time.monotonic()
     check_one_process(tasks, world.size)
     form: Any = None
+    decides = world.is_main and _decides_images(cfg)  # before another rank begins
     if world.is_main:
         found, names = to_retrain(cfg, archs, pareto=pareto)
         form = {"space": found.to_dict(), "trainings": _with_seeds(names, cfg)}
@@ -102,7 +103,9 @@ def retrain_best(
     space = space_kind(form["space"]).from_dict(form["space"])
     trainings = {name: (tuple(arch), seed) for name, (arch, seed) in form["trainings"].items()}
     train_all = _retrain_here if tasks is None else _retrain_apart
-    results = train_all(cfg, space, trainings, resume=resume, world=world, settings=tasks or TaskSettings())
+    results = train_all(
+        cfg, space, trainings, resume=resume, world=world, settings=tasks or TaskSettings(), decides=decides
+    )
     if world.is_main:
         # the logs of tasks, these or those of an earlier call, were for networks that failed
         shutil.rmtree(cfg.run_dir / FOLDER, ignore_errors=True)
@@ -111,10 +114,9 @@ def retrain_best(
     return results
 
 
-def _keep_images(cfg: RunConfig) -> None:
+def _decides_images(cfg: RunConfig) -> bool:
     """Of a run without a supernet, the first training decides the images, also where it is stopped."""
-    if without_supernet(cfg) and nothing_is_trained(cfg):
-        save_config(cfg)
+    return without_supernet(cfg) and nothing_is_trained(cfg)
 
 
 def _retrain_here(
@@ -125,13 +127,14 @@ def _retrain_here(
     resume: bool,
     world: World,
     settings: TaskSettings,
+    decides: bool,
 ) -> dict[str, RetrainResult]:
     """Retrain architectures with their seeds in the processes of this run; see `retrain_best`."""
     side_by_side = cfg.retrain.parallel == "networks"
     team = world.alone() if side_by_side else world
     loaders = {s: retrain_loaders(cfg, space, seed=s, world=team) for s in sorted({s for _, s in trainings.values()})}
-    if world.is_main:
-        _keep_images(cfg)
+    if decides:
+        save_config(cfg)
     net = None
     if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
         net = load_supernet(cfg)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
@@ -169,13 +172,15 @@ def _retrain_apart(
     resume: bool,
     world: World,
     settings: TaskSettings,
+    decides: bool,
 ) -> dict[str, RetrainResult]:
     """As `_retrain_here`, each network in one task; they write the files that retraining in this process writes."""
     retrain_loaders(cfg, space)  # an error is said here, before workers start
     for name, (arch, seed) in trainings.items():
         if not resume:
             check_not_begun(cfg.run_dir, name, arch, cfg.retrain, seed=seed)
-    _keep_images(cfg)
+    if decides:
+        save_config(cfg)
     with TaskRunner(cfg.run_dir / FOLDER, settings) as runner:
         # a call in which another network failed has left them, and what is in retrain/ may have changed since then:
         # checkpoints say what is finished
@@ -245,24 +250,27 @@ def train_network(
         Its `result.json` without the time.
     """
     cfg = settings_of_task(config, folder if out is None else Path(out), **machine)
-    the_space = space_kind(space).from_dict(space)
-    train, val = retrain_loaders(cfg, the_space, hold_out=hold_out)
-    with tracked(cfg.track, cfg.run_dir, portable(cfg.to_dict())):
-        result = retrain(
-            the_space,
-            tuple(arch),
-            train,
-            val,
-            cfg.retrain,
-            run_dir=cfg.run_dir,
-            name=network,
-            supernet=load_supernet(cfg)[0] if cfg.retrain.init == "inherit" else None,
-            activation=cfg.supernet.activation,
-            seed=cfg.seed,
-            resume=True,
-            device=cfg.torch_device,
-            world=SINGLE if out is None else replace(SINGLE, leads=False),
-        )
+    the_space, finished = space_kind(space).from_dict(space), cfg.run_dir / "retrain" / network / RESULT_FILE
+    if hold_out and finished.exists():  # its checkpoints are gone
+        result = RetrainResult.load(finished)
+    else:
+        train, val = retrain_loaders(cfg, the_space, hold_out=hold_out)
+        with tracked(cfg.track, cfg.run_dir, portable(cfg.to_dict())):
+            result = retrain(
+                the_space,
+                tuple(arch),
+                train,
+                val,
+                cfg.retrain,
+                run_dir=cfg.run_dir,
+                name=network,
+                supernet=load_supernet(cfg)[0] if cfg.retrain.init == "inherit" else None,
+                activation=cfg.supernet.activation,
+                seed=cfg.seed,
+                resume=True,
+                device=cfg.torch_device,
+                world=SINGLE if out is None else replace(SINGLE, leads=False),
+            )
     if hold_out:  # a large sample would fill the disk
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     form = result.to_dict()

@@ -215,7 +215,8 @@ def score_untrained(cfg: RunConfig, *, num_classes: int | None = None) -> Indica
     A table that the same settings gave is kept.
 
     Args:
-        cfg: settings of the run; those of images and of the supernet are not used.
+        cfg: settings of the run; those of images and of the supernet are not used, but images must be those of networks
+            that are trained already.
         num_classes: classes of the networks; None takes those of the run directory's space, or the space's own.
 
     Raises:

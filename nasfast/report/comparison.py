@@ -283,7 +283,7 @@ def _made_with(run: RunFiles) -> dict[str, str]:
     if result is not None and result.settings is not None:
         form |= flatten(result.settings.to_dict(), "search.")
     scored = table.meta.get("settings") if table is not None else result and result.scored_with
-    form |= flatten(scored or {})
+    form |= flatten(scored if isinstance(scored, Mapping) else {})
     trained = flatten(best.get("settings") or {}, "retrain.")
     form |= {key: value for key, value in trained.items() if key not in _NOT_OF_TRAINING}
     return {key: str(value) for key, value in form.items()}

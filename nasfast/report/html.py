@@ -330,7 +330,7 @@ def _stability(run: RunFiles) -> str:
         run.text("config.yaml", "nasfast run")
         return (
             "<p>This is one seed, so whether others find the same is not known: <code>nasfast run --seeds 3</code> "
-            "says so, with the same settings and another --out.</p>"
+            "says so, with another --out, where <code>--seeds</code> takes the settings.</p>"
         )
     form = json.loads(parent.read_text(encoding="utf-8"))
     found = form["agreement"]

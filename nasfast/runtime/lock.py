@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import errno
+import fcntl
+import json
 import logging
 import os
 import re
@@ -29,11 +30,11 @@ _TEMPORARY = re.compile(r"\..+\.([0-9]+)\.tmp")
 _FOLDERS = (".", "checkpoints", "report", "retrain/*")
 """Folders that a run writes to. Others are not searched, because a user may keep images below a run directory."""
 
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Error numbers of a file system without locks."""
+_ATTEMPTS = 100
+"""How often a directory or lock file may vanish before it is locked; after that it is taken to be impossible there."""
 
-_held: set[tuple[str, int]] = set()
-"""Real path of each directory that is locked, with the process that locked it: a forked child has no lock."""
+_held: dict[str, int | None] = {}
+"""Real path of each directory that this process has locked -> descriptor of its lock file, None without locks."""
 
 
 class RunDirectoryError(RuntimeError):
@@ -44,9 +45,9 @@ class RunDirectoryError(RuntimeError):
 def run_lock(run_dir: str | Path, *, create: bool = True) -> Iterator[None]:
     """Keep other processes from writing to a run directory, for the length of a `with` block.
 
-    The lock is the kernel's (`filelock`, on a hidden file, which names the holder), so it ends with the process,
-    however the process ends. Blocks of one process on one directory may be nested; the outermost takes the lock and
-    removes temporary files that killed processes left. Where the file system has no locks, a warning says so.
+    The lock is the kernel's (`flock` on a hidden file, which names the holder), so it ends with the process, however
+    the process ends. Blocks of one process on one directory may be nested; the outermost takes the lock and removes
+    temporary files that killed processes left. Where the file system has no locks, a warning says so.
 
     If a run has several processes, the leading one holds the lock for all (`nasfast.runtime.distributed.World.leads`).
 
@@ -61,63 +62,102 @@ def run_lock(run_dir: str | Path, *, create: bool = True) -> Iterator[None]:
     Raises:
         RunDirectoryError: another process holds the lock, or the directory cannot be written; nothing was changed.
     """
-    # torch requires filelock; importing it takes a tenth of a second, which only commands that write need
-    from filelock import FileLock, Timeout
-
     folder = Path(run_dir)
-    key = os.path.realpath(folder), os.getpid()
+    key = os.path.realpath(folder)
     if key in _held or not (create or folder.is_dir()):
         yield
         return
-    made, path = not folder.exists(), folder / _LOCK_FILE
-    lock = FileLock(path, timeout=0, thread_local=False)
+    made = not folder.exists()
+    descriptor = _held[key] = _acquire(folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except Timeout:
-        raise RunDirectoryError(
-            f"run directory {folder} is in use by {_holder(path)}: wait until it ends, stop it, or choose another "
-            "--out. Nothing was changed"
-        ) from None
-    except (OSError, NotImplementedError) as error:  # the latter from filelock 3
-        if isinstance(error, OSError) and error.errno not in _NO_LOCKS:
-            raise RunDirectoryError(_not_writable(folder, error)) from error
-        _LOG.warning(
-            "the file system of %s has no locks (%s): make sure that no other process writes there", folder, error
-        )
-    try:
-        _write_holder(folder, path)
-        _remove_temporaries(folder)
-        _held.add(key)
+        if descriptor is not None:
+            _write_holder(folder, descriptor)
+            _remove_temporaries(folder)
         yield
     finally:
-        _held.discard(key)
-        if key[1] == os.getpid():  # a forked child may come here too
-            path.unlink(missing_ok=True)
-            lock.release()
+        # a forked child, which has no lock any more, may come here too
+        if _held.pop(key, None) is not None and descriptor is not None:
+            (folder / _LOCK_FILE).unlink(missing_ok=True)
+            os.close(descriptor)
             if made:
                 with contextlib.suppress(OSError):  # not empty
                     folder.rmdir()
 
 
-def _write_holder(folder: Path, path: Path) -> None:
+@contextlib.contextmanager
+def file_lock(path: Path) -> Iterator[None]:
+    """Wait until no other process holds the lock of this file; without waiting where the file system has no locks.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    with open(path, "ab") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _acquire(folder: Path) -> int | None:
+    """Lock the directory; the descriptor of the lock file, or None if the file system has no locks."""
+    path = folder / _LOCK_FILE
+    for _ in range(_ATTEMPTS):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        except FileNotFoundError:
+            continue  # another process created the directory and has removed it again
+        except OSError as error:
+            raise RunDirectoryError(_not_writable(folder, error)) from error
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(descriptor, 4096)
+            os.close(descriptor)
+            raise RunDirectoryError(
+                f"run directory {folder} is in use by {_holder(holder)}: wait until it ends, stop it, or choose "
+                "another --out. Nothing was changed"
+            ) from None
+        except OSError as error:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            _LOG.warning(
+                "the file system of %s has no locks (%s): make sure that no other process writes there",
+                folder,
+                error.strerror,
+            )
+            return None
+        # the previous holder may have removed the file meanwhile, and the lock of a removed file keeps nobody out
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        os.close(descriptor)
+    raise RunDirectoryError(f"cannot create run directory {folder}: choose another --out")
+
+
+def _write_holder(folder: Path, descriptor: int) -> None:
     """Write the holder into the lock file, which also checks that the directory can be written."""
-    command = shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])[:200]
-    since = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    form = {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])[:200],
+        # only people read this time
+        "since": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+    }
     try:
-        path.write_text(
-            f"`{command}`, process {os.getpid()} on {socket.gethostname()}, since {since}", encoding="utf-8"
-        )
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, (json.dumps(form) + "\n").encode())
+        os.fsync(descriptor)
     except OSError as error:
         raise RunDirectoryError(_not_writable(folder, error)) from error
 
 
-def _holder(path: Path) -> str:
-    """The holder of a lock; `another process` as long as it has not written its name."""
+def _holder(data: bytes) -> str:
+    """The holder of a lock, from the content of the lock file."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace") or "another process"
-    except OSError:
-        return "another process"
+        form = json.loads(data)
+        return f"`{form['command']}`, process {form['pid']} on {form['host']}, since {form['since']}"
+    except (ValueError, LookupError, TypeError):
+        return "another process"  # it has not written its name yet
 
 
 def _not_writable(folder: Path, error: OSError) -> str:
@@ -146,3 +186,13 @@ def _alive(pid: int) -> bool:
     except OSError:  # a process of another user
         pass
     return pid > 0
+
+
+def _release_in_child() -> None:
+    """Close a forked child's descriptors, so that a loader worker does not keep the lock of its killed parent."""
+    for descriptor in filter(None, _held.values()):
+        os.close(descriptor)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_release_in_child)

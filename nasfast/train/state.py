@@ -76,7 +76,7 @@ class TrainState:
         settings: what else the result depends on.
         averaged: the moving average of the model's weights; None if there is none.
         loader_kind: the backend that decodes the images, None if unknown. All backends show the same windows up to
-            rounding, except `cache` for random crops of photographs, which draws windows on reduced images.
+            rounding.
     """
 
     def __init__(

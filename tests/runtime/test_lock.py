@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from nasfast.runtime import lock
 from nasfast.runtime.lock import RunDirectoryError, run_lock
 
 HOLDER = """
@@ -58,15 +60,23 @@ def test_a_second_process_is_refused_and_changes_nothing(tmp_path, holder):
     assert snapshot(tmp_path) == before
 
 
-def test_the_lock_goes_with_a_killed_process_whose_worker_outlives_it(tmp_path):
+def test_the_lock_goes_with_a_killed_process(tmp_path, holder):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert (tmp_path / ".lock").exists()
+    with run_lock(tmp_path):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_worker_that_outlives_its_parent_does_not_keep_the_lock(tmp_path):
     process, numbers = start_holder(tmp_path, "fork")
     try:
         process.kill()
         process.wait()
         os.kill(numbers["worker"], 0)
         with run_lock(tmp_path):
-            assert f"process {os.getpid()} on" in (tmp_path / ".lock").read_text()
-        assert os.listdir(tmp_path) == []
+            pass
     finally:
         os.kill(numbers["worker"], signal.SIGKILL)
         process.stdout.close()
@@ -93,11 +103,33 @@ def test_a_directory_with_files_is_kept_and_an_absent_one_is_not_made(tmp_path):
 def test_the_lock_ends_with_an_error(tmp_path):
     with pytest.raises(KeyboardInterrupt), run_lock(tmp_path):
         raise KeyboardInterrupt
+    assert lock._held == {}
     with run_lock(tmp_path):
         pass
 
 
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_the_lock_of_a_removed_file_keeps_nobody_out(tmp_path, monkeypatch):
+    """Between the opening and the locking of the file its holder may end, and another begin with a new file."""
+    plain, stolen = fcntl.flock, []
+
+    def after_another(descriptor, flags):
+        if not stolen:
+            (tmp_path / ".lock").unlink()
+            stolen.append(start_holder(tmp_path)[0])
+        plain(descriptor, flags)
+
+    monkeypatch.setattr(fcntl, "flock", after_another)
+    try:
+        with pytest.raises(RunDirectoryError) as refused, run_lock(tmp_path):
+            pass
+        assert f"process {stolen[0].pid} " in str(refused.value)
+    finally:
+        stolen[0].kill()
+        stolen[0].wait()
+        stolen[0].stdout.close()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog, code):
     def fail(*_):
         raise OSError(code, os.strerror(code))
@@ -105,17 +137,18 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog,
     monkeypatch.setattr(fcntl, "flock", fail)
     with run_lock(tmp_path), run_lock(tmp_path):
         pass
-    warning = f"has no locks ([Errno {code}] {os.strerror(code)}): make sure that no other process writes there"
+    warning = f"has no locks ({os.strerror(code)}): make sure that no other process writes there"
     assert caplog.text.count(warning) == 1
+    assert lock._held == {}
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize("call", ["write_text", "mkdir"])
+@pytest.mark.parametrize("call", ["write", "ftruncate", "open", "mkdir"])
 def test_a_directory_that_cannot_be_written_is_an_error_and_left_alone(tmp_path, monkeypatch, call):
     def fail(*_, **__):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, call, fail)
+    monkeypatch.setattr(os if call != "mkdir" else Path, call, fail)
     with pytest.raises(RunDirectoryError, match="cannot write to run directory .*No space left.*free some space"):
         with run_lock(tmp_path):
             raise AssertionError("unreachable")

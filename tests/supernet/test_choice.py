@@ -381,8 +381,8 @@ class ByName(nn.Module):
 @pytest.mark.parametrize(
     ("build", "example", "text"),
     [
-        (pair, [torch.randn(1, 3, 8, 8)], r"cannot be called with the example \(list\).*give a tensor, or a tuple"),
-        (pair, {"x": torch.randn(1, 3, 8, 8)}, r"cannot be called with the example \(dict\)"),
+        (pair, [torch.randn(1, 3, 8, 8)], r"fails on the example \(list\).*a tensor, or a tuple"),
+        (pair, {"x": torch.randn(1, 3, 8, 8)}, r"fails on the example \(dict\)"),
         (ByName, torch.randn(1, 3, 8, 8), "where the forward needs others, wrap the module"),
         (lambda: nn.Sequential(pair()), (torch.randn(1, 3, 8, 8),) * 2, r"the example \(Tensor, Tensor\)"),
     ],
