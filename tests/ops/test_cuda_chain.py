@@ -1,6 +1,5 @@
 """The CUDA kernels of chains against float64: on the GPU where there is one, else in their emulation on CPU tensors."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -32,14 +31,9 @@ ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch) -> Iterator[None]:
-    """Every stage by itself; test_cuda_expansion.py has the expansions that are computed again."""
-    monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
+def every_stage_by_itself(emulation, monkeypatch):
+    """test_cuda_expansion.py has the expansions that are computed again."""
     monkeypatch.setattr(planning, "MAX_RECOMPUTED_CUDA_CHANNELS", 0)
-    planning._decide_once.cache_clear()
-    yield
-    planning._decide_once.cache_clear()
-    set_emulation()
 
 
 def operator_arguments(drawn: Drawn) -> dict:

@@ -21,15 +21,10 @@ BFLOAT16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True, params=["recomputed", "released"])
-def emulated(request, monkeypatch):
+def schedule(request, emulation, monkeypatch):
     """Expansions are computed again wherever the kernels can, not only where the model of the GPU says so."""
-    monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
     monkeypatch.setattr(planning, "modelled_gpu", lambda x: "H200")
     monkeypatch.setattr(cuda_times, "schedule", lambda gpu, chain: request.param)
-    planning._decide_once.cache_clear()
-    yield
-    planning._decide_once.cache_clear()
-    set_emulation()
 
 
 def recomputed(drawn: Drawn) -> bool:
