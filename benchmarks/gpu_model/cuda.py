@@ -61,7 +61,6 @@ class CudaLaunch:
         grid: number of blocks in each dimension.
         shared: bytes of shared memory of a block that the launch asks for.
         words: the argument of the kernel, in hexadecimal; pointers are numbered in the order in which they appear.
-        weights: where in the argument the pointers to weights of convolutions are, in bytes.
         bytes: size of the distinct tensors that it reads and writes.
         early: whether it may start before the launch in front of it has ended, from sm_90 on.
         chain: the chain of whose operator it is a part; None outside.
@@ -72,7 +71,6 @@ class CudaLaunch:
     grid: tuple[int, int, int]
     shared: int
     words: str
-    weights: tuple[int, ...]
     bytes: int
     early: bool
     chain: Chain | None
@@ -170,7 +168,6 @@ def record_call(
     before = arguments.get("before") or []
     begins = bool(before) and func._opname.endswith("bwd")
     dx = not func._opname.endswith("bwd") or arguments["dx"] is not None
-    weights = {weight.data_ptr() for weight in arguments.get("conv_weights", ())}
     lines = take_records()
     launches, first = [], False
     for i, line in enumerate(lines):
@@ -187,7 +184,6 @@ def record_call(
                 (*line["grid"], 1),
                 line["shared"],
                 _without_addresses(line["arguments"]),
-                tuple(at for at, value in _numbers(bytes.fromhex(line["arguments"])) if value in weights),
                 _bytes(
                     line["stage"],
                     geometry,
@@ -261,24 +257,15 @@ def _bytes(
 _ADDRESSES, _MOST = range(1 << 44, 1 << 48), 1 << 16
 
 
-def _numbers(data: bytes) -> list[tuple[int, int]]:
-    """The numbers of 64 bits in an argument, with their places."""
-    return [(at, int.from_bytes(data[at : at + 8], "little")) for at in range(0, len(data) - 7, 8)]
-
-
 def _without_addresses(text: str) -> str:
     """Number the pointers in the bytes of an argument, 1 TiB apart, so that equal launches have equal arguments."""
     data, seen = bytes.fromhex(text), {}
-    for at, value in _numbers(data):
+    for at in range(0, len(data) - 7, 8):
+        value = int.from_bytes(data[at : at + 8], "little")
         if value in _ADDRESSES and value & 0xFFFFFFFF > _MOST:
             number = seen.setdefault(value, len(seen) + 1) << 40
             data = data[:at] + number.to_bytes(8, "little") + data[at + 8 :]
     return data.hex()
-
-
-def is_pointer(number: bytes) -> bool:
-    """Whether a number of 64 bits in `words` is a pointer."""
-    return number[:5] == bytes(5) and any(number)
 
 
 # ---- machine code
@@ -292,13 +279,12 @@ class CudaCode:
     """A kernel compiled for one architecture.
 
     Attributes:
-        registers, spilled_bytes: registers and bytes of spilled registers per thread.
+        registers: per thread.
         shared_bytes: shared memory of a block besides that which a launch asks for.
     """
 
     cubin: bytes
     registers: int
-    spilled_bytes: int
     shared_bytes: int
 
 
@@ -380,9 +366,8 @@ def compile_kernel(name: str, arch: int) -> CudaCode:
     path = _compiled([name], arch, [f"-arch=sm_{arch}", "-cubin", "-Xptxas", "-v"], ".cubin")
     log = path.with_suffix(".cubin.log")
     said = log.read_text()
-    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
-    shared = re.search(r"(\d+) bytes smem", said)
-    return CudaCode(path.read_bytes(), int(registers[1]), int(spilled[1]), int(shared[1]) if shared else 0)
+    registers, shared = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes smem", said)
+    return CudaCode(path.read_bytes(), int(registers[1]), int(shared[1]) if shared else 0)
 
 
 @dataclass(frozen=True)

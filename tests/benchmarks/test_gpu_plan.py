@@ -90,6 +90,15 @@ def test_measure(bare, tmp_path):
     assert shown.stdout.strip() == text.strip()
 
 
+@needs_emulation
+@pytest.mark.aot
+def test_check_and_tests(bare, tmp_path):
+    parts = dry_run("check", bare, tmp_path / "check") | dry_run("tests", bare, tmp_path / "tests")
+    assert of("sanitizer", parts["sanitizer"], "code") == [0] and of("ran", parts["ncu"], "code") == [0]
+    assert of("paths", parts["paths"]) == ["torch eager", "nasfast eager", "nasfast engine"]
+    assert of("test", parts["tests"], "outcome") == ["passed"] * 3
+
+
 def test_every_command_takes_five_minutes_and_lists_itself():
     listed = subprocess.run([*COMMAND, "--list"], capture_output=True, text=True, check=True).stdout
     for command, its_parts in COMMANDS.items():
@@ -146,6 +155,8 @@ def test_a_build_whose_kernels_would_not_run_stops_the_plan(changed, why):
 
 # ---- launches beside the model
 
+LAUNCH = {"work": 1.0, "products": 0.1, "reach": 1.0, "memory": 1.0, "latency": 0.5, "tail": 0.2}
+
 
 def test_measured_constants_replace_the_assumptions(tmp_path, monkeypatch):
     monkeypatch.setattr(model_scenarios, "MEASURED", tmp_path / "constants.json")
@@ -153,17 +164,7 @@ def test_measured_constants_replace_the_assumptions(tmp_path, monkeypatch):
     model_scenarios.MEASURED.write_text(json.dumps({"H200": {"ipc": 0.5, "error": 0.1}}))
     assert {scenario.ipc for scenario in model_scenarios.scenarios("H200").values()} == {0.5}
     assert model_scenarios.scenarios("RTX 3080") == SCENARIOS["RTX 3080"]
-    launch = {
-        "work": 1.0,
-        "early_work": 0.2,
-        "products": 0.1,
-        "reach": 1.0,
-        "memory": 1.0,
-        "latency": 0.5,
-        "early_latency": 0.1,
-        "tail": 0.2,
-        "may_start_early": 1,
-    }
+    launch = LAUNCH | {"early_work": 0.2, "early_latency": 0.1, "may_start_early": 1}
     for found in SCENARIOS.values():
         low, central, high = (found[name].microseconds(launch) for name in ("low", "central", "high"))
         assert low < central < high
@@ -183,20 +184,9 @@ def test_a_measured_step_has_the_launches_of_the_model_beside_it(monkeypatch, tm
 
 
 def test_constants_are_found_again():
-    rows = [
-        {
-            "work": 3.0 * i % 7 + 0.1,
-            "early_work": 0.0,
-            "products": 0.1,
-            "reach": 1.0,
-            "memory": 2.0 * i % 5 + 0.1,
-            "latency": 0.5,
-            "early_latency": 0.0,
-            "tail": 0.2,
-        }
-        | {"may_start_early": i % 2}
-        for i in range(40)
-    ]
+    plain = LAUNCH | {"early_work": 0.0, "early_latency": 0.0}
+    changes = [{"work": 3.0 * i % 7 + 0.1, "memory": 2.0 * i % 5 + 0.1, "may_start_early": i % 2} for i in range(40)]
+    rows = [plain | change for change in changes]
     true = replace(SCENARIOS["H200"]["central"], early=0.0, ipc=0.55, bandwidth=0.9, fixed=2.5)
     found = per_launch.fit("H200", rows, [true.microseconds(row) for row in rows])
     assert found["error"] < 1e-6
@@ -332,22 +322,9 @@ def test_d():
 def test_a_lost_context_costs_one_test(tmp_path):
     pytest.importorskip("xdist")
     (tmp_path / "test_some.py").write_text(TESTS)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "1",
-        "-p",
-        "benchmarks.gpu.rows",
-        "--rows",
-        "rows",
-        "--part",
-        "tests",
-    ]
+    options = "-m pytest -q -n 1 -p benchmarks.gpu.rows --rows rows --part tests test_some.py".split()
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([*command, "test_some.py"], cwd=tmp_path, env=env, capture_output=True)
+    subprocess.run([sys.executable, *options], cwd=tmp_path, env=env, capture_output=True)
     rows = {row["test"].partition("::")[2]: row for row in read_rows(tmp_path / "rows") if row["outcome"] != "passed"}
     assert rows.keys() == {"test_loses_the_context", "test_c", "test_d"}
     assert "crashed while running" in rows["test_loses_the_context"]["error"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_cases.chain import ChainCase, Drawn, planned_numbers
 from kernel_cases.chain_pairs import PAIRS, drawn_pair, nan_like, offer, run_two
-from kernel_cases.cuda import moved, needs_kernels, set_emulation
+from kernel_cases.cuda import moved, needs_kernels
 
 from nasfast import ops
 from nasfast.ops import plan as planning
@@ -14,16 +14,6 @@ pytestmark = needs_kernels
 TYPES = [torch.bfloat16, torch.float16]
 # the largest relative error of one rounding
 ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
-
-
-@pytest.fixture
-def emulation(monkeypatch):
-    """Sets the emulated GPU; it is the default one again after the test."""
-    monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
-    planning._decide_once.cache_clear()
-    yield set_emulation
-    planning._decide_once.cache_clear()
-    set_emulation()
 
 
 def assert_same(results, expected):

@@ -1,8 +1,8 @@
 """The CUDA kernels of chains against float64: on the GPU where there is one, else in their emulation on CPU tensors."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -31,14 +31,9 @@ ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
 
 
 @pytest.fixture(autouse=True)
-def emulated(monkeypatch) -> Iterator[None]:
-    """Every stage by itself; test_cuda_expansion.py has the expansions that are computed again."""
-    monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
+def every_stage_by_itself(emulation, monkeypatch):
+    """test_cuda_expansion.py has the expansions that are computed again."""
     monkeypatch.setattr(planning, "MAX_RECOMPUTED_CUDA_CHANNELS", 0)
-    planning._decide_once.cache_clear()
-    yield
-    planning._decide_once.cache_clear()
-    set_emulation()
 
 
 def operator_arguments(drawn: Drawn) -> dict:
@@ -138,6 +133,24 @@ STAGES = [
             (3, 1, "relu6", (1, 168, 1, 3)),
         ]
     ),
+    *(ChainCase((2, 8, 7, 9), "dw5/identity", residual) for residual in ("x", "tensor")),
+]
+# Narrow and wide stages in turn, so that both directions have tiles of every kind: depths of 8 to 1536 with and without
+# a rest of 8 behind multiples of 16 and of a slab, several groups of columns, weights kept and streamed, rows that end
+# within a tile.
+POINTWISE = [
+    ChainCase((1, 8, 1, 3), "pw8/relu pw16/identity"),
+    ChainCase((3, 24, 13, 13), "pw72/relu6 pw24/identity", "x"),
+    ChainCase((2, 32, 7, 9), "pw192/relu6 pw32/identity", "x"),
+    ChainCase((5, 40, 11, 3), "pw168/relu pw40/relu", "tensor"),
+    ChainCase((2, 56, 7, 7), "pw336/relu6 pw56/identity", "x"),
+    ChainCase((1, 112, 5, 13), "pw672/relu6 pw112/identity", "x"),
+    ChainCase((2, 128, 3, 9), "pw264/identity pw200/relu6"),
+    ChainCase((1, 256, 7, 7), "pw1536/relu6 pw256/identity"),
+    ChainCase((1, 16, 40, 41), "pw136/relu6 pw24/identity"),
+    ChainCase((1, 40, 25, 40), "pw24/relu6 pw40/identity", "x"),
+    # the most channels that a plan may have: backward has just enough shared memory
+    ChainCase((1, 8, 2, 3), "pw3136/relu6 pw8/identity", "x"),
 ]
 BLOCKS = [
     ChainCase((2, 16, 9, 7), "dw3/relu6 pw24/identity"),
@@ -166,9 +179,63 @@ STEMS = [
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("case", STAGES + BLOCKS + STEMS, ids=str)
+@pytest.mark.parametrize("case", STAGES + POINTWISE + BLOCKS + STEMS, ids=str)
 def test_numbers_are_those_of_float64_given_what_is_stored(case, dtype):
     check_stages(replace(case, dtype=dtype).draw_once(), x_grad=case.x_grad)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (3, 8, 1, 1),  # one pixel
+        (2, 8, 3, 8),  # one column behind a strip: the halo of the strip before it is partly inside
+        (2, 8, 9, 9),
+        (1, 8, 2, 15),
+        (2, 8, 14, 14),  # whole strips
+        (1, 24, 13, 2),  # narrower than a strip
+        (1, 168, 3, 5),  # several groups of channels, the last one smaller
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("kernel", "stride"), list(product((3, 5, 7), (1, 2))))
+def test_stencils_take_any_size(kernel, stride, shape):
+    units = f"dw{kernel}s{stride}/identity"
+    if shape == (2, 8, 9, 9):  # the stencil reads another one through its BatchNorm, and pads behind that
+        units = f"dw3/relu6 {units}"
+    check_stages(ChainCase(shape, units, dtype=TYPES[stride % 2]).draw_once())
+
+
+# where a block has as much shared memory as on an H200: stencils on tensor cores, wide tiles and deep slabs
+H200 = {"shared_memory": 227}
+LARGE = [
+    ChainCase(shape, f"dw{kernel}/identity")
+    for kernel, shape in [
+        (5, (2, 8, 1, 9)),  # one row
+        (7, (2, 40, 14, 14)),  # several groups of channels, the last one smaller
+        (5, (1, 8, 13, 16)),
+        (7, (1, 8, 15, 17)),  # two panels of rows
+        (5, (1, 16, 30, 27)),
+        (7, (1, 8, 29, 33)),
+        (5, (1, 8, 43, 56)),  # the widest
+        (7, (1, 8, 3, 55)),  # fewer rows than the stencil
+        (7, (3, 40, 7, 7)),  # two images are a panel, and the last one has a panel of its own
+        (7, (2, 8, 5, 8)),
+        (7, (2, 8, 1, 1)),
+    ]
+]
+LARGE += [ChainCase((2, 8, 7, 9), "dw5/identity", residual) for residual in ("x", "tensor")]
+LARGE += [ChainCase((2, 16, 10, 19), f"dw3/identity dw{kernel}/identity") for kernel in (5, 7)]
+LARGE += [
+    ChainCase((2, 16, 15, 18), f"pw32/{act} dw{kernel}/{act}") for kernel, act in product((5, 7), ("relu", "relu6"))
+]
+LARGE += [ChainCase((2, 104, 7, 7), "pw264/identity pw16/identity")]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_numbers_with_the_shared_memory_of_an_h200(case, dtype):
+    set_emulation(**H200)
+    check_stages(replace(case, dtype=dtype).draw_once())
 
 
 @pytest.mark.parametrize("mean", [1e3, -30.0])
@@ -197,6 +264,21 @@ def test_any_division_into_blocks_gives_the_same_numbers(multiprocessors):
     set_emulation(multiprocessors)
     for case in (BLOCKS[2], STAGES[2], ChainCase((9, 16, 12, 12), "dw3/relu6 pw8/identity")):
         check_stages(replace(case, dtype=torch.bfloat16).draw_once())
+
+
+@emulated_only
+@pytest.mark.parametrize(
+    ("shape", "units"),
+    [
+        ((1, 16, 61, 60), "pw24/relu6 pw8/identity"),
+        ((50, 128, 9, 8), "dw3/identity"),
+        ((2, 24, 40, 8), "dw7s2/identity"),
+    ],
+)
+def test_sums_of_many_blocks_are_added_on_two_levels(shape, units):
+    """With many multiprocessors, rows of stencils are cut into segments, too."""
+    set_emulation(200)
+    check_stages(ChainCase(shape, units, dtype=torch.bfloat16).draw_once())
 
 
 # ---- against eager PyTorch
@@ -284,17 +366,22 @@ def test_channels_that_do_not_vary_give_finite_results():
 ORDERS = [{"backwards": True}, {"block_order": 1}, {"block_order": 7, "backwards": True}, {"block_order": 8}]
 
 
+# with so many multiprocessors that the results of groups of blocks are added too, and with few
 ORDERED = [
-    *(BLOCKS[i] for i in (1, 2, 4)),
-    ChainCase((9, 16, 12, 12), "pw24/relu6"),
-    ChainCase((50, 3, 4, 8), "dense16k3/relu6 dw3/relu6", x_grad=False),
+    *((BLOCKS[i], {"multiprocessors": 60}) for i in (1, 2, 4)),
+    (ChainCase((9, 16, 12, 12), "pw24/relu6"), {"multiprocessors": 60}),
+    (ChainCase((50, 3, 4, 8), "dense16k3/relu6 dw3/relu6", x_grad=False), {"multiprocessors": 60}),
+    (ChainCase((2, 24, 9, 8), "pw72/relu6 pw136/relu pw24/identity", "x"), {"multiprocessors": 7}),
+    (ChainCase((50, 128, 9, 8), "dw3/identity"), {"multiprocessors": 132}),
+    # a block has one panel after the other or only one
+    *((ChainCase((50, 8, 2, 9), "dw3/relu6 dw5/relu6"), {"multiprocessors": count, **H200}) for count in (2, 132)),
+    (ChainCase((41, 8, 2, 4), "dw3/relu6 dw7/relu6"), {"multiprocessors": 2, **H200}),
 ]
 
 
-@pytest.mark.parametrize("case", ORDERED, ids=str)
-def test_neither_repetition_nor_the_order_of_threads_and_blocks_changes_a_bit(case):
-    # so many multiprocessors that the results of groups of blocks are added too
-    drawn, settings = replace(case, dtype=torch.bfloat16).draw_once(), {"multiprocessors": 60}
+@pytest.mark.parametrize(("case", "settings"), ORDERED, ids=str)
+def test_neither_repetition_nor_the_order_of_threads_and_blocks_changes_a_bit(case, settings):
+    drawn = replace(case, dtype=torch.bfloat16).draw_once()
     orders = [{}, {}] if ON_GPU else [{}, {}, *ORDERS]
     results = []
     for order in orders:
@@ -371,6 +458,25 @@ def test_only_wanted_gradients_exist_and_are_the_same():
         for name in names:
             assert (leaves[name].grad is not None) == (name in wanted), name
             assert name not in wanted or torch.equal(leaves[name].grad, want[name]), name
+
+
+@emulated_only  # it reads allocations on the CPU
+@pytest.mark.parametrize("settings", [{}, H200], ids=["threads", "tensor_cores"])
+@pytest.mark.parametrize("units", ["dw3/relu6 dw3/identity", "pw16/relu6 dw5s2/relu6", "pw16/relu6 dw7/relu6"])
+def test_a_gradient_that_nothing_reads_is_not_written(units, settings):
+    """Where the input needs no gradient, the first stage needs only sums over its dz; the second one is depthwise."""
+    set_emulation(**settings)
+    drawn = ChainCase((2, 16, 14, 13), units, dtype=torch.bfloat16).draw_once()
+    results, allocated = [], []
+    for x_grad in (True, False):
+        with torch.profiler.profile(profile_memory=True) as profile:
+            results.append(run_cuda(drawn, x_grad=x_grad))
+        allocated.append({event.cpu_memory_usage for event in profile.events() if event.name == "aten::new_empty"})
+    want, got = results
+    assert set(want) - set(got) == {"dx"}
+    assert all(torch.equal(tensor, want[name]) for name, tensor in got.items())
+    size = 2 * drawn.x.numel()  # that of the output of the first stage, too
+    assert size in allocated[0] and size not in allocated[1]
 
 
 def test_works_under_no_grad_and_compile():

@@ -21,15 +21,16 @@ BFLOAT16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True, params=["recomputed", "released"])
-def emulated(request, monkeypatch):
+def schedule(request, emulation, monkeypatch):
     """Expansions are computed again wherever the kernels can, not only where the model of the GPU says so."""
-    monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
     monkeypatch.setattr(planning, "modelled_gpu", lambda x: "H200")
     monkeypatch.setattr(cuda_times, "schedule", lambda gpu, chain: request.param)
-    planning._decide_once.cache_clear()
-    yield
-    planning._decide_once.cache_clear()
-    set_emulation()
+
+
+def errors_of(drawn: Drawn) -> tuple[dict[str, float], dict[str, float]]:
+    """Errors of the kernels and of eager autocast, relative to float64."""
+    exact = exact_chain(drawn)
+    return relative_errors(run_cuda(drawn), exact), relative_errors(run_chain(eager_autocast, drawn), exact)
 
 
 def recomputed(drawn: Drawn) -> bool:
@@ -75,9 +76,8 @@ def test_errors_are_not_larger_than_those_of_eager_autocast(case):
     for attempt in range(DRAWS):
         drawn = replace(case, dtype=BFLOAT16).draw_once(attempt)
         assert recomputed(drawn)
-        exact = exact_chain(drawn)
-        ours.append(relative_errors(run_cuda(drawn), exact))
-        theirs.append(relative_errors(run_chain(eager_autocast, drawn), exact))
+        for errors, found in zip((ours, theirs), errors_of(drawn), strict=True):
+            errors.append(found)
     # Near a kink of an activation, roundings choose the slope of an element: few and large errors, in some draws of
     # either, of which only the sum can be compared. The best draw has the fewest.
     best, eager = (min(sum(errors.values()) for errors in draws) for draws in (ours, theirs))
@@ -87,7 +87,7 @@ def test_errors_are_not_larger_than_those_of_eager_autocast(case):
 
 def test_float16_has_the_errors_of_float16():
     drawn = replace(CASES[0], dtype=torch.float16).draw_once()
-    errors = relative_errors(run_cuda(drawn), exact_chain(drawn))
+    errors, _ = errors_of(drawn)
     assert max(errors.values()) < 1e-2, errors
     assert errors["y"] < 1e-3, errors
 
@@ -108,9 +108,7 @@ def test_float16_gradients_whose_mean_is_far_from_zero_cancel(case):
     # BatchNorm takes the mean of dz away, which here is 30 times as large as what is left
     drawn = replace(case, dtype=torch.float16).draw_once()
     drawn = drawn._replace(grad=drawn.grad + 30 * drawn.grad.std())
-    exact = exact_chain(drawn)
-    ours = relative_errors(run_cuda(drawn), exact)
-    theirs = relative_errors(run_chain(eager_autocast, drawn), exact)
+    ours, theirs = errors_of(drawn)
     for name, error in ours.items():
         assert error <= 1.1 * theirs[name] + 1e-3, (name, ours, theirs)
 
@@ -118,9 +116,7 @@ def test_float16_gradients_whose_mean_is_far_from_zero_cancel(case):
 def test_a_large_mean_of_x_cancels():
     # x - mean has few bits left, for every implementation; products of x must not lose more
     drawn = replace(CASES[7], dtype=BFLOAT16, mean=30.0).draw_once()
-    exact = exact_chain(drawn)
-    ours = relative_errors(run_cuda(drawn), exact)
-    theirs = relative_errors(run_chain(eager_autocast, drawn), exact)
+    ours, theirs = errors_of(drawn)
     assert ours["dx"] <= 1.1 * theirs["dx"], (ours, theirs)
     assert ours["y"] <= 1.1 * theirs["y"], (ours, theirs)
 
@@ -144,9 +140,7 @@ def test_a_gamma_close_to_zero_has_an_exact_gradient(case):
     drawn = replace(case, dtype=BFLOAT16).draw_once()
     drawn.stages[0].params.bn_weight.fill_(1e-6)
     drawn.stages[0].params.bn_bias.fill_(1.0)
-    exact = exact_chain(drawn)
-    ours = relative_errors(run_cuda(drawn), exact)
-    theirs = relative_errors(run_chain(eager_autocast, drawn), exact)
+    ours, theirs = errors_of(drawn)
     assert ours["dgamma0"] <= 1.25 * theirs["dgamma0"], (ours, theirs)
 
 
@@ -197,5 +191,5 @@ def test_which_expansions_are_computed_again(channels, hidden, want):
     drawn = case.draw_once()
     assert recomputed(drawn) == want
     # at the limits of shared memory
-    errors = relative_errors(run_cuda(drawn), exact_chain(drawn))
+    errors, _ = errors_of(drawn)
     assert errors["y"] < 2e-2, errors

@@ -57,7 +57,7 @@ def errors_of(case, **gpu):
 
 
 def check(case, **gpu):
-    """The bounds of tests/ops/test_cuda_pointwise.py; returns what has run."""
+    """Errors are at most a tenth larger than those of eager PyTorch, but for slopes at kinks; returns what has run."""
     errors, eager, run = errors_of(case, **gpu)
     kinks = 5e-2 if "relu" in case.units else 0
     for name, error in errors.items():
