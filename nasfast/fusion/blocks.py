@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.fusion import members
-from nasfast.fusion.calls import ACTIVATION_FUNCTIONS
 from nasfast.fusion.chain import Chain, Members
 from nasfast.fusion.execute import BoundChain, CompiledChain
+from nasfast.fusion.members import ACTIVATION_FUNCTIONS
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way, result_dtype
 from nasfast.fusion.watch import hooks_of

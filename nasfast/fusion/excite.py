@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.fusion import members
-from nasfast.fusion.calls import ACTIVATION_FUNCTIONS
+from nasfast.fusion.members import ACTIVATION_FUNCTIONS
 from nasfast.fusion.replaced import ReplacedForward, must_run_unfused
 from nasfast.fusion.stages import plain
 from nasfast.fusion.watch import Watch, hooks_of

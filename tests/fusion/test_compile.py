@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from fused_models import Candidate, disturb, fuse_all, make, set_mode, unit
+from fused_models import Candidate, disturb, fuse_all, set_mode, unit
 from torch import nn
 from torchvision.models.mobilenetv2 import InvertedResidual, MobileNetV2
 
@@ -47,19 +47,10 @@ def small() -> nn.Module:
     return MobileNetV2(num_classes=10, inverted_residual_setting=[[1, 8, 1, 1], [6, 16, 2, 2]])
 
 
-NETWORKS = [
-    pytest.param(small, 5, 0, True, id="small, training"),
-    pytest.param(small, 5, 0, False, id="small, eval"),
-    pytest.param(lambda: make("mobilenet_v2"), 19, 0, True, id="mobilenet_v2, training", marks=pytest.mark.slow),
-    # its squeeze-and-excitations have two convolutions each
-    pytest.param(lambda: make("mobilenet_v3_small"), 22, 18, False, id="mobilenet_v3_small", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("build", "chains", "convolutions", "training"), NETWORKS)
-def test_networks_compute_the_same_on_the_chain_operators(build, chains, convolutions, training, compiled):
-    model = set_mode(disturb(build()), "frozen convolutions").train(training)
-    assert len(fuse_all(model).chains) == chains
+@pytest.mark.parametrize("training", [True, False])
+def test_networks_compute_the_same_on_the_chain_operators(training, compiled):
+    model = set_mode(disturb(small()), "frozen convolutions").train(training)
+    assert len(fuse_all(model).chains) == 5
     eager, x = copy.deepcopy(model), torch.randn(2, 3, 64, 64)
     compile_model, operators = compiled
     run = compile_model(model)
@@ -68,7 +59,7 @@ def test_networks_compute_the_same_on_the_chain_operators(build, chains, convolu
         assert got.keys() == want.keys()
         for key, value in want.items():
             torch.testing.assert_close(got[key], value, msg=lambda text, key=key: f"{key}: {text}")
-    assert (operators[CHAIN], operators[torch.conv2d]) == (chains, convolutions)
+    assert (operators[CHAIN], operators[torch.conv2d]) == (5, 0)
 
 
 def test_the_backward_has_the_operator():
@@ -138,8 +129,3 @@ def test_exports_have_pytorchs_operators():
     exported = torch.export.export(model, (x,))
     assert not any("nasfast" in str(node.target) for node in exported.graph.nodes)
     torch.testing.assert_close(exported.module()(x), model(x))
-
-
-def test_compiled_modules_are_left():
-    report = fuse_all(nn.Sequential(torch.compile(nn.Sequential(unit()))))
-    assert {left.reason for left in report.left} == {"inside a module compiled by torch.compile, which fuses by itself"}
