@@ -226,7 +226,11 @@ def test_the_rule_decides_by_size(pixels, runs, dtype, executed):
 
 @pytest.mark.parametrize(
     ("sizes", "settings", "least"),
-    [((4, 4, 3), {"groups": 4, "padding": 1}, 100_000), ((4, 4, 1), {"stride": 2}, 2_000_000), ((3, 8, 3), {}, 2_000_000)],
+    [
+        ((4, 4, 3), {"groups": 4, "padding": 1}, 100_000),
+        ((4, 4, 1), {"stride": 2}, 2_000_000),
+        ((3, 8, 3), {}, 2_000_000),
+    ],
     ids=["depthwise", "strided pointwise", "dense"],
 )
 def test_chains_of_the_operators_own_convolutions_pay_earlier(sizes, settings, least):
