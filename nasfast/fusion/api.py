@@ -138,13 +138,10 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     A stage is an nn.Conv2d with equal stride, padding and dilation in both directions, then an nn.BatchNorm2d (or
     timm's BatchNormAct2d), then ReLU, ReLU6, Hardswish, SiLU, Tanh or nothing, as a module or a function. Chains with a
     dilation are folded only, because the operator has none. A chain continues while nothing else reads the values
-    between its stages. It ends at the border of a block, which is a module with several convolutions. An addition to
-    the result of the last stage belongs to the chain. Squeeze-and-excitation between chains is an operator of its own
-    (`nasfast.ops.squeeze_excite`), if it is a module of torchvision or timm with an activation of a stage between its
-    convolutions and a sigmoid or hard sigmoid behind them. It runs on a CPU in channels_last, in bfloat16, or in
-    float32 if its input has a gradient and at least 131,072 elements and its weights are frozen; otherwise it is not
-    faster than PyTorch. `fuse` traces forwards with torch.fx, and where it cannot trace one, it traces the modules that
-    this forward calls. So a supernet that chooses a candidate in Python gets fused candidates.
+    between its stages, up to the border of a block, which is a module with several convolutions. An addition to the
+    result of the last stage belongs to it. Squeeze-and-excitation is an operator of its own, in the modules of
+    torchvision and timm and where it is faster (docs/fuse.md). `fuse` traces forwards with torch.fx, and where it
+    cannot trace one, it traces the modules that this forward calls, such as the candidates of a supernet.
 
     While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments. Under
     torch.compile, the chains of well-known blocks are operators in its graph where the rule or only_faster=False says
