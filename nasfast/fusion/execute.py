@@ -137,12 +137,12 @@ class CompiledChain:
     """A chain while torch.compile traces it: nothing is kept, watched or folded, because the compiler guards all reads.
 
     Args:
-        members: its modules.
+        chain, members: as in `BoundChain`.
         always: whether it always runs on the operator, and not only where the rule expects a gain.
     """
 
-    def __init__(self, members: Members, always: bool) -> None:
-        self._members, self._always = members, always
+    def __init__(self, chain: Chain, members: Members, always: bool) -> None:
+        self.chain, self.members, self._always = chain, members, always
         self._stages = members.stages()
 
     def way(self, x: Tensor, *, recorded: bool) -> Way | None:
@@ -154,9 +154,9 @@ class CompiledChain:
 
     def run_all(self, way: Way, x: Tensor, residual: Tensor | None) -> Tensor:
         """As `BoundChain.run_all`."""
-        self._members.count_batch()
+        self.members.count_batch()
         # an average over all batches has another momentum now
-        return run_stages(x, self._members.stages() or [], residual)
+        return run_stages(x, self.members.stages() or [], residual)
 
 
 def compiled_way(x: Tensor, stages: Sequence[ChainStage], *, always: bool, trains: bool) -> Way | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.fusion import blocks
-from nasfast.fusion.blocks import BoundBlock, FoundChain
+from nasfast.fusion.blocks import BoundBlock
 from nasfast.fusion.chain import Chain, Path, descendant, passed
 from nasfast.fusion.execute import BoundChain, CompiledChain
 from nasfast.fusion.placeholders import run_own_forward
@@ -80,7 +80,7 @@ class _Found:
 
     def __init__(self, module: nn.Module, *, compiled: bool) -> None:
         self.module = module
-        self.chains: list[FoundChain] = []
+        self.chains: list[BoundChain | CompiledChain] = []
         self.paths: list[Path] = []
         self.opened: list[nn.Module] = []
         known = blocks.block_of(module) is not None
@@ -95,10 +95,9 @@ class _Found:
                 if chain_members is None:
                     continue
                 if compiled:
-                    runs: Any = CompiledChain(chain_members, forward.always)
+                    self.chains.append(CompiledChain(chain, chain_members, forward.always))
                 else:
-                    runs = BoundChain(own, chain_members, forward.always, measured)
-                self.chains.append(FoundChain(chain, chain_members, runs))
+                    self.chains.append(BoundChain(chain, chain_members, forward.always, measured))
                 for below in (*chain.convs, *chain.norms) if known else ():
                     for length in range(len(path) + 1, len(below)):
                         inner = descendant(module, below[:length])
@@ -107,7 +106,7 @@ class _Found:
                             if isinstance(vars(inner).get("forward"), ChainForward):
                                 pending.append((below[:length], inner))
 
-    def unhooked(self) -> list[FoundChain]:
+    def unhooked(self) -> list[BoundChain | CompiledChain]:
         """The chains of which no hook sees a part."""
         return [found for found in self.chains if not found.chain.hooked(self.module)]
 
@@ -131,7 +130,7 @@ class _Binding:
         self.block = found.block()
         # a placeholder must not reach a hook
         self.starts: dict[nn.Module, BoundChain] = {
-            one.members.convs[0]: one.runs for one in found.unhooked() if isinstance(one.runs, BoundChain)
+            one.members.convs[0]: one for one in found.unhooked() if isinstance(one, BoundChain)
         }
 
 
