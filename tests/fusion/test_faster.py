@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import nasfast
 from nasfast.fusion import measure, rule
 
+RECORDED = rule.LEAST_RECORDED  # which is 0 in the other tests
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
@@ -261,6 +263,35 @@ def test_what_trains_counts_at_the_next_call(executed):
     assert len(executed) == 2
     model.eval()(x)
     assert len(executed) == 2
+
+
+class Joined(nn.Module):
+    """A layer like DenseNet's: it takes a tensor or several tensors, and is no well-known block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.act = conv(16, 32, 1), nn.BatchNorm2d(32), nn.ReLU()
+
+    def forward(self, x: Tensor | list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+        x = x if isinstance(x, Tensor) else torch.cat(x, 1)
+        return self.act(self.norm(self.conv(x)))
+
+
+# the chain has 115,200 and 131,072 results
+@pytest.mark.parametrize(("pixels", "pays"), [(30, False), (32, True)])
+@pytest.mark.parametrize("training", [False, True])
+def test_small_chains_are_not_recorded(training, pixels, pays, folds, executed, monkeypatch):
+    monkeypatch.setattr(rule, "LEAST_RECORDED", RECORDED)
+    plain = disturb(Joined()).train(training).requires_grad_(False)
+    fused = copy.deepcopy(plain)
+    report = nasfast.fuse(fused)
+    assert "give 120,000 numbers" in report.chains[0].runs
+    assert any(note.startswith("1 chain in a forward that is not well known") for note in report.notes)
+    x = torch.randn(4, 16, pixels, pixels)
+    for _ in range(2):
+        assert_close("result", fused(x), plain(x).double(), FLOAT32_CHAIN)
+    assert folds == [1] * (pays and not training)
+    assert executed == [(1, False)] * (2 * (pays and training))
 
 
 @pytest.mark.parametrize("operator", [0.5, 2.0])
