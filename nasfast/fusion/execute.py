@@ -51,7 +51,7 @@ class BoundChain:
         # another thread may replace it, so that every method reads it once
         self._folded: Folded | None = None
 
-    def way(self, x: Tensor, *, recorded: bool) -> Way | None:
+    def way(self, x: Tensor, *, recorded: bool = False) -> Way | None:
         """How the chain runs on x; None if PyTorch must run it, as with tensors that are not ordinary ones.
 
         Args:
@@ -145,7 +145,7 @@ class CompiledChain:
         self.chain, self.members, self._always = chain, members, always
         self._stages = members.stages()
 
-    def way(self, x: Tensor, *, recorded: bool) -> Way | None:
+    def way(self, x: Tensor) -> Way | None:
         """As `BoundChain.way`."""
         if self._stages is None:
             return None

@@ -160,18 +160,6 @@ def test_input_changed_in_place_meanwhile_is_refused():
         model(torch.randn(2, 4, 9, 9))
 
 
-def test_parts_fused_again_by_themselves(executed):
-    plain = disturb(nn.Sequential(unit(), unit(), unit()).double())
-    fused = copy.deepcopy(plain)
-    fuse_all(fused)
-    assert fuse_all(fused[0]).fused == 1
-    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
-    want = observe(plain, x)
-    check_same(observe(fused, x), want)
-    assert executed == [(1, False)]
-    assert nasfast.unfuse(fused) == 2
-
-
 def test_tracers_see_the_plain_model(executed):
     model = nn.Sequential(unit(), unit()).eval()
     fuse_all(model)

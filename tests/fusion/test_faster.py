@@ -194,16 +194,6 @@ def test_dilations_are_folded(folds):
     check_same(observe(fused, x.double()), observe(trained, x.double()))
 
 
-def test_inference_tensors_are_not_folded(folds):
-    with torch.inference_mode():
-        model = disturb(block()).eval()
-        plain = copy.deepcopy(model)
-        nasfast.fuse(model)
-        x = torch.randn(2, 16, 9, 9)
-        assert_close("result", model(x), plain(x).double(), FLOAT32_CHAIN)
-    assert folds == []
-
-
 # channels and pixels of `block`: results below and above what the rule asks for
 @pytest.mark.parametrize(("pixels", "runs"), [(8, False), (56, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
