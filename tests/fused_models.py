@@ -156,20 +156,11 @@ class Fickle(nn.Module):
         way = self.way
         if way == "stop early":
             return F.relu(self.bn1(self.conv1(x)))
-        if way == "convolution only":
-            return self.conv1(x)
         if way == "no gradient first":
             with torch.no_grad():
                 y = self.bn1(self.conv1(x))
             return self.bn2(self.conv2(F.relu(y))) + x
-        if way == "no gradient last":
-            y = F.relu(self.bn1(self.conv1(x)))
-            with torch.no_grad():
-                y = self.bn2(self.conv2(y))
-            return y + x
         y = self.bn1(self.conv1(x))
-        if way == "read between":
-            y = y * y.abs().mean()
         if way == "read twice":
             return self.bn2(self.conv2(F.relu(y))) + y + F.relu(y)
         if way == "read before":
@@ -178,36 +169,20 @@ class Fickle(nn.Module):
             return self.bn2(self.conv2(torch.tanh(y))) + x
         if way == "activation twice":
             return self.bn2(self.conv2(F.relu(F.relu(y)))) + x
-        if way == "no activation":
-            return self.bn2(self.conv2(y)) + x
         if way == "normalised twice":
             return self.bn2(self.conv2(F.relu(self.bn2(y)))) + x
         if way == "more convolutions":
             return self.bn2(self.conv2(F.relu(self.bn1(self.conv1(F.relu(y)))))) + x
-        if way == "dropped":
-            self.bn2(self.conv2(F.relu(y)))
-            return 2 * x
         z = self.bn2(self.conv2(F.relu(y)))
-        if way == "no residual":
-            return z
-        if way == "in containers":
-            return {"a": [z, (x, z)]}["a"][1][1]
-        if way == "concatenated":
-            return torch.cat([x, z], 1)
-        if way == "kept":
-            self.kept = z
-            return self.kept * 2
-        if way == "subtracted":
-            return x - z
-        if way == "scaled":
-            return torch.add(x, z, alpha=3)
-        if way == "added to itself":
-            return z + z
-        if way == "to the input":
-            x = 1 * x
-            x += z
-            return x
-        return z + x
+        ways = {
+            "dropped": lambda: 2 * x,
+            "no residual": lambda: z,
+            "concatenated": lambda: torch.cat([x, z], 1),
+            "scaled": lambda: torch.add(x, z, alpha=3),
+            "to the input": lambda: (1 * x).__iadd__(z),
+            "chain": lambda: z + x,
+        }
+        return ways[way]()
 
 
 class Switch(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members, rule
-from nasfast.fusion.chain import Chain, descendant
+from nasfast.fusion.chain import Chain, ChainStage, descendant
 from nasfast.fusion.excite import ExcitationForward
 from nasfast.fusion.find import Findings, LocatedChain, find_chains
 from nasfast.fusion.forward import ChainForward
@@ -22,11 +22,10 @@ from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import stage_kind
-from nasfast.ops.reference import Stage
 
 # the number of names that are listed for one reason; further ones are only counted
 _NAMES_SHOWN = 4
-_INSTEAD = "call fuse on a module that is neither compiled nor scripted and whose class has the forward that runs"
+_EXAMPLES = {Way.OPERATOR: "fused", Way.FOLDED: "with folded BatchNorms", Way.PLAIN: "on PyTorch"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +37,6 @@ class FusedChain:
         convolutions, batch_norms: paths of its convolutions and BatchNorms, one of each per stage.
         stages: a description of each stage, such as "dw3x3 s2 144 relu6" or "1x1 24->144 relu6".
         residual: whether the operator also makes the addition to the chain's result.
-        then: an activation behind the chain that the operator does not have, or "".
         runs: when it runs on the operator where gradients or batch statistics are needed.
         example: how it runs on inputs like the example that was given; "" if it was not measured.
     """
@@ -48,13 +46,11 @@ class FusedChain:
     batch_norms: tuple[str, ...]
     stages: tuple[str, ...]
     residual: bool
-    then: str
     runs: str
     example: str
 
     def __str__(self) -> str:
-        ends = (["+ residual"] if self.residual else []) + ([f"then {self.then}"] if self.then else [])
-        return ", ".join([*self.stages, *ends])
+        return ", ".join([*self.stages, *(["+ residual"] if self.residual else [])])
 
 
 @dataclass(frozen=True)
@@ -132,10 +128,8 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     How a chain runs is decided for each shape and type of its input, mode and what trains:
 
     - without gradients and with running statistics, on a CPU, its BatchNorms are folded into its convolutions. The
-      folded weights need as much memory as the weights. They are computed again after a forward with gradients or in
-      training mode, and after every change that PyTorch counts (`Tensor._version`). It does not count changes in place
-      through `Tensor.data` or a NumPy array: write under torch.no_grad() instead, or call `fuse` again. Small chains in
-      a forward that is not well known are not folded.
+      folded weights are computed again after every change that PyTorch counts (`Tensor._version`), which changes in
+      place through `Tensor.data` or a NumPy array are not: write under torch.no_grad(), or call `fuse` again.
     - else as one `nasfast.ops.conv_bn_act_chain`, where that is expected to be faster than PyTorch;
       `nasfast.fusion.rule` has the rule and its measurements. With an example, what was measured decides in its
       situation: its shape and type, the model's present mode, autocast and gradients. This is so for folding, too.
@@ -144,13 +138,10 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     A stage is an nn.Conv2d with equal stride, padding and dilation in both directions, then an nn.BatchNorm2d (or
     timm's BatchNormAct2d), then ReLU, ReLU6, Hardswish, SiLU, Tanh or nothing, as a module or a function. Chains with a
     dilation are folded only, because the operator has none. A chain continues while nothing else reads the values
-    between its stages. It ends at the border of a block, which is a module with several convolutions. An addition to
-    the result of the last stage belongs to the chain. Squeeze-and-excitation between chains is an operator of its own
-    (`nasfast.ops.squeeze_excite`), if it is a module of torchvision or timm with an activation of a stage between its
-    convolutions and a sigmoid or hard sigmoid behind them. It runs on a CPU in channels_last, in bfloat16, or in
-    float32 if its input has a gradient and at least 131,072 elements and its weights are frozen; otherwise it is not
-    faster than PyTorch. `fuse` traces forwards with torch.fx, and where it cannot trace one, it traces the modules that
-    this forward calls. So a supernet that chooses a candidate in Python gets fused candidates.
+    between its stages, up to the border of a block, which is a module with several convolutions. An addition to the
+    result of the last stage belongs to it. Squeeze-and-excitation is an operator of its own, in the modules of
+    torchvision and timm and where it is faster (docs/fuse.md). `fuse` traces forwards with torch.fx, and where it
+    cannot trace one, it traces the modules that this forward calls, such as the candidates of a supernet.
 
     While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments. Under
     torch.compile, the chains of well-known blocks are operators in its graph where the rule or only_faster=False says
@@ -178,10 +169,18 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
         Exception: whatever the model raises for the example. Then nothing is fused.
     """
     _check_module("fuse", model)
-    _check_example(example, only_faster)
+    if example is not None and not only_faster:
+        raise ValueError("fuse: an example measures which chains are faster; leave it out with only_faster=False")
+    if example is not None and not isinstance(example, (Tensor, list, tuple)):
+        raise TypeError(
+            f"fuse: example must be a tensor, or a list of the forward's arguments, got {type(example).__name__}"
+        )
     problem = members.untouchable(model)
     if problem is not None and not isinstance(vars(model).get("forward"), ReplacedForward):
-        raise ValueError(f"fuse: model is {problem}; {_INSTEAD}")
+        raise ValueError(
+            f"fuse: model is {problem}; call fuse on a module that is neither compiled nor scripted and whose class "
+            "has the forward that runs"
+        )
     findings = find_chains(model, folding=only_faster)
     again = unfuse(model) > 0
     _replace_forwards(model, findings, only_faster)
@@ -192,13 +191,33 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
         except BaseException:
             unfuse(model)
             raise
-    more = ["the model was fused before: what was measured is forgotten"] if again else []
+    notes = _notes(model, findings.chains, only_faster)
+    if again:
+        notes.append("the model was fused before: what was measured is forgotten")
     if example is not None and findings.chains and not measured:
-        more.append("the example reached no chain that could be measured")
-    if only_faster:
-        more += _folding_notes(model, findings)
-    runs = {located: _runs(model, located, only_faster) for located in findings.chains}
-    return _report(model, findings, runs, _examples(model, findings, measured), more)
+        notes.append("the example reached no chain that could be measured")
+    convs, norms = members.convolutions(model), members.batch_norms(model)
+    places = {name: i for i, name in enumerate(convs)}
+    chains = sorted(findings.chains, key=lambda located: places[located.convolutions[0]])
+    taken = {name for located in chains for name in (*located.convolutions, *located.norms)}
+    taken |= {
+        f"{path}.{name}".lstrip(".")
+        for path in findings.excitations
+        for name in members.convolutions(model.get_submodule(path))
+    }
+    return FuseReport(
+        chains=tuple(_fused_chain(model, located, only_faster, measured) for located in chains),
+        excitations=tuple(findings.excitations),
+        left=tuple(
+            NotFused(name, type(module).__name__, findings.reasons.get(name, "not behind a fused convolution"))
+            for name, module in {**convs, **norms}.items()
+            if name not in taken
+        ),
+        convolutions=len(convs),
+        ours=len(findings.ours),
+        backend=_backend(convs.values()),
+        notes=tuple(notes),
+    )
 
 
 def unfuse(model: nn.Module) -> int:
@@ -240,30 +259,43 @@ def _check_module(op: str, model: nn.Module) -> None:
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def _check_example(example: Tensor | Sequence[Any] | None, only_faster: bool) -> None:
-    if example is None:
-        return
-    if not only_faster:
-        raise ValueError("fuse: an example measures which chains are faster; leave it out with only_faster=False")
-    if not isinstance(example, (Tensor, list, tuple)):
-        raise TypeError(
-            f"fuse: example must be a tensor, or a list of the forward's arguments, got {type(example).__name__}"
-        )
+def _fused_chain(
+    model: nn.Module, located: LocatedChain, only_faster: bool, measured: dict[tuple[nn.Conv2d, ...], Way]
+) -> FusedChain:
+    """What the report says of a chain of a fused model."""
+    convs = [model.get_submodule(name) for name in located.convolutions]
+    found = located.chain.members(model.get_submodule(located.owner))
+    stages = None if found is None else found.stages()
+    way = None if found is None else measured.get(found.convs)
+    return FusedChain(
+        located.owner,
+        located.convolutions,
+        located.norms,
+        tuple(_describe(conv, act) for conv, act in zip(convs, located.chain.acts, strict=True)),
+        located.chain.residual,
+        "fused" if not only_faster else _runs(stages, recorded=_is_recorded(model, located)),
+        "" if way is None else _EXAMPLES[way],
+    )
 
 
-def _folding_notes(model: nn.Module, findings: Findings) -> list[str]:
-    """How chains run without gradients."""
-    if not findings.chains or all(parameter.device.type != "cpu" for parameter in model.parameters()):
-        return []
-    notes = ["in eval mode without gradients, chains on a CPU run with their BatchNorms folded into the convolutions"]
-    recorded = [located.convolutions[0] for located in findings.chains if _is_recorded(model, located)]
-    if recorded:
-        notes.append(
-            f"{_count(len(recorded), 'chain')} in a forward that is not well known: folded only where the "
-            f"convolutions give {rule.LEAST_RECORDED:,} numbers or more per stage and thread, and on PyTorch under "
-            f"torch.compile: {_listed(recorded)}"
-        )
-    return notes
+def _runs(stages: Sequence[ChainStage] | None, *, recorded: bool) -> str:
+    """`FusedChain.runs` by the rule."""
+    if stages is None:
+        return "on PyTorch"
+    if any(stage.conv.only_folded for stage in stages):
+        return "on PyTorch: the fused operator has no dilation"
+    weights = [stage.conv.weight for stage in stages]
+    x = weights[0].new_empty(0)
+    try:
+        trains = any(weight.requires_grad for weight in weights)
+        least = rule.least_results(x, [stage.stage for stage in stages], trains=trains, recorded=recorded)
+    except RuntimeError:
+        return "on no backend: the first line says why"
+    if not rule.knows(x):
+        return "fused or on PyTorch, whichever the first forward measures to be faster: the rule is for AVX-512"
+    if least is None:
+        return f"on PyTorch: the fused operator is not faster in {_type(x)}"
+    return "fused" if least == 0 else f"fused where the convolutions give {least:,} numbers or more per thread"
 
 
 def _is_recorded(model: nn.Module, located: LocatedChain) -> bool:
@@ -272,146 +304,69 @@ def _is_recorded(model: nn.Module, located: LocatedChain) -> bool:
     return forward.is_recorded()
 
 
-def _runs(model: nn.Module, located: LocatedChain, only_faster: bool) -> str:
-    """`FusedChain.runs`."""
-    chain_members = located.chain.members(model.get_submodule(located.owner))
-    stages = None if chain_members is None else chain_members.stages()
-    if not only_faster:
-        return "fused"
-    if located.chain.only_folded:
-        return "on PyTorch: the fused operator has no dilation"
-    if stages is None:
-        return "on PyTorch"
-    return _rule_says([stage.stage for stage in stages], recorded=_is_recorded(model, located))
-
-
-def _rule_says(stages: Sequence[Stage], *, recorded: bool) -> str:
-    weights = [stage.params.conv_weight for stage in stages]
-    x = weights[0].new_empty(0)
-    try:
-        trains = any(weight.requires_grad for weight in weights)
-        least = rule.least_results(x, stages, trains=trains, recorded=recorded)
-    except RuntimeError:
-        return "on no backend: the first line says why"
-    if not rule.knows(x):
-        return "fused or on PyTorch, whichever the first forward measures to be faster: the rule is for AVX-512"
-    dtype = str(x.dtype).removeprefix("torch.")
-    if least is None:
-        return f"on PyTorch: the fused operator is not faster in {dtype} on {x.device.type}"
-    if least == 0:
-        return "fused"
-    return (
-        f"fused where the convolutions give {least:,} numbers or more per thread; below that PyTorch is expected to be "
-        "faster"
-    )
-
-
-def _examples(
-    model: nn.Module, findings: Findings, measured: dict[tuple[nn.Conv2d, ...], Way]
-) -> dict[LocatedChain, str]:
-    """`FusedChain.example` of the chains that were measured."""
-    names = {Way.OPERATOR: "fused", Way.FOLDED: "with folded BatchNorms", Way.PLAIN: "on PyTorch"}
-    found = {}
-    for located in findings.chains:
-        chain_members = located.chain.members(model.get_submodule(located.owner))
-        if chain_members is not None and chain_members.convs in measured:
-            found[located] = names[measured[chain_members.convs]]
-    return found
-
-
-def _report(
-    model: nn.Module,
-    findings: Findings,
-    runs: dict[LocatedChain, str],
-    examples: dict[LocatedChain, str],
-    more: list[str],
-) -> FuseReport:
-    convs, norms = members.convolutions(model), members.batch_norms(model)
-    places = {name: i for i, name in enumerate(convs)}
-    chains = sorted(findings.chains, key=lambda located: places[located.convolutions[0]])
-    fused = tuple(_fused_chain(located, convs, runs[located], examples.get(located, "")) for located in chains)
-    in_chains = {name for located in chains for name in (*located.convolutions, *located.norms)}
-    in_chains |= {
-        name for path in findings.excitations for name in convs if f"{name}.".startswith(f"{path}." if path else "")
-    }
-    left = tuple(
-        NotFused(name, type(module).__name__, findings.reasons.get(name, "not behind a fused convolution"))
-        for name, module in {**convs, **norms}.items()
-        if name not in in_chains
-    )
-    notes = [*_notes(dict(model.named_modules()), convs, chains), *more]
-    excitations, backend = tuple(findings.excitations), _backend(convs.values())
-    return FuseReport(fused, excitations, left, len(convs), len(findings.ours), backend, tuple(notes))
-
-
-def _fused_chain(located: LocatedChain, convs: dict[str, _ConvNd], runs: str, example: str) -> FusedChain:
-    acts = zip(located.convolutions, located.chain.acts, strict=True)
-    stages = tuple(_describe(convs[name], act) for name, act in acts)
-    residual = located.chain.residual
-    return FusedChain(located.owner, located.convolutions, located.norms, stages, residual, located.then, runs, example)
-
-
-def _describe(conv: _ConvNd, act: str) -> str:
-    height, width = conv.kernel_size
+def _describe(conv: Any, act: str) -> str:
+    """A stage in words, as in `FusedChain.stages`."""
     depthwise = conv.groups == conv.in_channels == conv.out_channels and conv.groups > 1
-    parts = [f"{'dw' if depthwise else ''}{height}x{width}"]
-    if conv.stride[0] > 1:
-        parts.append(f"s{conv.stride[0]}")
-    if conv.dilation[0] > 1:
-        parts.append(f"dilation {conv.dilation[0]}")
-    if conv.groups > 1 and not depthwise:
-        parts.append(f"g{conv.groups}")
-    parts.append(f"{conv.out_channels}" if depthwise else f"{conv.in_channels}->{conv.out_channels}")
-    return " ".join(parts if act == "identity" else [*parts, act])
+    parts = [
+        f"{'dw' if depthwise else ''}{conv.kernel_size[0]}x{conv.kernel_size[1]}",
+        f"s{conv.stride[0]}" if conv.stride[0] > 1 else "",
+        f"dilation {conv.dilation[0]}" if conv.dilation[0] > 1 else "",
+        f"g{conv.groups}" if conv.groups > 1 and not depthwise else "",
+        f"{conv.out_channels}" if depthwise else f"{conv.in_channels}->{conv.out_channels}",
+        "" if act == "identity" else act,
+    ]
+    return " ".join(filter(None, parts))
 
 
 def _backend(convs: Iterable[_ConvNd]) -> str:
     # to read a parametrized weight computes it, and may change buffers
     weight = next((parameter for conv in convs for parameter in conv.parameters()), torch.empty(0))
-    probe = torch.empty(0, device=weight.device, dtype=weight.dtype)
-    kind = f"{str(probe.dtype).removeprefix('torch.')} on {probe.device.type}"
     try:
-        return f"{resolve_backend('conv_bn_act_chain', probe).name} ({kind})"
+        return f"{resolve_backend('conv_bn_act_chain', weight.new_empty(0)).name} ({_type(weight)})"
     except RuntimeError as error:
-        return f"none ({kind}: {error})"
+        return f"none ({_type(weight)}: {error})"
 
 
-def _notes(modules: dict[str, nn.Module], convs: dict[str, _ConvNd], chains: list[LocatedChain]) -> list[str]:
-    chained = [name for located in chains for name in located.convolutions if not located.chain.only_folded]
-    norms = [name for located in chains for name in located.norms]
-    notes = []
-    trainable = [name for name in chained if convs[name].weight.requires_grad]
-    if trainable:
-        notes.append(
-            f"{_count(len(trainable), 'convolution')} in chains will train, so a fused chain keeps the inputs for "
-            f"backward, as PyTorch does; to save that memory, freeze with requires_grad_(False): {_listed(trainable)}"
-        )
-    others: dict[str, list[str]] = defaultdict(list)
-    for name in chained:
-        if not _has_operator(convs[name]):
-            others[_lacking(convs[name])].append(name)
-    for lacking, names in others.items():
-        notes.append(
-            f"{_count(len(names), 'convolution')} in chains on PyTorch's convolution, because the fused operator has "
-            f"no {lacking}: {_listed(names)}"
-        )
-    evaluating = [name for name in norms if not modules[name].training]
-    if evaluating:
-        notes.append(
-            f"{_count(len(evaluating), 'BatchNorm')} in chains in eval mode, with running statistics: "
-            f"{_listed(evaluating)}"
-        )
-    hooked = [
-        f"{located.owner}.{path}" if located.owner else path
-        for located in chains
-        for path in located.chain.hooked(modules[located.owner])
+def _type(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}"
+
+
+def _notes(model: nn.Module, chains: list[LocatedChain], only_faster: bool) -> list[str]:
+    """What may make chains slow, and how they run without gradients."""
+    convs: dict[str, Any] = {name: model.get_submodule(name) for chain in chains for name in chain.convolutions}
+    on_cpu = only_faster and any(parameter.device.type == "cpu" for parameter in model.parameters())
+    notes: list[tuple[str, str, list[str]]] = [
+        (
+            "convolution",
+            "in chains will train, so a fused chain keeps the inputs for backward, as PyTorch does; to save that "
+            "memory, freeze with requires_grad_(False)",
+            [name for name, conv in convs.items() if conv.weight.requires_grad],
+        ),
+        (
+            "convolution",
+            "in chains on PyTorch's convolution, because the fused operator has no such convolution",
+            [name for name, conv in convs.items() if not _has_operator(conv)],
+        ),
+        (
+            "module",
+            "in chains with hooks; while they are there, the chain runs unfused",
+            [
+                f"{located.owner}.{path}".lstrip(".")
+                for located in chains
+                for path in located.chain.hooked(model.get_submodule(located.owner))
+            ],
+        ),
+        (
+            "chain",
+            "in a forward that is not well known: folded only where the convolutions give "
+            f"{rule.LEAST_RECORDED:,} numbers or more per stage and thread, and on PyTorch under torch.compile",
+            [located.convolutions[0] for located in chains if on_cpu and _is_recorded(model, located)],
+        ),
     ]
-    if hooked:
-        notes.append(
-            f"{_count(len(hooked), 'module')} in chains with hooks; while they are there, the chain runs unfused: "
-            f"{_listed(hooked)}"
-        )
-    return notes
+    told = [f"{_count(len(names), what)} {text}: {_listed(names)}" for what, text, names in notes if names]
+    if chains and on_cpu:
+        told.append("in eval mode without gradients, chains on a CPU run with their BatchNorms folded")
+    return told
 
 
 def _has_operator(conv: _ConvNd) -> bool:
@@ -426,17 +381,6 @@ def _chains_by(heading: str, owners: list[str], hows: list[str]) -> list[str]:
         those[how].append(owner)
     lines = [f"  {_count(len(its), 'chain')} {how}: {_listed(its)}" for how, its in those.items()]
     return [heading, *lines] if lines else []
-
-
-def _lacking(conv: _ConvNd) -> str:
-    """What the chain operator would need to have this convolution."""
-    kernel = conv.kernel_size[0]
-    if conv.groups > 1 and conv.weight.shape[1] > 1:
-        return "groups of several channels"
-    # it has dense convolutions of few channels
-    if conv.groups == 1 and stage_kind((2, 1, *conv.kernel_size), conv.stride[0], int(conv.padding[0]), 1) is not None:
-        return f"dense {kernel}x{kernel} convolution of so many channels"
-    return "such kernel, stride or padding"
 
 
 def _listed(names: list[str]) -> str:

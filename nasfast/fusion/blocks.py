@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.fusion import members
-from nasfast.fusion.calls import ACTIVATION_FUNCTIONS
-from nasfast.fusion.chain import Chain, Members
+from nasfast.fusion.chain import Members
 from nasfast.fusion.execute import BoundChain, CompiledChain
+from nasfast.fusion.members import ACTIVATION_FUNCTIONS
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way, result_dtype
 from nasfast.fusion.watch import hooks_of
@@ -88,20 +88,14 @@ WELL_KNOWN = {
 """By the name of the class; its forward reads nothing else of the module."""
 
 
-class FoundChain(NamedTuple):
-    """A chain, its modules, and how it runs."""
-
-    chain: Chain
-    members: Members
-    runs: BoundChain | CompiledChain
-
-
 def block_of(module: nn.Module) -> Block | None:
     """The block whose forward the class of the module has."""
     return WELL_KNOWN.get(members.forward_name(module).removesuffix(".forward"))
 
 
-def bind(module: nn.Module, chains: Sequence[FoundChain], opened: Sequence[nn.Module]) -> BoundBlock | None:
+def bind(
+    module: nn.Module, chains: Sequence[BoundChain | CompiledChain], opened: Sequence[nn.Module]
+) -> BoundBlock | None:
     """The forward of a well-known block as it is now; None for other modules, and where it does not have the chains.
 
     Args:
@@ -165,11 +159,11 @@ class BoundBlock:
 class _ChainCall:
     """A chain, and what it calls where it runs on PyTorch."""
 
-    def __init__(self, found: FoundChain, calls: list[Callable]) -> None:
-        self._runs, self._calls, self.residual = found.runs, calls, found.chain.residual
+    def __init__(self, found: BoundChain | CompiledChain, calls: list[Callable]) -> None:
+        self._runs, self._calls, self.residual = found, calls, found.chain.residual
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, add: Callable = operator.add) -> Tensor:
-        way = self._runs.way(x, recorded=False)
+        way = self._runs.way(x)
         if way is not None and way is not Way.PLAIN:
             y = self._runs.run_all(way, x, residual)
             return y.to(result_dtype(x)) if add is operator.iadd else y
@@ -221,7 +215,7 @@ def is_idle(part: Callable) -> bool:
     return isinstance(part, nn.Module) and members.module_activation(part) == "identity" and not any(hooks_of(part))
 
 
-def _steps(leaves: Sequence[Callable], chains: Sequence[FoundChain]) -> list[Callable]:
+def _steps(leaves: Sequence[Callable], chains: Sequence[BoundChain | CompiledChain]) -> list[Callable]:
     """The leaves, with those of a chain in one call."""
     steps: list[Callable] = []
     place = 0

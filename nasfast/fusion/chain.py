@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from nasfast.fusion.calls import Conv, square_conv
-from nasfast.fusion.members import norm_problem, runs_conv
+from nasfast.fusion.members import Conv, norm_problem, runs_conv, square_conv
 from nasfast.fusion.watch import hooks_of
 from nasfast.ops.modules import running_of, settings_of
 from nasfast.ops.reference import ConvBNParams, Stage
@@ -26,7 +25,6 @@ class Chain:
         convs, norms: paths of its convolutions and BatchNorms below the module, one of each per stage.
         acts: activation of each stage.
         residual: whether the forward adds something to its result; the chain then makes the addition.
-        only_folded: whether a convolution has a dilation, which the operator does not have.
         watched: paths of the modules whose hooks would get a placeholder.
     """
 
@@ -34,7 +32,6 @@ class Chain:
     norms: tuple[Path, ...]
     acts: tuple[str, ...]
     residual: bool
-    only_folded: bool
     watched: tuple[Path, ...]
 
     @property
@@ -46,7 +43,7 @@ class Chain:
         """The chain as one of the module that has its module at this path."""
         # TorchDynamo does not trace dataclasses.replace
         convs, norms, watched = [tuple([path + p for p in paths]) for paths in (self.convs, self.norms, self.watched)]
-        return Chain(convs, norms, self.acts, self.residual, self.only_folded, watched)
+        return Chain(convs, norms, self.acts, self.residual, watched)
 
     def hooked(self, module: nn.Module) -> list[str]:
         """Paths of the watched modules that have hooks now."""

@@ -28,11 +28,11 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nasfast.fusion import members
-from nasfast.fusion.calls import Conv, square_conv
 from nasfast.fusion.chain import ChainStage, stage_of
 from nasfast.fusion.execute import compiled_way, fits
 from nasfast.fusion.fold import Folded
 from nasfast.fusion.match import Matcher, TracedStage, adds_in_place
+from nasfast.fusion.members import Conv, square_conv
 from nasfast.fusion.stages import Way, plain_stages, result_dtype, run_stages, sources_of, transformed
 from nasfast.ops.reference import ConvBNParams
 
@@ -156,7 +156,7 @@ class FoldedChain(OperatorChain):
     """A chain without gradients, with its BatchNorms folded into its convolutions as long as nothing changes."""
 
     # another thread may replace it
-    _kept: _Kept | None = None
+    _kept: tuple[Folded, tuple[Tensor | None, ...], Tensor] | None = None
 
     def forward(self, x: Tensor, residual: Tensor | None, *tensors: Tensor | None) -> Tensor:
         """As `OperatorChain.forward`."""
@@ -166,25 +166,16 @@ class FoldedChain(OperatorChain):
         kept = self._kept
         if (
             kept is None
-            or not all(map(is_, tensors, kept.tensors))
-            or not kept.folded.serves(kept.stages, dtype)
-            or not torch.equal(kept.statistics, statistics)
+            or not all(map(is_, tensors, kept[1]))
+            or not kept[0].serves(kept[0].stages, dtype)
+            or not torch.equal(kept[2], statistics)
         ):
             stages = self._stages(tensors)
             if any(tensor.is_inference() for tensor in sources_of(stages)):
                 y = plain_stages(x, stages)
                 return self._finished(y if residual is None else y + residual, x)
-            kept = self._kept = _Kept(Folded(stages, dtype, x.shape, []), stages, tensors, statistics)
-        return self._finished(kept.folded.run(x, residual), x)
-
-
-class _Kept(NamedTuple):
-    """A chain that was folded, and what for."""
-
-    folded: Folded
-    stages: list[ChainStage]
-    tensors: tuple[Tensor | None, ...]
-    statistics: Tensor
+            kept = self._kept = Folded(stages, dtype, x.shape, []), tensors, statistics
+        return self._finished(kept[0].run(x, residual), x)
 
 
 class _Functions(Matcher):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.fusion import members
-from nasfast.fusion.calls import ACTIVATION_FUNCTIONS
+from nasfast.fusion.members import ACTIVATION_FUNCTIONS
 from nasfast.fusion.replaced import ReplacedForward, must_run_unfused
 from nasfast.fusion.stages import plain
 from nasfast.fusion.watch import Watch, hooks_of
@@ -28,8 +28,7 @@ class _Layout(NamedTuple):
 
     Attributes:
         squeeze, excite, act, gate: names of the modules in the formula.
-        idle: name of a module that must be an nn.Identity, or None.
-        pool: name of a module that must be the mean, or None.
+        others: types of the other modules, which compute the mean or nothing.
         off: name of an attribute that must be false, or None.
     """
 
@@ -37,16 +36,17 @@ class _Layout(NamedTuple):
     excite: str
     act: str
     gate: str
-    idle: str | None = None
-    pool: str | None = None
+    others: dict[str, type[nn.Module]] = {}
     off: str | None = None
 
 
 _LAYOUTS = {
     "torchvision.ops.misc.SqueezeExcitation.forward": _Layout(
-        "fc1", "fc2", "activation", "scale_activation", pool="avgpool"
+        "fc1", "fc2", "activation", "scale_activation", {"avgpool": nn.AdaptiveAvgPool2d}
     ),
-    "timm.layers.squeeze_excite.SEModule.forward": _Layout("fc1", "fc2", "act", "gate", idle="bn", off="add_maxpool"),
+    "timm.layers.squeeze_excite.SEModule.forward": _Layout(
+        "fc1", "fc2", "act", "gate", {"bn": nn.Identity}, off="add_maxpool"
+    ),
     "timm.models._efficientnet_blocks.SqueezeExcite.forward": _Layout("conv_reduce", "conv_expand", "act1", "gate"),
 }
 _GATES = {
@@ -78,18 +78,15 @@ def excitation_of(module: nn.Module) -> Excitation | None:
     """The module as a squeeze-and-excitation; None if it is none, or if a hook sees its inside."""
     layout = _LAYOUTS.get(members.forward_name(module))
     # an attribute or a module that is not known here may change what a later version of the library computes
-    if layout is None or set(module._modules) != {*layout[:4], layout.idle, layout.pool} - {None}:
+    if layout is None or set(module._modules) != {*layout[:4], *layout.others}:
         return None
     inner: dict[str, Any] = dict(module._modules)
     if any("forward" in vars(m) or any(hooks_of(m)) for m in module.modules() if m is not module):
         return None
     if layout.off is not None and vars(module).get(layout.off) is not False:
         return None
-    if layout.idle is not None and type(inner[layout.idle]) is not nn.Identity:
-        return None
-    if layout.pool is not None:
-        pool = inner[layout.pool]
-        if type(pool) is not nn.AdaptiveAvgPool2d or pool.output_size not in (1, (1, 1)):
+    for name, cls in layout.others.items():
+        if type(inner[name]) is not cls or getattr(inner[name], "output_size", 1) not in (1, (1, 1)):
             return None
     convs: Any = inner[layout.squeeze], inner[layout.excite]
     act, gate = members.module_activation(inner[layout.act]), _GATES.get(members.forward_name(inner[layout.gate]))

@@ -51,7 +51,7 @@ class BoundChain:
         # another thread may replace it, so that every method reads it once
         self._folded: Folded | None = None
 
-    def way(self, x: Tensor, *, recorded: bool) -> Way | None:
+    def way(self, x: Tensor, *, recorded: bool = False) -> Way | None:
         """How the chain runs on x; None if PyTorch must run it, as with tensors that are not ordinary ones.
 
         Args:
@@ -137,43 +137,38 @@ class CompiledChain:
     """A chain while torch.compile traces it: nothing is kept, watched or folded, because the compiler guards all reads.
 
     Args:
-        members: its modules.
+        chain, members: as in `BoundChain`.
         always: whether it always runs on the operator, and not only where the rule expects a gain.
     """
 
-    def __init__(self, members: Members | None, always: bool) -> None:
-        self._members, self._always = members, always
-        self._stages = None if members is None else members.stages()
+    def __init__(self, chain: Chain, members: Members, always: bool) -> None:
+        self.chain, self.members, self._always = chain, members, always
+        self._stages = members.stages()
 
-    def way(self, x: Tensor, *, recorded: bool) -> Way | None:
+    def way(self, x: Tensor) -> Way | None:
         """As `BoundChain.way`."""
         if self._stages is None:
             return None
         trains = torch.is_grad_enabled() and any([stage.conv.weight.requires_grad for stage in self._stages])
-        return compiled_way(x, self._stages, always=self._always, trains=trains, recorded=recorded)
+        return compiled_way(x, self._stages, always=self._always, trains=trains)
 
     def run_all(self, way: Way, x: Tensor, residual: Tensor | None) -> Tensor:
         """As `BoundChain.run_all`."""
-        assert self._members is not None and self._stages is not None  # or there would be no way
-        self._members.count_batch()
-        return run_stages(x, self._members.stages() or self._stages, residual)
+        self.members.count_batch()
+        # an average over all batches has another momentum now
+        return run_stages(x, self.members.stages() or [], residual)
 
 
-def compiled_way(
-    x: Tensor, stages: Sequence[ChainStage], *, always: bool, trains: bool, recorded: bool = False
-) -> Way | None:
+def compiled_way(x: Tensor, stages: Sequence[ChainStage], *, always: bool, trains: bool) -> Way | None:
     """How stages run on x in a compiled graph, where nothing can be measured; None if they are not those of a chain.
 
     Args:
         always: whether a chain always runs on the operator, and not only where the rule expects a gain.
         trains: whether a convolution trains.
-        recorded: as in `BoundChain.way`.
     """
     if any([stage.conv.only_folded for stage in stages]) or x.dim() != 4 or not fits(x, stages):
         return None
-    if always:
-        return Way.OPERATOR
-    return Way.OPERATOR if rule.pays(x, in_float32(stages), trains=trains, recorded=recorded) else Way.PLAIN
+    return Way.OPERATOR if always or rule.pays(x, in_float32(stages), trains=trains, recorded=False) else Way.PLAIN
 
 
 def surroundings(x: Tensor) -> tuple | None:

@@ -5,10 +5,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import copy
+import random
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import Parameter, signature
 
+import numpy as np
+import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
@@ -17,7 +24,8 @@ from nasfast.fusion import members
 from nasfast.fusion.chain import Chain
 from nasfast.fusion.excite import find_excitations
 from nasfast.fusion.match import Matcher, TracedStage, common
-from nasfast.fusion.twin import first_line, twin_of, unchanged_surroundings
+from nasfast.fusion.replaced import ReplacedForward
+from nasfast.fusion.watch import HOOKS
 from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual
 
 
@@ -29,14 +37,12 @@ class LocatedChain:
         owner: path of the module whose forward runs it.
         chain: what that forward needs in order to run it.
         convolutions, norms: paths of the convolutions and BatchNorms, one of each per stage.
-        then: type of an activation behind the chain that no stage can have, or "".
     """
 
     owner: str
     chain: Chain
     convolutions: tuple[str, ...]
     norms: tuple[str, ...]
-    then: str
 
 
 @dataclass
@@ -65,9 +71,9 @@ def find_chains(model: nn.Module, *, folding: bool) -> Findings:
         folding: whether chains are wanted that the operator does not have and that can only be folded.
     """
     try:
-        twin = twin_of(model)
+        twin = _twin_of(model)
     except Exception as error:
-        reason = f"the model cannot be copied, so that nothing was traced ({first_line(error)})"
+        reason = f"the model cannot be copied, so that nothing was traced ({_first_line(error)})"
         return Findings(reasons=dict.fromkeys(members.convolutions(model), reason))
     search = _Search(twin, folding)
     reasons = search.findings.reasons
@@ -75,7 +81,7 @@ def find_chains(model: nn.Module, *, folding: bool) -> Findings:
         problem = members.norm_problem(bn)
         if problem is not None:
             reasons[name] = problem
-    with unchanged_surroundings():
+    with _unchanged_surroundings():
         search.findings.excitations = list(find_excitations(twin))
         search.opaque.update(map(twin.get_submodule, search.findings.excitations))
         search.visit(twin)
@@ -172,13 +178,15 @@ class _Search:
             defaults = {p.name: p.default for p in parameters if p.default is not Parameter.empty}
             return _Tracer(self.opaque).trace(module, concrete_args=defaults or None)
         except Exception as error:
-            return first_line(error)
+            return _first_line(error)
 
     def conv_problem(self, conv: _ConvNd) -> str | None:
         problem = members.conv_problem(conv)
         if problem is None and self.weights[id(conv.weight)] > 1:
             return "shares its weight with another module"
-        return problem if problem is not None or self.folding else members.only_folded(conv)
+        if problem is None and not self.folding and set(conv.dilation) != {1}:
+            return f"has dilation={conv.dilation}"
+        return problem
 
 
 class _Trace(Matcher):
@@ -205,7 +213,7 @@ class _Trace(Matcher):
         return self._search.conv_problem(self._modules[conv.target])
 
     def only_folded(self, conv: fx.Node) -> bool:
-        return members.only_folded(self._modules[conv.target]) is not None
+        return set(self._modules[conv.target].dilation) != {1}
 
     def norm_problem(self, norm: fx.Node) -> str | None:
         module = self._module(norm)
@@ -233,18 +241,13 @@ class _Trace(Matcher):
         calls = [other for other in self.order if other.op == "call_module" and other.target == node.target]
         return sum(self.stack(other)[: len(around)] == around for other in calls) > 1
 
-    def own_activation(self, norm: fx.Node) -> tuple[str, fx.Node | None, str] | None:
+    def own_activation(self, norm: fx.Node) -> tuple[str, fx.Node | None] | None:
         bn = self._modules[norm.target]
         own = bn.get_submodule("act") if members.has_activation(bn) else nn.Identity()
         if type(own) is nn.Identity:
             return None
         act = members.module_activation(own)
-        return ("identity", None, type(own).__name__) if act is None else (act, norm, "")
-
-    def kind(self, node: fx.Node) -> str:
-        module = self._module(node)
-        simple = module is not None and type(module).__module__ == "torch.nn.modules.activation"
-        return type(module).__name__ if simple else ""
+        return ("identity", None) if act is None else (act, norm)
 
     def changes_in_place(self, node: fx.Node) -> bool:
         if node.op == "call_module":
@@ -275,14 +278,11 @@ class _Trace(Matcher):
             norms=tuple(names[id(self._modules[stage.norm.target])] for stage in stages),
             acts=tuple(stage.act for stage in stages),
             residual=add is not None,
-            only_folded=self.only_folded(stages[0].conv),
             watched=tuple(watched),
         )
         norms = tuple(self._name(stage.norm) for stage in stages)
         self._search.in_chains.update(convs)
-        self._search.findings.chains.append(
-            LocatedChain(self._search.names[owner], chain, convs, norms, stages[-1].then)
-        )
+        self._search.findings.chains.append(LocatedChain(self._search.names[owner], chain, convs, norms))
 
     def _module(self, node: fx.Node) -> nn.Module | None:
         return self._modules[node.target] if node.op == "call_module" else None
@@ -294,3 +294,41 @@ class _Trace(Matcher):
 
 def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _twin_of(model: nn.Module) -> nn.Module:
+    """A copy with the same parameters and its own buffers, without hooks and without the forwards of `fuse`."""
+    memo: dict[int, object] = {}
+    # tensors that are not copied: they may be large, and a result that a forward has stored cannot be copied
+    shared = []
+    for module in model.modules():
+        values = (*module._parameters.values(), *vars(module).values())
+        shared += [value for value in values if isinstance(value, torch.Tensor)]
+        for name in HOOKS:
+            memo[id(getattr(module, name))] = OrderedDict()
+        if isinstance(vars(module).get("forward"), ReplacedForward):
+            memo[id(module.forward)] = None
+    memo.update((id(tensor), tensor) for tensor in shared)
+    twin = copy.deepcopy(model, memo)
+    for module in twin.modules():
+        if vars(module).get("forward", ...) is None:
+            del module.forward
+    return twin
+
+
+@contextmanager
+def _unchanged_surroundings() -> Iterator[None]:
+    """Restore the random generators that a traced forward may use, and suppress its warnings."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _first_line(error: Exception) -> str:
+    """The first line of its message, or its type."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nasfast.fusion.calls import IN_PLACE
 from nasfast.fusion.chain import ChainStage
+from nasfast.fusion.members import IN_PLACE
 from nasfast.fusion.stages import sources_of
 
 # The fewest products of a float32 convolution, depthwise ones aside, that runs on oneDNN's convolution with activation.
@@ -52,7 +52,7 @@ class Folded:
     def __init__(
         self, stages: Sequence[ChainStage], dtype: torch.dtype, shape: torch.Size, counters: Sequence[Tensor]
     ) -> None:
-        self._dtype, self._stages = dtype, stages
+        self._dtype, self.stages = dtype, stages
         self._sources = sources_of(stages)
         self._counted = [*self._sources, *counters]
         self._states = self._states_now()
@@ -66,14 +66,14 @@ class Folded:
 
     def serves(self, stages: Sequence[ChainStage], dtype: torch.dtype) -> bool:
         """Whether this still is what these stages compute."""
-        if dtype != self._dtype or (stages is not self._stages and not self._has(stages)):
+        if dtype != self._dtype or (stages is not self.stages and not self._has(stages)):
             return False
         return self._states_now() == self._states
 
     def _has(self, stages: Sequence[ChainStage]) -> bool:
         sources = sources_of(stages)
         same = len(sources) == len(self._sources) and all(map(operator.is_, sources, self._sources))
-        return same and _settings(stages) == _settings(self._stages)
+        return same and _settings(stages) == _settings(self.stages)
 
     def _states_now(self) -> list[int]:
         return [*map(_VERSION, self._counted), *map(Tensor.data_ptr, self._sources)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.fusion import blocks
-from nasfast.fusion.blocks import BoundBlock, FoundChain
+from nasfast.fusion.blocks import BoundBlock
 from nasfast.fusion.chain import Chain, Path, descendant, passed
 from nasfast.fusion.execute import BoundChain, CompiledChain
 from nasfast.fusion.placeholders import run_own_forward
@@ -51,7 +51,7 @@ class ChainForward(ReplacedForward):
         alone = len(args) == 1 and not kwargs and type(args[0]) is Tensor
         if torch.compiler.is_compiling():
             known = alone and not torch.compiler.is_exporting()
-            block = _find(module, compiled=True).block() if known else None
+            block = _Found(module, compiled=True).block() if known else None
             return forward(*args, **kwargs) if block is None else block.run(args[0])
         if must_run_unfused():
             # steps of an optimizer may follow that no version counter counts
@@ -66,7 +66,7 @@ class ChainForward(ReplacedForward):
 
     def is_recorded(self) -> bool:
         """Whether the module's own forward runs while its chains are recorded."""
-        return _find(self.module, compiled=False).block() is None
+        return _Found(self.module, compiled=False).block() is None
 
 
 class _Found:
@@ -78,47 +78,41 @@ class _Found:
         opened: the modules between.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, compiled: bool) -> None:
         self.module = module
-        self.chains: list[FoundChain] = []
+        self.chains: list[BoundChain | CompiledChain] = []
         self.paths: list[Path] = []
         self.opened: list[nn.Module] = []
+        known = blocks.block_of(module) is not None
+        pending: list[tuple[Path, nn.Module]] = [((), module)]
+        while pending:
+            path, owner = pending.pop(0)
+            forward: ChainForward = vars(owner)["forward"]
+            for own, measured in zip(forward.chains, forward.measured, strict=True):
+                chain = own.below(path)
+                chain_members = chain.members(module)
+                self.paths += (*chain.convs, *chain.norms, *chain.watched)
+                if chain_members is None:
+                    continue
+                if compiled:
+                    self.chains.append(CompiledChain(chain, chain_members, forward.always))
+                else:
+                    self.chains.append(BoundChain(chain, chain_members, forward.always, measured))
+                for below in (*chain.convs, *chain.norms) if known else ():
+                    for length in range(len(path) + 1, len(below)):
+                        inner = descendant(module, below[:length])
+                        if not any([inner is other for other in self.opened]):
+                            self.opened.append(inner)
+                            if isinstance(vars(inner).get("forward"), ChainForward):
+                                pending.append((below[:length], inner))
 
-    def unhooked(self) -> list[FoundChain]:
+    def unhooked(self) -> list[BoundChain | CompiledChain]:
         """The chains of which no hook sees a part."""
         return [found for found in self.chains if not found.chain.hooked(self.module)]
 
     def block(self) -> BoundBlock | None:
         """The module as a well-known block, or None."""
         return blocks.bind(self.module, self.unhooked(), self.opened)
-
-
-def _find(module: nn.Module, *, compiled: bool) -> _Found:
-    """The chains that the forward of a module with chains runs."""
-    found, known = _Found(module), blocks.block_of(module) is not None
-    pending: list[tuple[Path, nn.Module]] = [((), module)]
-    while pending:
-        path, owner = pending.pop(0)
-        forward: ChainForward = vars(owner)["forward"]
-        for own, measured in zip(forward.chains, forward.measured, strict=True):
-            chain = own.below(path)
-            chain_members = chain.members(module)
-            found.paths += (*chain.convs, *chain.norms, *chain.watched)
-            if chain_members is None:
-                continue
-            if compiled:
-                runs: Any = CompiledChain(chain_members, forward.always)
-            else:
-                runs = BoundChain(own, chain_members, forward.always, measured)
-            found.chains.append(FoundChain(chain, chain_members, runs))
-            for below in (*chain.convs, *chain.norms) if known else ():
-                for length in range(len(path) + 1, len(below)):
-                    inner = descendant(module, below[:length])
-                    if not any([inner is other for other in found.opened]):
-                        found.opened.append(inner)
-                        if isinstance(vars(inner).get("forward"), ChainForward):
-                            pending.append((below[:length], inner))
-    return found
 
 
 class _Binding:
@@ -131,12 +125,12 @@ class _Binding:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        found = _find(module, compiled=False)
+        found = _Found(module, compiled=False)
         self.watch = _watch(module, found)
         self.block = found.block()
         # a placeholder must not reach a hook
         self.starts: dict[nn.Module, BoundChain] = {
-            one.members.convs[0]: one.runs for one in found.unhooked() if isinstance(one.runs, BoundChain)
+            one.members.convs[0]: one for one in found.unhooked() if isinstance(one, BoundChain)
         }
 
 

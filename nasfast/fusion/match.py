@@ -29,7 +29,6 @@ class TracedStage:
         conv, norm: the nodes of its convolution and BatchNorm.
         act: name of its activation.
         tail: the node behind which the next stage may begin; None behind an activation that no stage can have.
-        then: the type of that activation, or "".
     """
 
     nodes: list[fx.Node]
@@ -37,7 +36,6 @@ class TracedStage:
     norm: fx.Node
     act: str
     tail: fx.Node | None
-    then: str
 
 
 class Matcher(ABC):
@@ -91,13 +89,9 @@ class Matcher(ABC):
         """Whether what this convolution or BatchNorm changes is changed by another node, too."""
         return False
 
-    def own_activation(self, norm: fx.Node) -> tuple[str, fx.Node | None, str] | None:
+    def own_activation(self, norm: fx.Node) -> tuple[str, fx.Node | None] | None:
         """The result of `_activation` for a BatchNorm that has an activation itself; None if it has none."""
         return None
-
-    def kind(self, node: fx.Node) -> str:
-        """The type of an activation that no stage can have, or "" for anything else."""
-        return ""
 
     def changes_in_place(self, node: fx.Node) -> bool:
         """Whether the node changes a tensor that others may read."""
@@ -146,27 +140,26 @@ class Matcher(ABC):
         if self.repeated(conv) or self.repeated(norm):
             return "is called several times in one forward"
         nodes.append(norm)
-        act, tail, then = self.own_activation(norm) or self._activation(nodes)
+        act, tail = self.own_activation(norm) or self._activation(nodes)
         if self._interrupted(nodes):
             return "something is changed in place before its BatchNorm or activation"
-        return TracedStage(nodes, conv, norm, act, tail, then)
+        return TracedStage(nodes, conv, norm, act, tail)
 
-    def _activation(self, nodes: list[fx.Node]) -> tuple[str, fx.Node | None, str]:
+    def _activation(self, nodes: list[fx.Node]) -> tuple[str, fx.Node | None]:
         """The activation behind the last of these nodes, a BatchNorm; its node is appended to them.
 
         Returns:
-            Its name; the node behind which the chain may continue, or None; the type of an activation that no stage can
-            have, or "".
+            Its name, and the node behind which the chain may continue, or None.
         """
         longer = list(nodes)
         reader = self._reader(longer)
         if reader is None or not self._together(nodes[-1], reader):
-            return "identity", nodes[-1], ""
+            return "identity", nodes[-1]
         act = self.activation(reader)
         if act is not None:
             nodes[:] = [*longer, reader]
-            return act, reader, ""
-        return "identity", nodes[-1], self.kind(reader)
+            return act, reader
+        return "identity", nodes[-1]
 
     def grow(self, first: TracedStage) -> tuple[list[TracedStage], fx.Node | None]:
         """The longest chain that begins with this stage, and the addition behind it."""

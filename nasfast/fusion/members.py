@@ -1,18 +1,20 @@
-"""Which modules can be members of a chain, and why others cannot."""
+"""Which modules and calls of functions can be members of a chain, and why others cannot."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import NoneType
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from nasfast.fusion.calls import activation_of, square_conv
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.ops.modules import ACTIVATION_MODULES, BNAct2d
 
@@ -61,11 +63,6 @@ def conv_problem(conv: _ConvNd) -> str | None:
     return None
 
 
-def only_folded(conv: _ConvNd) -> str | None:
-    """Why the operator does not have this convolution, which a folded stage can have; None if it has it."""
-    return None if set(conv.dilation) == {1} else f"has dilation={conv.dilation}"
-
-
 def runs_conv(module: nn.Module) -> bool:
     """Whether a call of the module runs what nn.Conv2d runs."""
     runs = _runs(module, nn.Conv2d, _CONV_FORWARD)
@@ -105,7 +102,7 @@ def module_activation(module: nn.Module) -> str | None:
         return None
     if runs in _CLAMPS:
         # since torch 2.15 the forward of nn.ReLU6 reads its bounds, too
-        return activation_of(torch.nn.functional.hardtanh, module.min_val, module.max_val)
+        return activation_of(F.hardtanh, module.min_val, module.max_val)
     return _ACTIVATIONS.get(runs)
 
 
@@ -115,7 +112,7 @@ def function_activation(node: fx.Node) -> str | None:
         return None
     # the input comes first unless it is named
     rest = node.args[1:] if node.args and isinstance(node.args[0], fx.Node) else node.args
-    function = getattr(torch.Tensor, str(node.target), None) if node.op == "call_method" else node.target
+    function = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
     return activation_of(function, *rest, **{name: value for name, value in node.kwargs.items() if name != "input"})
 
 
@@ -140,3 +137,88 @@ def wraps_functions(module: nn.Module) -> bool:
     except Exception:
         return False
     return True
+
+
+class Conv(NamedTuple):
+    """The arguments of F.conv2d behind its input for a convolution that a stage can have.
+
+    One with a dilation can only be folded.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    stride: int
+    padding: int
+    dilation: int
+    groups: int
+
+    @property
+    def only_folded(self) -> bool:
+        """Whether `conv_bn_act_chain` does not have it."""
+        return self.dilation != 1
+
+
+def activation_of(function: object, *args: Any, **kwargs: Any) -> str | None:
+    """The value of `Stage.act` for a call of this function; None if no stage has this activation.
+
+    Args:
+        function: the function that is called.
+        args, kwargs: its arguments without the input.
+    """
+    if function is F.hardtanh:
+        return _hardtanh(*args, **kwargs)
+    return ACTIVATION_FUNCTIONS.get(function)
+
+
+def square_conv(
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: str | int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Conv | None:
+    """The convolution that F.conv2d computes with these arguments; None if no stage can have it."""
+    step, pad, apart = _one(stride), _one(padding), _one(dilation)
+    if step is None or pad is None or apart is None:
+        return None
+    return Conv(weight, bias, step, pad, apart, groups)
+
+
+def _one(value: str | int | Sequence[int]) -> int | None:
+    """The value of a convolution's setting if it is the same in both directions, else None."""
+    if isinstance(value, str):
+        return None
+    if isinstance(value, int):
+        return value
+    return value[0] if len(set(value)) == 1 else None
+
+
+def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> str | None:
+    return "relu6" if (min_val, max_val) == (0, 6) else None
+
+
+ACTIVATION_FUNCTIONS: dict[object, str] = {
+    F.relu: "relu",
+    torch.relu: "relu",
+    torch.relu_: "relu",
+    Tensor.relu: "relu",
+    Tensor.relu_: "relu",
+    F.relu6: "relu6",
+    F.tanh: "tanh",
+    torch.tanh: "tanh",
+    Tensor.tanh: "tanh",
+    Tensor.tanh_: "tanh",
+    F.hardswish: "hswish",
+    F.silu: "silu",
+}
+
+# the activations of stages, changing their input
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda z: z,
+    "relu": torch.relu_,
+    "relu6": partial(F.hardtanh, min_val=0.0, max_val=6.0, inplace=True),
+    "tanh": torch.tanh_,
+    "hswish": partial(F.hardswish, inplace=True),
+    "silu": partial(F.silu, inplace=True),
+}

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from nasfast.fusion.calls import ACTIVATION_FUNCTIONS, Conv, activation_of, square_conv
 from nasfast.fusion.chain import ChainStage, stage_of
 from nasfast.fusion.execute import BoundChain
+from nasfast.fusion.members import ACTIVATION_FUNCTIONS, Conv, activation_of, square_conv
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way, plain, result_dtype
 
@@ -124,7 +124,7 @@ class _Recording:
             return None
         settings: Any = module.stride, module.padding, module.dilation, module.groups
         conv = square_conv(weight, module.bias, *settings)  # type: ignore[arg-type]
-        if conv is None or not _plain_conv(conv) or (conv.only_folded and not found.chain.only_folded):
+        if conv is None or not _plain_conv(conv):
             return None
         self.runs.append(_Run(found, way, input))
         return _Placeholder(self.runs[-1], (), conv)
@@ -206,8 +206,6 @@ def _extend_conv(input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Te
         return None
     conv = square_conv(weight, *args, **kwargs)
     if conv is None or not _plain_conv(conv) or len(input.stages) == len(input.run.chain.acts):
-        return None
-    if conv.only_folded and not input.run.chain.only_folded:
         return None
     return _Placeholder(input.run, input.stages, conv)
 

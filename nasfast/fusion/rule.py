@@ -10,7 +10,6 @@ costs. Where the operator runs on kernels for other instructions, `execute` meas
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,28 +19,17 @@ from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import Kind, stage_kind, storage_dtype
 from nasfast.ops.reference import Stage
 
-
-class _Least(NamedTuple):
-    """The least results per thread from which a chain pays.
-
-    Attributes:
-        own: of pointwise convolutions without stride and depthwise ones.
-        other: of chains with another convolution: the operator gathers patches or pixels for it, or PyTorch runs it.
-    """
-
-    own: int
-    other: int
-
-
 # The instruction sets of the operator's kernels for which the rule holds; it was measured with each but avx512.
 _KNOWN = {"amx", "avx512bf16", "avx512"}
 
-# by type and whether a convolution trains
+# The least results per thread from which a chain pays, by type and whether a convolution trains: of pointwise
+# convolutions without stride and depthwise ones, and of chains with another convolution, for which the operator gathers
+# patches or pixels, or which PyTorch runs.
 _LEAST = {
-    (torch.float32, False): _Least(100_000, 2_000_000),
-    (torch.float32, True): _Least(1_200_000, 1_200_000),
-    (torch.bfloat16, False): _Least(100_000, 2_000_000),
-    (torch.bfloat16, True): _Least(1_000_000, 1_500_000),
+    (torch.float32, False): (100_000, 2_000_000),
+    (torch.float32, True): (1_200_000, 1_200_000),
+    (torch.bfloat16, False): (100_000, 2_000_000),
+    (torch.bfloat16, True): (1_000_000, 1_500_000),
 }
 
 # The same, for each stage, for chains that are recorded in placeholders because their module's own code runs. Recording
@@ -99,7 +87,7 @@ def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool, recorded:
         kind == Kind.DEPTHWISE or (kind == Kind.POINTWISE and s.stride == 1)
         for kind, s in zip(kinds, stages, strict=True)
     )
-    results = least.own if own else least.other
+    results = least[0] if own else least[1]
     return max(results, LEAST_RECORDED * len(stages)) if recorded else results
 
 

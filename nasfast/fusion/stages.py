@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from nasfast.fusion.calls import IN_PLACE
 from nasfast.fusion.chain import ChainStage
+from nasfast.fusion.members import IN_PLACE
 from nasfast.ops.autograd import let_recomputation_reach
 from nasfast.ops.conv import conv_bn_act_chain
 from nasfast.ops.reference import Stage

@@ -141,8 +141,8 @@ def trace_space(module: nn.Module, example: tuple[Any, ...], *, name: str) -> Mo
         given = ", ".join(type(value).__name__ for value in example)
         raise TypeError(
             f"{type(module).__name__} fails on the example ({given}): {str(error).partition(chr(10))[0]}. An example "
-            "is a tensor, or a tuple of all positional arguments; where the forward needs others, wrap the module in one "
-            "that passes them"
+            "is a tensor, or a tuple of all positional arguments; where the forward needs others, wrap the module in "
+            "one that passes them"
         ) from error
     finally:
         for handle in handles:

@@ -58,9 +58,9 @@ def images(*shape: int, dtype: torch.dtype = torch.double) -> torch.Tensor:
     return torch.randn(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
 
 
-def small(norm: type[nn.Module] = nn.BatchNorm2d) -> nn.Module:
+def small() -> nn.Module:
     """MobileNetV2 with three blocks."""
-    return MobileNetV2(num_classes=10, inverted_residual_setting=[[1, 8, 1, 1], [6, 16, 2, 2]], norm_layer=norm)
+    return MobileNetV2(num_classes=10, inverted_residual_setting=[[1, 8, 1, 1], [6, 16, 2, 2]])
 
 
 def check(model: nn.Module, x: torch.Tensor, steps: int = 2) -> None:
@@ -98,9 +98,8 @@ def test_networks_compute_the_same_in_float64(name, chains, mode, ways):
     assert ways == {"OPERATOR": chains}
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_float32_runs_on_the_operators(training, executed, ways):
-    model = set_mode(small().to(memory_format=torch.channels_last), "frozen convolutions").train(training)
+def test_float32_runs_on_the_operators(executed, ways):
+    model = set_mode(small().to(memory_format=torch.channels_last), "frozen convolutions")
     compiled = compile_model(copy.deepcopy(model), "eager")
     x = images(2, 3, 32, 32, dtype=torch.float)
     got, want = observe(compiled, x), observe(model, x)
@@ -110,15 +109,7 @@ def test_float32_runs_on_the_operators(training, executed, ways):
     assert ways["OPERATOR"] == len(executed) == 5
 
 
-WAYS = ["chain", "read between", "read twice", "other activation", "activation twice", "no activation", "dropped"]
-WAYS += [
-    "normalised twice",
-    "more convolutions",
-    "no gradient first",
-    "no gradient last",
-    "no residual",
-    "concatenated",
-]
+WAYS = ["read twice", "other activation", "dropped", "normalised twice", "more convolutions", "no gradient first"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -143,14 +134,9 @@ def cast_inside(m: Body, x: torch.Tensor) -> torch.Tensor:
 
 LEFT = {
     "no affine parameters": (lambda: Body(whole, bn1=nn.BatchNorm2d(8, affine=False)), 1),
-    "another norm": (lambda: Body(whole, bn1=nn.GroupNorm(2, 8)), 1),
     "stride that is not square": (lambda: nn.Sequential(conv(4, 4, 3, stride=(2, 1)), nn.BatchNorm2d(4)), 0),
-    "padding by name": (lambda: nn.Sequential(conv(4, 4, 3, padding="same"), nn.BatchNorm2d(4)), 0),
-    "transposed": (lambda: nn.Sequential(nn.ConvTranspose2d(4, 4, 3), nn.BatchNorm2d(4)), 0),
     "shared BatchNorm": (lambda: Body(whole, bn1=(bn := nn.BatchNorm2d(8)), bn2=bn, conv2=conv(8, 8, 1)), 0),
-    "dilation": (lambda: unit(dilation=2, padding=2), 0),
     "autocast between": (lambda: Body(cast_inside), 1),
-    "no running statistics": (lambda: Body(whole, bn1=nn.BatchNorm2d(8, track_running_stats=False)), 1),
     "added in place": (lambda: Body(added_in_place), 1),
 }
 
@@ -169,15 +155,6 @@ def test_the_input_of_a_chain_may_change(ways):
     with torch.no_grad():
         torch.testing.assert_close(compiled(x), model(x))
     assert ways["OPERATOR"] == 1
-
-
-def test_a_momentum_that_changes_is_right():
-    model = (
-        nn.Sequential(conv(4, 4, 1), nn.BatchNorm2d(4, momentum=None)).double().to(memory_format=torch.channels_last)
-    )
-    compiled = compile_model(copy.deepcopy(model), "eager", fullgraph=False)
-    x = images(2, 4, 6, 6)
-    check_same(observe(compiled, x, 3), observe(model, x, 3))
 
 
 def test_results_keep_their_layout(ways):
@@ -272,16 +249,6 @@ def test_a_graph_with_gradients_is_not_folded(ways):
     compiled = compile_model(copy.deepcopy(model), "eager", only_faster=True)
     x = images(2, 4, 6, 6)
     check_same(observe(compiled, x), observe(model, x))
-    assert not ways["FOLDED"]
-
-
-def test_what_the_operators_lack_is_left_without_gradients(ways):
-    """A graph whose convolutions do not fold is for the other backend."""
-    model = nn.Sequential(unit(), conv(4, 4, 1), nn.Sigmoid(), conv(4, 4, 1), nn.Sigmoid()).eval()
-    compiled = compile_model(copy.deepcopy(model).to(memory_format=torch.channels_last), "eager", only_faster=True)
-    x = images(2, 4, 6, 6, dtype=torch.float)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(x), model(x))
     assert not ways["FOLDED"]
 
 

@@ -26,33 +26,22 @@ def no_norm_between(m: nn.Sequential) -> None:
 
 
 CHANGES = {
-    "eval of one BatchNorm": lambda m: m[1].eval(),
     "momentum": lambda m: setattr(m[1], "momentum", 0.3),
     "momentum None": momentum_none,
     "eps": lambda m: setattr(m[4], "eps", 0.1),
     "no tracking": lambda m: setattr(m[1], "track_running_stats", False),
-    "statistics removed": lambda m: [setattr(m[1], name, None) for name in ("running_mean", "running_var")],
     "trainable": lambda m: m[0].requires_grad_(True),
-    "frozen affine": lambda m: m[4].requires_grad_(False),
-    "no affine": lambda m: [setattr(m[1], name, None) for name in ("weight", "bias")],
     "stride": lambda m: setattr(m[0], "stride", (2, 2)),
     "unequal stride": lambda m: setattr(m[0], "stride", (2, 1)),
-    "unequal stride later": lambda m: setattr(m[3], "stride", (2, 1)),
     "dilation later": lambda m: setattr(m[3], "dilation", (2, 2)),
     "bias later": lambda m: setattr(m[3], "bias", nn.Parameter(torch.ones(4, dtype=torch.float64))),
-    "bias computed": lambda m: (delattr(m[3], "bias"), setattr(m[3], "bias", torch.ones(4, dtype=torch.float64))),
-    "another activation": lambda m: m.__setitem__(2, nn.ReLU()),
     "the activation twice": lambda m: m.insert(2, nn.Tanh()),
     "no norm between": no_norm_between,
     "an unknown activation": lambda m: m.__setitem__(2, nn.GELU()),
-    "h-swish": lambda m: m.__setitem__(2, nn.Hardswish()),
-    "no activation": lambda m: m.__setitem__(2, nn.Identity()),
     "another norm": lambda m: m.__setitem__(4, nn.GroupNorm(2, 4, dtype=torch.float64)),
     "replaced": replaced,
-    "removed": lambda m: m.__delitem__(0),
     "inserted": lambda m: m.insert(2, nn.Dropout(0.5)),
     "parametrized": lambda m: nn.utils.parametrizations.weight_norm(m[0]),
-    "parametrized later": lambda m: nn.utils.parametrizations.weight_norm(m[3]),
     "parametrized BatchNorm": lambda m: nn.utils.parametrize.register_parametrization(m[1], "weight", nn.Tanh()),
 }
 
@@ -74,37 +63,22 @@ def test_settings_changed_after_fusing(change, executed):
             plain.eval(), fused.eval()
 
 
-CLAMPS = {
-    "Hardtanh": lambda: unit(nn.Hardtanh(0, 6)),
-    "ReLU6": lambda: unit(nn.ReLU6()),
-    "in a BatchNorm": lambda: nn.Sequential(conv(4, 4, 3), BatchNormAct2d(4, act_layer=nn.ReLU6)),
-}
-
-
-@pytest.mark.parametrize("clamp", CLAMPS)
-@pytest.mark.parametrize("when", ["before fuse", "later"])
+@pytest.mark.parametrize("clamp", [nn.Hardtanh, nn.ReLU6])
 @pytest.mark.parametrize("only_faster", [True, False])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-def test_bounds_of_activations(training, only_faster, when, clamp, folds, executed):
+def test_bounds_of_activations(only_faster, clamp, folds, executed):
     """Since torch 2.15 the forward of nn.ReLU6 reads its bounds, too."""
-    plain = disturb(CLAMPS[clamp]().double()).train(training).requires_grad_(False)
+    plain = disturb(unit(nn.Hardtanh(0, 6) if clamp is nn.Hardtanh else nn.ReLU6()).double()).eval()
+    plain.requires_grad_(False)
     fused = copy.deepcopy(plain)
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
-    if when == "later":
-        nasfast.fuse(fused, only_faster=only_faster)
-        assert_close("before", fused(x), plain(x))
-        assert bool(folds) == (only_faster and not training)
-        assert bool(executed) == (not only_faster)
-    for model in (plain, fused):
-        for module in model.modules():
-            if isinstance(module, nn.Hardtanh):
-                module.max_val = 0.5
-    if when == "before fuse":
-        nasfast.fuse(fused, only_faster=only_faster)
+    nasfast.fuse(fused, only_faster=only_faster)
+    assert_close("before", fused(x), plain(x))
+    assert (len(folds), len(executed)) == ((1, 0) if only_faster else (0, 1))
+    plain[2].max_val = fused[2].max_val = 0.5
     assert_close("after", fused(x), plain(x))
 
 
-@pytest.mark.parametrize("path", ["0", "1", "2", "0.0", "0.1", "0.2", "1.0", "1.2"])
+@pytest.mark.parametrize("path", ["0", "2", "0.0", "0.1", "1.2"])
 @pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
 def test_hooks_added_later_fire(path, kind, executed):
     plain = nn.Sequential(unit(), unit(nn.Identity()), nn.Sequential(unit(), unit())).double()
@@ -135,8 +109,7 @@ def test_hooks_added_later_fire(path, kind, executed):
     assert len(executed) == chains
 
 
-@pytest.mark.parametrize("only_faster", [True, False])
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize(("training", "only_faster"), [(True, False), (False, True)])
 def test_only_the_bias_of_a_convolution_trains(training, only_faster, executed):
     plain = disturb(nn.Sequential(*unit(nn.Tanh()), *unit(nn.Tanh(), bias=True))).requires_grad_(False).train(training)
     plain[3].bias.requires_grad_()
@@ -163,31 +136,23 @@ class OwnForward(nn.Sequential):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("inner", ["act", "drop"])
 @pytest.mark.parametrize("cls", [nn.Sequential, OwnForward])
-@pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("only_faster", [True, False], ids=["folded", "on the operator"])
-def test_hooks_inside_of_a_batch_norm_fire(only_faster, nested, cls, inner, folds, executed):
+def test_hooks_inside_of_a_batch_norm_fire(only_faster, cls, folds, executed):
     body = cls(conv(4, 4, 3), BatchNormAct2d(4), conv(4, 4, 3), BatchNormAct2d(4))
-    plain = disturb(nn.Sequential(body, *unit()) if nested else body).double().eval().requires_grad_(False)
+    plain = disturb(nn.Sequential(body, *unit())).double().eval().requires_grad_(False)
     fused = copy.deepcopy(plain)
     nasfast.fuse(fused, only_faster=only_faster)
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     assert_close("before", fused(x), plain(x))
-    ran = [len(runs) for runs in (folds, executed)]
-    assert bool(ran[0]) == only_faster and bool(ran[1]) != only_faster
-    path = f"0.1.{inner}" if nested else f"1.{inner}"
+    assert (bool(folds), bool(executed)) == (only_faster, not only_faster)
     seen = []
-    handle = fused.get_submodule(path).register_forward_hook(lambda _, args, y: seen.append((args[0], y)))
+    hook = fused.get_submodule("0.1.act").register_forward_hook(lambda _, args, y: seen.append((args[0], y)))
     want = plain(x)
-    for _ in range(2):
-        assert_close("with a hook", fused(x), want)
-    handle.remove()
-    assert [(type(given), type(y)) for given, y in seen] == [(torch.Tensor, torch.Tensor)] * 2
+    assert_close("with a hook", fused(x), want)
+    hook.remove()
+    assert [(type(given), type(y)) for given, y in seen] == [(torch.Tensor, torch.Tensor)]
     assert_close("after", fused(x), want)
-    if not only_faster:
-        # the other chain of the nested model runs as before, and the chain with a hook again without it
-        assert len(executed) == ran[1] * 2 + 2 * nested
 
 
 def test_global_hooks_see_every_module(executed):
@@ -199,20 +164,3 @@ def test_global_hooks_see_every_module(executed):
     handle.remove()
     assert seen.count(nn.BatchNorm2d) == 2
     assert executed == []
-
-
-def test_the_report_tells_of_what_trains_and_of_hooks():
-    model = nn.Sequential(*unit(), *unit())
-    model[0].requires_grad_(False)
-    model[4].eval()
-    handle = model[2].register_forward_hook(lambda *_: None)
-    notes = fuse_all(model).notes
-    assert notes == (
-        "1 convolution in chains will train, so a fused chain keeps the inputs for backward, as PyTorch does; to save "
-        "that memory, freeze with requires_grad_(False): 3",
-        "1 BatchNorm in chains in eval mode, with running statistics: 4",
-        "1 module in chains with hooks; while they are there, the chain runs unfused: 2",
-    )
-    handle.remove()
-    nasfast.unfuse(model)
-    assert fuse_all(model.requires_grad_(False).train()).notes == ()

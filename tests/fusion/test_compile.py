@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from fused_models import Candidate, disturb, fuse_all, make, set_mode, unit
+from fused_models import Candidate, disturb, fuse_all, observe, set_mode, unit
 from torch import nn
 from torchvision.models.mobilenetv2 import InvertedResidual, MobileNetV2
 
@@ -17,7 +17,7 @@ CHAIN = torch.ops.nasfast.conv_bn_act_chain_fwd
 
 @pytest.fixture
 def compiled():
-    """A function that compiles a model without graph breaks, and the operators in the graphs that it gave so far."""
+    """A function that compiles a model in place without graph breaks, and the operators in its graphs so far."""
     torch.compiler.reset()
     operators = Counter()
 
@@ -25,21 +25,18 @@ def compiled():
         operators.update(node.target for node in graph.graph.nodes)
         return graph
 
-    yield lambda model: torch.compile(model, backend=count, fullgraph=True), operators
+    def compile_model(model):
+        model.compile(backend=count, fullgraph=True)
+        return model
+
+    yield compile_model, operators
     torch.compiler.reset()
 
 
-def step(run, model, x):
-    """Result, gradients and buffers of one step."""
-    model.zero_grad(set_to_none=True)
-    x = x.detach().clone().requires_grad_(x.requires_grad)
-    torch.manual_seed(0)
-    y = run(x)
-    y.square().sum().backward()
-    grads = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    grads |= {"gradient of x": x.grad} if x.requires_grad else {}
-    seen = {"result": y, **grads, **dict(model.named_buffers())}
-    return {name: tensor.detach().clone() for name, tensor in seen.items()}
+def check_close(got, want):
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        torch.testing.assert_close(got[key], value, msg=lambda text, key=key: f"{key}: {text}")
 
 
 def small() -> nn.Module:
@@ -47,28 +44,15 @@ def small() -> nn.Module:
     return MobileNetV2(num_classes=10, inverted_residual_setting=[[1, 8, 1, 1], [6, 16, 2, 2]])
 
 
-NETWORKS = [
-    pytest.param(small, 5, 0, True, id="small, training"),
-    pytest.param(small, 5, 0, False, id="small, eval"),
-    pytest.param(lambda: make("mobilenet_v2"), 19, 0, True, id="mobilenet_v2, training", marks=pytest.mark.slow),
-    # its squeeze-and-excitations have two convolutions each
-    pytest.param(lambda: make("mobilenet_v3_small"), 22, 18, False, id="mobilenet_v3_small", marks=pytest.mark.slow),
-]
-
-
-@pytest.mark.parametrize(("build", "chains", "convolutions", "training"), NETWORKS)
-def test_networks_compute_the_same_on_the_chain_operators(build, chains, convolutions, training, compiled):
-    model = set_mode(disturb(build()), "frozen convolutions").train(training)
-    assert len(fuse_all(model).chains) == chains
+@pytest.mark.parametrize("training", [True, False])
+def test_networks_compute_the_same_on_the_chain_operators(training, compiled):
+    model = set_mode(disturb(small()), "frozen convolutions").train(training)
+    assert len(fuse_all(model).chains) == 5
     eager, x = copy.deepcopy(model), torch.randn(2, 3, 64, 64)
     compile_model, operators = compiled
-    run = compile_model(model)
-    for _ in range(2):
-        want, got = step(eager, eager, x), step(run, model, x)
-        assert got.keys() == want.keys()
-        for key, value in want.items():
-            torch.testing.assert_close(got[key], value, msg=lambda text, key=key: f"{key}: {text}")
-    assert (operators[CHAIN], operators[torch.conv2d]) == (chains, convolutions)
+    check_close(observe(compile_model(model), x, 2), observe(eager, x, 2))
+    # the stem is one stage whose input has a gradient: a convolution and the operator of BatchNorm
+    assert operators[CHAIN] + operators[torch.ops.nasfast.bn_act_fwd] == 5 and operators[torch.conv2d] == 0
 
 
 def test_the_backward_has_the_operator():
@@ -83,11 +67,9 @@ def test_the_backward_has_the_operator():
     model.conv[1][0].requires_grad_(False)
     fuse_all(model)
     backend = torch._dynamo.backends.common.aot_autograd(fw_compiler=keep, bw_compiler=keep)
-    eager, x = copy.deepcopy(model), torch.randn(2, 4, 9, 9).requires_grad_()
-    run = torch.compile(model, backend=backend, fullgraph=True)
-    want, got = step(eager, eager, x), step(run, model, x)
-    for key, value in want.items():
-        torch.testing.assert_close(got[key], value)
+    eager, x = copy.deepcopy(model), torch.randn(2, 4, 9, 9)
+    model.compile(backend=backend, fullgraph=True)
+    check_close(observe(model, x), observe(eager, x))
     assert [any("nasfast.conv_bn_act_chain" in target for target in graph) for graph in graphs] == [True, True]
 
 
@@ -127,7 +109,8 @@ def test_other_forwards_run_unfused(compiled):
     report = fuse_all(model)
     assert len(report.chains) == 2
     x = torch.randn(2, 4, 9, 9)
-    torch.testing.assert_close(compile_model(model)(x), model(x))
+    want = model(x)
+    torch.testing.assert_close(compile_model(model)(x), want)
     assert operators[CHAIN] + operators[torch.ops.nasfast.bn_act_fwd] == 1 and operators[torch.conv2d] >= 3
 
 
@@ -138,8 +121,3 @@ def test_exports_have_pytorchs_operators():
     exported = torch.export.export(model, (x,))
     assert not any("nasfast" in str(node.target) for node in exported.graph.nodes)
     torch.testing.assert_close(exported.module()(x), model(x))
-
-
-def test_compiled_modules_are_left():
-    report = fuse_all(nn.Sequential(torch.compile(nn.Sequential(unit()))))
-    assert {left.reason for left in report.left} == {"inside a module compiled by torch.compile, which fuses by itself"}

@@ -28,12 +28,8 @@ class Choice(nn.Module):
         self.forwards += 1
         if self.how == "attribute":
             choice = self.active
-        elif self.how == "random":
-            choice = random.randrange(3)
         elif self.how == "numpy":
             choice = int(np.random.randint(3))
-        elif self.how == "torch":
-            choice = int(torch.randint(3, ()))
         elif self.how == "data":
             choice = int(x.sum() > 0)
         return self.ops[choice](x)
@@ -52,7 +48,7 @@ class Net(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("how", ["argument", "attribute", "random", "numpy", "torch", "data"])
+@pytest.mark.parametrize("how", ["argument", "attribute", "numpy", "data"])
 def test_supernets_keep_choosing(how, executed):
     plain = disturb(Net(how).double())
     fused = copy.deepcopy(plain)
@@ -76,30 +72,8 @@ def test_supernets_keep_choosing(how, executed):
     assert {(1, False), (3, True)} == set(executed)
 
 
-WAYS = [
-    "stop early",
-    "convolution only",
-    "no gradient first",
-    "no gradient last",
-    "read between",
-    "read twice",
-    "read before",
-    "other activation",
-    "activation twice",
-    "no activation",
-    "normalised twice",
-    "more convolutions",
-    "dropped",
-    "no residual",
-    "in containers",
-    "concatenated",
-    "kept",
-    "subtracted",
-    "scaled",
-    "added to itself",
-    "to the input",
-    "chain",
-]
+WAYS = ["stop early", "no gradient first", "read twice", "read before", "other activation", "activation twice"]
+WAYS += ["normalised twice", "more convolutions", "dropped", "no residual", "concatenated", "scaled", "to the input"]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -115,7 +89,7 @@ def test_a_forward_that_changes_its_way_stays_right(way, executed):
         assert executed == [(1, False)] * 2
 
 
-@pytest.mark.parametrize("pack", [lambda z: z, lambda z: [z], lambda z: {"z": (z, 1)}], ids=["bare", "list", "dict"])
+@pytest.mark.parametrize("pack", [lambda z: [z], lambda z: {"z": (z, 1)}], ids=["list", "dict"])
 def test_results_are_tensors(pack):
     class Packing(Fickle):
         def forward(self, x: Tensor) -> object:
@@ -125,8 +99,7 @@ def test_results_are_tensors(pack):
     assert fuse_all(model).chains[0].residual
     model.way = "no residual"
     (result,) = (t for t in tree_leaves(model(torch.randn(2, 4, 9, 9))) if isinstance(t, Tensor))
-    assert type(result) is Tensor
-    assert result.shape == (2, 4, 9, 9)
+    assert type(result) is Tensor and result.shape == (2, 4, 9, 9)
 
 
 def test_a_failed_trace_leaves_the_model_untouched():
@@ -171,12 +144,3 @@ def test_a_parametrized_weight_is_not_computed():
     before = copy.deepcopy(dict(model.named_buffers()))
     assert fuse_all(model).left[0].reason == "its weight is parametrized"
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
-
-
-def test_hooks_do_not_run_while_tracing():
-    model = nn.Sequential(unit(), unit())
-    seen = []
-    model[0].register_forward_hook(lambda *_: seen.append(1))
-    assert fuse_all(model).fused == 2
-    assert seen == []
-    assert len(model[0]._forward_hooks) == 1

@@ -10,6 +10,8 @@ import nasfast
 from nasfast import ops
 from nasfast.fusion import excite
 
+timm = pytest.importorskip("timm")
+
 
 class Added(SqueezeExcitation):
     def forward(self, x):
@@ -20,42 +22,27 @@ def torchvisions(activation=nn.ReLU, gate=nn.Hardsigmoid):
     return SqueezeExcitation(12, 4, activation, gate)
 
 
-def timms():
-    timm = pytest.importorskip("timm")
-    return timm.layers.SEModule(12, rd_channels=4)
-
-
-def timms_of_mobilenets():
-    return pytest.importorskip("timm").models._efficientnet_blocks.SqueezeExcite(12, rd_channels=4)
-
-
-def with_maximum():
-    return pytest.importorskip("timm").layers.SEModule(12, rd_channels=4, add_maxpool=True)
-
-
-def with_norm():
-    return pytest.importorskip("timm").layers.SEModule(12, rd_channels=4, norm_layer=nn.BatchNorm2d)
-
-
-def extended(module):
+class Extended(SqueezeExcitation):
     """As a later version of the library might be."""
-    module.more = nn.Identity()
-    return module
+
+    forward = SqueezeExcitation.forward
+
+    def __init__(self):
+        super().__init__(12, 4)
+        self.more = nn.Identity()
 
 
 MAKERS = {
     "torchvision": torchvisions,
     "torchvision, SiLU and sigmoid": lambda: torchvisions(nn.SiLU, nn.Sigmoid),
-    "torchvision, h-swish": lambda: torchvisions(nn.Hardswish),
-    "timm": timms,
-    "timm's mobilenets": timms_of_mobilenets,
+    "timm": lambda: timm.layers.SEModule(12, rd_channels=4),
+    "timm's mobilenets": lambda: timm.models._efficientnet_blocks.SqueezeExcite(12, rd_channels=4),
 }
 OTHERS = {
     "subclass": lambda: Added(12, 4),
-    "maximum": with_maximum,
-    "BatchNorm": with_norm,
-    "GELU": lambda: torchvisions(nn.GELU),
-    "another module": lambda: extended(torchvisions()),
+    "maximum": lambda: timm.layers.SEModule(12, rd_channels=4, add_maxpool=True),
+    "BatchNorm": lambda: timm.layers.SEModule(12, rd_channels=4, norm_layer=nn.BatchNorm2d),
+    "another module": Extended,
 }
 
 
@@ -157,16 +144,9 @@ def test_copies_and_pickles_run_their_own_weights(calls):
     assert len(calls) == 3
 
 
-def test_another_gate_runs(calls):
-    module = torchvisions().requires_grad_(False)
-    nasfast.fuse(module)
-    module(images())
-    module.scale_activation = nn.Sigmoid()
-    torch.testing.assert_close(module(images()), type(module).forward(module, images()))
-    assert calls == [("relu", "hsigmoid"), ("relu", "sigmoid")]
-
-
 CHANGES = {
+    "gate": lambda m: setattr(m, "scale_activation", nn.Sigmoid()),
+    "bias": lambda m: setattr(m.fc2, "bias", nn.Parameter(torch.full((12,), 10.0), requires_grad=False)),
     "hook": lambda m: m.fc1.register_forward_hook(lambda module, args, y: y + 1),
     "act": lambda m: setattr(m, "activation", nn.GELU()),
     "forward": lambda m: setattr(m.activation, "forward", lambda z: z - 1),
@@ -180,16 +160,7 @@ def test_follows_changes_behind_its_back(change, calls):
     module(images())
     CHANGES[change](module)
     torch.testing.assert_close(module(images()), type(module).forward(module, images()))
-    assert len(calls) == 1
-
-
-def test_a_new_weight_is_read(calls):
-    module = torchvisions().requires_grad_(False)
-    nasfast.fuse(module)
-    module(images())
-    module.fc2.bias = nn.Parameter(torch.full((12,), 10.0), requires_grad=False)
-    torch.testing.assert_close(module(images()), images())
-    assert len(calls) == 2
+    assert len(calls) == (2 if change in ("gate", "bias") else 1)
 
 
 def test_the_blocks_of_a_network_keep_their_chains(calls):
