@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from typing import Any
@@ -223,7 +223,7 @@ def _newest(
     return checkpoint
 
 
-def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, extends: bool) -> str:
+def _changes(saved: dict[str, Any], now: dict[str, Any], *, extends: bool) -> str:
     """In which settings a checkpoint differs from those of now, so that it cannot be continued; empty if it can."""
     if extends and saved["train"]["epochs"] < now["train"]["epochs"]:
         saved = {**saved, "train": {**saved["train"], "epochs": now["train"]["epochs"]}}
@@ -231,7 +231,7 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any], *, extends: bool)
 
 
 def check_new(
-    folder: CheckpointFolder, stage: str, settings: Mapping[str, Any], *, extends: bool, unknown: Sequence[str] = ()
+    folder: CheckpointFolder, stage: str, settings: dict[str, Any], *, extends: bool, unknown: Sequence[str] = ()
 ) -> None:
     """Refuse to begin a stage that has checkpoints.
 
