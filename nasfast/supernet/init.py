@@ -255,9 +255,7 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
             built[name] = recipe
         else:
             shape = recipe.shape(tuple(weight.shape))
-            taps = (
-                weight.zero_()[..., weight.shape[2] // 2, weight.shape[3] // 2] if recipe.shape is _centre else weight
-            )
+            taps = _centre_tap(weight.zero_()) if recipe.shape is _centre else weight
             targets.append(Target(f"{name}.weight", taps, shape, recipe.scale(*shape) * _gain(modules, name)))
         if layer.bias is not None:
             layer.bias.zero_()

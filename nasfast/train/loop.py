@@ -135,10 +135,10 @@ class _Training:
             model,
             self.optimizer,
             sampler,
+            self.averaged,
             fingerprint=stage.fingerprint,
             settings={"stage": stage.name, "train": cfg.of_result, "batches_per_epoch": len(loader), **stage.settings},
             loader_kind=getattr(loader, "kind", None),
-            averaged=self.averaged,
         )
         folder = Path(stage.run_dir) / "checkpoints"
         self.folder = CheckpointFolder(folder, stage.file_prefix, keep=cfg.keep_checkpoints)

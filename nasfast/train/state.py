@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
+from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -67,59 +66,55 @@ class Progress:
     stale: int = 0
 
 
+@dataclass
 class TrainState:
     """Everything that a stage changes, and what identifies the stage.
 
-    Args:
+    Attributes:
         model, optimizer, sampler: what the stage trains with; the sampler may be None.
+        averaged: the moving average of the model's weights; None if there is none.
         fingerprint: digest of what is trained.
         settings: what else the result depends on.
-        averaged: the moving average of the model's weights; None if there is none.
         loader_kind: the backend that decodes the images, None if unknown. All backends show the same windows up to
             rounding.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.SGD,
-        sampler: Sampler | None,
-        *,
-        fingerprint: str,
-        settings: dict[str, Any],
-        loader_kind: str | None,
-        averaged: AveragedModel | None = None,
-    ) -> None:
-        self._model, self._optimizer, self._sampler, self._averaged = model, optimizer, sampler, averaged
-        self.fingerprint, self.settings, self.loader_kind = fingerprint, settings, loader_kind
+    model: nn.Module
+    optimizer: torch.optim.SGD
+    sampler: Sampler | None
+    averaged: AveragedModel | None
+    _: KW_ONLY
+    fingerprint: str
+    settings: dict[str, Any]
+    loader_kind: str | None
 
     @property
     def size(self) -> int:
         """Bytes of a checkpoint, up to a few thousand."""
-        momenta = (p.nbytes for p in self._model.parameters() if p.requires_grad)
-        states = [self._model.state_dict(), self._averaged.state_dict() if self._averaged else {}]
+        momenta = (p.nbytes for p in self.model.parameters() if p.requires_grad)
+        states = [self.model.state_dict(), self.averaged.state_dict() if self.averaged else {}]
         return sum(t.nbytes for state in states for t in state.values()) + sum(momenta)
 
     def capture(self, progress: Progress) -> Checkpoint:
         """A checkpoint on the CPU: copies of what later steps change, and the weights that do not train uncopied."""
-        fixed = {name for name, p in self._model.named_parameters() if not p.requires_grad}
+        fixed = {name for name, p in self.model.named_parameters() if not p.requires_grad}
         tensors = {
             f"model.{name}": t.detach() if name in fixed else t.detach().clone()
-            for name, t in self._model.state_dict().items()
+            for name, t in self.model.state_dict().items()
         }
-        for name, parameter in self._model.named_parameters():
-            buffer = self._optimizer.state.get(parameter, {}).get("momentum_buffer")
+        for name, parameter in self.model.named_parameters():
+            buffer = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
             if buffer is not None:
                 tensors[f"momentum.{name}"] = buffer.clone()
-        if self._averaged is not None:
-            tensors |= {f"average.{name}": t.detach().clone() for name, t in self._averaged.state_dict().items()}
+        if self.averaged is not None:
+            tensors |= {f"average.{name}": t.detach().clone() for name, t in self.averaged.state_dict().items()}
         tensors["rng.cpu"] = torch.get_rng_state()
         if torch.cuda.is_available():
             tensors["rng.cuda"] = torch.cuda.get_rng_state()
         state = {"fingerprint": self.fingerprint, "settings": self.settings, "loader": self.loader_kind}
         state |= asdict(progress)
-        if self._sampler is not None:
-            state["sampler"] = self._sampler.state_dict()
+        if self.sampler is not None:
+            state["sampler"] = self.sampler.state_dict()
         return Checkpoint(storable(tensors), state)
 
     def restore(self, checkpoint: Checkpoint) -> Progress:
@@ -130,21 +125,21 @@ class TrainState:
         """
         state = checkpoint.state
         try:
-            self._model.load_state_dict(checkpoint.part("model."))
-            if self._averaged is not None:
-                self._averaged.load_state_dict(checkpoint.part("average."))
-            if self._sampler is not None:
-                self._sampler.load_state_dict(state["sampler"])
+            self.model.load_state_dict(checkpoint.part("model."))
+            if self.averaged is not None:
+                self.averaged.load_state_dict(checkpoint.part("average."))
+            if self.sampler is not None:
+                self.sampler.load_state_dict(state["sampler"])
             progress = Progress(**{field.name: state[field.name] for field in fields(Progress)})
             progress.sums = Sums(**state["sums"])
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise CheckpointError(f"checkpoint does not fit this run: {error}") from error
         momentum = checkpoint.part("momentum.")
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in self.model.named_parameters():
             if name in momentum:
                 # the parameter's memory layout keeps the arithmetic of a resumed run the same
                 buffer = torch.empty_like(parameter).copy_(momentum[name])
-                self._optimizer.state[parameter]["momentum_buffer"] = buffer
+                self.optimizer.state[parameter]["momentum_buffer"] = buffer
         torch.set_rng_state(checkpoint.tensors["rng.cpu"])
         if torch.cuda.is_available() and "rng.cuda" in checkpoint.tensors:
             torch.cuda.set_rng_state(checkpoint.tensors["rng.cuda"])
@@ -196,31 +191,47 @@ def _newest(
     if found is None:
         return None
     path, checkpoint = found
-    if stage.extends:
-        checkpoint = _extend(stage.name, path, checkpoint, state.settings)
-    if checkpoint.state["settings"] != state.settings:
+    saved, step = checkpoint.state["settings"], checkpoint.state["step"]
+    old, new = saved["train"]["epochs"], state.settings["train"]["epochs"]
+    if stage.extends and new < old:
         raise CheckpointError(
-            f"{path} was written with other settings: {difference(checkpoint.state['settings'], state.settings)}; "
+            f"{path} belongs to a training of {old} epochs, now there are {new}: it can be extended, not shortened; "
+            f"give at least {old}, or choose another run directory (--out, run_dir)"
+        )
+    if changes := _changes(saved, state.settings, extends=stage.extends):
+        raise CheckpointError(
+            f"{path} was written with other settings: {changes}; "
             f"keep those of the run, delete its checkpoints ({folder.prefix}-*{SUFFIX}) to train anew, or choose "
             "another run directory (--out, run_dir)"
         )
+    if old != new:
+        _LOG.info(
+            "%s: extended from %d to %d epochs: from step %d on, the learning rate follows the cosine of %d epochs, "
+            "and evaluations without a better accuracy are counted anew",
+            *(stage.name, old, new, step, new),
+        )
+        checkpoint.state["stale"] = 0
     before, now = checkpoint.state.get("loader"), state.loader_kind
     if None not in (before, now) and before != now:
         _LOG.warning(
             "%s: until step %d the loader %r gave the images, now %r does: both show the same windows up to rounding "
             "('cache' draws windows of photographs on reduced images), so the result will not equal that of an "
             "unbroken run bit for bit",
-            stage.name,
-            checkpoint.state["step"],
-            before,
-            now,
+            *(stage.name, step, before, now),
         )
     _LOG.info("%s: continues from %s", stage.name, path)
     return checkpoint
 
 
+def _changes(saved: dict[str, Any], now: dict[str, Any], *, extends: bool) -> str:
+    """In which settings a checkpoint differs from those of now, so that it cannot be continued; empty if it can."""
+    if extends and saved["train"]["epochs"] < now["train"]["epochs"]:
+        saved = {**saved, "train": {**saved["train"], "epochs": now["train"]["epochs"]}}
+    return difference(saved, now)
+
+
 def check_new(
-    folder: CheckpointFolder, stage: str, settings: Mapping[str, Any], *, extends: bool, unknown: Sequence[str] = ()
+    folder: CheckpointFolder, stage: str, settings: dict[str, Any], *, extends: bool, unknown: Sequence[str] = ()
 ) -> None:
     """Refuse to begin a stage that has checkpoints.
 
@@ -236,52 +247,16 @@ def check_new(
     """
     if not (paths := folder.paths()):
         return
-    changes = _why_not_resumed(paths[-1], settings, extends, unknown)
+    try:
+        saved = checkpoint_state(paths[-1])["settings"]
+        changes = _changes({k: v for k, v in saved.items() if k not in unknown}, settings, extends=extends)
+    except (OSError, LookupError, TypeError, ValueError):
+        changes = ""  # it is damaged, and one before it may be continued
     advice = f" with other settings ({changes}):" if changes else ": continue them (--resume, resume=True),"
     raise FileExistsError(
         f"{folder.folder} holds checkpoints of {stage!r}{advice} delete them ({folder.prefix}-*{SUFFIX}; "
         "overwrite=True in Python), or choose another run directory (--out, run_dir)"
     )
-
-
-def _why_not_resumed(path: Path, settings: Mapping[str, Any], extends: bool, unknown: Sequence[str]) -> str:
-    """The settings in which a checkpoint differs, so that it cannot be continued; empty if it can or is damaged."""
-    try:
-        before, now = dict(checkpoint_state(path)["settings"]), dict(settings)
-        before = {name: value for name, value in before.items() if name not in unknown}
-        if extends and before["train"]["epochs"] < now["train"]["epochs"]:
-            before["train"] = {**before["train"], "epochs": now["train"]["epochs"]}
-    except (OSError, LookupError, TypeError, ValueError):
-        return ""
-    return difference(before, now)
-
-
-def _extend(stage: str, path: Path, checkpoint: Checkpoint, settings: Mapping[str, Any]) -> Checkpoint:
-    """A checkpoint as one of a training with the number of epochs in `settings`.
-
-    Raises:
-        CheckpointError: it is of a training with more epochs.
-    """
-    before = checkpoint.state["settings"]
-    old, new = before["train"]["epochs"], settings["train"]["epochs"]
-    if new < old:
-        raise CheckpointError(
-            f"{path} belongs to a training of {old} epochs, now there are {new}: it can be extended, not shortened; "
-            f"give at least {old}, or choose another run directory (--out, run_dir)"
-        )
-    if new > old:
-        _LOG.info(
-            "%s: extended from %d to %d epochs: from step %d on, the learning rate follows the cosine of %d epochs, "
-            "and evaluations without a better accuracy are counted anew",
-            stage,
-            old,
-            new,
-            checkpoint.state["step"],
-            new,
-        )
-        before = {**before, "train": {**before["train"], "epochs": new}}
-        checkpoint = Checkpoint(checkpoint.tensors, {**checkpoint.state, "settings": before, "stale": 0})
-    return checkpoint
 
 
 def seed_other_rank(seed: int, rank: int, step: int, *, device: str) -> None:

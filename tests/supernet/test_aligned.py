@@ -98,40 +98,6 @@ def test_depthwise_filters_are_a_centre_tap_and_a_random_rest(alpha):
     assert filters.square().sum((1, 2)).mean().item() == pytest.approx(1.0, abs=0.1)
 
 
-def _added_by_relu(expand: int, share: float) -> float:
-    """What P_2 relu(P_1 x) adds to its best linear fit, for Gaussian x: ratio of the mean squares."""
-    space = tiny_space(stages=(Stage(48, 1, 1, (Block("mbconv", 3, expand),)),))
-    net = Supernet(space, init=InitScheme(depthwise="unit_norm", alignment=0.7, linear_share=share))
-    first, _, last = branches(net.layers[0].candidates[0])[""]
-    x = torch.randn(1 << 13, first.conv.in_channels, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    weights = [unit.conv.weight.detach().double().flatten(1) for unit in (first, last)]
-    y = torch.relu(x @ weights[0].T) @ weights[1].T
-    y = y - y.mean(0)
-    linear = x @ torch.linalg.lstsq(x, y).solution
-    return ((y - linear).square().mean() / linear.square().mean()).item()
-
-
-def test_what_activations_add_does_not_vanish_in_wide_blocks():
-    assert _added_by_relu(12, 1.0) == pytest.approx(_added_by_relu(3, 1.0) / 4, rel=0.25)
-    assert _added_by_relu(12, 0.85) > 0.5 * _added_by_relu(3, 0.85)
-    assert _added_by_relu(12, 0.85) > 4 * _added_by_relu(12, 1.0)
-
-
-@torch.no_grad()
-def _correlation(net: Supernet, first: int, second: int) -> float:
-    x = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(0))
-    layer, x = net.layers[0], net.stem(x)
-    a, b = ((y - y.mean((0, 2, 3), keepdim=True)).flatten() for y in (layer(x, first), layer(x, second)))
-    return torch.nn.functional.cosine_similarity(a, b, dim=0).item()
-
-
-@pytest.mark.parametrize(("first", "second"), [(0, 1), (0, 2), (1, 2)])
-def test_outputs_of_candidates_on_a_reduction_correlate(first, second):
-    space = nas_bench_macro()
-    assert 0.4 < _correlation(Supernet(space, init="aligned"), first, second) < 0.95
-    assert abs(_correlation(Supernet(space, init="orthogonal"), first, second)) < 0.1
-
-
 def test_a_layers_matrix_depends_on_its_name_and_seed_only():
     space = tiny_space()
     stages = tuple(stage.replace(choices=(*stage.choices, Block("mbconv", 7, 2))) for stage in space.stages)

@@ -96,12 +96,6 @@ def test_strided_identity_is_a_convolution_and_its_batch_norm():
     assert (module(x) < 0).any()
 
 
-def test_identity_of_a_normal_layer_is_nothing():
-    layer = Layer(6, 6, 1, 7, (Block("identity"),))
-    module = build_block(layer.choices[0], layer, UnitFactory(act="relu6", fused=True, track_running_stats=False))
-    assert isinstance(module, nn.Identity)
-
-
 class _Pooled(nn.Module):
     """A max pool in front of a 1x1 unit."""
 

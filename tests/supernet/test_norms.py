@@ -82,34 +82,6 @@ def test_paths_of_a_deep_space_have_features_in_common():
     assert _common(SupernetConfig()) > 0.35
 
 
-def test_a_shift_makes_gradients_grow_as_the_formula_says():
-    """E s'(z + b)^2 / Var s(z + b), by numerical integration, against a long chain of convolutions and BatchNorms."""
-    z = torch.linspace(-9, 9, 100_001, dtype=torch.float64)
-    density = torch.exp(-z.square() / 2)
-    density /= density.sum()
-    for shift, rounded in ((0.0, 1.47), (0.5, 1.25), (1.0, 1.12), (2.0, 1.02)):
-        value = torch.relu(z + shift)
-        mean = (density * value).sum()
-        factor = (density * (z > -shift)).sum() / ((density * value.square()).sum() - mean.square())
-        assert factor.item() == pytest.approx(rounded, abs=0.005)
-        assert _growth(shift) == pytest.approx(factor.item(), rel=0.05)
-
-
-def _growth(shift: float, depth: int = 10) -> float:
-    """Growth of the squared norm of gradients per unit, in a chain with independent Gaussian weights."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(512, 256, generator=generator, dtype=torch.float64, requires_grad=True)
-    y = F.batch_norm(x, None, None, training=True)
-    states = [y]
-    for _ in range(depth):
-        weight = torch.randn(256, 256, generator=generator, dtype=torch.float64) / 16
-        y = F.batch_norm(torch.relu(y + shift) @ weight, None, None, training=True)
-        states.append(y)
-    direction = torch.randn(y.shape, generator=generator, dtype=torch.float64)
-    first, last = torch.autograd.grad((y * direction).sum(), [states[0], states[-2]])
-    return (first.square().sum() / last.square().sum()).item() ** (1 / (depth - 1))
-
-
 @pytest.mark.parametrize("value", [-0.5, math.inf, math.nan])
 @pytest.mark.parametrize("name", ["shift", "branch_scale"])
 def test_wrong_beginnings_are_refused(name, value):

@@ -33,23 +33,6 @@ def test_fewer_than_five_classes_are_all_in_the_top5():
     assert (found.top1, found.top5) == (0.25, 1.0)
 
 
-def test_the_module_runs_in_eval_mode_and_comes_back():
-    modes = []
-
-    class Probe(nn.Module):
-        def forward(self, x):
-            modes.append(self.training)
-            return torch.zeros(len(x), 4, requires_grad=True)
-
-    probe = Probe().train()
-    evaluate(probe, batches(2))
-    assert modes == [False, False]
-    assert probe.training
-    probe.eval()
-    evaluate(probe, batches(1))
-    assert not probe.training
-
-
 def test_parts_keep_their_own_modes():
     """A BatchNorm that was frozen in evaluation mode stays frozen, and one in training mode does not train."""
     network = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3 * 8 * 8, 4))

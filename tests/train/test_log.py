@@ -89,17 +89,6 @@ def test_a_narrow_terminal_shows_counter_and_time(tmp_path, monkeypatch, capsys,
     )
 
 
-def test_a_bar_leaves_nothing_on_the_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("rich.console.Console.is_terminal", True)
-    monkeypatch.setenv("TERM", "xterm")
-    with TrainLog(tmp_path, "a", step=0, total=9, shown=True) as log:
-        log.write(9, loss=1.0)
-    written = capsys.readouterr().err
-    assert "9/9" in written
-    erased = "\x1b[2K"  # erases the line of the cursor
-    assert erased in written and "a" not in re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", written.rpartition(erased)[2])
-
-
 def test_the_time_that_is_left_counts_the_networks_that_follow(tmp_path, monkeypatch, capsys):
     now = iter([0.0, 600.0, 600.0, 1200.0])
     monkeypatch.setattr("nasfast.train.log.time.monotonic", lambda: next(now))

@@ -27,22 +27,12 @@ def finished(tmp_path, **changes):
     return train_supernet(net, batches(4), sampler, CFG.replace(**changes), run_dir=tmp_path)
 
 
-def test_checkpoints_at_their_steps(tmp_path):
-    finished(tmp_path, keep_checkpoints=9)
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == [
-        f"supernet-{s:08d}.safetensors" for s in (3, 6, 8)
-    ]
-
-
-@pytest.mark.parametrize(("keep", "steps"), [(1, [8]), (2, [6, 8])])
-def test_keep_checkpoints(tmp_path, keep, steps):
-    finished(tmp_path, keep_checkpoints=keep)
-    assert sorted(int(p.stem[-8:]) for p in (tmp_path / "checkpoints").iterdir()) == steps
-
-
-def test_one_checkpoint_an_epoch_by_default(tmp_path):
-    finished(tmp_path, checkpoint_every=0, keep_checkpoints=9)
-    assert sorted(int(p.stem[-8:]) for p in (tmp_path / "checkpoints").iterdir()) == [4, 8]
+@pytest.mark.parametrize(("every", "keep", "steps"), [(3, 9, [3, 6, 8]), (3, 1, [8]), (3, 2, [6, 8]), (0, 9, [4, 8])])
+def test_checkpoints_at_their_steps(tmp_path, every, keep, steps):
+    """0 is one at the end of every epoch."""
+    finished(tmp_path, checkpoint_every=every, keep_checkpoints=keep)
+    names = sorted(p.name for p in (tmp_path / "checkpoints").iterdir())
+    assert names == [f"supernet-{s:08d}.safetensors" for s in steps]
 
 
 def test_a_finished_stage_resumes_to_nothing(tmp_path):
@@ -91,13 +81,6 @@ def test_changed_settings_are_refused_and_named(tmp_path, changes, named):
         train_supernet(net, batches(4), sampler, CFG.replace(**changes), run_dir=tmp_path, resume=True)
     assert named in str(error.value)
     assert "delete its checkpoints (supernet-*.safetensors) to train anew" in str(error.value)
-
-
-def test_another_number_of_batches_is_refused(tmp_path):
-    finished(tmp_path)
-    net, sampler = net_and_sampler()
-    with pytest.raises(CheckpointError, match="batches_per_epoch was 4, now 5"):
-        train_supernet(net, batches(5), sampler, CFG, run_dir=tmp_path, resume=True)
 
 
 class Decoded:
@@ -246,10 +229,3 @@ def test_a_data_loader_leaves_the_generators_as_they_were():
     one_epoch(made, 0)
     for state, g in zip(states, (generator, torch.default_generator), strict=True):
         assert torch.equal(g.get_state(), state)
-
-
-def test_a_repeated_run_gives_the_same_bytes(tmp_path):
-    finals = []
-    for name in "ab":
-        finals.append(finished(tmp_path / name).read_bytes())
-    assert finals[0] == finals[1]

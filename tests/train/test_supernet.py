@@ -7,7 +7,7 @@ import torch
 from tiny import CHOICES, batches, tiny_space
 
 from nasfast.config import ConfigError
-from nasfast.settings import METHODS, RunConfig, SpaceConfig, SupernetConfig, default_lr
+from nasfast.settings import RunConfig, SpaceConfig, SupernetConfig, default_lr
 from nasfast.spaces import SearchSpace, Stage
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig
@@ -32,15 +32,6 @@ def test_what_trains(trainable, classifier):
     assert trains == {id(p) for role, ps in net.roles().items() if role in ROLES[trainable, classifier] for p in ps}
     assert default_lr(trainable, 10) == {"indicators": 0.5, "bn": 0.4, "all": 0.1}[trainable]
     assert default_lr(trainable, 11) == {"indicators": 0.5, "bn": 0.05, "all": 0.1}[trainable]
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_null_takes_the_presets_value(method):
-    preset = METHODS[method]
-    chosen = SupernetConfig().resolved(method)
-    for name in ("init", "layer_indicators", "trainable", "classifier", "sampler"):
-        assert getattr(chosen, name) == getattr(preset, name)
-    assert SupernetConfig(classifier=True).resolved(method).classifier
 
 
 def _space(layers: int) -> SearchSpace:
