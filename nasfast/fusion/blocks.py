@@ -26,7 +26,7 @@ from nasfast.fusion.watch import hooks_of
 
 
 class Block(NamedTuple):
-    """The forward of a class. A submodule that is None or absent is not called.
+    """The forward of a class. A submodule whose name ends with "?" is not called where it is None.
 
     Attributes:
         parts: names of the submodules that it calls in order, and functions; None for all submodules.
@@ -50,7 +50,7 @@ def _add_to_first_channels(y: Tensor, x: Tensor) -> Tensor:
     return torch.cat([y[:, : x.shape[1]] + x, y[:, x.shape[1] :]], dim=1)
 
 
-_resnet = partial(Block, adds=True, shortcut="downsample", last="relu", add=operator.iadd)
+_resnet = partial(Block, adds=True, shortcut="downsample?", last="relu", add=operator.iadd)
 _efficientnet = partial(Block, adds="has_skip", before="drop_path")
 WELL_KNOWN = {
     "torch.nn.modules.container.Sequential": Block(None),
@@ -58,30 +58,30 @@ WELL_KNOWN = {
     "torchvision.models.mnasnet._InvertedResidual": Block(("layers",), "apply_residual"),
     "torchvision.models.mobilenetv2.InvertedResidual": Block(("conv",), "use_res_connect"),
     "torchvision.models.mobilenetv3.InvertedResidual": Block(("block",), "use_res_connect", add=operator.iadd),
-    "torchvision.models.regnet.ResBottleneckBlock": Block(("f",), True, "proj", last="activation"),
+    "torchvision.models.regnet.ResBottleneckBlock": Block(("f",), True, "proj?", last="activation"),
     "torchvision.models.resnet.BasicBlock": _resnet(("conv1", "bn1", "relu", "conv2", "bn2")),
     "torchvision.models.resnet.Bottleneck": _resnet(("conv1", "bn1", "relu", "conv2", "bn2", "relu", "conv3", "bn3")),
-    "timm.layers.conv_bn_act.ConvNormAct": Block(("conv", "bn", "aa")),
+    "timm.layers.conv_bn_act.ConvNormAct": Block(("conv", "bn", "aa?")),
     "timm.models._efficientnet_blocks.ConvBnAct": _efficientnet(("conv", "bn1", "aa")),
     "timm.models._efficientnet_blocks.DepthwiseSeparableConv": _efficientnet(
-        ("conv_s2d", "bn_s2d", "conv_dw", "bn1", "aa", "se", "conv_pw", "bn2")
+        ("conv_s2d?", "bn_s2d?", "conv_dw", "bn1", "aa", "se", "conv_pw", "bn2")
     ),
     "timm.models._efficientnet_blocks.InvertedResidual": _efficientnet(
-        ("conv_s2d", "bn_s2d", "conv_pw", "bn1", "conv_dw", "bn2", "aa", "se", "conv_pwl", "bn3")
+        ("conv_s2d?", "bn_s2d?", "conv_pw", "bn1", "conv_dw", "bn2", "aa", "se", "conv_pwl", "bn3")
     ),
     "timm.models._efficientnet_blocks.UniversalInvertedResidual": _efficientnet(
         ("dw_start", "pw_exp", "dw_mid", "se", "pw_proj", "dw_end", "layer_scale")
     ),
     "timm.models.ghostnet.GhostBottleneck": Block(
-        ("ghost1", "conv_dw", "bn_dw", "se", "ghost2"), True, "shortcut", add=operator.iadd
+        ("ghost1", "conv_dw?", "bn_dw?", "se?", "ghost2"), True, "shortcut", add=operator.iadd
     ),
     "timm.models.regnet.Bottleneck": Block(
         ("conv1", "conv2", "se", "conv3"), "downsample", "downsample", before="drop_path", last="act3"
     ),
     "timm.models.rexnet.LinearBottleneck": Block(
-        ("conv_exp", "conv_dw", "se", "act_dw", "conv_pwl"),
+        ("conv_exp?", "conv_dw", "se?", "act_dw", "conv_pwl"),
         "use_shortcut",
-        before="drop_path",
+        before="drop_path?",
         add=_add_to_first_channels,
     ),
 }
@@ -89,8 +89,12 @@ WELL_KNOWN = {
 
 
 def block_of(module: nn.Module) -> Block | None:
-    """The block whose forward the class of the module has."""
-    return WELL_KNOWN.get(members.forward_name(module).removesuffix(".forward"))
+    """The block whose forward the class of the module has. A subclass may change what that forward calls."""
+    kind, name = type(module), members.forward_name(module).removesuffix(".forward")
+    block = WELL_KNOWN.get(name)
+    if block is not None and block.parts is None:
+        return block if getattr(kind, "__iter__", None) is nn.Sequential.__iter__ else None
+    return block if f"{kind.__module__}.{kind.__qualname__}" == name else None
 
 
 def bind(
@@ -106,16 +110,18 @@ def bind(
     block = block_of(module)
     if block is None:
         return None
-    adds = block.adds if isinstance(block.adds, bool) else _value(module, block.adds) not in (None, False)
+    adds = _adds(module, block)
+    if adds is None:
+        return None
     parts = _leaves(_parts(module, block, adds), opened)
     shortcut = _leaves(_modules(module, (block.shortcut,)) if adds else [], opened)
-    if not parts or shortcut is None:
+    last = _leaves(_modules(module, (block.last,)), ())
+    if not parts or shortcut is None or last is None:
         return None
     steps, shortcut_steps = _steps(parts, chains), _steps(shortcut, chains)
     if sum([isinstance(step, _ChainCall) for step in (*steps, *shortcut_steps)]) < len(chains):
         return None
-    last = _leaves(_modules(module, (block.last,)), ())
-    return BoundBlock(steps, shortcut_steps if adds else None, last or [], block.add)
+    return BoundBlock(steps, shortcut_steps if adds else None, last, block.add)
 
 
 class BoundBlock:
@@ -176,24 +182,43 @@ def _has_addition(step: Callable) -> bool:
     return isinstance(step, _ChainCall) and step.residual
 
 
-def _parts(module: nn.Module, block: Block, adds: bool) -> list[Callable]:
+def _parts(module: nn.Module, block: Block, adds: bool) -> list[Callable] | None:
     if block.parts is None:
         return [child for child in module._modules.values() if child is not None]
     return _modules(module, (*block.parts, block.before) if adds else block.parts)
 
 
-def _modules(module: nn.Module, parts: Sequence[str | Callable]) -> list[Callable]:
-    """The submodules of these names as far as they exist, and the functions."""
-    found: list[Callable | None] = [module._modules.get(p) if isinstance(p, str) else p for p in parts]
-    return [part for part in found if part is not None]
+def _modules(module: nn.Module, parts: Sequence[str | Callable]) -> list[Callable] | None:
+    """The submodules of these names, and the functions; None where the forward would find something else."""
+    found: list[Callable] = []
+    for part in parts:
+        if not isinstance(part, str):
+            found.append(part)
+            continue
+        if not (name := part.removesuffix("?")):
+            continue
+        submodule = module._modules.get(name)
+        if submodule is not None:
+            found.append(submodule)
+        elif part == name or getattr(module, name, None) is not None:
+            return None
+    return found
 
 
-def _value(module: nn.Module, name: str) -> Any:
-    return module._modules[name] if name in module._modules else vars(module).get(name)
+def _adds(module: nn.Module, block: Block) -> bool | None:
+    """Whether the block adds; None where its flag is not the module's own."""
+    if isinstance(block.adds, bool):
+        return block.adds
+    for own in (module._modules, vars(module)):
+        if block.adds in own:
+            return own[block.adds] not in (None, False)
+    return None
 
 
-def _leaves(parts: Sequence[Callable], opened: Sequence[nn.Module]) -> list[Callable] | None:
+def _leaves(parts: Sequence[Callable] | None, opened: Sequence[nn.Module]) -> list[Callable] | None:
     """What is called, without identities; None if the forward of an opened module must be called, or is not known."""
+    if parts is None:
+        return None
     leaves: list[Callable] = []
     for part in parts:
         if isinstance(part, nn.Module) and any([part is module for module in opened]):

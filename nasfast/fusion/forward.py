@@ -51,7 +51,7 @@ class ChainForward(ReplacedForward):
         alone = len(args) == 1 and not kwargs and type(args[0]) is Tensor
         if torch.compiler.is_compiling():
             known = alone and not torch.compiler.is_exporting()
-            block = _Found(module, compiled=True).block() if known else None
+            block = _Found(self, compiled=True).block() if known else None
             return forward(*args, **kwargs) if block is None else block.run(args[0])
         if must_run_unfused():
             # steps of an optimizer may follow that no version counter counts
@@ -59,14 +59,14 @@ class ChainForward(ReplacedForward):
             return forward(*args, **kwargs)
         binding = self._binding
         if binding is None or not binding.watch.same(module):
-            binding = self._binding = _Binding(module)
+            binding = self._binding = _Binding(self)
         if binding.block is None or not alone:
             return run_own_forward(forward, binding.starts, args, kwargs)
         return binding.block.run(args[0])
 
     def is_recorded(self) -> bool:
         """Whether the module's own forward runs while its chains are recorded."""
-        return _Found(self.module, compiled=False).block() is None
+        return _Found(self, compiled=False).block() is None
 
 
 class _Found:
@@ -78,16 +78,16 @@ class _Found:
         opened: the modules between.
     """
 
-    def __init__(self, module: nn.Module, *, compiled: bool) -> None:
-        self.module = module
+    def __init__(self, forward: ChainForward, *, compiled: bool) -> None:
+        # the module may have another forward, which calls this one
+        self.module = module = forward.module
         self.chains: list[BoundChain | CompiledChain] = []
         self.paths: list[Path] = []
         self.opened: list[nn.Module] = []
         known = blocks.block_of(module) is not None
-        pending: list[tuple[Path, nn.Module]] = [((), module)]
+        pending: list[tuple[Path, ChainForward]] = [((), forward)]
         while pending:
-            path, owner = pending.pop(0)
-            forward: ChainForward = vars(owner)["forward"]
+            path, forward = pending.pop(0)
             for own, measured in zip(forward.chains, forward.measured, strict=True):
                 chain = own.below(path)
                 chain_members = chain.members(module)
@@ -103,8 +103,8 @@ class _Found:
                         inner = descendant(module, below[:length])
                         if not any([inner is other for other in self.opened]):
                             self.opened.append(inner)
-                            if isinstance(vars(inner).get("forward"), ChainForward):
-                                pending.append((below[:length], inner))
+                            if isinstance(below_forward := vars(inner).get("forward"), ChainForward):
+                                pending.append((below[:length], below_forward))
 
     def unhooked(self) -> list[BoundChain | CompiledChain]:
         """The chains of which no hook sees a part."""
@@ -124,9 +124,9 @@ class _Binding:
         starts: the chains that are recorded otherwise, by their first convolutions.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        found = _Found(module, compiled=False)
-        self.watch = _watch(module, found)
+    def __init__(self, forward: ChainForward) -> None:
+        found = _Found(forward, compiled=False)
+        self.watch = _watch(forward.module, found)
         self.block = found.block()
         # a placeholder must not reach a hook
         self.starts: dict[nn.Module, BoundChain] = {

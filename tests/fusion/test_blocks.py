@@ -10,6 +10,7 @@ import torch
 from fused_models import MODELS, Switch, check_same, disturb, make, observe, set_mode, unit
 from tolerances import assert_close
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import prune
 from torchvision.models.mobilenetv2 import InvertedResidual
 from torchvision.models.resnet import BasicBlock
@@ -46,6 +47,15 @@ def set_down(model: BasicBlock) -> None:
     model.downsample = unit().double()
 
 
+def basic_block() -> BasicBlock:
+    return disturb(BasicBlock(4, 4).double())
+
+
+def set_function(model: BasicBlock) -> None:
+    del model.relu
+    model.relu = functional.leaky_relu
+
+
 # what changes, and whether a chain runs fused afterwards
 CHANGES = {
     "activation": (block, lambda m: m.conv[0].__setitem__(2, nn.Tanh()), True),
@@ -53,7 +63,13 @@ CHANGES = {
     "dilation": (block, lambda m: [setattr(m.conv[1][0], name, (2, 2)) for name in ("dilation", "padding")], None),
     "forward": (block, lambda m: setattr(m.conv[0], "forward", lambda x: torch.cat([x, x], 1)), None),
     "hook": (block, lambda m: m.conv[0].register_forward_hook(lambda module, args, y: y * 2), False),
-    "submodule": (lambda: disturb(BasicBlock(4, 4).double()), set_down, True),
+    "submodule": (basic_block, set_down, True),
+    "function": (basic_block, set_function, None),
+    "wrapped": (
+        basic_block,
+        lambda m: setattr(m, "forward", functools.partial(lambda old, x: old(x), m.forward)),
+        True,
+    ),
 }
 
 
@@ -73,6 +89,64 @@ def test_blocks_notice_changes(change, training, executed):
     want = observe(plain, x)
     check_same(observe(fused, x), want)
     assert runs is None or bool(executed) == runs
+
+
+class Method(BasicBlock):
+    """Has a method in place of a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        del self.relu
+
+    def relu(self, x: Tensor) -> Tensor:
+        return functional.leaky_relu(x, 0.3)
+
+
+class Flag(InvertedResidual):
+    """Always adds."""
+
+    @property
+    def use_res_connect(self) -> bool:
+        return True
+
+    @use_res_connect.setter
+    def use_res_connect(self, value: bool) -> None:
+        pass
+
+
+class Part(nn.Sequential):
+    """Leaves out its last child."""
+
+    def __iter__(self):
+        return iter(list(self._modules.values())[:-1])
+
+
+@pytest.mark.parametrize(
+    "build", [Method, lambda: Flag(4, 4, 1, 2), lambda: Part(unit(), nn.Tanh())], ids=["method", "flag", "children"]
+)
+def test_subclasses_run_themselves(build):
+    plain = disturb(build().double()).train()
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused, only_faster=False)
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    check_same(observe(fused, x), observe(plain, x))
+
+
+def test_a_submodule_that_is_missing_is_an_error_as_before():
+    fused = basic_block()
+    nasfast.fuse(fused, only_faster=False)
+    fused.relu = None
+    with pytest.raises(TypeError, match="not callable"):
+        fused(torch.randn(2, 4, 9, 9, dtype=torch.float64))
+
+
+def test_a_forward_that_is_held_runs_after_unfuse():
+    model, x = basic_block().eval(), torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    want = model(x)
+    nasfast.fuse(model, only_faster=False)
+    held = model.forward
+    nasfast.unfuse(model)
+    torch.testing.assert_close(held(x), want)
 
 
 def test_blocks_run_again_after_hooks_and_pruning(executed):
