@@ -295,5 +295,6 @@ def _memory_ratio(variants: dict[str, dict], ours: str) -> str:
     if eager not in variants:
         return ""
     mine, theirs = variants[ours]["memory"], variants[eager]["memory"]
-    shares = [f"{key} {mine[key] / theirs[key]:.2f}" for key in ("saved", "peak")]
+    # allocators that keep their pages have no peak
+    shares = [f"{key} {mine[key] / theirs[key]:.2f}" for key in ("saved", "peak") if theirs[key]]
     return f"; memory {', '.join(shares)} of {eager}"
