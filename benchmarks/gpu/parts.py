@@ -359,10 +359,11 @@ def bench_paths(bench: Bench) -> None:
     """Measure images per second with a new path every step, which a graph or compilation of one path cannot serve."""
     paths = random_paths(bench, 60 if bench.on_gpu else 2)
     for variant in (Variant("torch", "eager"), Variant("nasfast", "eager"), Variant("nasfast", "engine")):
-        with bench.attempt(variant.name), on_cuda_kernels(bench, variant):
-            _, engine, images, labels = engine_of(bench, variant)
-            first = _seconds_of_paths(bench, engine, paths, images, labels)  # captures, kernels, algorithms
-            seconds = _seconds_of_paths(bench, engine, paths, images, labels)
+        with bench.attempt(variant.name):
+            with on_cuda_kernels(bench, variant):
+                _, engine, images, labels = engine_of(bench, variant)
+                first = _seconds_of_paths(bench, engine, paths, images, labels)  # captures, kernels, algorithms
+                seconds = _seconds_of_paths(bench, engine, paths, images, labels)
             bench.row("paths", name=variant.name, first_s=first, images_per_s=bench.batch * len(paths) / seconds)
 
 

@@ -238,7 +238,8 @@ class CacheBackend:
                 write_atomic(path.with_suffix(".json"), (json.dumps(described, indent=1) + "\n").encode())
         except OSError as error:
             raise DataError(
-                f"cannot write the image cache {path}: {error.strerror or error}. Make room or the folder writable, "
+                f"cannot write the image cache {path} of {size_text(int(np.prod(self._shape)))}: "
+                f"{error.strerror or error}. Make room or the folder writable, "
                 "set data.cache_dir to another place, or data.loader=torchvision"
             ) from error
         if (found := self._open(path)) is None:
