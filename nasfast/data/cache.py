@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -28,8 +29,7 @@ from nasfast.data.augment import Augmentation, Views, render
 from nasfast.data.backends import Decoded, Request
 from nasfast.data.datasets import DataError, ImageSource, SubsetSource
 from nasfast.runtime.capacity import free_memory
-from nasfast.runtime.files import check_room, temporary_beside, write_atomic
-from nasfast.runtime.lock import file_lock
+from nasfast.runtime.files import check_room, locked_file, temporary_beside, write_atomic
 
 _LOG = logging.getLogger(__name__)
 
@@ -92,6 +92,7 @@ class CacheBackend:
         self._source, self._root = source, cache_dir
         side = augmentation.resolution
         self._shape = (len(source), side, side, 1 if augmentation.grey else 3)
+        self._bytes = math.prod(self._shape)
         self._on_gpu: Tensor | None = None
 
     @property
@@ -172,10 +173,10 @@ class CacheBackend:
     def _in_memory(self) -> tuple[np.ndarray, np.ndarray]:
         # torchrun sets the number of processes that it started on this machine
         room = int(free_memory() * _MEMORY_SHARE) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        if (size := int(np.prod(self._shape))) > room:
+        if self._bytes > room:
             raise DataError(
-                f"{self._shape[0]} decoded images take {size_text(size)}, and {size_text(room)} of memory may be used "
-                "for them: give a folder or a list of image files, which are cached on disk, or set "
+                f"{self._shape[0]} decoded images take {size_text(self._bytes)}, and {size_text(room)} of memory may "
+                "be used for them: give a folder or a list of image files, which are cached on disk, or set "
                 "data.loader=torchvision"
             )
         array, there = np.zeros(self._shape, np.uint8), np.zeros(self._shape[0], bool)
@@ -222,14 +223,14 @@ class CacheBackend:
         temporary = temporary_beside(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with file_lock(path.with_suffix(".lock")):
+            with locked_file(path.with_suffix(".lock")):
                 if (found := self._open(path)) is not None:
                     return found
                 if path.exists():
                     _LOG.warning("the image cache %s is damaged: decoding its images again", path)
                 for left in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed
                     left.unlink()
-                check_room(path.parent, int(np.prod(self._shape)))
+                check_room(path.parent, self._bytes)
                 try:
                     described = self._write(temporary)
                     os.replace(temporary, path)
@@ -238,7 +239,7 @@ class CacheBackend:
                 write_atomic(path.with_suffix(".json"), (json.dumps(described, indent=1) + "\n").encode())
         except OSError as error:
             raise DataError(
-                f"cannot write the image cache {path} of {size_text(int(np.prod(self._shape)))}: "
+                f"cannot write the image cache {path} of {size_text(self._bytes)}: "
                 f"{error.strerror or error}. Make room or the folder writable, "
                 "set data.cache_dir to another place, or data.loader=torchvision"
             ) from error
@@ -249,7 +250,7 @@ class CacheBackend:
     def _write(self, path: Path) -> dict[str, object]:
         """Decode all images into a file; the description of the cache."""
         count, digest, reported = self._shape[0], hashlib.blake2b(digest_size=16), time.monotonic()
-        _LOG.info("decoding %d images once into %s, %s", count, path.parent, size_text(int(np.prod(self._shape))))
+        _LOG.info("decoding %d images once into %s, %s", count, path.parent, size_text(self._bytes))
         unreadable, absent = [], np.zeros(self._shape[1:], np.uint8)
         with open(path, "wb") as file, ThreadPoolExecutor(self._workers) as pool:
             header = {"descr": "|u1", "fortran_order": False, "shape": self._shape}

@@ -102,10 +102,10 @@ def retrain_best(
     form = json.loads(world.broadcast(json.dumps(form).encode()))
     space = space_kind(form["space"]).from_dict(form["space"])
     trainings = {name: (tuple(arch), seed) for name, (arch, seed) in form["trainings"].items()}
-    train_all = _retrain_here if tasks is None else _retrain_apart
-    results = train_all(
-        cfg, space, trainings, resume=resume, world=world, settings=tasks or TaskSettings(), decides=decides
-    )
+    if tasks is None:
+        results = _retrain_here(cfg, space, trainings, resume=resume, decides=decides, world=world)
+    else:
+        results = _retrain_apart(cfg, space, trainings, resume=resume, decides=decides, settings=tasks)
     if world.is_main:
         # the logs of tasks, these or those of an earlier call, were for networks that failed
         shutil.rmtree(cfg.run_dir / FOLDER, ignore_errors=True)
@@ -125,9 +125,8 @@ def _retrain_here(
     trainings: Mapping[str, tuple[Arch, int]],
     *,
     resume: bool,
-    world: World,
-    settings: TaskSettings,
     decides: bool,
+    world: World,
 ) -> dict[str, RetrainResult]:
     """Retrain architectures with their seeds in the processes of this run; see `retrain_best`."""
     side_by_side = cfg.retrain.parallel == "networks"
@@ -170,9 +169,8 @@ def _retrain_apart(
     trainings: Mapping[str, tuple[Arch, int]],
     *,
     resume: bool,
-    world: World,
-    settings: TaskSettings,
     decides: bool,
+    settings: TaskSettings,
 ) -> dict[str, RetrainResult]:
     """As `_retrain_here`, each network in one task; they write the files that retraining in this process writes."""
     retrain_loaders(cfg, space)  # an error is said here, before workers start

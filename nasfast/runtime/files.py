@@ -109,17 +109,27 @@ def _digest(form: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
+def locked_file(path: Path) -> Iterator[IO[bytes]]:
+    """Open the file `path` to append, locked against other processes that call this; create it if absent.
+
+    On a file system without locks the file is not locked.
+    """
+    with open(path, "ab+") as file:
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield file
+
+
+@contextlib.contextmanager
 def locked_lines(path: Path) -> Iterator[IO[bytes]]:
-    """Open the file `path` to append whole lines, locked against other processes that call this; create it if absent.
+    """As `locked_file`, to append whole lines to a file whose folder may be absent.
 
     If the file is replaced meanwhile (`write_atomic`), waiting processes take the new file. A line that a killed
-    process left incomplete is ended with a newline. On a file system without locks the file is not locked.
+    process left incomplete is ended with a newline.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        with open(path, "ab+") as file:
-            with contextlib.suppress(OSError):
-                fcntl.flock(file, fcntl.LOCK_EX)
+        with locked_file(path) as file:
             try:
                 current = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
             except FileNotFoundError:

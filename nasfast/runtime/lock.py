@@ -84,19 +84,6 @@ def run_lock(run_dir: str | Path, *, create: bool = True) -> Iterator[None]:
                     folder.rmdir()
 
 
-@contextlib.contextmanager
-def file_lock(path: Path) -> Iterator[None]:
-    """Wait until no other process holds the lock of this file; without waiting where the file system has no locks.
-
-    Raises:
-        OSError: the file cannot be made.
-    """
-    with open(path, "ab") as file:
-        with contextlib.suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _acquire(folder: Path) -> int | None:
     """Lock the directory; the descriptor of the lock file, or None if the file system has no locks."""
     path = folder / _LOCK_FILE
