@@ -31,6 +31,9 @@ _LEAST = {
     (torch.bfloat16, False): (100_000, 2_000_000),
     (torch.bfloat16, True): (1_000_000, 1_500_000),
 }
+# Input channels from which PyTorch's pointwise convolution in bfloat16 is as fast as the operator's. A chain of such
+# convolutions counts as one of other convolutions, unless a depthwise one, where PyTorch is slow, is in it.
+_DEEP = 192
 
 # The same, for each stage, for chains that are recorded in placeholders because their module's own code runs. Recording
 # takes 45 us for one stage and 105 us for three; a folded chain saves only the passes of BatchNorm and activation. On
@@ -87,6 +90,8 @@ def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool, recorded:
         kind == Kind.DEPTHWISE or (kind == Kind.POINTWISE and s.stride == 1)
         for kind, s in zip(kinds, stages, strict=True)
     )
+    if dtype == torch.bfloat16 and Kind.DEPTHWISE not in kinds:
+        own &= all(s.params.conv_weight.shape[1] < _DEEP for s in stages)
     results = least[0] if own else least[1]
     return max(results, LEAST_RECORDED * len(stages)) if recorded else results
 

@@ -217,16 +217,20 @@ def test_the_rule_decides_by_size(pixels, runs, dtype, executed):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "settings", "least"),
+    ("sizes", "settings", "dtype", "least"),
     [
-        ((4, 4, 3), {"groups": 4, "padding": 1}, 100_000),
-        ((4, 4, 1), {"stride": 2}, 2_000_000),
-        ((3, 8, 3), {}, 2_000_000),
+        ((4, 4, 3), {"groups": 4, "padding": 1}, torch.float32, 100_000),
+        ((4, 4, 1), {"stride": 2}, torch.float32, 2_000_000),
+        ((3, 8, 3), {}, torch.float32, 2_000_000),
+        ((192, 8, 1), {}, torch.float32, 100_000),
+        ((191, 8, 1), {}, torch.bfloat16, 100_000),
+        ((192, 8, 1), {}, torch.bfloat16, 2_000_000),
+        ((192, 192, 3), {"groups": 192, "padding": 1}, torch.bfloat16, 100_000),
     ],
-    ids=["depthwise", "strided pointwise", "dense"],
+    ids=["depthwise", "strided pointwise", "dense", "pointwise", "shallow bf16", "deep bf16", "depthwise bf16"],
 )
-def test_chains_of_the_operators_own_convolutions_pay_earlier(sizes, settings, least):
-    model = nn.Sequential(conv(*sizes, **settings), nn.BatchNorm2d(sizes[1])).requires_grad_(False)
+def test_chains_of_the_operators_own_convolutions_pay_earlier(sizes, settings, dtype, least):
+    model = nn.Sequential(conv(*sizes, **settings), nn.BatchNorm2d(sizes[1])).requires_grad_(False).to(dtype)
     assert f"give {least:,} numbers" in nasfast.fuse(model).chains[0].runs
 
 
