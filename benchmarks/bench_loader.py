@@ -150,6 +150,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few images and rounds, to show that everything runs")
     parser.add_argument("--out", type=Path, help="JSON file")
     args = parser.parse_args()
+    if args.cifar is not None and not args.cifar.is_dir():
+        parser.error(f"--cifar {args.cifar} is no folder; give one with a folder of images per class")
     if args.quick:
         args.photographs, args.rounds = 72, 1
     scratch = Path(tempfile.mkdtemp(prefix="bench_loader"))
