@@ -29,7 +29,6 @@ SPACES = {
     "nas_bench_macro": spaces.nas_bench_macro,
     "digits_mini": spaces.digits_mini,
 }
-LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("mobilenet_v2", "shufflenet_v2")]
 # they read numbers on the host without an operator that a mode sees on CPU tensors
 HOST_METHODS = ("tolist", "numpy", "__array__", "cpu", "cuda", "pin_memory")
 
