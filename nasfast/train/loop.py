@@ -27,7 +27,7 @@ from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.termination import Terminated, noticed
 from nasfast.settings import TrainConfig
-from nasfast.spaces import Arch, Sampler
+from nasfast.spaces import Sampler
 from nasfast.train.batches import EpochLoader, to_learn_from
 from nasfast.train.checkpoint import SUFFIX, CheckpointError, CheckpointFolder, CheckpointWriter, load_checkpoint
 from nasfast.train.config import TrainExtras, TrainStage
@@ -71,32 +71,6 @@ def update(optimizer: torch.optim.SGD, clip_norm: float) -> Tensor:
     norm = nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
     optimizer.step()
     return norm
-
-
-def _step(
-    engine: Engine,
-    exchange: Exchange,
-    optimizer: torch.optim.SGD,
-    x: Tensor,
-    y: Tensor,
-    paths: list[Arch] | None,
-    *,
-    lr: float,
-    clip_norm: float,
-    stop: bool,
-) -> tuple[Outcome, Tensor]:
-    """One optimiser step; the gradients of several paths add up (FairNAS, algorithm 1).
-
-    Returns:
-        the loss, the counts and `stop` over all ranks, and the gradient norm before clipping.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    exchange.begin(x)
-    result = engine.forward_backward(x, y, paths)
-    outcome = exchange.finish(result, len(x), stop=stop)
-    norm = update(optimizer, clip_norm)
-    return outcome, norm.to(outcome.result.loss.device)
 
 
 class _Training:
@@ -177,17 +151,13 @@ class _Training:
                     if extras.mix is not None:
                         x, y = extras.mix(x, y)
                         x = x.contiguous(memory_format=torch.channels_last)
-                    outcome, norm = _step(
-                        runner,
-                        self.exchange,
-                        self.optimizer,
-                        x,
-                        y,
-                        paths,
-                        lr=lr,
-                        clip_norm=cfg.clip_norm,
-                        stop=self.stop.requested,
-                    )
+                    for group in self.optimizer.param_groups:
+                        group["lr"] = lr
+                    self.exchange.begin(x)
+                    # gradients of several paths add up (FairNAS, algorithm 1)
+                    result = runner.forward_backward(x, y, paths)
+                    outcome = self.exchange.finish(result, len(x), stop=self.stop.requested)
+                    norm = update(self.optimizer, cfg.clip_norm).to(outcome.result.loss.device)
                     if self.averaged is not None:
                         self.averaged.update_parameters(self.model)
                     at.step += 1
