@@ -209,7 +209,7 @@ def _():
     assert all(issubclass(kind, dropout._DropoutNd) for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
 
 
-@used_for("the least memory of a graph engine (engine/graphs.py)", "_subclasses")
+@used_for("the shapes of a graph engine's buffers (engine/graphs.py)", "_subclasses")
 def _():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -218,7 +218,7 @@ def _():
     assert y.shape == (2**40, 4)
 
 
-@used_for("tensors that share memory (ops/orthogonal.py, engine/graphs.py)", "_cdata")
+@used_for("tensors that share memory (ops/orthogonal.py)", "_cdata")
 def _():
     x = torch.ones(4)
     assert x.untyped_storage()._cdata == x[1:].untyped_storage()._cdata != torch.ones(4).untyped_storage()._cdata

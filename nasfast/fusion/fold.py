@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from nasfast.fusion.chain import ChainStage
 from nasfast.fusion.members import IN_PLACE
 from nasfast.fusion.stages import sources_of
+from nasfast.ops.reference import Stage
 
 # The fewest products of a float32 convolution, depthwise ones aside, that runs on oneDNN's convolution with activation.
 # A call of it costs 30 us, and a small convolution of PyTorch 5 us, because it multiplies matrices without oneDNN. In
@@ -50,7 +50,7 @@ class Folded:
     """
 
     def __init__(
-        self, stages: Sequence[ChainStage], dtype: torch.dtype, shape: torch.Size, counters: Sequence[Tensor]
+        self, stages: Sequence[Stage], dtype: torch.dtype, shape: torch.Size, counters: Sequence[Tensor]
     ) -> None:
         self._dtype, self.stages = dtype, stages
         self._sources = sources_of(stages)
@@ -64,13 +64,13 @@ class Folded:
             convolution, size = _fold(stage, dtype, (shape[0], *size))
             self._convolutions.append(convolution)
 
-    def serves(self, stages: Sequence[ChainStage], dtype: torch.dtype) -> bool:
+    def serves(self, stages: Sequence[Stage], dtype: torch.dtype) -> bool:
         """Whether this still is what these stages compute."""
         if dtype != self._dtype or (stages is not self.stages and not self._has(stages)):
             return False
         return self._states_now() == self._states
 
-    def _has(self, stages: Sequence[ChainStage]) -> bool:
+    def _has(self, stages: Sequence[Stage]) -> bool:
         sources = sources_of(stages)
         same = len(sources) == len(self._sources) and all(map(operator.is_, sources, self._sources))
         return same and _settings(stages) == _settings(self.stages)
@@ -89,9 +89,9 @@ class Folded:
         return x.add_(residual) if (residual.shape, residual.dtype) == (x.shape, x.dtype) else x + residual
 
 
-def _settings(stages: Sequence[ChainStage]) -> list[tuple]:
+def _settings(stages: Sequence[Stage]) -> list[tuple]:
     """All else that a folded chain depends on."""
-    return [(s.stride, s.padding, s.groups, s.act, s.eps, dilation) for s, dilation in stages]
+    return [(s.stride, s.padding, s.groups, s.act, s.eps) for s in stages]
 
 
 _VERSION = operator.attrgetter("_version")
@@ -99,36 +99,33 @@ _VERSION = operator.attrgetter("_version")
 
 @torch.no_grad()
 def _fold(
-    chain_stage: ChainStage, dtype: torch.dtype, shape: tuple[int, ...]
+    stage: Stage, dtype: torch.dtype, shape: tuple[int, ...]
 ) -> tuple[Callable[[Tensor], Tensor], tuple[int, ...]]:
     """The folded stage, and the (H, W) of its result; shape is (N, H, W) of its input."""
-    stage, conv = chain_stage.stage, chain_stage.conv
-    weight, bn_weight, bn_bias, mean, var, _ = stage.params
+    weight, bn_weight, bn_bias, mean, var, conv_bias = stage.params
     assert mean is not None and var is not None  # a stage with running statistics
     exact = torch.promote_types(weight.dtype, torch.float32)
     scale = bn_weight.to(exact) * torch.rsqrt(var.to(exact) + stage.eps)
-    center = mean.to(exact) if conv.bias is None else mean.to(exact) - conv.bias.to(exact)
+    center = mean.to(exact) if conv_bias is None else mean.to(exact) - conv_bias.to(exact)
     bias = (bn_bias.to(exact) - center * scale).to(dtype)
     folded = (weight.to(exact) * scale[:, None, None, None]).to(dtype)
     folded = folded.contiguous(memory_format=torch.channels_last)
     channels, per_group, *kernel = folded.shape
     batch, *size = shape
-    reach = [conv.dilation * (k - 1) + 1 for k in kernel]
-    out = tuple((n + 2 * conv.padding - k) // conv.stride + 1 for n, k in zip(size, reach, strict=True))
+    out = tuple((n + 2 * stage.padding - k) // stage.stride + 1 for n, k in zip(size, kernel, strict=True))
     products = batch * math.prod(out) * folded.numel()
     faster = products >= _MIN_PRODUCTS or per_group == 1 < channels or dtype != torch.float32
     if not faster or not _onednn_computes(dtype, weight.device):
-        activate = IN_PLACE[stage.act]
-        conv = conv._replace(weight=folded, bias=bias)
+        activate, conv = IN_PLACE[stage.act], (folded, bias, stage.stride, stage.padding, 1, stage.groups)
         return (lambda x: activate(torch.conv2d(x, *conv))), out
-    padding, stride, dilation = [conv.padding] * 2, [conv.stride] * 2, [conv.dilation] * 2
+    padding, stride, dilation, groups = [stage.padding] * 2, [stage.stride] * 2, [1, 1], stage.groups
     name, numbers = _ONEDNN_ACTS[stage.act]
-    shape = batch, per_group * conv.groups, *size
-    packed = torch.ops.mkldnn._reorder_convolution_weight(folded, padding, stride, dilation, conv.groups, shape)
+    shape = batch, per_group * groups, *size
+    packed = torch.ops.mkldnn._reorder_convolution_weight(folded, padding, stride, dilation, groups, shape)
     run = torch.ops.mkldnn._convolution_pointwise.default
 
     def convolve_packed(x: Tensor) -> Tensor:
-        return run(x, packed, bias, padding, stride, dilation, conv.groups, name, numbers, "")
+        return run(x, packed, bias, padding, stride, dilation, groups, name, numbers, "")
 
     return convolve_packed, out
 

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nasfast.fusion.chain import ChainStage
 from nasfast.fusion.fold import Folded
 from nasfast.fusion.stages import Way, plain_stages, result_dtype, run_stages
 from nasfast.ops.autograd import has_saved_tensors_hooks
-from nasfast.ops.reference import ConvBNParams
+from nasfast.ops.reference import ConvBNParams, Stage
 
 _ROUNDS = 5
 # the largest ratio of times at which a chain runs fused: noise must not make a model slower
@@ -56,7 +55,7 @@ def measure(model: nn.Module, arguments: Sequence[Any]) -> dict[tuple[nn.Conv2d,
     return found
 
 
-def faster(stages: Sequence[ChainStage], x: Tensor, way: Way) -> Way:
+def faster(stages: Sequence[Stage], x: Tensor, way: Way) -> Way:
     """This way of running the stages on x, or PyTorch where that takes less time; nothing is changed."""
     # activation checkpointing counts and keeps what operators save, and must not see these runs; where hooks are
     # disabled nobody sees them
@@ -69,14 +68,14 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _faster(stages: Sequence[ChainStage], x: Tensor, way: Way) -> Way:
+def _faster(stages: Sequence[Stage], x: Tensor, way: Way) -> Way:
     x = x.detach().requires_grad_(x.requires_grad)
     stages = [_own(stage) for stage in stages]
     fused: Callable[[], Tensor] = partial(run_stages, x, stages, None)
     if way is Way.FOLDED:
         fused = partial(Folded(stages, result_dtype(x), x.shape, []).run, x, None)
     runs: list[Callable[[], Tensor]] = [fused, partial(plain_stages, x, stages)]
-    params = [t for stage in stages for t in stage.stage.params]
+    params = [t for stage in stages for t in stage.params]
     leaves = [t for t in (x, *params) if t is not None and t.requires_grad]
     times: list[list[float]] = [[], []]
     for i_round in range(_ROUNDS + 1):
@@ -99,8 +98,7 @@ def _seconds(run: Callable[[], Tensor], leaves: list[Tensor], device: torch.devi
     return time.perf_counter() - start
 
 
-def _own(stage: ChainStage) -> ChainStage:
+def _own(stage: Stage) -> Stage:
     """The stage with tensors of its own, so that nothing of the model changes."""
-    params = stage.stage.params
-    own = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in params]
-    return stage._replace(stage=stage.stage._replace(params=ConvBNParams(*own)))  # type: ignore[arg-type]
+    own = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in stage.params]
+    return stage._replace(params=ConvBNParams(*own))  # type: ignore[arg-type]

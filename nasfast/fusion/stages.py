@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from nasfast.fusion.chain import ChainStage
 from nasfast.fusion.members import IN_PLACE
 from nasfast.ops.autograd import let_recomputation_reach
 from nasfast.ops.conv import conv_bn_act_chain
@@ -25,12 +24,10 @@ class Way(Enum):
     PLAIN = "PyTorch"
 
 
-def run_stages(x: Tensor, stages: Sequence[ChainStage], residual: Tensor | None) -> Tensor:
-    """The stages on the operator, or on PyTorch where the operator lacks or refuses them."""
+def run_stages(x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> Tensor:
+    """The stages on the operator, or on PyTorch where the operator refuses them."""
     exact = in_float32(stages)
     try:
-        if any([stage.dilation != 1 for stage in stages]):
-            raise ValueError("the operator has no dilations")
         # checks its arguments before it computes or changes anything
         y = conv_bn_act_chain(x, exact, residual=residual)
     except (TypeError, ValueError):
@@ -39,7 +36,7 @@ def run_stages(x: Tensor, stages: Sequence[ChainStage], residual: Tensor | None)
         if residual is not None:
             return run_stages(x, stages, None) + residual
         return plain_stages(x, stages)
-    for (given, *_), used in zip(stages, exact, strict=True):
+    for given, used in zip(stages, exact, strict=True):
         if given is not used and given.training:
             for running, moved in zip(given.params[3:5], used.params[3:5], strict=True):
                 if running is not None and moved is not None:
@@ -48,16 +45,15 @@ def run_stages(x: Tensor, stages: Sequence[ChainStage], residual: Tensor | None)
     return y
 
 
-def sources_of(stages: Sequence[ChainStage]) -> list[Tensor]:
+def sources_of(stages: Sequence[Stage]) -> list[Tensor]:
     """Every tensor that the stages read."""
-    return [tensor for stage in stages for tensor in stage.stage.params if tensor is not None]
+    return [tensor for stage in stages for tensor in stage.params if tensor is not None]
 
 
-def plain_stages(x: Tensor, stages: Sequence[ChainStage]) -> Tensor:
+def plain_stages(x: Tensor, stages: Sequence[Stage]) -> Tensor:
     """The stages as PyTorch's functions."""
-    for stage in stages:
-        params, _, _, _, act, training, momentum, eps = stage.stage
-        x = F.conv2d(x, *stage.conv)
+    for params, stride, padding, groups, act, training, momentum, eps in stages:
+        x = F.conv2d(x, params.conv_weight, params.conv_bias, stride, padding, 1, groups)
         x = F.batch_norm(
             x, params.running_mean, params.running_var, params.bn_weight, params.bn_bias, training, momentum, eps
         )
@@ -88,9 +84,9 @@ ORDINARY = {Tensor, nn.Parameter}
 _HALF = (torch.bfloat16, torch.float16)
 
 
-def in_float32(stages: Sequence[ChainStage]) -> list[Stage]:
+def in_float32(stages: Sequence[Stage]) -> list[Stage]:
     """The stages with BatchNorms in float32, which the operator needs; a stage that has them is the same object."""
-    return [_norm_in_float32(stage) if stage.params.bn_weight.dtype in _HALF else stage for stage, *_ in stages]
+    return [_norm_in_float32(stage) if stage.params.bn_weight.dtype in _HALF else stage for stage in stages]
 
 
 def _norm_in_float32(stage: Stage) -> Stage:

@@ -156,44 +156,6 @@ def test_folded_residuals():
         assert torch.equal(x, before)
 
 
-class Dilated(nn.Module):
-    """A chain that only folding has, beside one that the operator has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = conv(4, 4, 5, padding=6, dilation=3, bias=True), nn.BatchNorm2d(4)
-        self.conv2, self.bn2 = conv(4, 4, 3, padding=2, dilation=2), nn.BatchNorm2d(4)
-        self.conv3, self.bn3 = conv(4, 4, 1), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.bn1(self.conv1(x)))
-        y = torch.relu(self.bn2(self.conv2(y)))
-        return self.bn3(self.conv3(y))
-
-
-def test_dilations_are_folded(folds):
-    plain = disturb(Dilated()).eval().requires_grad_(False)
-    fused, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
-    report = nasfast.fuse(fused)
-    assert [chain.stages for chain in report.chains] == [
-        ("5x5 dilation 3 4->4 relu", "3x3 dilation 2 4->4 relu"),
-        ("1x1 4->4",),
-    ]
-    assert report.chains[0].runs == "on PyTorch: the fused operator has no dilation"
-    x = torch.randn(2, 4, 30, 30)
-    assert_close("folded", fused(x), exact(x.double()), FLOAT32_CHAIN)
-    assert folds == [2, 1]
-    for model in (fused, exact):
-        with torch.no_grad():
-            model.conv1.bias += 1
-    assert_close("another bias", fused(x), exact(x.double()), FLOAT32_CHAIN)
-    assert folds == [2, 1, 2]
-    trained = copy.deepcopy(plain).double().requires_grad_(True).train()
-    fused = copy.deepcopy(trained)
-    nasfast.fuse(fused)
-    check_same(observe(fused, x.double()), observe(trained, x.double()))
-
-
 # channels and pixels of `block`: results below and above what the rule asks for
 @pytest.mark.parametrize(("pixels", "runs"), [(8, False), (56, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -202,7 +164,7 @@ def test_the_rule_decides_by_size(pixels, runs, dtype, executed):
     for i in (0, 1, 2):
         model[i][1].requires_grad_()
     report = nasfast.fuse(model)
-    stages = [stage.stage for stage in model.forward.chains[0].members(model).stages()]
+    stages = model.forward.chains[0].members(model).stages()
     least = rule.least_results(torch.empty(0, dtype=dtype), stages, trains=False, recorded=False)
     assert f"fused where the convolutions give {least:,} numbers" in report.chains[0].runs
     exact = copy.deepcopy(model).double()
