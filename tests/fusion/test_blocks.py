@@ -60,7 +60,6 @@ def set_function(model: BasicBlock) -> None:
 CHANGES = {
     "activation": (block, lambda m: m.conv[0].__setitem__(2, nn.Tanh()), True),
     "inserted": (block, lambda m: m.conv.insert(1, nn.Tanh()), None),
-    "dilation": (block, lambda m: [setattr(m.conv[1][0], name, (2, 2)) for name in ("dilation", "padding")], None),
     "forward": (block, lambda m: setattr(m.conv[0], "forward", lambda x: torch.cat([x, x], 1)), None),
     "hook": (block, lambda m: m.conv[0].register_forward_hook(lambda module, args, y: y * 2), False),
     "submodule": (basic_block, set_down, True),
@@ -130,14 +129,6 @@ def test_subclasses_run_themselves(build):
     nasfast.fuse(fused, only_faster=False)
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     check_same(observe(fused, x), observe(plain, x))
-
-
-def test_a_submodule_that_is_missing_is_an_error_as_before():
-    fused = basic_block()
-    nasfast.fuse(fused, only_faster=False)
-    fused.relu = None
-    with pytest.raises(TypeError, match="not callable"):
-        fused(torch.randn(2, 4, 9, 9, dtype=torch.float64))
 
 
 def test_a_forward_that_is_held_runs_after_unfuse():

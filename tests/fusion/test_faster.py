@@ -109,19 +109,6 @@ def test_folded_weights_follow_changes(source, folds):
     assert len(folds) == 2
 
 
-def test_folded_weights_follow_running_statistics(folds):
-    """PyTorch's BatchNorm does not count its changes, and a model that runs unfused in training decides nothing."""
-    plain = disturb(block()).eval()
-    fused = copy.deepcopy(plain)
-    nasfast.fuse(fused)
-    x = torch.randn(2, 16, 9, 9)
-    for epoch in range(4):
-        assert_close(f"epoch {epoch}", fused.eval()(x), plain.eval()(x).double(), FLOAT32_CHAIN)
-        for model in (plain, fused):
-            model.train()(x * (epoch + 2))
-    assert folds == [3] * 4
-
-
 def test_parameters_may_become_inference_tensors(folds):
     plain = disturb(block()).eval()
     fused = copy.deepcopy(plain)

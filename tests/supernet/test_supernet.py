@@ -80,15 +80,6 @@ def test_unknown_activation_is_refused():
         Supernet(tiny_space(), activation="gelu")
 
 
-def test_roles_are_a_partition(small_space):
-    net = Supernet(small_space)
-    parameters = [id(p) for role in net.roles().values() for p in role]
-    assert len(parameters) == len(set(parameters))
-    assert set(parameters) == {id(p) for p in net.parameters()}
-    convolutions = {id(p) for m in net.modules() if isinstance(m, torch.nn.Conv2d) for p in m.parameters()}
-    assert {id(p) for p in net.roles()["convolutions"]} == convolutions
-
-
 def test_summary_numbers_and_text():
     """Block indicators of 3 x (8, 8, 12, 12) channels, layer indicators of 8 and 12; classifier 16 x 4 + 4."""
     net = Supernet(tiny_space())
@@ -132,23 +123,15 @@ def test_only_the_path_gets_gradients(small_space, trainable):
 
 
 def test_a_path_equals_its_inherited_network(small_space):
-    """fp32 through the fused operators; the plain network sums in another order."""
-    net = Supernet(small_space, seed=1)
+    net, rng = Supernet(small_space, seed=1).double(), random.Random(0)
     with torch.no_grad():
         for p in net.parameters():
             if p.ndim == 1:
                 p.add_(0.2 * torch.randn(p.shape))
-    x, rng = images(small_space, 6), random.Random(0)
+    x = images(small_space, 6, torch.float64)
     for _ in range(4):
         arch = tuple(rng.choice([c for c in u.options if c != u.indicator_choice]) for u in small_space.layers)
-        torch.testing.assert_close(net(x, arch), inherit(net, arch).train()(x), rtol=1e-4, atol=1e-4)
-
-
-def test_a_path_equals_its_inherited_network_in_double_precision(small_space):
-    net = Supernet(small_space, seed=1).double()
-    arch = tuple(u.options[-1] for u in small_space.layers)
-    x = images(small_space, dtype=torch.float64)
-    torch.testing.assert_close(net(x, arch), inherit(net, arch).double().train()(x), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(net(x, arch), inherit(net, arch).double().train()(x), rtol=1e-10, atol=1e-10)
 
 
 def test_a_plain_supernet_is_the_same_network(small_space):
