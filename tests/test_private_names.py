@@ -135,7 +135,7 @@ def _():
 
 
 @used_for(
-    "hooks inside of a chain, which then runs unfused (ops/modules.py, fusion/watch.py)",
+    "hooks inside of a chain, which then runs unfused (ops/modules.py, fusion/replaced.py)",
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",

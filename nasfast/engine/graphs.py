@@ -22,6 +22,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -30,11 +31,11 @@ from nasfast.engine.eager import EagerEngine, Engine, StepResult, result_of
 from nasfast.engine.segments import Head, Segment
 from nasfast.ops.destinations import Remains, Unmade
 from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual, has_forward_hooks, run_in_order
+from nasfast.ops.nhwc import pixel_mean
 from nasfast.ops.plan import stage_kind
 from nasfast.ops.rounded import Rounded
 from nasfast.spaces import Arch
 from nasfast.supernet import ModuleSupernet, Supernet
-from nasfast.supernet.classify import Classify
 from nasfast.supernet.supernet import ChoiceLayer
 
 _logger = logging.getLogger(__name__)
@@ -80,13 +81,13 @@ class GraphEngine:
         if self.capture is None and self.device.type != "cuda":
             raise EngineError(f"CUDA graphs need the network on a CUDA device, it is on {self.device}")
         self._trainable = [p for p in self.net.parameters() if p.requires_grad]
-        self._classify = Classify(self.net.head, self.net.classifier)
+        self._rounded = Rounded(torch.bfloat16) if self.bf16 else None
         # the parameters with a gradient from the last step: a path has few of a supernet's thousands
         self._graded = self._trainable
         self._capture = self.capture or CudaCapture(self.device)
+        self._layers = self._modules()
         self._allocate(self._boundaries())
         _lay_out(self.net)
-        self._round(Rounded(torch.bfloat16) if self.bf16 else None)
 
     # ---- buffers
 
@@ -99,7 +100,7 @@ class GraphEngine:
             if layer.layer.indicator_choice is not None:
                 choices[layer.layer.indicator_choice] = None
             layers.append(([layer], {choice: _Chosen(layer, choice) for choice in choices}))
-        layers.append(([net.head, net.classifier], {None: self._classify}))
+        layers.append(([net.head, net.classifier], {None: partial(_classify, net, self._rounded)}))
         return layers
 
     def _name(self, i: int, choice: int | None) -> str:
@@ -122,7 +123,7 @@ class GraphEngine:
         boundaries = []
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(self.batch, dtype=self._image_type(), device=self.device, memory_format=torch.channels_last)
-            for i, (_, choices) in enumerate(self._modules()[:-1]):
+            for i, (_, choices) in enumerate(self._layers[:-1]):
                 results = []
                 for choice, function in choices.items():
                     try:
@@ -149,19 +150,13 @@ class GraphEngine:
 
         self.images = empty(self.batch, self._image_type())
         self.labels = torch.zeros(self.batch[0], dtype=torch.long, device=self.device)
-        layers = self._modules()
         # a boundary's gradient is needed if something before it trains
-        trains = [any(p.requires_grad for m in modules for p in m.parameters()) for modules, _ in layers]
+        trains = [any(p.requires_grad for m in modules for p in m.parameters()) for modules, _ in self._layers]
         self._activations = [self.images, *(empty(*b) for b in boundaries)]
         self._gradients = [empty(*b) if any(trains[: i + 1]) else None for i, b in enumerate(boundaries)]
         self._remains = [Remains(b) for b in self._activations]
-        self._segments: list[dict[_Key, Segment]] = [{} for _ in layers]
-        self._pools = [self._capture.pool() for _ in layers]
-        self._layers = layers
-
-    def _round(self, rounded: Rounded | None) -> None:
-        self._rounded = rounded
-        self._classify.round(rounded)
+        self._segments: list[dict[_Key, Segment]] = [{} for _ in self._layers]
+        self._pools = [self._capture.pool() for _ in self._layers]
 
     def buffers(self) -> Iterator[Tensor]:
         """Every static buffer that a step writes before it reads it, for tests that fill them with NaN."""
@@ -227,8 +222,8 @@ class GraphEngine:
                 raise
             _logger.warning("goes on without CUDA graphs: %s", error)
         # free the memory of graphs and buffers for the eager engine
-        self._segments, self._activations, self._gradients, self._remains = [], [], [], []
-        self._round(None)
+        self._segments, self._layers, self._activations, self._gradients, self._remains = [], [], [], [], []
+        self._rounded = None
         del self.images
         return None
 
@@ -277,6 +272,24 @@ class GraphEngine:
         for p, gradient in gradients.items():
             p.grad = gradient
         self._graded = list(gradients)
+
+
+def _classify(net: Supernet, rounded: Rounded | None, x: Tensor) -> Tensor:
+    """Head, mean over the pixels and classifier; the numbers are those of `Supernet.forward`.
+
+    Only where the CUDA kernels run the head as one chain, gradients differ by roundings.
+
+    Args:
+        net: the supernet.
+        rounded: copies of frozen parameters, which a linear classifier without hooks takes; None: as they are.
+        x: what the last layer gives.
+    """
+    features = pixel_mean(run_in_order(net.head, x))
+    linear = net.classifier
+    if rounded is None or type(linear) is not nn.Linear or has_forward_hooks(linear):
+        return linear(features)
+    weight, bias = (p if p is None or p.requires_grad else rounded.of(p) for p in (linear.weight, linear.bias))
+    return F.linear(features, weight, bias)
 
 
 class _Chosen:

@@ -20,9 +20,8 @@ from nasfast.fusion import members
 from nasfast.fusion.chain import Members
 from nasfast.fusion.execute import BoundChain, CompiledChain
 from nasfast.fusion.members import ACTIVATION_FUNCTIONS
-from nasfast.fusion.replaced import ReplacedForward
+from nasfast.fusion.replaced import ReplacedForward, hooks_of
 from nasfast.fusion.stages import Way, result_dtype
-from nasfast.fusion.watch import hooks_of
 
 
 class Block(NamedTuple):

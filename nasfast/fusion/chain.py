@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nasfast.fusion.members import Conv, norm_problem, runs_conv, square_conv
-from nasfast.fusion.watch import hooks_of
+from nasfast.fusion.replaced import hooks_of
 from nasfast.ops.modules import running_of, settings_of
 from nasfast.ops.reference import ConvBNParams, Stage
 

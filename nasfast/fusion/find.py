@@ -24,8 +24,7 @@ from nasfast.fusion import members
 from nasfast.fusion.chain import Chain
 from nasfast.fusion.excite import find_excitations
 from nasfast.fusion.match import Matcher, TracedStage, common
-from nasfast.fusion.replaced import ReplacedForward
-from nasfast.fusion.watch import HOOKS
+from nasfast.fusion.replaced import HOOKS, ReplacedForward
 from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual
 
 
