@@ -46,22 +46,12 @@ _ACTIVATION_NAMES = {module: name for name, module in ACTIVATION_MODULES.items()
 _SMALL_STD = 0.01
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    """How weights of one kind are made from one Gaussian draw each.
-
-    Attributes:
-        shape: shape of a weight -> shape of its draw.
-        build: (shape of the weight, draw) -> weight for g = 1; it may write into the draw. None if the weight, or its
-            centre tap with zeros around it, is `scale` times the draw, orthogonalised.
-        scale: shape of the draw -> factor; only without `build`.
-        gain: whether the weight is then multiplied by g.
-    """
-
-    shape: Callable[[Shape], Shape]
-    build: Callable[[Shape, Tensor], Tensor] | None = None
-    scale: Callable[..., float] | None = None
-    gain: bool = True
+_OPTIONS = {
+    "pointwise": ("haar", "gaussian", "kaiming_out"),
+    "depthwise": ("per_filter", "unit_norm", "delta", "gaussian", "kaiming_out"),
+    "dense": ("flatten_qr", "delta", "gaussian", "kaiming_out"),
+    "linear": ("haar", "gaussian", "small"),
+}
 
 
 def _whole(weight: Shape) -> Shape:
@@ -86,53 +76,42 @@ def _filter_scale(out: int, channels: int, height: int, width: int) -> float:
     return 1 / math.sqrt(channels * min(height, width))
 
 
-def _unit_norm(shape: Shape, z: Tensor) -> Tensor:
-    return z.div_(z.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1))
+# the kinds and options whose weights, or centre taps, are orthogonal: shape of the draw by that of the weight, and the
+# factor of the orthogonalised draw by its shape
+_ORTHOGONAL: dict[tuple[str, str], tuple[Callable[[Shape], Shape], Callable[..., float]]] = {
+    ("pointwise", "haar"): (_flat, _expansion_scale),
+    ("depthwise", "per_filter"): (_whole, _filter_scale),
+    ("dense", "flatten_qr"): (_flat, _expansion_scale),
+    ("dense", "delta"): (_centre, _expansion_scale),
+    ("linear", "haar"): (_flat, _expansion_scale),
+}
+_WITHOUT_GAIN = ("kaiming_out", "small")
 
 
 def _centre_tap(weight: Tensor) -> Tensor:
     return weight[..., weight.shape[2] // 2, weight.shape[3] // 2]
 
 
-def _sign_tap(shape: Shape, z: Tensor) -> Tensor:
+def _made_of(z: Tensor, option: str, shape: Shape) -> Tensor:
+    """The weight for g = 1 by one of the other options.
+
+    Args:
+        z: a Gaussian draw of the weight's shape, or of its centre taps for `delta`; it is written into.
+        option: how the weight is made.
+        shape: that of the weight.
+    """
+    if option == "gaussian":
+        return z.div_(math.sqrt(math.prod(shape[1:])))
+    if option == "kaiming_out":
+        return z.mul_(math.sqrt(2 / (shape[0] * shape[2] * shape[3])))
+    if option == "small":
+        return z.mul_(_SMALL_STD)
+    if option == "unit_norm":
+        return z.div_(z.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1))
+    assert option == "delta"
     weight = z.new_zeros(shape)
     _centre_tap(weight).copy_(torch.where(z < 0, -1.0, 1.0))
     return weight
-
-
-def _fan_in(shape: Shape, z: Tensor) -> Tensor:
-    return z.div_(math.sqrt(math.prod(shape[1:])))
-
-
-def _fan_out(shape: Shape, z: Tensor) -> Tensor:
-    return z.mul_(math.sqrt(2 / (shape[0] * shape[2] * shape[3])))
-
-
-def _small(shape: Shape, z: Tensor) -> Tensor:
-    return z.mul_(_SMALL_STD)
-
-
-_HAAR = _Recipe(_flat, scale=_expansion_scale)
-_GAUSSIAN = _Recipe(_whole, _fan_in)
-_KAIMING_OUT = _Recipe(_whole, _fan_out, gain=False)
-
-_RECIPES: dict[str, dict[str, _Recipe]] = {
-    "pointwise": {"haar": _HAAR, "gaussian": _GAUSSIAN, "kaiming_out": _KAIMING_OUT},
-    "depthwise": {
-        "per_filter": _Recipe(_whole, scale=_filter_scale),
-        "unit_norm": _Recipe(_whole, _unit_norm),
-        "delta": _Recipe(_centre, _sign_tap),
-        "gaussian": _GAUSSIAN,
-        "kaiming_out": _KAIMING_OUT,
-    },
-    "dense": {
-        "flatten_qr": _HAAR,
-        "delta": _Recipe(_centre, scale=_expansion_scale),
-        "gaussian": _GAUSSIAN,
-        "kaiming_out": _KAIMING_OUT,
-    },
-    "linear": {"haar": _HAAR, "gaussian": _GAUSSIAN, "small": _Recipe(_whole, _small, gain=False)},
-}
 
 
 @dataclass(frozen=True)
@@ -178,8 +157,8 @@ class InitScheme:
     def __post_init__(self) -> None:
         for field in fields(self):
             kind, option = field.name, getattr(self, field.name)
-            if kind in _RECIPES and option not in _RECIPES[kind]:
-                raise ValueError(f"init: unknown {kind}={option!r}; {nearest(str(option), _RECIPES[kind])}")
+            if kind in _OPTIONS and option not in _OPTIONS[kind]:
+                raise ValueError(f"init: unknown {kind}={option!r}; {nearest(str(option), _OPTIONS[kind])}")
         for name in ("shift", "branch_scale"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"init: {name} must be finite and not negative, got {value}")
@@ -247,25 +226,26 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
     modules = dict(module.named_modules())
     layers = {name: layer for name, layer in modules.items() if isinstance(layer, (nn.Conv2d, nn.Linear))}
     targets: list[Target] = []
-    built: dict[str, _Recipe] = {}
+    others: dict[str, str] = {}
     for name, layer in layers.items():
         kind, weight = _kind(layer), layer.weight
-        recipe = _RECIPES[kind][getattr(scheme, kind)]
-        if recipe.scale is None:
-            built[name] = recipe
+        option = getattr(scheme, kind)
+        if (kind, option) in _ORTHOGONAL:
+            shape_of, scale = _ORTHOGONAL[kind, option]
+            shape = shape_of(tuple(weight.shape))
+            taps = _centre_tap(weight.zero_()) if shape_of is _centre else weight
+            targets.append(Target(f"{name}.weight", taps, shape, scale(*shape) * _gain(modules, name)))
         else:
-            shape = recipe.shape(tuple(weight.shape))
-            taps = _centre_tap(weight.zero_()) if recipe.shape is _centre else weight
-            targets.append(Target(f"{name}.weight", taps, shape, recipe.scale(*shape) * _gain(modules, name)))
+            others[name] = option
         if layer.bias is not None:
             layer.bias.zero_()
     fill_orthogonal(targets, seed)
-    shapes = {name: tuple(layers[name].weight.shape) for name in built}
-    draws = draw_gaussians([(f"{name}.weight", [recipe.shape(shapes[name])]) for name, recipe in built.items()], seed)
-    for (name, recipe), (z,) in zip(built.items(), draws, strict=True):
-        assert recipe.build is not None
-        weight = recipe.build(shapes[name], z)
-        layers[name].weight.copy_(weight.mul_(_gain(modules, name)) if recipe.gain else weight)
+    shapes = {name: tuple(layers[name].weight.shape) for name in others}
+    drawn = {name: shapes[name][:2] if option == "delta" else shapes[name] for name, option in others.items()}
+    draws = draw_gaussians([(f"{name}.weight", [shape]) for name, shape in drawn.items()], seed)
+    for (name, option), (z,) in zip(others.items(), draws, strict=True):
+        weight = _made_of(z, option, shapes[name])
+        layers[name].weight.copy_(weight if option in _WITHOUT_GAIN else weight.mul_(_gain(modules, name)))
     begin_norms(module, scheme.shift, scheme.branch_scale)
     if scheme.alignment is not None:
         align(module, scheme.alignment, scheme.linear_share, GAINS, seed=seed)
