@@ -17,12 +17,13 @@ from fused_models import (
     disturb,
     observe,
     set_mode,
+    small,
     unit,
     whole,
 )
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
-from torchvision.models.mobilenetv2 import InvertedResidual, MobileNetV2
+from torchvision.models.mobilenetv2 import InvertedResidual
 
 from nasfast.fusion import dynamo
 from nasfast.fusion.stages import Way
@@ -56,11 +57,6 @@ def compile_model(model: nn.Module, inner: str = "aot_eager", *, only_faster: bo
 
 def images(*shape: int, dtype: torch.dtype = torch.double) -> torch.Tensor:
     return torch.randn(shape, dtype=dtype).contiguous(memory_format=torch.channels_last)
-
-
-def small() -> nn.Module:
-    """MobileNetV2 with three blocks."""
-    return MobileNetV2(num_classes=10, inverted_residual_setting=[[1, 8, 1, 1], [6, 16, 2, 2]])
 
 
 def check(model: nn.Module, x: torch.Tensor, steps: int = 2) -> None:

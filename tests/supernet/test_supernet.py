@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import get_args, get_type_hints
 
@@ -233,15 +232,6 @@ def test_every_named_activation_has_its_operator():
     names = set(reference.ACTIVATIONS)
     assert set(get_args(Activation)) == names == set(ACTIVATION_MODULES) == set(init.GAINS)
     assert get_type_hints(SupernetConfig)["activation"] == Activation | None
-
-
-def test_candidates_compute_different_functions():
-    """Otherwise a search could not rank the candidates."""
-    net, x = Supernet(tiny_space()), images(tiny_space())
-    with torch.no_grad():
-        outputs = [net(x, path) for path in itertools.product(range(3), repeat=4)]
-    for a, b in itertools.combinations(outputs, 2):
-        assert (a - b).abs().max() > 1e-3
 
 
 def test_parameters_do_not_depend_on_the_layer_indicators():

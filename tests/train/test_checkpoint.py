@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 import threading
@@ -89,12 +88,6 @@ def folder(tmp_path) -> CheckpointFolder:
     return made
 
 
-def test_only_the_newest_are_kept(folder):
-    folder.save(20, sample(20))
-    assert [p.name for p in folder.paths()] == [f"supernet-{s:08d}.safetensors" for s in (10, 15, 20)]
-    assert folder.latest(fingerprint="abc")[1].state["step"] == 20
-
-
 @pytest.mark.parametrize("prefix", ["net[1]*", "supernet-2"])
 def test_prefixes_do_not_mix_and_are_no_patterns(folder, prefix):
     """`retrain(name="net[1]")` makes such a prefix; without its checkpoints a run would start again."""
@@ -103,22 +96,6 @@ def test_prefixes_do_not_mix_and_are_no_patterns(folder, prefix):
     other.save(2, sample(2))
     assert other.paths() == [other.path(2)]
     assert len(folder.paths()) == 3
-
-
-def test_the_one_before_is_the_fall_back(folder, caplog):
-    newest = folder.paths()[-1]
-    newest.write_bytes(newest.read_bytes()[:-1])
-    with caplog.at_level(logging.WARNING, logger="nasfast"):
-        path, found = folder.latest(fingerprint="abc")
-    assert (path, found.state["step"]) == (folder.paths()[1], 10)
-    assert str(newest) in caplog.text
-    assert "trying the checkpoint before it" in caplog.text
-
-
-def test_another_space_is_refused(folder):
-    with pytest.raises(CheckpointError, match=r"belongs to another .*abc.*xyz") as error:
-        folder.latest(fingerprint="xyz")
-    assert "no usable supernet checkpoint" in str(error.value)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
