@@ -100,7 +100,7 @@ def _():
     assert _pytree.tree_map_only(int, lambda x: -x, ((1, "a"), {"b": [2]})) == ((-1, "a"), {"b": [-2]})
 
 
-@used_for("noticing writes to tensors (fusion/placeholders.py, fold.py, ops/rounded.py)", "_version")
+@used_for("noticing writes to tensors (fusion/placeholders.py, fusion/stages.py, ops/rounded.py)", "_version")
 def _():
     x = torch.ones(3)
     before, view = x._version, x[:1]
@@ -108,7 +108,7 @@ def _():
     assert x._version == view._version > before
 
 
-@used_for("timing a chain unseen by modes (fusion/measure.py)", "_disable_current_modes", "_python_dispatch")
+@used_for("timing a chain unseen by modes (fusion/rule.py)", "_disable_current_modes", "_python_dispatch")
 def _():
     seen = []
 
@@ -230,7 +230,7 @@ def _():
 
 
 @used_for(
-    "folded chains in evaluation (fusion/fold.py)",
+    "folded chains in evaluation (fusion/stages.py)",
     "_reorder_convolution_weight",
     "_convolution_pointwise",
     "_is_mkldnn_bf16_supported",

@@ -16,7 +16,6 @@ from nasfast.fusion.chain import Chain, descendant
 from nasfast.fusion.excite import ExcitationForward
 from nasfast.fusion.find import Findings, LocatedChain, find_chains
 from nasfast.fusion.forward import ChainForward
-from nasfast.fusion.measure import measure
 from nasfast.fusion.placeholders import StartForward
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way
@@ -185,7 +184,7 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     measured: dict[tuple[nn.Conv2d, ...], Way] = {}
     if example is not None:
         try:
-            measured = measure(model, [example] if isinstance(example, Tensor) else list(example))
+            measured = rule.measure(model, [example] if isinstance(example, Tensor) else list(example))
         except BaseException:
             unfuse(model)
             raise

@@ -8,10 +8,9 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from nasfast.fusion import measure, rule
+from nasfast.fusion import rule
 from nasfast.fusion.chain import Chain, Members
-from nasfast.fusion.fold import Folded
-from nasfast.fusion.stages import ORDINARY, Way, in_float32, result_dtype, run_stages, sources_of, transformed
+from nasfast.fusion.stages import ORDINARY, Folded, Way, in_float32, result_dtype, run_stages, sources_of, transformed
 from nasfast.ops import checks
 from nasfast.ops.reference import Stage
 
@@ -84,9 +83,9 @@ class BoundChain:
         if not fits(x, stages):
             return Way.PLAIN
         folds = not batch and not wanted and self._can_fold(x)
-        example = measure.example.get()
+        example = rule.example.get()
         if example is not None or (situation not in self._measured and not folds and not rule.knows(x)):
-            self._measured[situation] = measure.faster(stages, x, Way.FOLDED if folds else Way.OPERATOR)
+            self._measured[situation] = rule.faster(stages, x, Way.FOLDED if folds else Way.OPERATOR)
             if example is not None:
                 example[self.members.convs] = self._measured[situation]
         if situation in self._measured:

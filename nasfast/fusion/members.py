@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -204,14 +203,4 @@ ACTIVATION_FUNCTIONS: dict[object, str] = {
     Tensor.tanh_: "tanh",
     F.hardswish: "hswish",
     F.silu: "silu",
-}
-
-# the activations of stages, changing their input
-IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda z: z,
-    "relu": torch.relu_,
-    "relu6": partial(F.hardtanh, min_val=0.0, max_val=6.0, inplace=True),
-    "tanh": torch.tanh_,
-    "hswish": partial(F.hardswish, inplace=True),
-    "silu": partial(F.silu, inplace=True),
 }

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nasfast
-from nasfast.fusion import measure, rule
+from nasfast.fusion import rule
 
 RECORDED = rule.LEAST_RECORDED  # which is 0 in the other tests
 
@@ -237,7 +237,7 @@ def test_small_chains_are_not_recorded(training, pixels, pays, folds, executed, 
 def test_other_instructions_are_measured_in_the_first_forward(operator, executed, monkeypatch):
     """The clock says how long the operator takes, when PyTorch takes 1."""
     times = []
-    monkeypatch.setattr(measure, "_seconds", lambda run, *_: times.append(run) or (operator if len(times) % 2 else 1.0))
+    monkeypatch.setattr(rule, "_seconds", lambda run, *_: times.append(run) or (operator if len(times) % 2 else 1.0))
     monkeypatch.setattr(rule._native.extension, "isa", lambda: "another")
     model = block().train()
     report = nasfast.fuse(model)
@@ -280,7 +280,7 @@ def test_an_example_decides_by_time(monkeypatch, executed):
         timed.append(on_operator)
         return 2.0 if on_operator and len(timed) > 12 else 1.0 if not on_operator else 0.5
 
-    monkeypatch.setattr(measure, "_seconds", seconds)
+    monkeypatch.setattr(rule, "_seconds", seconds)
     monkeypatch.setenv("NASFAST_BACKEND", "reference")
     model = disturb(nn.Sequential(Candidate(3), unit(), Candidate(5)).double()).requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
@@ -306,7 +306,7 @@ def test_an_example_decides_by_time(monkeypatch, executed):
 def test_an_example_in_eval_mode_measures_folding(seconds, how, monkeypatch, folds):
     """The clock says that folded chains take this much of PyTorch's time."""
     turns = []
-    monkeypatch.setattr(measure, "_seconds", lambda *_: turns.append(0) or (seconds if len(turns) % 2 else 1.0))
+    monkeypatch.setattr(rule, "_seconds", lambda *_: turns.append(0) or (seconds if len(turns) % 2 else 1.0))
     model = block().eval()
     x = torch.randn(2, 16, 9, 9)
     report = nasfast.fuse(model, x)
