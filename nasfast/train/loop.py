@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -73,6 +74,7 @@ def update(optimizer: torch.optim.SGD, clip_norm: float) -> Tensor:
     return norm
 
 
+@dataclass
 class _Training:
     """One call of `train`; see there for the arguments. `run` is the loop.
 
@@ -83,32 +85,28 @@ class _Training:
         stopped: whether a rank was asked to stop.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loader: EpochLoader,
-        cfg: TrainConfig,
-        stage: TrainStage,
-        *,
-        sampler: Sampler | None,
-        evaluate: Callable[[nn.Module], Evaluation] | None,
-        extras: TrainExtras,
-        device: str,
-        world: World,
-    ) -> None:
-        self.model, self.loader, self.cfg, self.stage = model, loader, cfg, stage
-        self.sampler, self.evaluate, self.extras = sampler, evaluate, extras
-        self.device, self.world = device, world
+    model: nn.Module
+    loader: EpochLoader
+    cfg: TrainConfig
+    stage: TrainStage
+    sampler: Sampler | None
+    evaluate: Callable[[nn.Module], Evaluation] | None
+    extras: TrainExtras
+    device: str
+    world: World
+
+    def __post_init__(self) -> None:
+        model, loader, cfg, stage = self.model, self.loader, self.cfg, self.stage
         self.optimizer = make_optimizer(model, cfg)
         self.total = cfg.epochs * len(loader)
         self.averaged: AveragedModel | None = None
-        if extras.ema is not None:
-            self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(extras.ema), use_buffers=True)
+        if (decay := self.extras.ema) is not None:
+            self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
         self.judged: nn.Module = model if self.averaged is None else self.averaged.module
         self.state = TrainState(
             model,
             self.optimizer,
-            sampler,
+            self.sampler,
             self.averaged,
             fingerprint=stage.fingerprint,
             settings={"stage": stage.name, "train": cfg.of_result, "batches_per_epoch": len(loader), **stage.settings},
@@ -116,11 +114,10 @@ class _Training:
         )
         folder = Path(stage.run_dir) / "checkpoints"
         self.folder = CheckpointFolder(folder, stage.file_prefix, keep=cfg.keep_checkpoints)
-        self.at = begin(self.state, self.folder, stage=stage, world=world)
+        self.at = begin(self.state, self.folder, stage=stage, world=self.world)
         self.seed = torch.initial_seed()
-        self.exchange: Exchange = (OverlappedExchange if sampler is None and world.size > 1 else FlatExchange)(
-            model, world
-        )
+        overlapped = self.sampler is None and self.world.size > 1
+        self.exchange: Exchange = (OverlappedExchange if overlapped else FlatExchange)(model, self.world)
         self.log: TrainLog | None = None
         self.writer: CheckpointWriter | None = None
         self.pending: list[tuple[int, Outcome, Tensor]] = []
@@ -350,7 +347,4 @@ def train(
     loader = to_learn_from(loader, classes=getattr(getattr(model, "space", None), "num_classes", None) or None)
     device = torch_device(device)
     model.to(device).to(memory_format=torch.channels_last).train()
-    training = _Training(
-        model, loader, cfg, stage, sampler=sampler, evaluate=evaluate, extras=extras, device=device, world=world
-    )
-    return training.run(engine)
+    return _Training(model, loader, cfg, stage, sampler, evaluate, extras, device, world).run(engine)
