@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from nasfast.fusion.stages import Folded, Way, plain_stages, result_dtype, run_stages
+from nasfast.fusion.stages import Folded, Way, plain_stages, result_dtype, run_stages, sources_of
 from nasfast.ops import _native
 from nasfast.ops.autograd import has_saved_tensors_hooks
 from nasfast.ops.backends import resolve_backend
@@ -158,30 +158,25 @@ def faster(stages: Sequence[Stage], x: Tensor, way: Way) -> Way:
     # disabled nobody sees them
     hidden = saved_tensors_hooks(_as_it_is, _as_it_is) if has_saved_tensors_hooks() else nullcontext()
     with hidden, _disable_current_modes():
-        return _faster(stages, x, way)
+        x = x.detach().requires_grad_(x.requires_grad)
+        stages = [_own(stage) for stage in stages]
+        fused: Callable[[], Tensor] = partial(run_stages, x, stages, None)
+        if way is Way.FOLDED:
+            fused = partial(Folded(stages, result_dtype(x), x.shape, []).run, x, None)
+        runs: list[Callable[[], Tensor]] = [fused, partial(plain_stages, x, stages)]
+        leaves = [t for t in (x, *sources_of(stages)) if t.requires_grad]
+        times: list[list[float]] = [[], []]
+        for i_round in range(_ROUNDS + 1):
+            for run, its_times in zip(runs, times, strict=True):
+                seconds = _seconds(run, leaves, x.device)
+                # the first round makes plans and primitives
+                its_times += [seconds] if i_round else []
+    ours, theirs = map(statistics.median, times)
+    return way if ours < _GAIN * theirs else Way.PLAIN
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _faster(stages: Sequence[Stage], x: Tensor, way: Way) -> Way:
-    x = x.detach().requires_grad_(x.requires_grad)
-    stages = [_own(stage) for stage in stages]
-    fused: Callable[[], Tensor] = partial(run_stages, x, stages, None)
-    if way is Way.FOLDED:
-        fused = partial(Folded(stages, result_dtype(x), x.shape, []).run, x, None)
-    runs: list[Callable[[], Tensor]] = [fused, partial(plain_stages, x, stages)]
-    params = [t for stage in stages for t in stage.params]
-    leaves = [t for t in (x, *params) if t is not None and t.requires_grad]
-    times: list[list[float]] = [[], []]
-    for i_round in range(_ROUNDS + 1):
-        for run, its_times in zip(runs, times, strict=True):
-            seconds = _seconds(run, leaves, x.device)
-            # the first round makes plans and primitives
-            its_times += [seconds] if i_round else []
-    ours, theirs = map(statistics.median, times)
-    return way if ours < _GAIN * theirs else Way.PLAIN
 
 
 def _seconds(run: Callable[[], Tensor], leaves: list[Tensor], device: torch.device) -> float:
