@@ -34,9 +34,7 @@ class BoundChain:
     def __init__(self, chain: Chain, members: Members, always: bool, measured: dict[tuple, Way]) -> None:
         self.chain, self.members = chain, members
         self._always, self._measured = always, measured
-        stages = members.stages()
-        self._serves = stages is not None
-        self._stages = stages or []
+        self._stages = members.stages() or []
         sources = sources_of(self._stages)
         self._ordinary = set(map(type, sources)) <= ORDINARY
         params = [stage.params for stage in self._stages]
@@ -57,7 +55,7 @@ class BoundChain:
             x: the input of the chain.
             recorded: whether the chain is recorded in placeholders while its module's own forward runs.
         """
-        if type(x) not in ORDINARY or x.dim() != 4 or not self._serves or not self._ordinary or transformed():
+        if type(x) not in ORDINARY or x.dim() != 4 or not self._stages or not self._ordinary or transformed():
             return None
         if self._always:
             return Way.OPERATOR
@@ -130,30 +128,25 @@ class BoundChain:
         return folded.run(x, residual)
 
 
-class CompiledChain:
-    """A chain while torch.compile traces it: nothing is kept, watched or folded, because the compiler guards all reads.
+class CompiledChain(BoundChain):
+    """A chain while torch.compile traces it, whose guards see all that is read: nothing is kept, measured or folded.
 
     Args:
-        chain, members: as in `BoundChain`.
-        always: whether it always runs on the operator, and not only where the rule expects a gain.
+        chain, members, always: as in `BoundChain`.
     """
 
     def __init__(self, chain: Chain, members: Members, always: bool) -> None:
         self.chain, self.members, self._always = chain, members, always
-        self._stages = members.stages()
+        self._stages = members.stages() or []
+        # both are read again where the chain runs
+        self._batch = self._cumulative = True
 
-    def way(self, x: Tensor) -> Way | None:
+    def way(self, x: Tensor, *, recorded: bool = False) -> Way | None:
         """As `BoundChain.way`."""
-        if self._stages is None:
+        if not self._stages:
             return None
         trains = torch.is_grad_enabled() and any([stage.params.conv_weight.requires_grad for stage in self._stages])
         return compiled_way(x, self._stages, always=self._always, trains=trains)
-
-    def run_all(self, way: Way, x: Tensor, residual: Tensor | None) -> Tensor:
-        """As `BoundChain.run_all`."""
-        self.members.count_batch()
-        # an average over all batches has another momentum now
-        return run_stages(x, self.members.stages() or [], residual)
 
 
 def compiled_way(x: Tensor, stages: Sequence[Stage], *, always: bool, trains: bool) -> Way | None:

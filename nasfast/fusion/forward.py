@@ -92,12 +92,10 @@ class _Binding:
         self.block = blocks.bind(module, unhooked, opened)
         if not compiled:
             self.watch = _watch(module, chains, paths, opened)
-            self.starts = {one.members.convs[0]: one for one in unhooked if isinstance(one, BoundChain)}
+            self.starts = {found.members.convs[0]: found for found in unhooked}
 
 
-def _present_chains(
-    forward: ChainForward, compiled: bool
-) -> tuple[list[BoundChain | CompiledChain], list[Path], list[nn.Module]]:
+def _present_chains(forward: ChainForward, compiled: bool) -> tuple[list[BoundChain], list[Path], list[nn.Module]]:
     """The chains that a forward runs: the module's, and those of the modules between it and its chains.
 
     Returns:
@@ -105,7 +103,7 @@ def _present_chains(
         and of these, and the modules between.
     """
     module = forward.module
-    chains: list[BoundChain | CompiledChain] = []
+    chains: list[BoundChain] = []
     paths: list[Path] = []
     opened: list[nn.Module] = []
     known = blocks.block_of(module) is not None
@@ -132,9 +130,7 @@ def _present_chains(
     return chains, paths, opened
 
 
-def _watch(
-    module: nn.Module, chains: Sequence[BoundChain | CompiledChain], paths: list[Path], opened: list[nn.Module]
-) -> Watch:
+def _watch(module: nn.Module, chains: Sequence[BoundChain], paths: list[Path], opened: list[nn.Module]) -> Watch:
     """Watches everything that a binding is made from."""
     below = [m for path in sorted(set(paths)) for m in passed(module, path)[1:]]
     below += [child for parent in (module, *opened) for child in parent.children() if blocks.is_idle(child)]
