@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 import pytest
 from torch.utils.tensorboard import SummaryWriter
@@ -69,6 +70,20 @@ def test_tensorboard_may_fail(tmp_path, monkeypatch, caplog, call):
         log.write(2, loss=2.0)
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2]
     assert caplog.text.count("none from here on, metrics.jsonl has all figures") == 1
+
+
+def test_a_narrow_terminal_shows_counter_and_time(tmp_path, monkeypatch, capsys):
+    """Names and numbers as long as those of a real stage; the metrics are cut and nothing else."""
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    with TrainLog(tmp_path, "retrain/random-3", step=0, total=120_000, shown=True) as log:
+        log.write(99_999, epoch=17, lr=0.0123, loss=1.2345, top1=0.4321, images_per_s=1234.5, grad_norm=9.87)
+        log._bar.refresh()
+    shown = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err).replace("\r", "\n")
+    lines = [line for line in shown.splitlines() if "99999" in line]
+    assert lines and all(re.match(r"retrain/random-3 +99999/120000 +eta \d+ s ", line) for line in lines)
+    assert max(map(len, lines)) <= 60
 
 
 def test_the_time_that_is_left_counts_the_networks_that_follow(tmp_path, monkeypatch, capsys):
