@@ -154,7 +154,7 @@ class _Training:
                     # gradients of several paths add up (FairNAS, algorithm 1)
                     result = runner.forward_backward(x, y, paths)
                     outcome = self.exchange.finish(result, len(x), stop=self.stop.requested)
-                    norm = update(self.optimizer, cfg.clip_norm).to(outcome.result.loss.device)
+                    norm = update(self.optimizer, cfg.clip_norm).to(outcome.loss.device)
                     if self.averaged is not None:
                         self.averaged.update_parameters(self.model)
                     at.step += 1
@@ -207,8 +207,8 @@ class _Training:
         """
         steps, self.pending = self.pending, []
         rows = [
-            torch.stack([torch.as_tensor(v, dtype=torch.float64, device=norm.device) for v in (*result, *counts, norm)])
-            for _, (result, *counts), norm in steps
+            torch.stack([torch.as_tensor(v, dtype=torch.float64, device=norm.device) for v in (*outcome, norm)])
+            for _, outcome, norm in steps
         ]
         for (step, *_), (loss, correct, images, stop, norm) in zip(steps, torch.stack(rows).tolist(), strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
