@@ -122,11 +122,12 @@ def test_only_the_path_gets_gradients(small_space, trainable):
 
 
 def test_a_path_equals_its_inherited_network(small_space):
-    net, rng = Supernet(small_space, seed=1).double(), random.Random(0)
+    net, rng = Supernet(small_space, seed=1), random.Random(0)
     with torch.no_grad():
         for p in net.parameters():
             if p.ndim == 1:
                 p.add_(0.2 * torch.randn(p.shape))
+    net.double()
     x = images(small_space, 6, torch.float64)
     for _ in range(4):
         arch = tuple(rng.choice([c for c in u.options if c != u.indicator_choice]) for u in small_space.layers)
