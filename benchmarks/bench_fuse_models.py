@@ -46,7 +46,7 @@ import nasfast
 from benchmarks.harness import positive, write_json
 from nasfast.fusion import stages
 from nasfast.fusion.dynamo import compile_graph
-from nasfast.fusion.fold import Folded
+from nasfast.fusion.stages import Folded
 from nasfast.measure.timing import measure
 from nasfast.runtime.memory import keep_freed_memory
 

@@ -48,7 +48,7 @@ def run_fails(out: Path, config: Path, *flags: str, monkeypatch) -> None:
         raise AssertionError("training began")
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "_step", trained)
+        patched.setattr(loop, "update", trained)
         existed = out.exists()
         assert main(["run", "--out", str(out), "--config", str(config), *flags]) == 1
         assert out.exists() == existed

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import torchvision
 from tolerances import assert_close
 from torch import Tensor, nn
+from torchvision.models.mobilenetv2 import MobileNetV2
 
 import nasfast
 from nasfast.fusion import FuseReport
@@ -32,6 +33,11 @@ def make(name: str) -> nn.Module:
     if name.startswith("timm/"):
         return timm.create_model(name[len("timm/") :], pretrained=False, num_classes=10)
     return getattr(torchvision.models, name)(weights=None, num_classes=10)
+
+
+def small() -> nn.Module:
+    """MobileNetV2 with three blocks."""
+    return MobileNetV2(num_classes=10, inverted_residual_setting=[[1, 8, 1, 1], [6, 16, 2, 2]])
 
 
 def fuse_all(model: nn.Module) -> FuseReport:

@@ -128,9 +128,9 @@ def arm(moment: str) -> None:
         return lambda path, data: (write if path.suffix == ".safetensors" else plain)(path, data)
 
     if moment == "in the first step":
-        loop_module._step = at_call(1, loop_module._step, before=_die)
+        loop_module.update = at_call(1, loop_module.update, before=_die)
     elif moment == "in a step":
-        loop_module._step = at_call(10, loop_module._step, before=_die)
+        loop_module.update = at_call(10, loop_module.update, before=_die)
     elif moment == "before a checkpoint":
         folder.save = at_call(3, folder.save, before=_die)
     elif moment == "half-written checkpoint":

@@ -110,7 +110,7 @@ def terminated_at(call: int, *ranks: int) -> Callable[[World], None]:
     def arm(world: World) -> None:
         if world.rank in ranks:
             term = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)  # noqa: E731
-            loop_module._step = at_call(call, loop_module._step, before=term)
+            loop_module.update = at_call(call, loop_module.update, before=term)
 
     return arm
 
@@ -302,7 +302,7 @@ def torchrun(out: Path) -> None:
 
     def worker() -> None:
         if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
-            loop_module._step = at_call(7, loop_module._step, before=end)
+            loop_module.update = at_call(7, loop_module.update, before=end)
         assert cli.main(["supernet", "--out", str(out / "torchrun"), "--config", str(out / "settings.yaml")]) == 0
 
     agent = LaunchConfig(

@@ -100,7 +100,7 @@ def _():
     assert _pytree.tree_map_only(int, lambda x: -x, ((1, "a"), {"b": [2]})) == ((-1, "a"), {"b": [-2]})
 
 
-@used_for("noticing writes to tensors (fusion/placeholders.py, fold.py, ops/rounded.py)", "_version")
+@used_for("noticing writes to tensors (fusion/placeholders.py, fusion/stages.py, ops/rounded.py)", "_version")
 def _():
     x = torch.ones(3)
     before, view = x._version, x[:1]
@@ -108,7 +108,7 @@ def _():
     assert x._version == view._version > before
 
 
-@used_for("timing a chain unseen by modes (fusion/measure.py)", "_disable_current_modes", "_python_dispatch")
+@used_for("timing a chain unseen by modes (fusion/rule.py)", "_disable_current_modes", "_python_dispatch")
 def _():
     seen = []
 
@@ -135,7 +135,7 @@ def _():
 
 
 @used_for(
-    "hooks inside of a chain, which then runs unfused (ops/modules.py, fusion/watch.py)",
+    "hooks inside of a chain, which then runs unfused (ops/modules.py, fusion/replaced.py)",
     "_forward_hooks",
     "_forward_pre_hooks",
     "_backward_hooks",
@@ -209,7 +209,7 @@ def _():
     assert all(issubclass(kind, dropout._DropoutNd) for kind in (nn.Dropout, nn.Dropout2d, nn.AlphaDropout))
 
 
-@used_for("the least memory of a graph engine (engine/graphs.py)", "_subclasses")
+@used_for("the shapes of a graph engine's buffers (engine/graphs.py)", "_subclasses")
 def _():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -218,7 +218,7 @@ def _():
     assert y.shape == (2**40, 4)
 
 
-@used_for("tensors that share memory (ops/orthogonal.py, engine/graphs.py)", "_cdata")
+@used_for("tensors that share memory (ops/orthogonal.py)", "_cdata")
 def _():
     x = torch.ones(4)
     assert x.untyped_storage()._cdata == x[1:].untyped_storage()._cdata != torch.ones(4).untyped_storage()._cdata
@@ -230,7 +230,7 @@ def _():
 
 
 @used_for(
-    "folded chains in evaluation (fusion/fold.py)",
+    "folded chains in evaluation (fusion/stages.py)",
     "_reorder_convolution_weight",
     "_convolution_pointwise",
     "_is_mkldnn_bf16_supported",

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.captures import EagerCapture
 from benchmarks.gpu_model import cuda
 from benchmarks.steps import train_batch_norms
-from nasfast.engine.graphs import GraphEngine, count_saved
+from nasfast.engine import GraphEngine
 from nasfast.ops import cuda_times, destinations, plan, use_backend
 from nasfast.ops.cuda import conv as conv_cuda
 from nasfast.ops.cuda_times import Chain, Schedule
@@ -162,8 +162,19 @@ def _count(net: nn.Module, forward: Callable[[Tensor], Tensor]) -> int:
     for module in net.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             module.to(torch.bfloat16)  # otherwise the casts of autocast would be saved and count
-    with FakeTensorMode(allow_non_fake_inputs=True), count_saved() as counted:
+    saved: dict[int, tuple[Tensor, int]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            # keep it alive, so that no later storage gets the same address
+            saved[tensor.untyped_storage()._cdata] = (tensor, tensor.untyped_storage().nbytes())
+        return tensor
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
         images = torch.empty(_shape(), memory_format=torch.channels_last)
-        with torch.autocast("cpu", torch.bfloat16):
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
             forward(images)
-        return counted()
+    return sum(size for _, size in saved.values())

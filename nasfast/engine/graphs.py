@@ -16,29 +16,26 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.engine.eager import EagerEngine, Engine, StepResult, result_of
-from nasfast.engine.joins import obstacles, unjoined
 from nasfast.engine.segments import Head, Segment
-from nasfast.ops.cuda_reasons import Unjoined
 from nasfast.ops.destinations import Remains, Unmade
-from nasfast.ops.modules import FusedConvBNAct, run_in_order
+from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual, has_forward_hooks, run_in_order
+from nasfast.ops.nhwc import pixel_mean
 from nasfast.ops.plan import stage_kind
 from nasfast.ops.rounded import Rounded
 from nasfast.spaces import Arch
 from nasfast.supernet import ModuleSupernet, Supernet
-from nasfast.supernet.classify import Classify
 from nasfast.supernet.supernet import ChoiceLayer
 
 _logger = logging.getLogger(__name__)
@@ -46,46 +43,9 @@ _logger = logging.getLogger(__name__)
 # of a captured segment: the choice, and None if its input is there, otherwise whether something is added to make it
 _Key = tuple[int | None, bool | None]
 
-# share of the free memory that a plan may need; the rest is for rounding in the allocator and workspaces of libraries
-_USABLE = 0.9
-
 
 class EngineError(RuntimeError):
     """Graphs cannot be captured here; the message says why."""
-
-
-@dataclass(frozen=True)
-class MemoryPlan:
-    """The least memory that a GraphEngine needs, in bytes, counted on fake tensors before anything is allocated.
-
-    While a candidate is captured, it also needs memory for its inner gradients: up to about as much as it keeps.
-
-    Attributes:
-        boundaries: activations between the layers and their gradients.
-        gradients: gradients of the parameters that train.
-        rounded: copies of frozen weights in 16 bits.
-        arenas: for each layer, the most that one of its candidates keeps from forward to backward; the stem is first,
-            the head last. Counted here is also what a candidate leaves of its output, which lies between the layers.
-    """
-
-    boundaries: int
-    gradients: int
-    rounded: int
-    arenas: tuple[int, ...]
-
-    @property
-    def total(self) -> int:
-        return self.boundaries + self.gradients + self.rounded + sum(self.arenas)
-
-    def __str__(self) -> str:
-        def mib(count: int) -> str:
-            return f"{count / 2**20:.0f} MiB"
-
-        return (
-            f"CUDA graphs: {mib(self.total)} = boundaries {mib(self.boundaries)} + gradients {mib(self.gradients)} + "
-            f"weights in 16 bits {mib(self.rounded)} + "
-            f"kept activations {mib(sum(self.arenas))} (largest layer {mib(max(self.arenas))})"
-        )
 
 
 @dataclass
@@ -105,7 +65,7 @@ class GraphEngine:
         strict: raise if a candidate cannot be captured; otherwise warn once and continue eagerly.
 
     Raises:
-        EngineError: the network is not on a CUDA device (without `capture`), or the plan does not fit its free memory.
+        EngineError: the network is not on a CUDA device (without `capture`), or does not run on fake tensors.
     """
 
     net: Supernet
@@ -114,7 +74,6 @@ class GraphEngine:
     bf16: bool = False
     capture: Capture | None = None
     strict: bool = True
-    plan: MemoryPlan = field(init=False)
 
     def __post_init__(self) -> None:
         parameter = next(self.net.parameters())
@@ -122,33 +81,15 @@ class GraphEngine:
         if self.capture is None and self.device.type != "cuda":
             raise EngineError(f"CUDA graphs need the network on a CUDA device, it is on {self.device}")
         self._trainable = [p for p in self.net.parameters() if p.requires_grad]
-        self._classify = Classify(self.net.head, self.net.classifier)
+        self._rounded = Rounded(torch.bfloat16) if self.bf16 else None
         # the parameters with a gradient from the last step: a path has few of a supernet's thousands
         self._graded = self._trainable
-        boundaries, self.plan = self._make_plan()
-        if self.device.type == "cuda":
-            # memory that the allocator has reserved and does not use is free too
-            free = torch.cuda.mem_get_info(self.device)[0]
-            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            self.check_memory(free=free + unused)
-            _logger.info("%s", self.plan)
         self._capture = self.capture or CudaCapture(self.device)
-        self._allocate(boundaries)
+        self._layers = self._modules()
+        self._allocate(self._boundaries())
         _lay_out(self.net)
-        self._round(Rounded(torch.bfloat16) if self.bf16 else None)
 
-    def check_memory(self, *, free: int) -> None:
-        """Check that the plan fits into this many free bytes.
-
-        Raises:
-            EngineError: it does not fit.
-        """
-        if self.plan.total > _USABLE * free:
-            raise EngineError(
-                f"{self.plan}, but only {free / 2**20:.0f} MiB are free: use a smaller batch, or the eager engine"
-            )
-
-    # ---- plan and buffers
+    # ---- buffers
 
     def _modules(self) -> list[tuple[list[nn.Module], dict[int | None, Callable[[Tensor], Tensor]]]]:
         """For each layer, stem first and head last: the modules whose parameters it may use, a function per choice."""
@@ -159,7 +100,7 @@ class GraphEngine:
             if layer.layer.indicator_choice is not None:
                 choices[layer.layer.indicator_choice] = None
             layers.append(([layer], {choice: _Chosen(layer, choice) for choice in choices}))
-        layers.append(([net.head, net.classifier], {None: self._classify}))
+        layers.append(([net.head, net.classifier], {None: partial(_classify, net, self._rounded)}))
         return layers
 
     def _name(self, i: int, choice: int | None) -> str:
@@ -177,46 +118,31 @@ class GraphEngine:
         stem = self.net.space.stem_layers
         return torch.bfloat16 if self.bf16 and stem and stem[0].choices[0].kind == "conv" else torch.float32
 
-    def _make_plan(self) -> tuple[list[tuple[torch.Size, torch.dtype]], MemoryPlan]:
-        """Shapes and types of the boundaries, and the bytes of everything, from a run on fake tensors."""
-        boundaries, arenas = [], []
+    def _boundaries(self) -> list[tuple[torch.Size, torch.dtype]]:
+        """Shape and type of what each layer but the head gives, from a run on fake tensors, which need no memory."""
+        boundaries = []
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(self.batch, dtype=self._image_type(), device=self.device, memory_format=torch.channels_last)
-            for i, (_, choices) in enumerate(self._modules()):
-                results, kept = [], []
+            for i, (_, choices) in enumerate(self._layers[:-1]):
+                results = []
                 for choice, function in choices.items():
-                    source = x.detach().requires_grad_(i > 0)
                     try:
-                        with count_saved() as counted, self._autocast():
-                            results.append(function(source))
+                        with torch.no_grad(), self._autocast():
+                            results.append(function(x))
                     except Exception as error:
                         raise EngineError(
-                            f"{self._name(i, choice)} does not run on fake tensors, which count the memory that its "
-                            f"graphs need: {error}"
+                            f"{self._name(i, choice)} does not run on fake tensors, which give the shapes of the "
+                            f"buffers of its graphs: {error}"
                         ) from error
-                    kept.append(counted())
-                arenas.append(max(kept))
-                shapes = {(y.shape, y.dtype) for y in results}
-                types = {y.dtype for y in results}
                 if len({y.shape for y in results}) > 1:
+                    shapes = {(y.shape, y.dtype) for y in results}
                     raise EngineError(f"candidates of one layer have results of different shapes: {shapes}")
                 # an identity hands on float32 where its siblings make bfloat16
+                types = {y.dtype for y in results}
                 widest = torch.float32 if torch.float32 in types and i > 0 and len(types) > 1 else results[0].dtype
                 x = results[0].to(widest)
                 boundaries.append((x.shape, widest))
-        boundaries.pop()  # the logits
-        sizes = sum(2 * math.prod(shape) * dtype.itemsize for shape, dtype in boundaries)
-        gradients = sum(p.numel() * p.element_size() for p in self._trainable)
-        return boundaries, MemoryPlan(sizes, gradients, self._rounded_bytes(), tuple(arenas))
-
-    def _rounded_bytes(self) -> int:
-        """The most that the copies of frozen weights need: of the classifier, and of pointwise convolutions."""
-        if not self.bf16:
-            return 0
-        units = (module.conv for module in self.net.modules() if isinstance(module, FusedConvBNAct))
-        pointwise = (conv.weight for conv in units if conv.groups == 1 and conv.kernel_size == (1, 1))
-        frozen = (p for p in (*self.net.classifier.parameters(), *pointwise) if not p.requires_grad)
-        return sum(p.numel() for p in frozen) * torch.bfloat16.itemsize
+        return boundaries
 
     def _allocate(self, boundaries: list[tuple[torch.Size, torch.dtype]]) -> None:
         def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -224,20 +150,13 @@ class GraphEngine:
 
         self.images = empty(self.batch, self._image_type())
         self.labels = torch.zeros(self.batch[0], dtype=torch.long, device=self.device)
-        layers = self._modules()
         # a boundary's gradient is needed if something before it trains
-        trains = [any(p.requires_grad for m in modules for p in m.parameters()) for modules, _ in layers]
+        trains = [any(p.requires_grad for m in modules for p in m.parameters()) for modules, _ in self._layers]
         self._activations = [self.images, *(empty(*b) for b in boundaries)]
         self._gradients = [empty(*b) if any(trains[: i + 1]) else None for i, b in enumerate(boundaries)]
         self._remains = [Remains(b) for b in self._activations]
-        self._segments: list[dict[_Key, Segment]] = [{} for _ in layers]
-        self._pools = [self._capture.pool() for _ in layers]
-        self._layers = layers
-        self._told: set[Unjoined] = set()
-
-    def _round(self, rounded: Rounded | None) -> None:
-        self._rounded = rounded
-        self._classify.round(rounded)
+        self._segments: list[dict[_Key, Segment]] = [{} for _ in self._layers]
+        self._pools = [self._capture.pool() for _ in self._layers]
 
     def buffers(self) -> Iterator[Tensor]:
         """Every static buffer that a step writes before it reads it, for tests that fill them with NaN."""
@@ -256,8 +175,10 @@ class GraphEngine:
         function = choices[choice]
         used = function.parameters() if isinstance(function, _Chosen) else [p for m in modules for p in m.parameters()]
         last = i == len(self._layers) - 1
-        parts = self._parts(i, choice)
-        in_front, behind = obstacles(modules, parts)
+        parts = function.parts() if isinstance(function, _Chosen) else modules[0].children()
+        # a chain may make its input and leave its output, unless a hook reads them
+        hooked = any(map(has_forward_hooks, modules))
+        chains = [_is_chain(part) and not hooked for part in parts] or [False]
         twins = [segment for (other, _), segment in self._segments[i].items() if other == choice]
         make = partial(Head, labels=self.labels, label_smoothing=self.label_smoothing) if last else Segment
         try:
@@ -266,8 +187,8 @@ class GraphEngine:
                 source=self._activations[i],
                 target=None if last else self._activations[i + 1],
                 unmade=unmade,
-                makes=in_front is None,
-                remains=None if last or behind else self._remains[i + 1],
+                makes=chains[0],
+                remains=self._remains[i + 1] if chains[-1] and not last else None,
                 source_grad=self._gradients[i - 1] if i > 0 else None,
                 target_grad=None if last else self._gradients[i],
                 parameters=[p for p in used if p.requires_grad],
@@ -278,20 +199,8 @@ class GraphEngine:
             segment.set_replays(self._capture.capture(segment.functions(), self._pools[i]))
         except Exception as error:  # an error that is not from the capture is raised again by the eager engine
             raise EngineError(f"{self._name(i, choice)} could not be captured: {error}") from error
-        for reason in dict.fromkeys(unjoined(segment, parts, in_front, behind)):
-            # the first candidate of each reason as info, and the others for people who debug
-            level = logging.DEBUG if reason in self._told else logging.INFO
-            self._told.add(reason)
-            said = "%s is not joined to a neighbour, or only in part: %s"
-            _logger.log(level, said, self._name(i, choice), reason)
         self._segments[i][key] = segment
         return segment
-
-    def _parts(self, i: int, choice: int | None) -> list[nn.Module]:
-        """The modules that a layer's choice runs one after another; none for a layer that is skipped."""
-        modules, choices = self._layers[i]
-        function = choices[choice]
-        return function.parts() if isinstance(function, _Chosen) else list(modules[0].children())
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
         """See `Engine`. A batch of another shape than `batch`, such as the last of an epoch, runs eagerly."""
@@ -313,8 +222,8 @@ class GraphEngine:
                 raise
             _logger.warning("goes on without CUDA graphs: %s", error)
         # free the memory of graphs and buffers for the eager engine
-        self._segments, self._activations, self._gradients, self._remains = [], [], [], []
-        self._round(None)
+        self._segments, self._layers, self._activations, self._gradients, self._remains = [], [], [], [], []
+        self._rounded = None
         del self.images
         return None
 
@@ -365,6 +274,24 @@ class GraphEngine:
         self._graded = list(gradients)
 
 
+def _classify(net: Supernet, rounded: Rounded | None, x: Tensor) -> Tensor:
+    """Head, mean over the pixels and classifier; the numbers are those of `Supernet.forward`.
+
+    Only where the CUDA kernels run the head as one chain, gradients differ by roundings.
+
+    Args:
+        net: the supernet.
+        rounded: copies of frozen parameters, which a linear classifier without hooks takes; None: as they are.
+        x: what the last layer gives.
+    """
+    features = pixel_mean(run_in_order(net.head, x))
+    linear = net.classifier
+    if rounded is None or type(linear) is not nn.Linear or has_forward_hooks(linear):
+        return linear(features)
+    weight, bias = (p if p is None or p.requires_grad else rounded.of(p) for p in (linear.weight, linear.bias))
+    return F.linear(features, weight, bias)
+
+
 class _Chosen:
     """One choice of a layer as a function."""
 
@@ -387,6 +314,11 @@ class _Chosen:
         return [] if skipped else [self.layer.candidates[self.choice]]
 
 
+def _is_chain(module: nn.Module) -> bool:
+    """Whether a call of this module is one chain."""
+    return type(module) is FusedConvBNAct or (type(module) is FusedInvertedResidual and module.se is None)
+
+
 def _lay_out(net: Supernet) -> None:
     """Lay frozen weights of chains out as the operators read them, which would copy them at every step otherwise."""
     for unit in (module for module in net.modules() if isinstance(module, FusedConvBNAct)):
@@ -394,22 +326,6 @@ def _lay_out(net: Supernet) -> None:
         weight, settings = conv.weight, (conv.stride[0], int(conv.padding[0]), conv.groups)
         if not weight.requires_grad and stage_kind(tuple(weight.shape), *settings) is not None:
             weight.data = weight.data.contiguous()
-
-
-@contextmanager
-def count_saved() -> Iterator[Callable[[], int]]:
-    """Counts the bytes of the distinct storages that autograd saves inside the block."""
-    saved: dict[int, tuple[Tensor, int]] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if isinstance(tensor, nn.Parameter):
-            return tensor  # a parameter needs no additional memory
-        # keep it alive, so that no later storage gets the same address
-        saved[tensor.untyped_storage()._cdata] = (tensor, tensor.untyped_storage().nbytes())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield lambda: sum(size for _, size in saved.values())
 
 
 def make_engine(model: nn.Module, name: str, *, batch: tuple[int, ...], label_smoothing: float, bf16: bool) -> Engine:

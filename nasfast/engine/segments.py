@@ -40,8 +40,6 @@ class Segment:
         left: what the target is made from behind forward; None if it is there.
         reached: the gradients of the parameters that have one, in the layouts of the parameters; the first backward
             sets it.
-        begins: whether the chain that makes the source also begins the backward of what was left of it; if not, a
-            launch of its own does.
         passes_on: whether backward computes a gradient of the source. If not, the segments before have none either.
         forward_replay, backward_replay: replays of the captured functions; None if there is nothing to do.
     """
@@ -61,7 +59,6 @@ class Segment:
     gradients: Tensor = field(init=False)
     left: destinations.Unmade | None = field(init=False, default=None)
     reached: dict[nn.Parameter, Tensor] = field(init=False, default_factory=dict)
-    begins: bool = field(init=False, default=False)
     passes_on: bool = field(init=False, default=True)
     forward_replay: Replay | None = field(init=False, default=None)
     backward_replay: Replay | None = field(init=False, default=None)
@@ -162,8 +159,8 @@ class Segment:
         direct = destinations.lies_in(dx, self.source_grad)
         if not direct:
             self.source_grad.copy_(dx)
-        self.begins = direct and self._offer.begun
-        if self.unmade is not None and not self.begins:
+        # the chain that makes the source also begins the backward of what was left of it, or a launch of its own does
+        if self.unmade is not None and not (direct and self._offer.begun):
             self.unmade.begin_backward(self.source_grad)
 
     def release(self) -> None:

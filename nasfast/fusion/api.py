@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members, rule
-from nasfast.fusion.chain import Chain, ChainStage, descendant
+from nasfast.fusion.chain import Chain, descendant
 from nasfast.fusion.excite import ExcitationForward
 from nasfast.fusion.find import Findings, LocatedChain, find_chains
 from nasfast.fusion.forward import ChainForward
-from nasfast.fusion.measure import measure
 from nasfast.fusion.placeholders import StartForward
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import stage_kind
+from nasfast.ops.reference import Stage
 
 # the number of names that are listed for one reason; further ones are only counted
 _NAMES_SHOWN = 4
@@ -71,7 +71,6 @@ class FuseReport:
         excitations: paths of the squeeze-and-excitations, each of which can run as one operator.
         left: every convolution and BatchNorm outside of the chains and squeeze-and-excitations.
         convolutions: number of convolutions of the model.
-        ours: number of convolutions in fused modules of nasfast, which `fuse` does not change.
         backend: the backend that serves the model's type on its device, or why none does.
         notes: reasons why a chain may be slow, and how chains run without gradients.
     """
@@ -80,7 +79,6 @@ class FuseReport:
     excitations: tuple[str, ...]
     left: tuple[NotFused, ...]
     convolutions: int
-    ours: int
     backend: str
     notes: tuple[str, ...]
 
@@ -90,10 +88,9 @@ class FuseReport:
         return sum(len(chain.convolutions) for chain in self.chains)
 
     def __str__(self) -> str:
-        ours = f", {self.ours} in fused modules of nasfast" if self.ours else ""
         lines = [
             f"{self.fused} of {_count(self.convolutions, 'convolution')} are in "
-            f"{_count(len(self.chains), 'chain')} that can run fused{ours}; backend: {self.backend}"
+            f"{_count(len(self.chains), 'chain')} that can run fused; backend: {self.backend}"
         ]
         owners = [chain.owner or "(the model)" for chain in self.chains]
         width = max(map(len, owners), default=0)
@@ -135,13 +132,13 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
       situation: its shape and type, the model's present mode, autocast and gradients. This is so for folding, too.
     - else as before. The report says which chains these are.
 
-    A stage is an nn.Conv2d with equal stride, padding and dilation in both directions, then an nn.BatchNorm2d (or
-    timm's BatchNormAct2d), then ReLU, ReLU6, Hardswish, SiLU, Tanh or nothing, as a module or a function. Chains with a
-    dilation are folded only, because the operator has none. A chain continues while nothing else reads the values
-    between its stages, up to the border of a block, which is a module with several convolutions. An addition to the
-    result of the last stage belongs to it. Squeeze-and-excitation is an operator of its own, in the modules of
-    torchvision and timm and where it is faster (docs/fuse.md). `fuse` traces forwards with torch.fx, and where it
-    cannot trace one, it traces the modules that this forward calls, such as the candidates of a supernet.
+    A stage is an nn.Conv2d without dilation and with equal stride and padding in both directions, then an
+    nn.BatchNorm2d (or timm's BatchNormAct2d), then ReLU, ReLU6, Hardswish, SiLU, Tanh or nothing, as a module or a
+    function. A chain continues while nothing else reads the values between its stages, up to the border of a block,
+    which is a module with several convolutions. An addition to the result of the last stage belongs to it.
+    Squeeze-and-excitation is an operator of its own, in the modules of torchvision and timm and where it is faster
+    (docs/fuse.md). `fuse` traces forwards with torch.fx, and where it cannot trace one, it traces the modules that this
+    forward calls, such as the candidates of a supernet.
 
     While a module inside a chain has a hook, the chain runs unfused, so that the hook sees its usual arguments. Under
     torch.compile, the chains of well-known blocks are operators in its graph where the rule or only_faster=False says
@@ -181,13 +178,13 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
             f"fuse: model is {problem}; call fuse on a module that is neither compiled nor scripted and whose class "
             "has the forward that runs"
         )
-    findings = find_chains(model, folding=only_faster)
+    findings = find_chains(model)
     again = unfuse(model) > 0
     _replace_forwards(model, findings, only_faster)
     measured: dict[tuple[nn.Conv2d, ...], Way] = {}
     if example is not None:
         try:
-            measured = measure(model, [example] if isinstance(example, Tensor) else list(example))
+            measured = rule.measure(model, [example] if isinstance(example, Tensor) else list(example))
         except BaseException:
             unfuse(model)
             raise
@@ -214,7 +211,6 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
             if name not in taken
         ),
         convolutions=len(convs),
-        ours=len(findings.ours),
         backend=_backend(convs.values()),
         notes=tuple(notes),
     )
@@ -278,17 +274,15 @@ def _fused_chain(
     )
 
 
-def _runs(stages: Sequence[ChainStage] | None, *, recorded: bool) -> str:
+def _runs(stages: Sequence[Stage] | None, *, recorded: bool) -> str:
     """`FusedChain.runs` by the rule."""
     if stages is None:
         return "on PyTorch"
-    if any(stage.conv.only_folded for stage in stages):
-        return "on PyTorch: the fused operator has no dilation"
-    weights = [stage.conv.weight for stage in stages]
+    weights = [stage.params.conv_weight for stage in stages]
     x = weights[0].new_empty(0)
     try:
         trains = any(weight.requires_grad for weight in weights)
-        least = rule.least_results(x, [stage.stage for stage in stages], trains=trains, recorded=recorded)
+        least = rule.least_results(x, stages, trains=trains, recorded=recorded)
     except RuntimeError:
         return "on no backend: the first line says why"
     if not rule.knows(x):
@@ -310,7 +304,6 @@ def _describe(conv: Any, act: str) -> str:
     parts = [
         f"{'dw' if depthwise else ''}{conv.kernel_size[0]}x{conv.kernel_size[1]}",
         f"s{conv.stride[0]}" if conv.stride[0] > 1 else "",
-        f"dilation {conv.dilation[0]}" if conv.dilation[0] > 1 else "",
         f"g{conv.groups}" if conv.groups > 1 and not depthwise else "",
         f"{conv.out_channels}" if depthwise else f"{conv.in_channels}->{conv.out_channels}",
         "" if act == "identity" else act,

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 from nasfast.fusion import members
 from nasfast.fusion.chain import Members
-from nasfast.fusion.execute import BoundChain, CompiledChain
+from nasfast.fusion.execute import BoundChain
 from nasfast.fusion.members import ACTIVATION_FUNCTIONS
-from nasfast.fusion.replaced import ReplacedForward
+from nasfast.fusion.replaced import ReplacedForward, hooks_of
 from nasfast.fusion.stages import Way, result_dtype
-from nasfast.fusion.watch import hooks_of
 
 
 class Block(NamedTuple):
@@ -97,9 +96,7 @@ def block_of(module: nn.Module) -> Block | None:
     return block if f"{kind.__module__}.{kind.__qualname__}" == name else None
 
 
-def bind(
-    module: nn.Module, chains: Sequence[BoundChain | CompiledChain], opened: Sequence[nn.Module]
-) -> BoundBlock | None:
+def bind(module: nn.Module, chains: Sequence[BoundChain], opened: Sequence[nn.Module]) -> BoundBlock | None:
     """The forward of a well-known block as it is now; None for other modules, and where it does not have the chains.
 
     Args:
@@ -165,7 +162,7 @@ class BoundBlock:
 class _ChainCall:
     """A chain, and what it calls where it runs on PyTorch."""
 
-    def __init__(self, found: BoundChain | CompiledChain, calls: list[Callable]) -> None:
+    def __init__(self, found: BoundChain, calls: list[Callable]) -> None:
         self._runs, self._calls, self.residual = found, calls, found.chain.residual
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, add: Callable = operator.add) -> Tensor:
@@ -240,7 +237,7 @@ def is_idle(part: Callable) -> bool:
     return isinstance(part, nn.Module) and members.module_activation(part) == "identity" and not any(hooks_of(part))
 
 
-def _steps(leaves: Sequence[Callable], chains: Sequence[BoundChain | CompiledChain]) -> list[Callable]:
+def _steps(leaves: Sequence[Callable], chains: Sequence[BoundChain]) -> list[Callable]:
     """The leaves, with those of a chain in one call."""
     steps: list[Callable] = []
     place = 0

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from nasfast.fusion.members import Conv, norm_problem, runs_conv, square_conv
-from nasfast.fusion.watch import hooks_of
+from nasfast.fusion.replaced import hooks_of
 from nasfast.ops.modules import running_of, settings_of
 from nasfast.ops.reference import ConvBNParams, Stage
 
@@ -62,19 +61,6 @@ class Chain:
         return Members(tuple(convs), tuple(norms), self.acts, self.residual)  # type: ignore[arg-type]
 
 
-class ChainStage(NamedTuple):
-    """A stage, and what the convolution of a folded one may have besides."""
-
-    stage: Stage
-    dilation: int
-
-    @property
-    def conv(self) -> Conv:
-        """Its convolution."""
-        params, stride, padding, groups, *_ = self.stage
-        return Conv(params.conv_weight, params.conv_bias, stride, padding, self.dilation, groups)
-
-
 @dataclass(frozen=True)
 class Members:
     """The modules of a chain: a convolution, a BatchNorm and the name of an activation for each stage."""
@@ -84,7 +70,7 @@ class Members:
     acts: tuple[str, ...]
     residual: bool
 
-    def stages(self) -> list[ChainStage] | None:
+    def stages(self) -> list[Stage] | None:
         """The stages in the present modes, without counting a batch; None if a setting is one that no stage has."""
         stages = [_stage(conv, bn, act) for conv, bn, act in zip(self.convs, self.norms, self.acts, strict=True)]
         found = [stage for stage in stages if stage is not None]
@@ -147,7 +133,7 @@ def stage_of(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
-) -> ChainStage | None:
+) -> Stage | None:
     """The stage of a convolution, an activation and a call of F.batch_norm with these arguments behind its input.
 
     None if BatchNorm has no affine parameters, as every stage has.
@@ -155,11 +141,10 @@ def stage_of(
     if weight is None or bias is None:
         return None
     params = ConvBNParams(conv.weight, weight, bias, running_mean, running_var, conv.bias)
-    stage = Stage(params, conv.stride, conv.padding, conv.groups, act, training, momentum, eps)
-    return ChainStage(stage, conv.dilation)
+    return Stage(params, conv.stride, conv.padding, conv.groups, act, training, momentum, eps)
 
 
-def _stage(conv: nn.Conv2d, bn: nn.BatchNorm2d, act: str) -> ChainStage | None:
+def _stage(conv: nn.Conv2d, bn: nn.BatchNorm2d, act: str) -> Stage | None:
     # nn.Module finds parameters by their names ten times as slowly
     weight, affine, buffers = conv._parameters.get("weight"), bn._parameters, bn._buffers
     if weight is None or conv.padding_mode != "zeros":

@@ -28,13 +28,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nasfast.fusion import members
-from nasfast.fusion.chain import ChainStage, stage_of
+from nasfast.fusion.chain import stage_of
 from nasfast.fusion.execute import compiled_way, fits
-from nasfast.fusion.fold import Folded
 from nasfast.fusion.match import Matcher, TracedStage, adds_in_place
 from nasfast.fusion.members import Conv, square_conv
-from nasfast.fusion.stages import Way, plain_stages, result_dtype, run_stages, sources_of, transformed
-from nasfast.ops.reference import ConvBNParams
+from nasfast.fusion.stages import Folded, Way, plain_stages, result_dtype, run_stages, sources_of, transformed
+from nasfast.ops.reference import ConvBNParams, Stage
 
 log = logging.getLogger(__name__)
 _NORM_ARGUMENTS = signature(F.batch_norm)
@@ -111,12 +110,12 @@ def fuse_graph(graph_module: fx.GraphModule, *, folding: bool, always: bool) -> 
 def _replace(graph_module: fx.GraphModule, chain: _GraphChain, way: Way) -> None:
     """Put one node in the place of a chain's nodes."""
     graph, last = graph_module.graph, chain.nodes[-1]
-    settings = [stage._replace(stage=stage.stage._replace(params=_NONE)) for stage in chain.stages]
+    settings = [stage._replace(params=_NONE) for stage in chain.stages]
     name = f"{way.value}_chain_of_{last.name}"
     module = (FoldedChain if way is Way.FOLDED else OperatorChain)(settings, chain.in_place)
     graph_module.add_submodule(name, module)
     with graph.inserting_before(last):
-        tensors = [tensor for stage in chain.stages for tensor in stage.stage.params]
+        tensors = [tensor for stage in chain.stages for tensor in stage.params]
         fused = graph.call_module(name, (chain.x, chain.residual, *tensors))
     fused.meta = dict(last.meta)
     last.replace_all_uses_with(fused)
@@ -132,7 +131,7 @@ class OperatorChain(nn.Module):
         in_place: whether the addition behind it keeps the type of its result.
     """
 
-    def __init__(self, settings: Sequence[ChainStage], in_place: bool) -> None:
+    def __init__(self, settings: Sequence[Stage], in_place: bool) -> None:
         super().__init__()
         self._settings, self._in_place = settings, in_place
 
@@ -143,10 +142,10 @@ class OperatorChain(nn.Module):
             x = x.view([int(length) for length in x.shape])
         return self._finished(run_stages(x, self._stages(tensors), residual), x)
 
-    def _stages(self, tensors: Sequence[Tensor | None]) -> list[ChainStage]:
+    def _stages(self, tensors: Sequence[Tensor | None]) -> list[Stage]:
         each = len(_NONE)
         params = [ConvBNParams(*tensors[i : i + each]) for i in range(0, len(tensors), each)]  # type: ignore[arg-type]
-        return [s._replace(stage=s.stage._replace(params=p)) for s, p in zip(self._settings, params, strict=True)]
+        return [s._replace(params=p) for s, p in zip(self._settings, params, strict=True)]
 
     def _finished(self, y: Tensor, x: Tensor) -> Tensor:
         return y.to(result_dtype(x)) if self._in_place else y
@@ -198,10 +197,6 @@ class _Functions(Matcher):
             return "its result is no ordinary tensor"
         return "its settings are not those of a stage" if _conv(conv) is None else None
 
-    def only_folded(self, conv: fx.Node) -> bool:
-        found = _conv(conv)
-        return found is not None and found.only_folded
-
     def norm_problem(self, norm: fx.Node) -> str | None:
         if norm.op != "call_function" or norm.target is not F.batch_norm or len(norm.args) < 5:
             return f"followed by {norm.name}, not by a BatchNorm with affine parameters"
@@ -238,7 +233,7 @@ class _GraphChain(NamedTuple):
     """A chain in a graph; x, the residual and the tensors of the stages are nodes."""
 
     x: Any
-    stages: tuple[ChainStage, ...]
+    stages: tuple[Stage, ...]
     residual: Any
     in_place: bool
     nodes: tuple[fx.Node, ...]
@@ -273,11 +268,13 @@ def _way(chain: _GraphChain, folding: bool, always: bool) -> Way | None:
         return None
     # autocast may be a part of the graph
     dtype = _tensor(chain.nodes[0]).dtype
-    casts = dtype.itemsize == 2 and any(tensor.dtype != dtype for tensor in (x, *(s.conv.weight for s in stages)))
+    casts = dtype.itemsize == 2 and any(
+        tensor.dtype != dtype for tensor in (x, *(s.params.conv_weight for s in stages))
+    )
     with torch.autocast(x.device.type, dtype) if casts else nullcontext():
-        if folding and not any(stage.stage.training for stage in stages) and all(tensor.is_cpu for tensor in given):
+        if folding and not any(stage.training for stage in stages) and all(tensor.is_cpu for tensor in given):
             return Way.FOLDED if fits(x, stages) else None
-        trains = y.requires_grad and any(stage.conv.weight.requires_grad for stage in stages)
+        trains = y.requires_grad and any(stage.params.conv_weight.requires_grad for stage in stages)
         return compiled_way(x, stages, always=always, trains=trains)
 
 

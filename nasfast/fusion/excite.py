@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from nasfast.fusion import members
 from nasfast.fusion.members import ACTIVATION_FUNCTIONS
-from nasfast.fusion.replaced import ReplacedForward, must_run_unfused
+from nasfast.fusion.replaced import ReplacedForward, Watch, hooks_of, must_run_unfused
 from nasfast.fusion.stages import plain
-from nasfast.fusion.watch import Watch, hooks_of
 from nasfast.ops import squeeze
 
 

@@ -8,11 +8,11 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from nasfast.fusion import measure, rule
-from nasfast.fusion.chain import Chain, ChainStage, Members
-from nasfast.fusion.fold import Folded
-from nasfast.fusion.stages import ORDINARY, Way, in_float32, result_dtype, run_stages, sources_of, transformed
+from nasfast.fusion import rule
+from nasfast.fusion.chain import Chain, Members
+from nasfast.fusion.stages import ORDINARY, Folded, Way, in_float32, result_dtype, run_stages, sources_of, transformed
 from nasfast.ops import checks
+from nasfast.ops.reference import Stage
 
 # decisions that one chain keeps; one for each shape of its input
 _KEPT_WAYS = 256
@@ -34,17 +34,14 @@ class BoundChain:
     def __init__(self, chain: Chain, members: Members, always: bool, measured: dict[tuple, Way]) -> None:
         self.chain, self.members = chain, members
         self._always, self._measured = always, measured
-        stages = members.stages()
-        self._serves = stages is not None
-        self._stages = stages or []
+        self._stages = members.stages() or []
         sources = sources_of(self._stages)
         self._ordinary = set(map(type, sources)) <= ORDINARY
-        self._weights = [stage.conv.weight for stage in self._stages]
-        params = [stage.stage.params for stage in self._stages]
+        params = [stage.params for stage in self._stages]
+        self._weights = [p.conv_weight for p in params]
         others = [t for p in params for t in (p.bn_weight, p.bn_bias, p.conv_bias) if t is not None]
         self._learned = [*self._weights, *others]
-        self._batch = any(stage.stage.training for stage in self._stages)
-        self._only_folded = any(stage.conv.only_folded for stage in self._stages)
+        self._batch = any(stage.training for stage in self._stages)
         # the momentum then depends on the number of batches
         self._cumulative = any(bn.momentum is None for bn in members.norms)
         self._ways: dict[tuple, Way] = {}
@@ -58,10 +55,10 @@ class BoundChain:
             x: the input of the chain.
             recorded: whether the chain is recorded in placeholders while its module's own forward runs.
         """
-        if type(x) not in ORDINARY or x.dim() != 4 or not self._serves or not self._ordinary or transformed():
+        if type(x) not in ORDINARY or x.dim() != 4 or not self._stages or not self._ordinary or transformed():
             return None
         if self._always:
-            return None if self._only_folded else Way.OPERATOR
+            return Way.OPERATOR
         around = surroundings(x)
         if around is None:
             return None
@@ -84,11 +81,9 @@ class BoundChain:
         if not fits(x, stages):
             return Way.PLAIN
         folds = not batch and not wanted and self._can_fold(x)
-        if self._only_folded and not folds:
-            return Way.PLAIN
-        example = measure.example.get()
+        example = rule.example.get()
         if example is not None or (situation not in self._measured and not folds and not rule.knows(x)):
-            self._measured[situation] = measure.faster(stages, x, Way.FOLDED if folds else Way.OPERATOR)
+            self._measured[situation] = rule.faster(stages, x, Way.FOLDED if folds else Way.OPERATOR)
             if example is not None:
                 example[self.members.convs] = self._measured[situation]
         if situation in self._measured:
@@ -114,13 +109,13 @@ class BoundChain:
         stages = self.members.stages() if self._cumulative else None
         return run_stages(x, stages or self._stages, residual)
 
-    def run(self, way: Way, x: Tensor, stages: Sequence[ChainStage], residual: Tensor | None) -> Tensor:
+    def run(self, way: Way, x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> Tensor:
         """The result of these stages, which are all or the first of the chain's."""
-        if way is Way.FOLDED and not any([stage.stage.training for stage in stages]):
+        if way is Way.FOLDED and not any([stage.training for stage in stages]):
             return self._run_folded(x, stages, residual)
         return run_stages(x, stages, residual)
 
-    def _run_folded(self, x: Tensor, stages: Sequence[ChainStage], residual: Tensor | None) -> Tensor:
+    def _run_folded(self, x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> Tensor:
         dtype = result_dtype(x)
         # another thread may drop it meanwhile
         folded = self._folded
@@ -133,40 +128,35 @@ class BoundChain:
         return folded.run(x, residual)
 
 
-class CompiledChain:
-    """A chain while torch.compile traces it: nothing is kept, watched or folded, because the compiler guards all reads.
+class CompiledChain(BoundChain):
+    """A chain while torch.compile traces it, whose guards see all that is read: nothing is kept, measured or folded.
 
     Args:
-        chain, members: as in `BoundChain`.
-        always: whether it always runs on the operator, and not only where the rule expects a gain.
+        chain, members, always: as in `BoundChain`.
     """
 
     def __init__(self, chain: Chain, members: Members, always: bool) -> None:
         self.chain, self.members, self._always = chain, members, always
-        self._stages = members.stages()
+        self._stages = members.stages() or []
+        # both are read again where the chain runs
+        self._batch = self._cumulative = True
 
-    def way(self, x: Tensor) -> Way | None:
+    def way(self, x: Tensor, *, recorded: bool = False) -> Way | None:
         """As `BoundChain.way`."""
-        if self._stages is None:
+        if not self._stages:
             return None
-        trains = torch.is_grad_enabled() and any([stage.conv.weight.requires_grad for stage in self._stages])
+        trains = torch.is_grad_enabled() and any([stage.params.conv_weight.requires_grad for stage in self._stages])
         return compiled_way(x, self._stages, always=self._always, trains=trains)
 
-    def run_all(self, way: Way, x: Tensor, residual: Tensor | None) -> Tensor:
-        """As `BoundChain.run_all`."""
-        self.members.count_batch()
-        # an average over all batches has another momentum now
-        return run_stages(x, self.members.stages() or [], residual)
 
-
-def compiled_way(x: Tensor, stages: Sequence[ChainStage], *, always: bool, trains: bool) -> Way | None:
+def compiled_way(x: Tensor, stages: Sequence[Stage], *, always: bool, trains: bool) -> Way | None:
     """How stages run on x in a compiled graph, where nothing can be measured; None if they are not those of a chain.
 
     Args:
         always: whether a chain always runs on the operator, and not only where the rule expects a gain.
         trains: whether a convolution trains.
     """
-    if any([stage.conv.only_folded for stage in stages]) or x.dim() != 4 or not fits(x, stages):
+    if x.dim() != 4 or not fits(x, stages):
         return None
     return Way.OPERATOR if always or rule.pays(x, in_float32(stages), trains=trains, recorded=False) else Way.PLAIN
 
@@ -182,21 +172,10 @@ def surroundings(x: Tensor) -> tuple | None:
     return x.device, x.shape, x.dtype, autocast, x.requires_grad if torch.is_grad_enabled() else None
 
 
-def fits(x: Tensor, stages: Sequence[ChainStage]) -> bool:
+def fits(x: Tensor, stages: Sequence[Stage]) -> bool:
     """Whether shapes and types are those of a chain."""
-    exact = [_undilated(stage) for stage in stages]
     try:
-        checks.check_chain("conv_bn_act_chain", x, in_float32(exact), None)
+        checks.check_chain("conv_bn_act_chain", x, in_float32(stages), None)
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _undilated(stage: ChainStage) -> ChainStage:
-    """A stage with a result of the same shape, without dilation."""
-    if stage.dilation == 1:
-        return stage
-    params = stage.stage.params
-    kernel = [stage.dilation * (length - 1) + 1 for length in params.conv_weight.shape[2:]]
-    weight = params.conv_weight[:, :, :1, :1].expand(-1, -1, *kernel)
-    return stage._replace(stage=stage.stage._replace(params=params._replace(conv_weight=weight)))

@@ -24,8 +24,7 @@ from nasfast.fusion import members
 from nasfast.fusion.chain import Chain
 from nasfast.fusion.excite import find_excitations
 from nasfast.fusion.match import Matcher, TracedStage, common
-from nasfast.fusion.replaced import ReplacedForward
-from nasfast.fusion.watch import HOOKS
+from nasfast.fusion.replaced import HOOKS, ReplacedForward
 from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual
 
 
@@ -53,29 +52,22 @@ class Findings:
         chains: the chains, in no particular order.
         reasons: by path, why a convolution is in no chain, and why a BatchNorm cannot be in one. A BatchNorm that could
             be in a chain has no reason here.
-        ours: paths of the convolutions in fused modules of nasfast.
         excitations: paths of the squeeze-and-excitations; their convolutions have no reason here.
     """
 
     chains: list[LocatedChain] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
-    ours: set[str] = field(default_factory=set)
     excitations: list[str] = field(default_factory=list)
 
 
-def find_chains(model: nn.Module, *, folding: bool) -> Findings:
-    """Search traces of a copy of the model that shares its parameters; the model itself is not touched.
-
-    Args:
-        model: any module.
-        folding: whether chains are wanted that the operator does not have and that can only be folded.
-    """
+def find_chains(model: nn.Module) -> Findings:
+    """Search traces of a copy of the model that shares its parameters; the model itself is not touched."""
     try:
         twin = _twin_of(model)
     except Exception as error:
         reason = f"the model cannot be copied, so that nothing was traced ({_first_line(error)})"
         return Findings(reasons=dict.fromkeys(members.convolutions(model), reason))
-    search = _Search(twin, folding)
+    search = _Search(twin)
     reasons = search.findings.reasons
     for name, bn in members.batch_norms(model).items():
         problem = members.norm_problem(bn)
@@ -120,9 +112,8 @@ class _Tracer(fx.Tracer):
 class _Search:
     """Visits the modules from the top and traces those that contain convolutions which no earlier trace reached."""
 
-    def __init__(self, model: nn.Module, folding: bool) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.findings = Findings()
-        self.folding = folding
         # one name for each module, even if it is registered under several
         self.names = {m: name for name, m in model.named_modules()}
         self.weights = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
@@ -135,7 +126,6 @@ class _Search:
         if not inside or isinstance(module, _ConvNd) or module in self.opaque:
             return
         if isinstance(module, _OURS):
-            self.findings.ours.update(inside)
             self._close(module, f"fused already ({type(module).__name__})")
             return
         problem = members.untouchable(module)
@@ -184,8 +174,6 @@ class _Search:
         problem = members.conv_problem(conv)
         if problem is None and self.weights[id(conv.weight)] > 1:
             return "shares its weight with another module"
-        if problem is None and not self.folding and set(conv.dilation) != {1}:
-            return f"has dilation={conv.dilation}"
         return problem
 
 
@@ -211,9 +199,6 @@ class _Trace(Matcher):
 
     def conv_problem(self, conv: fx.Node) -> str | None:
         return self._search.conv_problem(self._modules[conv.target])
-
-    def only_folded(self, conv: fx.Node) -> bool:
-        return set(self._modules[conv.target].dilation) != {1}
 
     def norm_problem(self, norm: fx.Node) -> str | None:
         module = self._module(norm)

@@ -62,10 +62,6 @@ class Matcher(ABC):
         """Why no stage can have this convolution; None if one can."""
 
     @abstractmethod
-    def only_folded(self, conv: fx.Node) -> bool:
-        """Whether the operator does not have this convolution, which a folded stage can have."""
-
-    @abstractmethod
     def norm_problem(self, norm: fx.Node) -> str | None:
         """Why no stage can have what follows a convolution as its BatchNorm; None if one can."""
 
@@ -173,9 +169,6 @@ class Matcher(ABC):
             if self.is_conv(reader):
                 stage = "" if self.belongs_elsewhere(reader) else self.stage(reader)
                 if isinstance(stage, str) or self._interrupted([*nodes, *between, *stage.nodes]):
-                    break
-                # a chain that the operator has must not lose it
-                if self.only_folded(stage.conv) != self.only_folded(first.conv):
                     break
                 stage.nodes[:0] = between[1:]
                 stages.append(stage)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -52,11 +51,12 @@ def conv_problem(conv: _ConvNd) -> str | None:
         return f"has padding_mode={conv.padding_mode!r}"
     if isinstance(conv.padding, str):
         return f"has padding={conv.padding!r}"
-    if square_conv(conv.weight, None, conv.stride, conv.padding, conv.dilation, conv.groups) is None:
-        for name in ("dilation", "stride", "padding"):
-            value = getattr(conv, name)
-            if len(set(value)) > 1:
-                return f"has {name}={value}"
+    if set(conv.dilation) != {1}:
+        return f"has dilation={conv.dilation}"
+    for name in ("stride", "padding"):
+        value = getattr(conv, name)
+        if len(set(value)) > 1:
+            return f"has {name}={value}"
     for name in ("weight", "bias"):
         if name not in conv._parameters:
             return f"its {name} is no parameter"
@@ -140,10 +140,7 @@ def wraps_functions(module: nn.Module) -> bool:
 
 
 class Conv(NamedTuple):
-    """The arguments of F.conv2d behind its input for a convolution that a stage can have.
-
-    One with a dilation can only be folded.
-    """
+    """The arguments of F.conv2d behind its input for a convolution that a stage can have; its dilation is 1."""
 
     weight: Tensor
     bias: Tensor | None
@@ -151,11 +148,6 @@ class Conv(NamedTuple):
     padding: int
     dilation: int
     groups: int
-
-    @property
-    def only_folded(self) -> bool:
-        """Whether `conv_bn_act_chain` does not have it."""
-        return self.dilation != 1
 
 
 def activation_of(function: object, *args: Any, **kwargs: Any) -> str | None:
@@ -179,10 +171,10 @@ def square_conv(
     groups: int = 1,
 ) -> Conv | None:
     """The convolution that F.conv2d computes with these arguments; None if no stage can have it."""
-    step, pad, apart = _one(stride), _one(padding), _one(dilation)
-    if step is None or pad is None or apart is None:
+    step, pad = _one(stride), _one(padding)
+    if step is None or pad is None or _one(dilation) != 1:
         return None
-    return Conv(weight, bias, step, pad, apart, groups)
+    return Conv(weight, bias, step, pad, 1, groups)
 
 
 def _one(value: str | int | Sequence[int]) -> int | None:
@@ -211,14 +203,4 @@ ACTIVATION_FUNCTIONS: dict[object, str] = {
     Tensor.tanh_: "tanh",
     F.hardswish: "hswish",
     F.silu: "silu",
-}
-
-# the activations of stages, changing their input
-IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda z: z,
-    "relu": torch.relu_,
-    "relu6": partial(F.hardtanh, min_val=0.0, max_val=6.0, inplace=True),
-    "tanh": torch.tanh_,
-    "hswish": partial(F.hardswish, inplace=True),
-    "silu": partial(F.silu, inplace=True),
 }

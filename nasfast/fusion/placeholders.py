@@ -19,11 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from nasfast.fusion.chain import ChainStage, stage_of
+from nasfast.fusion.chain import stage_of
 from nasfast.fusion.execute import BoundChain
 from nasfast.fusion.members import ACTIVATION_FUNCTIONS, Conv, activation_of, square_conv
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way, plain, result_dtype
+from nasfast.ops.reference import Stage
 
 
 class StartForward(ReplacedForward):
@@ -79,13 +80,11 @@ class _Run:
         # inference tensors have no version counter
         self.version = None if source.is_inference() else source._version
         self.context = _Context.now(source.device.type)
-        self.stages: tuple[ChainStage, ...] = ()
+        self.stages: tuple[Stage, ...] = ()
         # number of first stages whose running statistics are updated; they must be updated only once
         self.moved = 0
 
-    def compute(
-        self, stages: tuple[ChainStage, ...], conv: Conv | None = None, residual: Tensor | None = None
-    ) -> Tensor:
+    def compute(self, stages: tuple[Stage, ...], conv: Conv | None = None, residual: Tensor | None = None) -> Tensor:
         """The value behind these stages, with the settings under which the chain began."""
         if self.version is not None and self.source._version != self.version:
             raise RuntimeError(
@@ -98,7 +97,7 @@ class _Run:
         with torch.set_grad_enabled(gradients), torch.autocast(self.context.device, dtype, enabled=autocast):
             return self._compute(stages, conv, residual)
 
-    def _compute(self, stages: tuple[ChainStage, ...], conv: Conv | None, residual: Tensor | None) -> Tensor:
+    def _compute(self, stages: tuple[Stage, ...], conv: Conv | None, residual: Tensor | None) -> Tensor:
         value = self.source
         if stages:
             still = [_still(s) if i < self.moved else s for i, s in enumerate(stages)]
@@ -146,12 +145,12 @@ class _Placeholder(Tensor):
     """Stands for the result of the first part of a chain: some stages, then perhaps a convolution."""
 
     run: _Run
-    stages: tuple[ChainStage, ...]
+    stages: tuple[Stage, ...]
     conv: Conv | None
     value: Tensor | None
 
     @staticmethod
-    def __new__(cls, run: _Run, stages: tuple[ChainStage, ...], conv: Conv | None) -> _Placeholder:
+    def __new__(cls, run: _Run, stages: tuple[Stage, ...], conv: Conv | None) -> _Placeholder:
         placeholder = Tensor._make_wrapper_subclass(cls, (), dtype=run.source.dtype, device=run.source.device)
         placeholder.run, placeholder.stages, placeholder.conv, placeholder.value = run, stages, conv, None
         if len(stages) > len(run.stages):
@@ -182,11 +181,11 @@ class _Placeholder(Tensor):
         """Whether the chain may continue: it has no value yet, and the settings are those under which it began."""
         return self.value is None and _Context.now(self.run.context.device) == self.run.context
 
-    def extended(self, stages: tuple[ChainStage, ...]) -> Tensor:
+    def extended(self, stages: tuple[Stage, ...]) -> Tensor:
         """The placeholder of these stages; the value if they are the whole chain and nothing is to be added."""
         chain = self.run.chain
         placeholder = _Placeholder(self.run, stages, None)
-        if len(stages) == len(chain.acts) and stages[-1].stage.act == chain.acts[-1] and not chain.residual:
+        if len(stages) == len(chain.acts) and stages[-1].act == chain.acts[-1] and not chain.residual:
             return _value(placeholder)
         return placeholder
 
@@ -214,7 +213,7 @@ def _extend_batch_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | Non
     if not isinstance(input, _Placeholder) or input.conv is None or not input.open:
         return None
     stage = stage_of(input.conv, "identity", *args, **kwargs)
-    if stage is None or not plain(stage.stage.params.bn_weight, stage.stage.params.bn_bias):
+    if stage is None or not plain(stage.params.bn_weight, stage.params.bn_bias):
         return None
     return input.extended((*input.stages, stage))
 
@@ -222,11 +221,11 @@ def _extend_batch_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor | Non
 def _extend_activation(function: object, input: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
     if not isinstance(input, _Placeholder) or input.conv is not None or not input.open:
         return None
-    act, (last, *others) = activation_of(function, *args, **kwargs), input.stages[-1]
+    act, last = activation_of(function, *args, **kwargs), input.stages[-1]
     # the chain has neither a second activation of a stage nor another one than was traced
     if last.act != "identity" or input.run.chain.acts[len(input.stages) - 1] != act:
         return None
-    return input.extended((*input.stages[:-1], ChainStage(last._replace(act=act), *others)))
+    return input.extended((*input.stages[:-1], last._replace(act=act)))
 
 
 def _extend_add(in_place: bool, input: Tensor, other: Tensor, *scale: Any, **options: Any) -> Tensor | None:
@@ -237,7 +236,7 @@ def _extend_add(in_place: bool, input: Tensor, other: Tensor, *scale: Any, **opt
     run, stages = placeholder.run, placeholder.stages
     if scale or options or not run.chain.residual or placeholder.conv is not None or not placeholder.open:
         return None
-    if len(stages) < len(run.chain.acts) or stages[-1].stage.act != run.chain.acts[-1]:
+    if len(stages) < len(run.chain.acts) or stages[-1].act != run.chain.acts[-1]:
         return None
     if isinstance(residual, _Placeholder):
         residual = _value(residual)
@@ -248,12 +247,11 @@ def _extend_add(in_place: bool, input: Tensor, other: Tensor, *scale: Any, **opt
     return result.to(result_dtype(run.source)) if in_place else result
 
 
-def _still(chain_stage: ChainStage) -> ChainStage:
+def _still(stage: Stage) -> Stage:
     """The stage without its running statistics, so that it does not update them."""
-    stage = chain_stage.stage
     if not stage.training:
-        return chain_stage
-    return chain_stage._replace(stage=stage._replace(params=stage.params._replace(running_mean=None, running_var=None)))
+        return stage
+    return stage._replace(params=stage.params._replace(running_mean=None, running_var=None))
 
 
 _DIMENSIONS = {Tensor.dim, Tensor.ndim.__get__}  # type: ignore[attr-defined]  # ndim of the class is a property

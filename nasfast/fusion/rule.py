@@ -1,23 +1,35 @@
-"""Which chains the operator is expected to run faster than PyTorch, when gradients or batch statistics are needed.
+"""Which chains run faster fused: by a rule, and measured for an example and where the rule knows nothing.
+
+The rule is for chains that need gradients or batch statistics, which run on the operator.
 
 The numbers were measured on one core of a processor with AVX-512 and AMX, for the chains of six networks of torchvision
 and timm at batch 8 and 160 pixels, forward and backward; those of the operator's own convolutions where none trains, on
 whole steps of eleven networks. A chain gains by the memory traffic that it saves, so it pays from a number of results
 on: elements of the outputs of its convolutions, over all stages. Smaller chains pay less than a call of the operator
-costs. Where the operator runs on kernels for other instructions, `execute` measures every chain instead.
+costs. Where the operator runs on kernels for other instructions, every chain is measured instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from contextvars import ContextVar
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 
+from nasfast.fusion.stages import Folded, Way, plain_stages, result_dtype, run_stages, sources_of
 from nasfast.ops import _native
+from nasfast.ops.autograd import has_saved_tensors_hooks
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import Kind, stage_kind, storage_dtype
-from nasfast.ops.reference import Stage
+from nasfast.ops.reference import ConvBNParams, Stage
 
 # The instruction sets of the operator's kernels for which the rule holds; it was measured with each but avx512.
 _KNOWN = {"amx", "avx512bf16", "avx512"}
@@ -39,6 +51,13 @@ _DEEP = 192
 # takes 45 us for one stage and 105 us for three; a folded chain saves only the passes of BatchNorm and activation. On
 # chains of one and of three stages the two were equal at 70,000 to 140,000 results per stage.
 LEAST_RECORDED = 120_000
+
+# of a measurement, and the largest ratio of times at which a chain runs fused: noise must not make a model slower
+_ROUNDS = 5
+_GAIN = 0.97
+
+# while `fuse` measures an example: for the convolutions of each chain, how it runs fastest
+example: ContextVar[dict[tuple[nn.Conv2d, ...], Way] | None] = ContextVar("example", default=None)
 
 
 def knows(x: Tensor) -> bool:
@@ -110,3 +129,73 @@ def _results(x: Tensor, stages: Sequence[Stage]) -> int:
         width = (width + 2 * stage.padding - kernel[1]) // stage.stride + 1
         total += batch * out * height * width
     return total
+
+
+def measure(model: nn.Module, arguments: Sequence[Any]) -> dict[tuple[nn.Conv2d, ...], Way]:
+    """Run the model once, and every chain that it reaches several times, fused and on PyTorch.
+
+    Buffers are restored. The chains keep what was measured.
+
+    Args:
+        model: a fused model.
+        arguments: those of its forward.
+
+    Returns:
+        For the convolutions of each chain that was measured, how it runs fastest.
+    """
+    found: dict[tuple[nn.Conv2d, ...], Way] = {}
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    token = example.set(found)
+    try:
+        with torch.random.fork_rng():
+            model(*arguments)
+    finally:
+        example.reset(token)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    return found
+
+
+def faster(stages: Sequence[Stage], x: Tensor, way: Way) -> Way:
+    """This way of running the stages on x, or PyTorch where that takes less time; nothing is changed."""
+    # activation checkpointing counts and keeps what operators save, and must not see these runs; where hooks are
+    # disabled nobody sees them
+    hidden = saved_tensors_hooks(_as_it_is, _as_it_is) if has_saved_tensors_hooks() else nullcontext()
+    with hidden, _disable_current_modes():
+        x = x.detach().requires_grad_(x.requires_grad)
+        stages = [_own(stage) for stage in stages]
+        fused: Callable[[], Tensor] = partial(run_stages, x, stages, None)
+        if way is Way.FOLDED:
+            fused = partial(Folded(stages, result_dtype(x), x.shape, []).run, x, None)
+        runs: list[Callable[[], Tensor]] = [fused, partial(plain_stages, x, stages)]
+        leaves = [t for t in (x, *sources_of(stages)) if t.requires_grad]
+        times: list[list[float]] = [[], []]
+        for i_round in range(_ROUNDS + 1):
+            for run, its_times in zip(runs, times, strict=True):
+                seconds = _seconds(run, leaves, x.device)
+                # the first round makes plans and primitives
+                its_times += [seconds] if i_round else []
+    ours, theirs = map(statistics.median, times)
+    return way if ours < _GAIN * theirs else Way.PLAIN
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _seconds(run: Callable[[], Tensor], leaves: list[Tensor], device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    y = run()
+    if torch.is_grad_enabled() and leaves:
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+    wait()
+    return time.perf_counter() - start
+
+
+def _own(stage: Stage) -> Stage:
+    """The stage with tensors of its own, so that nothing of the model changes."""
+    own = [None if t is None else t.detach().clone().requires_grad_(t.requires_grad) for t in stage.params]
+    return stage._replace(params=ConvBNParams(*own))  # type: ignore[arg-type]

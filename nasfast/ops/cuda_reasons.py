@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from enum import Enum
 from math import isqrt
 
 import torch
@@ -19,26 +18,6 @@ _logged: set[str] = set()
 _MATRIX_SHARED_KB = 128 + 1
 _MATRIX_COLUMNS = 56
 _SMALL_COLUMNS, _SMALL_ROWS = 8, 7
-
-
-class Unjoined(Enum):
-    """Why the graph engine runs launches of their own between two layers, whose work the chains could do; sentences."""
-
-    NO_CHAIN = (
-        "It does not consist of one chain of convolutions alone. This holds for identities, for blocks with "
-        "squeeze-and-excitation, and for most blocks of other families."
-    )
-    HOOK = "A forward hook may read its input and its result, so both are written before it runs."
-    WRITES = "Its last convolution runs on other kernels, or an activation follows its last BatchNorm."
-    READS = "Its first convolution runs on other kernels."
-    SUMS = "Another gradient is added to the gradient of its input."
-    DEPTHWISE = (
-        "It begins with a depthwise convolution, so in forward one more launch makes its input. If it adds its input "
-        "to its result, backward has one more launch, too."
-    )
-
-    def __str__(self) -> str:
-        return self.value
 
 
 def without_tensor_cores(kernel: int, stride: int, size: tuple[int, int], *, recomputed: bool, shared_kb: int) -> str:
@@ -93,7 +72,7 @@ def log_stages(numbers: tuple[int, ...], shared_kb: int) -> None:
 
 
 def summary(gpu: str, shared_kb: int) -> list[str]:
-    """Which depthwise stages of a modelled step run without tensor cores, and when layers are not joined: for people.
+    """Which depthwise stages of a modelled step run without tensor cores, for people.
 
     Args:
         gpu: a GPU of `cuda_times`.
@@ -112,5 +91,4 @@ def summary(gpu: str, shared_kb: int) -> list[str]:
     served, count = found.pop("", 0), sum(found.values())
     lines = [f"cuda runs {served} of the {served + count} depthwise stages of a mobilenet_v2 step on tensor cores"]
     lines += [f"  not {count}: {why}" for why, count in found.items()]
-    lines.append("the graph engine joins a layer not at all, or only in part, to a neighbour if one of these holds:")
-    return [*lines, *(f"  {reason}" for reason in Unjoined)]
+    return lines

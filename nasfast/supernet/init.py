@@ -19,11 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.config import nearest
-from nasfast.ops.modules import ACTIVATION_MODULES
+from nasfast.ops.modules import ACTIVATION_MODULES, ConvBNAct
 from nasfast.ops.orthogonal import Target, draw_gaussians, fill_orthogonal
 from nasfast.settings import DEEP_LAYERS, Init
 from nasfast.supernet.aligned import align
-from nasfast.supernet.norms import begin_norms
 
 Shape = tuple[int, ...]
 
@@ -42,26 +41,19 @@ over their slope at 0 (docs/method.md 1)."""
 
 _ACTIVATION_NAMES = {module: name for name, module in ACTIVATION_MODULES.items()}
 
+# tanh is most linear at 0, so a shift makes its factor larger
+_SHIFTED = {"relu", "relu6", "hswish", "silu"}
+
 # standard deviation of the classifiers in the published BN-NAS and SPOS code
 _SMALL_STD = 0.01
 
 
-@dataclass(frozen=True)
-class _Recipe:
-    """How weights of one kind are made from one Gaussian draw each.
-
-    Attributes:
-        shape: shape of a weight -> shape of its draw.
-        build: (shape of the weight, draw) -> weight for g = 1; it may write into the draw. None if the weight, or its
-            centre tap with zeros around it, is `scale` times the draw, orthogonalised.
-        scale: shape of the draw -> factor; only without `build`.
-        gain: whether the weight is then multiplied by g.
-    """
-
-    shape: Callable[[Shape], Shape]
-    build: Callable[[Shape, Tensor], Tensor] | None = None
-    scale: Callable[..., float] | None = None
-    gain: bool = True
+_OPTIONS = {
+    "pointwise": ("haar", "gaussian", "kaiming_out"),
+    "depthwise": ("per_filter", "unit_norm", "delta", "gaussian", "kaiming_out"),
+    "dense": ("flatten_qr", "delta", "gaussian", "kaiming_out"),
+    "linear": ("haar", "gaussian", "small"),
+}
 
 
 def _whole(weight: Shape) -> Shape:
@@ -86,53 +78,42 @@ def _filter_scale(out: int, channels: int, height: int, width: int) -> float:
     return 1 / math.sqrt(channels * min(height, width))
 
 
-def _unit_norm(shape: Shape, z: Tensor) -> Tensor:
-    return z.div_(z.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1))
+# the kinds and options whose weights, or centre taps, are orthogonal: shape of the draw by that of the weight, and the
+# factor of the orthogonalised draw by its shape
+_ORTHOGONAL: dict[tuple[str, str], tuple[Callable[[Shape], Shape], Callable[..., float]]] = {
+    ("pointwise", "haar"): (_flat, _expansion_scale),
+    ("depthwise", "per_filter"): (_whole, _filter_scale),
+    ("dense", "flatten_qr"): (_flat, _expansion_scale),
+    ("dense", "delta"): (_centre, _expansion_scale),
+    ("linear", "haar"): (_flat, _expansion_scale),
+}
+_WITHOUT_GAIN = ("kaiming_out", "small")
 
 
 def _centre_tap(weight: Tensor) -> Tensor:
     return weight[..., weight.shape[2] // 2, weight.shape[3] // 2]
 
 
-def _sign_tap(shape: Shape, z: Tensor) -> Tensor:
+def _made_of(z: Tensor, option: str, shape: Shape) -> Tensor:
+    """The weight for g = 1 by one of the other options.
+
+    Args:
+        z: a Gaussian draw of the weight's shape, or of its centre taps for `delta`; it is written into.
+        option: how the weight is made.
+        shape: that of the weight.
+    """
+    if option == "gaussian":
+        return z.div_(math.sqrt(math.prod(shape[1:])))
+    if option == "kaiming_out":
+        return z.mul_(math.sqrt(2 / (shape[0] * shape[2] * shape[3])))
+    if option == "small":
+        return z.mul_(_SMALL_STD)
+    if option == "unit_norm":
+        return z.div_(z.flatten(1).norm(dim=1).reshape(-1, 1, 1, 1))
+    assert option == "delta"
     weight = z.new_zeros(shape)
     _centre_tap(weight).copy_(torch.where(z < 0, -1.0, 1.0))
     return weight
-
-
-def _fan_in(shape: Shape, z: Tensor) -> Tensor:
-    return z.div_(math.sqrt(math.prod(shape[1:])))
-
-
-def _fan_out(shape: Shape, z: Tensor) -> Tensor:
-    return z.mul_(math.sqrt(2 / (shape[0] * shape[2] * shape[3])))
-
-
-def _small(shape: Shape, z: Tensor) -> Tensor:
-    return z.mul_(_SMALL_STD)
-
-
-_HAAR = _Recipe(_flat, scale=_expansion_scale)
-_GAUSSIAN = _Recipe(_whole, _fan_in)
-_KAIMING_OUT = _Recipe(_whole, _fan_out, gain=False)
-
-_RECIPES: dict[str, dict[str, _Recipe]] = {
-    "pointwise": {"haar": _HAAR, "gaussian": _GAUSSIAN, "kaiming_out": _KAIMING_OUT},
-    "depthwise": {
-        "per_filter": _Recipe(_whole, scale=_filter_scale),
-        "unit_norm": _Recipe(_whole, _unit_norm),
-        "delta": _Recipe(_centre, _sign_tap),
-        "gaussian": _GAUSSIAN,
-        "kaiming_out": _KAIMING_OUT,
-    },
-    "dense": {
-        "flatten_qr": _HAAR,
-        "delta": _Recipe(_centre, scale=_expansion_scale),
-        "gaussian": _GAUSSIAN,
-        "kaiming_out": _KAIMING_OUT,
-    },
-    "linear": {"haar": _HAAR, "gaussian": _GAUSSIAN, "small": _Recipe(_whole, _small, gain=False)},
-}
 
 
 @dataclass(frozen=True)
@@ -158,8 +139,11 @@ class InitScheme:
             draws candidates independently.
         linear_share: share of that linear part in the last pointwise weight of a candidate, from 0 to 1; the rest reads
             what the activations add. Only an alignment uses it.
-        shift: beta of the BatchNorms in front of activations, except the last (`nasfast.supernet.norms`).
-        branch_scale: gamma of the last BatchNorm of blocks that add their input.
+        shift: beta of the BatchNorms in front of activations that are linear far above 0, except the last of a path. A
+            unit and the next BatchNorm multiply the squared norm of gradients by E s'(z + b)^2 / Var s(z + b) for
+            normal z: for a ReLU 1.47 with b = 0, 1.25 with 0.5, 1.12 with 1 and 1.02 with 2.
+        branch_scale: gamma of the last BatchNorm of blocks that add their input. Two candidates of such a layer, and
+            its skip, then differ only in a part of their output.
 
     Raises:
         ValueError: the kind does not have the option, the alignment or its linear share is outside of [0, 1], or the
@@ -178,8 +162,8 @@ class InitScheme:
     def __post_init__(self) -> None:
         for field in fields(self):
             kind, option = field.name, getattr(self, field.name)
-            if kind in _RECIPES and option not in _RECIPES[kind]:
-                raise ValueError(f"init: unknown {kind}={option!r}; {nearest(str(option), _RECIPES[kind])}")
+            if kind in _OPTIONS and option not in _OPTIONS[kind]:
+                raise ValueError(f"init: unknown {kind}={option!r}; {nearest(str(option), _OPTIONS[kind])}")
         for name in ("shift", "branch_scale"):
             if not 0 <= (value := getattr(self, name)) < math.inf:
                 raise ValueError(f"init: {name} must be finite and not negative, got {value}")
@@ -227,7 +211,7 @@ def _kind(layer: nn.Conv2d | nn.Linear) -> str:
 def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -> None:
     """Fill the weights of all convolutions and linear layers by a scheme, and set where the BatchNorms begin.
 
-    Gammas become 1 and betas 0, except where the scheme has a shift or a branch scale (`nasfast.supernet.norms`).
+    Gammas become 1 and betas 0, except where the scheme has a shift or a branch scale.
     Draws are float64 on the CPU, wherever the module is; weights are cast once at the end.
 
     Args:
@@ -247,26 +231,27 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
     modules = dict(module.named_modules())
     layers = {name: layer for name, layer in modules.items() if isinstance(layer, (nn.Conv2d, nn.Linear))}
     targets: list[Target] = []
-    built: dict[str, _Recipe] = {}
+    others: dict[str, str] = {}
     for name, layer in layers.items():
         kind, weight = _kind(layer), layer.weight
-        recipe = _RECIPES[kind][getattr(scheme, kind)]
-        if recipe.scale is None:
-            built[name] = recipe
+        option = getattr(scheme, kind)
+        if (kind, option) in _ORTHOGONAL:
+            shape_of, scale = _ORTHOGONAL[kind, option]
+            shape = shape_of(tuple(weight.shape))
+            taps = _centre_tap(weight.zero_()) if shape_of is _centre else weight
+            targets.append(Target(f"{name}.weight", taps, shape, scale(*shape) * _gain(modules, name)))
         else:
-            shape = recipe.shape(tuple(weight.shape))
-            taps = _centre_tap(weight.zero_()) if recipe.shape is _centre else weight
-            targets.append(Target(f"{name}.weight", taps, shape, recipe.scale(*shape) * _gain(modules, name)))
+            others[name] = option
         if layer.bias is not None:
             layer.bias.zero_()
     fill_orthogonal(targets, seed)
-    shapes = {name: tuple(layers[name].weight.shape) for name in built}
-    draws = draw_gaussians([(f"{name}.weight", [recipe.shape(shapes[name])]) for name, recipe in built.items()], seed)
-    for (name, recipe), (z,) in zip(built.items(), draws, strict=True):
-        assert recipe.build is not None
-        weight = recipe.build(shapes[name], z)
-        layers[name].weight.copy_(weight.mul_(_gain(modules, name)) if recipe.gain else weight)
-    begin_norms(module, scheme.shift, scheme.branch_scale)
+    shapes = {name: tuple(layers[name].weight.shape) for name in others}
+    drawn = {name: shapes[name][:2] if option == "delta" else shapes[name] for name, option in others.items()}
+    draws = draw_gaussians([(f"{name}.weight", [shape]) for name, shape in drawn.items()], seed)
+    for (name, option), (z,) in zip(others.items(), draws, strict=True):
+        weight = _made_of(z, option, shapes[name])
+        layers[name].weight.copy_(weight if option in _WITHOUT_GAIN else weight.mul_(_gain(modules, name)))
+    _begin_norms(module, scheme.shift, scheme.branch_scale)
     if scheme.alignment is not None:
         align(module, scheme.alignment, scheme.linear_share, GAINS, seed=seed)
     if scheme.depthwise == "delta":
@@ -278,6 +263,34 @@ def _gain(modules: dict[str, nn.Module], name: str) -> float:
     unit = modules.get(name.rpartition(".")[0])
     act = getattr(unit, "act", None) if getattr(unit, "conv", None) is modules[name] else None
     return GAINS.get(_ACTIVATION_NAMES.get(type(act), "identity"), 1.0)
+
+
+def _begin_norms(module: nn.Module, shift: float, branch_scale: float) -> None:
+    """Set betas and gammas as `InitScheme` says."""
+    for norm in module.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.reset_parameters()
+    for block in module.modules():
+        if getattr(block, "has_residual", False):
+            nn.init.constant_(block.last_bn.weight, branch_scale)  # type: ignore[union-attr,arg-type]
+    # behind the last unit no BatchNorm removes the mean of its channels, which grows with the shift
+    for unit in set(_units(module)).difference(_last_units(module)):
+        if unit.act_name in _SHIFTED:
+            nn.init.constant_(unit.bn.bias, shift)
+
+
+def _units(module: nn.Module) -> list[ConvBNAct]:
+    return [unit for unit in module.modules() if isinstance(unit, ConvBNAct)]
+
+
+def _last_units(module: nn.Module) -> list[ConvBNAct]:
+    """The last unit of a network; in a supernet without a head, the last one of each candidate of its last layer."""
+    last = _units(module)[-1:]
+    for layer in module.modules():
+        candidates = getattr(layer, "candidates", None)
+        if isinstance(candidates, nn.ModuleList) and not set(last).isdisjoint(_units(candidates)):
+            return [unit for candidate in candidates for unit in _units(candidate)[-1:]]
+    return last
 
 
 def _warn_if_kernels_coincide(modules: dict[str, nn.Module]) -> None:

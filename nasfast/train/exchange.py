@@ -22,12 +22,14 @@ class Outcome(NamedTuple):
     """The outcome of one step over all ranks; with several ranks, images and stop are tensors on the device.
 
     Attributes:
-        result: mean loss, and number of correct predictions.
+        loss: mean loss.
+        correct: number of correct predictions.
         images: number of images in the whole batch.
         stop: above zero if a rank was asked to stop.
     """
 
-    result: StepResult
+    loss: Tensor
+    correct: Tensor
     images: Tensor | int
     stop: Tensor | bool
 
@@ -61,7 +63,7 @@ class FlatExchange:
             RankError: a rank is gone.
         """
         if self._world.size == 1:
-            return Outcome(result, images, stop)
+            return Outcome(*result, images, stop)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         flat = torch.cat([*((g * images).reshape(-1) for g in gradients), _row(result, images, stop)])
         self._world.add(flat)
@@ -141,4 +143,4 @@ def _outcome(row: Tensor, gradients: list[Tensor]) -> Outcome:
     loss, correct, images, stop = row
     if gradients:
         torch._foreach_div_(gradients, images)
-    return Outcome(StepResult(loss / images, correct), images, stop)
+    return Outcome(loss / images, correct, images, stop)

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -27,7 +28,7 @@ from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.termination import Terminated, noticed
 from nasfast.settings import TrainConfig
-from nasfast.spaces import Arch, Sampler
+from nasfast.spaces import Sampler
 from nasfast.train.batches import EpochLoader, to_learn_from
 from nasfast.train.checkpoint import SUFFIX, CheckpointError, CheckpointFolder, CheckpointWriter, load_checkpoint
 from nasfast.train.config import TrainExtras, TrainStage
@@ -73,32 +74,7 @@ def update(optimizer: torch.optim.SGD, clip_norm: float) -> Tensor:
     return norm
 
 
-def _step(
-    engine: Engine,
-    exchange: Exchange,
-    optimizer: torch.optim.SGD,
-    x: Tensor,
-    y: Tensor,
-    paths: list[Arch] | None,
-    *,
-    lr: float,
-    clip_norm: float,
-    stop: bool,
-) -> tuple[Outcome, Tensor]:
-    """One optimiser step; the gradients of several paths add up (FairNAS, algorithm 1).
-
-    Returns:
-        the loss, the counts and `stop` over all ranks, and the gradient norm before clipping.
-    """
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    exchange.begin(x)
-    result = engine.forward_backward(x, y, paths)
-    outcome = exchange.finish(result, len(x), stop=stop)
-    norm = update(optimizer, clip_norm)
-    return outcome, norm.to(outcome.result.loss.device)
-
-
+@dataclass
 class _Training:
     """One call of `train`; see there for the arguments. `run` is the loop.
 
@@ -109,32 +85,28 @@ class _Training:
         stopped: whether a rank was asked to stop.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loader: EpochLoader,
-        cfg: TrainConfig,
-        stage: TrainStage,
-        *,
-        sampler: Sampler | None,
-        evaluate: Callable[[nn.Module], Evaluation] | None,
-        extras: TrainExtras,
-        device: str,
-        world: World,
-    ) -> None:
-        self.model, self.loader, self.cfg, self.stage = model, loader, cfg, stage
-        self.sampler, self.evaluate, self.extras = sampler, evaluate, extras
-        self.device, self.world = device, world
+    model: nn.Module
+    loader: EpochLoader
+    cfg: TrainConfig
+    stage: TrainStage
+    sampler: Sampler | None
+    evaluate: Callable[[nn.Module], Evaluation] | None
+    extras: TrainExtras
+    device: str
+    world: World
+
+    def __post_init__(self) -> None:
+        model, loader, cfg, stage = self.model, self.loader, self.cfg, self.stage
         self.optimizer = make_optimizer(model, cfg)
         self.total = cfg.epochs * len(loader)
         self.averaged: AveragedModel | None = None
-        if extras.ema is not None:
-            self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(extras.ema), use_buffers=True)
+        if (decay := self.extras.ema) is not None:
+            self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
         self.judged: nn.Module = model if self.averaged is None else self.averaged.module
         self.state = TrainState(
             model,
             self.optimizer,
-            sampler,
+            self.sampler,
             self.averaged,
             fingerprint=stage.fingerprint,
             settings={"stage": stage.name, "train": cfg.of_result, "batches_per_epoch": len(loader), **stage.settings},
@@ -142,11 +114,10 @@ class _Training:
         )
         folder = Path(stage.run_dir) / "checkpoints"
         self.folder = CheckpointFolder(folder, stage.file_prefix, keep=cfg.keep_checkpoints)
-        self.at = begin(self.state, self.folder, stage=stage, world=world)
+        self.at = begin(self.state, self.folder, stage=stage, world=self.world)
         self.seed = torch.initial_seed()
-        self.exchange: Exchange = (OverlappedExchange if sampler is None and world.size > 1 else FlatExchange)(
-            model, world
-        )
+        overlapped = self.sampler is None and self.world.size > 1
+        self.exchange: Exchange = (OverlappedExchange if overlapped else FlatExchange)(model, self.world)
         self.log: TrainLog | None = None
         self.writer: CheckpointWriter | None = None
         self.pending: list[tuple[int, Outcome, Tensor]] = []
@@ -177,17 +148,13 @@ class _Training:
                     if extras.mix is not None:
                         x, y = extras.mix(x, y)
                         x = x.contiguous(memory_format=torch.channels_last)
-                    outcome, norm = _step(
-                        runner,
-                        self.exchange,
-                        self.optimizer,
-                        x,
-                        y,
-                        paths,
-                        lr=lr,
-                        clip_norm=cfg.clip_norm,
-                        stop=self.stop.requested,
-                    )
+                    for group in self.optimizer.param_groups:
+                        group["lr"] = lr
+                    self.exchange.begin(x)
+                    # gradients of several paths add up (FairNAS, algorithm 1)
+                    result = runner.forward_backward(x, y, paths)
+                    outcome = self.exchange.finish(result, len(x), stop=self.stop.requested)
+                    norm = update(self.optimizer, cfg.clip_norm).to(outcome.loss.device)
                     if self.averaged is not None:
                         self.averaged.update_parameters(self.model)
                     at.step += 1
@@ -240,8 +207,8 @@ class _Training:
         """
         steps, self.pending = self.pending, []
         rows = [
-            torch.stack([torch.as_tensor(v, dtype=torch.float64, device=norm.device) for v in (*result, *counts, norm)])
-            for _, (result, *counts), norm in steps
+            torch.stack([torch.as_tensor(v, dtype=torch.float64, device=norm.device) for v in (*outcome, norm)])
+            for _, outcome, norm in steps
         ]
         for (step, *_), (loss, correct, images, stop, norm) in zip(steps, torch.stack(rows).tolist(), strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -380,7 +347,4 @@ def train(
     loader = to_learn_from(loader, classes=getattr(getattr(model, "space", None), "num_classes", None) or None)
     device = torch_device(device)
     model.to(device).to(memory_format=torch.channels_last).train()
-    training = _Training(
-        model, loader, cfg, stage, sampler=sampler, evaluate=evaluate, extras=extras, device=device, world=world
-    )
-    return training.run(engine)
+    return _Training(model, loader, cfg, stage, sampler, evaluate, extras, device, world).run(engine)

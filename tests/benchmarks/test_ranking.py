@@ -46,7 +46,7 @@ def argv(tmp_path, monkeypatch):
 
 
 def test_a_queue_goes_on_where_it_stopped(argv, tmp_path, monkeypatch, capsys):
-    step, steps = loop._step, []
+    step, steps = loop.update, []
 
     def counted(*args, **kwargs):
         steps.append(1)
@@ -54,7 +54,7 @@ def test_a_queue_goes_on_where_it_stopped(argv, tmp_path, monkeypatch, capsys):
             raise KeyboardInterrupt
         return step(*args, **kwargs)
 
-    monkeypatch.setattr(loop, "_step", counted)
+    monkeypatch.setattr(loop, "update", counted)
     with pytest.raises(KeyboardInterrupt):
         bench_ranking.main(argv)
     rows = bench_ranking._rows(tmp_path / "out.jsonl")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nasfast.fusion import fold, rule, stages
+from nasfast.fusion import rule, stages
 from nasfast.ops import _native
 
 
@@ -43,7 +43,7 @@ def folds(monkeypatch):
     """The chains that were folded, by their number of stages."""
     calls = []
 
-    class Recorded(fold.Folded):
+    class Recorded(stages.Folded):
         def __init__(self, stages, *args):
             calls.append(len(stages))
             super().__init__(stages, *args)

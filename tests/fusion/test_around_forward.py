@@ -218,12 +218,6 @@ def test_two_threads(executed):
         assert_close("result", result, want)
 
 
-@pytest.mark.parametrize("function", [nasfast.fuse, nasfast.unfuse])
-def test_only_modules(function):
-    with pytest.raises(TypeError, match=rf"^{function.__name__}: model must be a torch.nn.Module, got dict$"):
-        function({"model": nn.ReLU()})
-
-
 def test_report_as_text(monkeypatch):
     monkeypatch.setenv("NASFAST_BACKEND", "reference")
     model = nn.Sequential(unit(nn.GELU()), unit(padding_mode="reflect"), unit(dilation=2), Candidate(5)).requires_grad_(

@@ -42,53 +42,8 @@ def block() -> InvertedResidual:
     return disturb(InvertedResidual(4, 4, 1, 2).double())
 
 
-def set_down(model: BasicBlock) -> None:
-    torch.manual_seed(2)
-    model.downsample = unit().double()
-
-
 def basic_block() -> BasicBlock:
     return disturb(BasicBlock(4, 4).double())
-
-
-def set_function(model: BasicBlock) -> None:
-    del model.relu
-    model.relu = functional.leaky_relu
-
-
-# what changes, and whether a chain runs fused afterwards
-CHANGES = {
-    "activation": (block, lambda m: m.conv[0].__setitem__(2, nn.Tanh()), True),
-    "inserted": (block, lambda m: m.conv.insert(1, nn.Tanh()), None),
-    "dilation": (block, lambda m: [setattr(m.conv[1][0], name, (2, 2)) for name in ("dilation", "padding")], None),
-    "forward": (block, lambda m: setattr(m.conv[0], "forward", lambda x: torch.cat([x, x], 1)), None),
-    "hook": (block, lambda m: m.conv[0].register_forward_hook(lambda module, args, y: y * 2), False),
-    "submodule": (basic_block, set_down, True),
-    "function": (basic_block, set_function, None),
-    "wrapped": (
-        basic_block,
-        lambda m: setattr(m, "forward", functools.partial(lambda old, x: old(x), m.forward)),
-        True,
-    ),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("training", [True, False])
-def test_blocks_notice_changes(change, training, executed):
-    build, apply, runs = CHANGES[change]
-    torch.manual_seed(0)
-    plain = build().train(training)
-    fused = copy.deepcopy(plain)
-    nasfast.fuse(fused, only_faster=False)
-    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
-    check_same(observe(fused, x), observe(plain, x))
-    assert executed
-    executed.clear()
-    apply(plain), apply(fused)
-    want = observe(plain, x)
-    check_same(observe(fused, x), want)
-    assert runs is None or bool(executed) == runs
 
 
 class Method(BasicBlock):
@@ -130,14 +85,6 @@ def test_subclasses_run_themselves(build):
     nasfast.fuse(fused, only_faster=False)
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     check_same(observe(fused, x), observe(plain, x))
-
-
-def test_a_submodule_that_is_missing_is_an_error_as_before():
-    fused = basic_block()
-    nasfast.fuse(fused, only_faster=False)
-    fused.relu = None
-    with pytest.raises(TypeError, match="not callable"):
-        fused(torch.randn(2, 4, 9, 9, dtype=torch.float64))
 
 
 def test_a_forward_that_is_held_runs_after_unfuse():

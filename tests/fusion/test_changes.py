@@ -1,12 +1,16 @@
 """Settings, parts and hooks that change after `fuse` count at the next call."""
 
 import copy
+import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fused_models import check_same, conv, disturb, fuse_all, observe, unit
 from tolerances import FLOAT32_CHAIN, assert_close
 from torch import nn
+from torchvision.models.mobilenetv2 import InvertedResidual
+from torchvision.models.resnet import BasicBlock
 
 import nasfast
 
@@ -25,42 +29,77 @@ def no_norm_between(m: nn.Sequential) -> None:
     m[1] = m[2] = nn.Identity()
 
 
+def sequential() -> nn.Sequential:
+    return nn.Sequential(*unit(nn.Tanh()), *unit())
+
+
+def set_down(m: BasicBlock) -> None:
+    m.downsample = unit().double()
+
+
+def set_function(m: BasicBlock) -> None:
+    del m.relu
+    m.relu = F.leaky_relu
+
+
+# what changes: of two units, of an inverted residual, and of a block of a ResNet
 CHANGES = {
-    "momentum": lambda m: setattr(m[1], "momentum", 0.3),
-    "momentum None": momentum_none,
-    "eps": lambda m: setattr(m[4], "eps", 0.1),
-    "no tracking": lambda m: setattr(m[1], "track_running_stats", False),
-    "trainable": lambda m: m[0].requires_grad_(True),
-    "stride": lambda m: setattr(m[0], "stride", (2, 2)),
-    "unequal stride": lambda m: setattr(m[0], "stride", (2, 1)),
-    "dilation later": lambda m: setattr(m[3], "dilation", (2, 2)),
-    "bias later": lambda m: setattr(m[3], "bias", nn.Parameter(torch.ones(4, dtype=torch.float64))),
-    "the activation twice": lambda m: m.insert(2, nn.Tanh()),
-    "no norm between": no_norm_between,
-    "an unknown activation": lambda m: m.__setitem__(2, nn.GELU()),
-    "another norm": lambda m: m.__setitem__(4, nn.GroupNorm(2, 4, dtype=torch.float64)),
-    "replaced": replaced,
-    "inserted": lambda m: m.insert(2, nn.Dropout(0.5)),
-    "parametrized": lambda m: nn.utils.parametrizations.weight_norm(m[0]),
-    "parametrized BatchNorm": lambda m: nn.utils.parametrize.register_parametrization(m[1], "weight", nn.Tanh()),
+    "momentum": (sequential, lambda m: setattr(m[1], "momentum", 0.3)),
+    "momentum None": (sequential, momentum_none),
+    "eps": (sequential, lambda m: setattr(m[4], "eps", 0.1)),
+    "no tracking": (sequential, lambda m: setattr(m[1], "track_running_stats", False)),
+    "trainable": (sequential, lambda m: m[0].requires_grad_(True)),
+    "stride": (sequential, lambda m: setattr(m[0], "stride", (2, 2))),
+    "unequal stride": (sequential, lambda m: setattr(m[0], "stride", (2, 1))),
+    "dilation later": (sequential, lambda m: setattr(m[3], "dilation", (2, 2))),
+    "bias later": (sequential, lambda m: setattr(m[3], "bias", nn.Parameter(torch.ones(4, dtype=torch.float64)))),
+    "the activation twice": (sequential, lambda m: m.insert(2, nn.Tanh())),
+    "no norm between": (sequential, no_norm_between),
+    "an unknown activation": (sequential, lambda m: m.__setitem__(2, nn.GELU())),
+    "another norm": (sequential, lambda m: m.__setitem__(4, nn.GroupNorm(2, 4, dtype=torch.float64))),
+    "replaced": (sequential, replaced),
+    "inserted": (sequential, lambda m: m.insert(2, nn.Dropout(0.5))),
+    "parametrized": (sequential, lambda m: nn.utils.parametrizations.weight_norm(m[0])),
+    "parametrized BatchNorm": (
+        sequential,
+        lambda m: nn.utils.parametrize.register_parametrization(m[1], "weight", nn.Tanh()),
+    ),
+    "activation of a block": (lambda: InvertedResidual(4, 4, 1, 2), lambda m: m.conv[0].__setitem__(2, nn.Tanh())),
+    "forward of a part": (
+        lambda: InvertedResidual(4, 4, 1, 2),
+        lambda m: setattr(m.conv[0], "forward", lambda x: torch.cat([x, x], 1)),
+    ),
+    "hook": (
+        lambda: InvertedResidual(4, 4, 1, 2),
+        lambda m: m.conv[0].register_forward_hook(lambda module, args, y: y * 2),
+    ),
+    "submodule": (lambda: BasicBlock(4, 4), set_down),
+    "function": (lambda: BasicBlock(4, 4), set_function),
+    "wrapped": (
+        lambda: BasicBlock(4, 4),
+        lambda m: setattr(m, "forward", functools.partial(lambda old, x: old(x), m.forward)),
+    ),
 }
+STILL_FUSED = {"activation of a block", "submodule", "wrapped"}
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_settings_changed_after_fusing(change, executed):
-    plain = disturb(nn.Sequential(*unit(nn.Tanh()), *unit()).double())
+def test_changes_after_fusing_are_noticed(change, executed):
+    build, apply = CHANGES[change]
+    plain = disturb(build().double())
     fused = copy.deepcopy(plain)
-    assert fuse_all(fused).fused == 2
-    torch.manual_seed(0)
-    CHANGES[change](plain)
-    torch.manual_seed(0)
-    CHANGES[change](fused)
-    for step in range(2):
-        x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
-        want = observe(plain, x)
-        check_same(observe(fused, x), want)
-        if step == 0:
-            plain.eval(), fused.eval()
+    fuse_all(fused)
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    check_same(observe(fused, x), observe(plain, x))
+    assert executed
+    executed.clear()
+    for model in (plain, fused):
+        torch.manual_seed(0)
+        apply(model)
+    for training in (True, False):
+        want = observe(plain.train(training), x)
+        check_same(observe(fused.train(training), x), want)
+    assert executed or change not in STILL_FUSED
 
 
 @pytest.mark.parametrize("clamp", [nn.Hardtanh, nn.ReLU6])

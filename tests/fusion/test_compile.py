@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 import torch
-from fused_models import Candidate, disturb, fuse_all, observe, set_mode, unit
+from fused_models import Candidate, disturb, fuse_all, observe, set_mode, small, unit
 from torch import nn
-from torchvision.models.mobilenetv2 import InvertedResidual, MobileNetV2
+from torchvision.models.mobilenetv2 import InvertedResidual
 
 import nasfast
 
@@ -37,11 +37,6 @@ def check_close(got, want):
     assert got.keys() == want.keys()
     for key, value in want.items():
         torch.testing.assert_close(got[key], value, msg=lambda text, key=key: f"{key}: {text}")
-
-
-def small() -> nn.Module:
-    """MobileNetV2 with three blocks."""
-    return MobileNetV2(num_classes=10, inverted_residual_setting=[[1, 8, 1, 1], [6, 16, 2, 2]])
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import nasfast
-from nasfast.fusion import measure, rule
+from nasfast.fusion import rule
 
 RECORDED = rule.LEAST_RECORDED  # which is 0 in the other tests
 
@@ -109,19 +109,6 @@ def test_folded_weights_follow_changes(source, folds):
     assert len(folds) == 2
 
 
-def test_folded_weights_follow_running_statistics(folds):
-    """PyTorch's BatchNorm does not count its changes, and a model that runs unfused in training decides nothing."""
-    plain = disturb(block()).eval()
-    fused = copy.deepcopy(plain)
-    nasfast.fuse(fused)
-    x = torch.randn(2, 16, 9, 9)
-    for epoch in range(4):
-        assert_close(f"epoch {epoch}", fused.eval()(x), plain.eval()(x).double(), FLOAT32_CHAIN)
-        for model in (plain, fused):
-            model.train()(x * (epoch + 2))
-    assert folds == [3] * 4
-
-
 def test_parameters_may_become_inference_tensors(folds):
     plain = disturb(block()).eval()
     fused = copy.deepcopy(plain)
@@ -156,44 +143,6 @@ def test_folded_residuals():
         assert torch.equal(x, before)
 
 
-class Dilated(nn.Module):
-    """A chain that only folding has, beside one that the operator has."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = conv(4, 4, 5, padding=6, dilation=3, bias=True), nn.BatchNorm2d(4)
-        self.conv2, self.bn2 = conv(4, 4, 3, padding=2, dilation=2), nn.BatchNorm2d(4)
-        self.conv3, self.bn3 = conv(4, 4, 1), nn.BatchNorm2d(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.relu(self.bn1(self.conv1(x)))
-        y = torch.relu(self.bn2(self.conv2(y)))
-        return self.bn3(self.conv3(y))
-
-
-def test_dilations_are_folded(folds):
-    plain = disturb(Dilated()).eval().requires_grad_(False)
-    fused, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
-    report = nasfast.fuse(fused)
-    assert [chain.stages for chain in report.chains] == [
-        ("5x5 dilation 3 4->4 relu", "3x3 dilation 2 4->4 relu"),
-        ("1x1 4->4",),
-    ]
-    assert report.chains[0].runs == "on PyTorch: the fused operator has no dilation"
-    x = torch.randn(2, 4, 30, 30)
-    assert_close("folded", fused(x), exact(x.double()), FLOAT32_CHAIN)
-    assert folds == [2, 1]
-    for model in (fused, exact):
-        with torch.no_grad():
-            model.conv1.bias += 1
-    assert_close("another bias", fused(x), exact(x.double()), FLOAT32_CHAIN)
-    assert folds == [2, 1, 2]
-    trained = copy.deepcopy(plain).double().requires_grad_(True).train()
-    fused = copy.deepcopy(trained)
-    nasfast.fuse(fused)
-    check_same(observe(fused, x.double()), observe(trained, x.double()))
-
-
 # channels and pixels of `block`: results below and above what the rule asks for
 @pytest.mark.parametrize(("pixels", "runs"), [(8, False), (56, True)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -202,7 +151,7 @@ def test_the_rule_decides_by_size(pixels, runs, dtype, executed):
     for i in (0, 1, 2):
         model[i][1].requires_grad_()
     report = nasfast.fuse(model)
-    stages = [stage.stage for stage in model.forward.chains[0].members(model).stages()]
+    stages = model.forward.chains[0].members(model).stages()
     least = rule.least_results(torch.empty(0, dtype=dtype), stages, trains=False, recorded=False)
     assert f"fused where the convolutions give {least:,} numbers" in report.chains[0].runs
     exact = copy.deepcopy(model).double()
@@ -292,7 +241,7 @@ def test_small_chains_are_not_recorded(training, pixels, pays, folds, executed, 
 def test_other_instructions_are_measured_in_the_first_forward(operator, executed, monkeypatch):
     """The clock says how long the operator takes, when PyTorch takes 1."""
     times = []
-    monkeypatch.setattr(measure, "_seconds", lambda run, *_: times.append(run) or (operator if len(times) % 2 else 1.0))
+    monkeypatch.setattr(rule, "_seconds", lambda run, *_: times.append(run) or (operator if len(times) % 2 else 1.0))
     monkeypatch.setattr(rule._native.extension, "isa", lambda: "another")
     model = block().train()
     report = nasfast.fuse(model)
@@ -335,7 +284,7 @@ def test_an_example_decides_by_time(monkeypatch, executed):
         timed.append(on_operator)
         return 2.0 if on_operator and len(timed) > 12 else 1.0 if not on_operator else 0.5
 
-    monkeypatch.setattr(measure, "_seconds", seconds)
+    monkeypatch.setattr(rule, "_seconds", seconds)
     monkeypatch.setenv("NASFAST_BACKEND", "reference")
     model = disturb(nn.Sequential(Candidate(3), unit(), Candidate(5)).double()).requires_grad_(False)
     before = copy.deepcopy(model.state_dict())
@@ -361,7 +310,7 @@ def test_an_example_decides_by_time(monkeypatch, executed):
 def test_an_example_in_eval_mode_measures_folding(seconds, how, monkeypatch, folds):
     """The clock says that folded chains take this much of PyTorch's time."""
     turns = []
-    monkeypatch.setattr(measure, "_seconds", lambda *_: turns.append(0) or (seconds if len(turns) % 2 else 1.0))
+    monkeypatch.setattr(rule, "_seconds", lambda *_: turns.append(0) or (seconds if len(turns) % 2 else 1.0))
     model = block().eval()
     x = torch.randn(2, 16, 9, 9)
     report = nasfast.fuse(model, x)

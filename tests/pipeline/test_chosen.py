@@ -266,7 +266,7 @@ def test_networks_that_are_retrained_apart_have_the_same_bytes(searched, tmp_pat
 
     # the first two attempts of a network end in the middle
     run_tasks_here(monkeypatch)
-    steps, original = [], loop._step
+    steps, original = [], loop.update
 
     def step(*args, **kwargs):
         steps.append(0)
@@ -274,7 +274,7 @@ def test_networks_that_are_retrained_apart_have_the_same_bytes(searched, tmp_pat
             raise RuntimeError("killed")
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(loop, "_step", step)
+    monkeypatch.setattr(loop, "update", step)
     assert main(["retrain", "--out", str(once), *flags, "--workers", "1"]) == 0
     assert files(once) == expected
     assert main(["retrain", "--out", str(once), *flags, "--workers", "1", "--resume"]) == 0

@@ -88,7 +88,7 @@ def test_the_saved_config_is_complete_and_repeats_the_run(run_dir, config, tmp_p
 
 def interrupt(monkeypatch, at: int) -> None:
     """Press Ctrl-C in the middle of step `at`, counted over all stages."""
-    step, count = loop._step, 0
+    step, count = loop.update, 0
 
     def counted(*args, **kwargs):
         nonlocal count
@@ -97,7 +97,7 @@ def interrupt(monkeypatch, at: int) -> None:
             raise KeyboardInterrupt
         return step(*args, **kwargs)
 
-    monkeypatch.setattr(loop, "_step", counted)
+    monkeypatch.setattr(loop, "update", counted)
 
 
 def test_a_plain_run_stops_after_its_hours(config, tmp_path, capsys):

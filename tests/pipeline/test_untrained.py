@@ -82,7 +82,7 @@ def test_the_first_training_decides_the_images(space_file, tmp_path, capsys, mon
     assert main(["search", *flags]) == 0
     command = ["retrain", "--out", str(out), "--data.source", "digits", "--data.workers", "0", "--threads", "1"]
     command += ["--retrain.train.epochs", "1", "--retrain.random_architectures", "0"]
-    step, count = loop._step, itertools.count()
+    step, count = loop.update, itertools.count()
 
     def stopped(*args, **kwargs):
         if next(count) == 3:
@@ -90,7 +90,7 @@ def test_the_first_training_decides_the_images(space_file, tmp_path, capsys, mon
         return step(*args, **kwargs)
 
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "_step", stopped)
+        patched.setattr(loop, "update", stopped)
         assert main([*command, "--retrain.train.checkpoint_every", "2"]) == 130
     before = (out / "config.yaml").read_bytes()
     assert main([*command, "--resume", "--data.augment", "none"]) == 1

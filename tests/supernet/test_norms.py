@@ -89,8 +89,3 @@ def test_wrong_beginnings_are_refused(name, value):
         InitScheme(**{name: value})
     with pytest.raises(ValueError, match=f"{name} must be finite and not negative, got {value}"):
         SupernetConfig(**{name: value})
-
-
-def test_beginnings_need_aligned_weights():
-    with pytest.raises(ValueError, match=r"shift=1\.0 needs init='aligned', got init='he'"):
-        SupernetConfig(shift=1.0).resolved("spos")

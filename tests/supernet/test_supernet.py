@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import get_args, get_type_hints
 
@@ -80,15 +79,6 @@ def test_unknown_activation_is_refused():
         Supernet(tiny_space(), activation="gelu")
 
 
-def test_roles_are_a_partition(small_space):
-    net = Supernet(small_space)
-    parameters = [id(p) for role in net.roles().values() for p in role]
-    assert len(parameters) == len(set(parameters))
-    assert set(parameters) == {id(p) for p in net.parameters()}
-    convolutions = {id(p) for m in net.modules() if isinstance(m, torch.nn.Conv2d) for p in m.parameters()}
-    assert {id(p) for p in net.roles()["convolutions"]} == convolutions
-
-
 def test_summary_numbers_and_text():
     """Block indicators of 3 x (8, 8, 12, 12) channels, layer indicators of 8 and 12; classifier 16 x 4 + 4."""
     net = Supernet(tiny_space())
@@ -132,23 +122,16 @@ def test_only_the_path_gets_gradients(small_space, trainable):
 
 
 def test_a_path_equals_its_inherited_network(small_space):
-    """fp32 through the fused operators; the plain network sums in another order."""
-    net = Supernet(small_space, seed=1)
+    net, rng = Supernet(small_space, seed=1), random.Random(0)
     with torch.no_grad():
         for p in net.parameters():
             if p.ndim == 1:
                 p.add_(0.2 * torch.randn(p.shape))
-    x, rng = images(small_space, 6), random.Random(0)
+    net.double()
+    x = images(small_space, 6, torch.float64)
     for _ in range(4):
         arch = tuple(rng.choice([c for c in u.options if c != u.indicator_choice]) for u in small_space.layers)
-        torch.testing.assert_close(net(x, arch), inherit(net, arch).train()(x), rtol=1e-4, atol=1e-4)
-
-
-def test_a_path_equals_its_inherited_network_in_double_precision(small_space):
-    net = Supernet(small_space, seed=1).double()
-    arch = tuple(u.options[-1] for u in small_space.layers)
-    x = images(small_space, dtype=torch.float64)
-    torch.testing.assert_close(net(x, arch), inherit(net, arch).double().train()(x), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(net(x, arch), inherit(net, arch).double().train()(x), rtol=1e-10, atol=1e-10)
 
 
 def test_a_plain_supernet_is_the_same_network(small_space):
@@ -250,15 +233,6 @@ def test_every_named_activation_has_its_operator():
     names = set(reference.ACTIVATIONS)
     assert set(get_args(Activation)) == names == set(ACTIVATION_MODULES) == set(init.GAINS)
     assert get_type_hints(SupernetConfig)["activation"] == Activation | None
-
-
-def test_candidates_compute_different_functions():
-    """Otherwise a search could not rank the candidates."""
-    net, x = Supernet(tiny_space()), images(tiny_space())
-    with torch.no_grad():
-        outputs = [net(x, path) for path in itertools.product(range(3), repeat=4)]
-    for a, b in itertools.combinations(outputs, 2):
-        assert (a - b).abs().max() > 1e-3
 
 
 def test_parameters_do_not_depend_on_the_layer_indicators():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import shutil
 import threading
@@ -49,14 +48,6 @@ def test_round_trip(tmp_path):
     assert (tmp_path / "again.safetensors").read_bytes() == path.read_bytes()
 
 
-def test_order_of_names_does_not_matter(tmp_path):
-    saved = sample()
-    turned = Checkpoint(dict(reversed(saved.tensors.items())), dict(reversed(saved.state.items())))
-    save_checkpoint(tmp_path / "a", saved)
-    save_checkpoint(tmp_path / "b", turned)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-
-
 def test_a_tensor_known_by_two_names_is_saved_under_both(tmp_path):
     shared = torch.randn(4)
     save_checkpoint(tmp_path / "c", Checkpoint({"a": shared, "b": shared, "c": shared[:2]}, {}))
@@ -97,12 +88,6 @@ def folder(tmp_path) -> CheckpointFolder:
     return made
 
 
-def test_only_the_newest_are_kept(folder):
-    folder.save(20, sample(20))
-    assert [p.name for p in folder.paths()] == [f"supernet-{s:08d}.safetensors" for s in (10, 15, 20)]
-    assert folder.latest(fingerprint="abc")[1].state["step"] == 20
-
-
 @pytest.mark.parametrize("prefix", ["net[1]*", "supernet-2"])
 def test_prefixes_do_not_mix_and_are_no_patterns(folder, prefix):
     """`retrain(name="net[1]")` makes such a prefix; without its checkpoints a run would start again."""
@@ -111,31 +96,6 @@ def test_prefixes_do_not_mix_and_are_no_patterns(folder, prefix):
     other.save(2, sample(2))
     assert other.paths() == [other.path(2)]
     assert len(folder.paths()) == 3
-
-
-def test_the_one_before_is_the_fall_back(folder, caplog):
-    newest = folder.paths()[-1]
-    newest.write_bytes(newest.read_bytes()[:-1])
-    with caplog.at_level(logging.WARNING, logger="nasfast"):
-        path, found = folder.latest(fingerprint="abc")
-    assert (path, found.state["step"]) == (folder.paths()[1], 10)
-    assert str(newest) in caplog.text
-    assert "trying the checkpoint before it" in caplog.text
-
-
-def test_another_space_is_refused(folder):
-    with pytest.raises(CheckpointError, match=r"belongs to another .*abc.*xyz") as error:
-        folder.latest(fingerprint="xyz")
-    assert "no usable supernet checkpoint" in str(error.value)
-
-
-def test_all_damaged(folder):
-    for path in folder.paths():
-        path.write_bytes(b"x" * 100)
-    with pytest.raises(CheckpointError, match="no usable supernet checkpoint") as error:
-        folder.latest(fingerprint="abc")
-    assert all(str(path) in str(error.value) for path in folder.paths())
-    assert "Start again in another --out folder" in str(error.value)
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
@@ -199,15 +159,6 @@ def test_the_best_is_a_copy_where_there_are_no_links(folder, monkeypatch):
     assert not list(folder.folder.glob(".*"))
 
 
-def test_the_best_is_there_before_the_step_is(folder, monkeypatch):
-    """Killed between the two, a run resumes from before both and makes the best again."""
-    monkeypatch.setattr("nasfast.train.checkpoint.link_atomic", lambda *_: pytest.fail("killed here"))
-    with pytest.raises(pytest.fail.Exception):
-        folder.save(20, sample(20), best=True)
-    assert folder.best.exists()
-    assert folder.latest(fingerprint="abc")[1].state["step"] == 15
-
-
 def test_the_best_is_the_last_fall_back(folder):
     folder.save(20, sample(20), best=True)
     folder.save(25, sample(25))
@@ -247,18 +198,6 @@ def test_saving_does_not_hold_up_and_the_end_waits_for_it(slow):
         assert slow.paths() == []
         slow.go.release()
     assert slow.steps == [5]
-
-
-def test_at_most_one_is_in_flight(slow):
-    with CheckpointWriter(slow) as writer:
-        writer.save(5, sample(5))
-        second = threading.Thread(target=writer.save, args=(10, sample(10)))
-        second.start()
-        assert slow.begun.acquire(timeout=30)
-        assert not slow.begun.acquire(timeout=0.05), "the second began before the first was saved"
-        slow.go.release(2)
-        second.join()
-    assert slow.steps == [5, 10]
 
 
 @pytest.mark.parametrize("again", [True, False])

@@ -72,21 +72,18 @@ def test_tensorboard_may_fail(tmp_path, monkeypatch, caplog, call):
     assert caplog.text.count("none from here on, metrics.jsonl has all figures") == 1
 
 
-@pytest.mark.parametrize("width", [80, 60])
-def test_a_narrow_terminal_shows_counter_and_time(tmp_path, monkeypatch, capsys, width):
+def test_a_narrow_terminal_shows_counter_and_time(tmp_path, monkeypatch, capsys):
     """Names and numbers as long as those of a real stage; the metrics are cut and nothing else."""
     monkeypatch.setattr("rich.console.Console.is_terminal", True)
-    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("TERM", "xterm")
     with TrainLog(tmp_path, "retrain/random-3", step=0, total=120_000, shown=True) as log:
         log.write(99_999, epoch=17, lr=0.0123, loss=1.2345, top1=0.4321, images_per_s=1234.5, grad_norm=9.87)
         log._bar.refresh()
     shown = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err).replace("\r", "\n")
     lines = [line for line in shown.splitlines() if "99999" in line]
-    assert lines and all(len(line) <= width for line in lines)
-    assert all(
-        "retrain/random-3" in line and "99999/120000" in line and re.search(r"eta \d+ s ", line) for line in lines
-    )
+    assert lines and all(re.match(r"retrain/random-3 +99999/120000 +eta \d+ s ", line) for line in lines)
+    assert max(map(len, lines)) <= 60
 
 
 def test_the_time_that_is_left_counts_the_networks_that_follow(tmp_path, monkeypatch, capsys):
@@ -104,32 +101,15 @@ def test_the_time_that_is_left_counts_the_networks_that_follow(tmp_path, monkeyp
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0, "0 s"),
         (0.2, "1 s"),
-        (59, "59 s"),
         (59.1, "1 min 00 s"),
-        (130, "2 min 10 s"),
         (599.1, "10 min"),
-        (601, "11 min"),
-        (3540, "59 min"),
         (3541, "1 h 00 min"),
-        (360_000, "100 h 00 min"),
         (float("inf"), "unknown"),
-        (float("nan"), "unknown"),
     ],
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text
-
-
-def test_no_time_is_shown_before_the_first_step(tmp_path, monkeypatch, capsys):
-    """A resumed stage may begin with an evaluation."""
-    monkeypatch.setattr("nasfast.runtime.progress.LINE_EVERY", 0)
-    with TrainLog(tmp_path, "a", step=5, total=9, shown=True) as log:
-        log.write(5, eval_top1=0.5)
-        log.write(6, loss=1.0)
-    first, second = capsys.readouterr().err.splitlines()
-    assert first == "a 5/9  eval_top1 50.00%" and second.startswith("a 6/9  eta 1 s  ")
 
 
 def test_without_tensorboard_the_metrics_are_in_the_file(tmp_path, monkeypatch):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,8 +12,6 @@ import ranks
 import torch
 from tiny import tiny_space
 
-from nasfast.cli import commands
-from nasfast.cli.main import main
 from nasfast.runtime.distributed import SINGLE
 from nasfast.runtime.termination import Terminated
 from nasfast.supernet import build
@@ -122,25 +119,3 @@ def test_one_that_comes_with_the_end_is_not_lost(tmp_path):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert seen == [1]
-
-
-@pytest.mark.parametrize(
-    ("number", "by"), [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "Ctrl-C; what was saved before is kept")]
-)
-@pytest.mark.parametrize(
-    ("command", "more"),
-    [("doctor", "run the same command again"), ("supernet", "the same command with --resume continues")],
-)
-def test_a_command_that_a_signal_stops_says_how_to_continue(monkeypatch, capsys, number, by, command, more):
-    def stopped(*_: object) -> None:
-        os.kill(os.getpid(), number)
-        time.sleep(9)
-
-    monkeypatch.setitem(commands._OTHERS if command == "doctor" else commands._STAGES, command, stopped)
-    # a shell lets processes in the background ignore Ctrl-C
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert main([command]) == 128 + number
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == f"\nnasfast {command}: stopped by {by}; {more}\n"

@@ -83,33 +83,6 @@ def test_changed_settings_are_refused_and_named(tmp_path, changes, named):
     assert "delete its checkpoints (supernet-*.safetensors) to train anew" in str(error.value)
 
 
-class Decoded:
-    """A loader with the name of what decodes its images."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-
-    def __len__(self):
-        return 4
-
-    def epoch(self, epoch, *, start=0, device="cpu"):
-        yield from batches(4)[start:]
-
-
-@pytest.mark.parametrize(("before", "now", "warned"), [("dali", "cache", True), ("dali", "dali", False)])
-def test_another_kind_of_loader_is_told(tmp_path, caplog, before, now, warned):
-    net, sampler = net_and_sampler()
-    train_supernet(net, Decoded(before), sampler, CFG, run_dir=tmp_path)
-    newest = tmp_path / "checkpoints" / "supernet-00000008.safetensors"
-    assert load_checkpoint(newest).state["loader"] == before
-    newest.unlink()
-    net, sampler = net_and_sampler()
-    train_supernet(net, Decoded(now), sampler, CFG, run_dir=tmp_path, resume=True)
-    text = "until step 6 the loader 'dali' gave the images, now 'cache' does: both show the same windows up to rounding"
-    assert (text in caplog.text) == warned
-    assert load_checkpoint(newest).state["loader"] == now
-
-
 def test_the_checkpoint_of_another_space_is_refused(tmp_path):
     finished(tmp_path)
     space = digits_mini(num_classes=4, resolution=16)
