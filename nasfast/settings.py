@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from nasfast.config import ConfigBase, ConfigError, Number, nearest, to_number
 from nasfast.spaces import named_space
@@ -631,8 +631,6 @@ class RunConfig(ConfigBase):
         track: where metrics go besides metrics.jsonl and TensorBoard: any of `wandb`, `mlflow`. Each needs its package;
             a failure is a warning, and the training goes on.
     """
-
-    names_files: ClassVar[bool] = True
 
     out: str = "runs/nasfast"
     seed: int = 0

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nasfast.config import ConfigError, portable
+from nasfast.config import ConfigError
 from nasfast.pipeline.check import MACHINE_DATA, check_one_process, check_same_run, nothing_is_trained, without_supernet
 from nasfast.pipeline.inputs import load_supernet, retrain_loaders, saved_space, space_of_cells
 from nasfast.pipeline.stages import save_config, say, stage
@@ -253,7 +253,7 @@ def train_network(
         result = RetrainResult.load(finished)
     else:
         train, val = retrain_loaders(cfg, the_space, hold_out=hold_out)
-        with tracked(cfg.track, cfg.run_dir, portable(cfg.to_dict())):
+        with tracked(cfg.track, cfg.run_dir, cfg.to_dict()):
             result = retrain(
                 the_space,
                 tuple(arch),

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from nasfast.config import portable
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.pipeline.agreement import GOAL, STABLE_TAU
 from nasfast.report import at_chance
@@ -51,7 +50,7 @@ def write_stability_page(run_dir: str | Path) -> Path:
         ("seeds", "Seeds", _seeds(folder, form)),
         ("config", "Configuration", folded("all settings", f"<pre>{escape(config)}</pre>")),
     ]
-    page = page_of(portable(folder.resolve().name), "nasfast run --seeds", sections)
+    page = page_of(folder.resolve().name, "nasfast run --seeds", sections)
     path = folder / "report.html"
     write_atomic(path, page.encode(errors="replace"))
     return path

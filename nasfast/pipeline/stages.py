@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from nasfast.config import ConfigError, difference, portable
+from nasfast.config import ConfigError, difference
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.refine import refine
 from nasfast.indicators.scores import gives_table, score_of, score_table, untrained_table
@@ -70,7 +70,7 @@ def stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:
             use_threads(cfg.threads)
             leads = kwargs.get("world", SINGLE).leads
             with run_lock(cfg.run_dir, create=create) if leads else nullcontext():
-                with tracked(cfg.track, cfg.run_dir, portable(cfg.to_dict())):
+                with tracked(cfg.track, cfg.run_dir, cfg.to_dict()):
                     try:
                         return function(cfg, **kwargs)
                     except (Terminated, KeyboardInterrupt) as stopped:
@@ -90,8 +90,7 @@ def save_config(cfg: RunConfig) -> None:
 
 def scored_with(cfg: RunConfig) -> dict[str, Any]:
     """The settings of scores, which a result keeps, because config.yaml may get others later."""
-    score = cfg.score.to_dict()
-    return portable({"score": score, "recalibration_batches": cfg.recalibration_batches})
+    return {"score": cfg.score.to_dict(), "recalibration_batches": cfg.recalibration_batches}
 
 
 @stage(create=True)

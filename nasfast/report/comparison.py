@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
 
-from nasfast.config import flatten, load_yaml, portable
+from nasfast.config import flatten, load_yaml
 from nasfast.indicators.rank import Estimate, bootstrap_weights, kendall_tau
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report.evidence import compare, compare_runs, is_peer, repeats_of
@@ -66,7 +66,7 @@ def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    runs = {portable(name): RunFiles(folder) for name, folder in zip(names, folders, strict=True)}
+    runs = {name: RunFiles(folder) for name, folder in zip(names, folders, strict=True)}
     page = Path(page)
     sections: list[tuple[str, str, Callable[[], str]]] = [
         ("runs", "Runs", partial(_overview, runs)),

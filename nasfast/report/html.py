@@ -12,7 +12,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from nasfast.config import load_yaml, portable
+from nasfast.config import load_yaml
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import plots
 from nasfast.report.evidence import Comparison, compare, is_peer, repeats_of, worth_of_score
@@ -102,7 +102,7 @@ def write_report(run_dir: str | Path) -> Path:
         ("environment", "Environment", _environment),
     ]
     page = page_of(
-        portable(folder.resolve().name),
+        folder.resolve().name,
         "nasfast report",
         [(key, title, body_of(partial(build, run))) for key, title, build in sections],
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nasfast.config import ConfigBase, ConfigError, portable
+from nasfast.config import ConfigBase, ConfigError
 from nasfast.display import Tabular
 from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.search.limits import Limits
@@ -190,7 +190,7 @@ def save_candidates(
         settings,
         scored_with,
     )
-    write_atomic(Path(path), seal(portable(result.to_dict())).encode())
+    write_atomic(Path(path), seal(result.to_dict()).encode())
 
 
 def load_candidates(path: str | Path, space: LayerSpace | None = None) -> SearchResult:
