@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nasfast.config import ConfigError
-from nasfast.pipeline.check import MACHINE_DATA, check_one_process, check_same_run, nothing_is_trained, without_supernet
+from nasfast.pipeline.check import MACHINE_DATA, check_one_process, check_settings, nothing_is_trained, without_supernet
 from nasfast.pipeline.inputs import load_supernet, retrain_loaders, saved_space, space_of_cells
 from nasfast.pipeline.stages import save_config, say, stage
 from nasfast.retrain import RetrainResult, export_onnx, export_program, load_model, retrain
@@ -305,7 +305,7 @@ def to_retrain(
     cfg: RunConfig, archs: Sequence[Arch | str] = (), *, pareto: bool = False
 ) -> tuple[ArchSpace, dict[str, Arch]]:
     """The space of a run, and the architectures to retrain by the names of their networks; see `retrain_best`."""
-    check_same_run(cfg, supernet=not without_supernet(cfg))
+    check_settings(cfg, supernet=not without_supernet(cfg))
     cells = space_of_cells(cfg)
     space = saved_space(cfg) if cells is None else cells
     if archs:

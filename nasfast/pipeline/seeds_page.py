@@ -211,29 +211,7 @@ def _agreement(found: Mapping[str, Any]) -> str:
     )
     if found["learned"] is not None:
         note += " The structural baseline is the same for every seed, so only the second row is about what was learned."
-    layers = [
-        [
-            layer["layer"],
-            layer["options"],
-            interval_of(layer["tau"]),
-            layer["favourite"],
-            f"{layer['favoured']} of {found['seeds']}",
-        ]
-        for layer in found["layers"]
-    ]
-    header = ["layer", "candidates", "tau between seeds", "favourite", "seeds that favour it"]
-    over = (
-        ", with 95 % intervals over the seeds"
-        if found["seeds"] > 2
-        else "; two seeds are one pair, without an interval"
-    )
-    caption = f"Tau between seeds over the candidates of each layer{over}."
-    return (
-        table_of(["", "tau between seeds"], rows, text_columns=(0,))
-        + f'<p class="soft">{escape(note)}</p>'
-        + table_of(header, layers, text_columns=())
-        + f'<p class="soft">{escape(caption)}</p>'
-    )
+    return table_of(["", "tau between seeds"], rows, text_columns=(0,), note=note)
 
 
 def _top(found: Mapping[str, Any]) -> str:
@@ -254,7 +232,7 @@ def _top(found: Mapping[str, Any]) -> str:
         f"exact search. Times in the top {k}: seeds whose own {k} best have the architecture."
     )
     header = ["#", "mean rank", f"in the top {k}", "MACs", "parameters", "architecture"]
-    return table_of(header, rows, text_columns=(5,)) + f'<p class="soft">{escape(note)}</p>'
+    return table_of(header, rows, text_columns=(5,), note=note)
 
 
 def _networks(networks: Sequence[Mapping[str, Any]]) -> str:
@@ -279,7 +257,7 @@ def _networks(networks: Sequence[Mapping[str, Any]]) -> str:
     header = ["network", "top-1 (± standard deviation)", "seeds", "MACs", "parameters", "architecture"]
     note = "structure: the highest sqrt_size of at most the answer's MACs + 1 %. random: of the answer's MACs ± 1 %."
     text = "".join(f"<p>{escape(_compared(n, c))}</p>" for n, c in comparisons(networks).items())
-    return table_of(header, rows, text_columns=(0, 5)) + text + f'<p class="soft">{escape(note)}</p>'
+    return table_of(header, rows, text_columns=(0, 5), note=note) + text
 
 
 def _seeds(folder: Path, form: Mapping[str, Any]) -> str:
@@ -292,7 +270,7 @@ def _seeds(folder: Path, form: Mapping[str, Any]) -> str:
         rows.append([name, state, "" if top1 is None else f"{100 * top1:.2f} %"])
     note = "Each folder is a run directory: nasfast report --out RUN/seed-0 writes its own page."
     header = ["seed", "state", "training top-1 of the supernet at the end"]
-    return table_of(header, rows, text_columns=(0, 1)) + f'<p class="soft">{note}</p>'
+    return table_of(header, rows, text_columns=(0, 1), note=note)
 
 
 def _number(value: float | None) -> str:

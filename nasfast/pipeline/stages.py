@@ -23,7 +23,7 @@ from nasfast.indicators.refine import refine
 from nasfast.indicators.scores import gives_table, score_of, score_table, untrained_table
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, TableError
 from nasfast.measure.doctor import environment
-from nasfast.pipeline.check import already_begun, check_same_run, check_scoring, check_search, without_supernet
+from nasfast.pipeline.check import already_begun, check_scoring, check_search, check_settings, without_supernet
 from nasfast.pipeline.inputs import configured_space, evidence_of, saved_space
 from nasfast.report import at_chance
 from nasfast.runtime.arguments import check_type
@@ -134,8 +134,8 @@ def _prepare(cfg: RunConfig, space: SearchSpace, *, resume: bool, world: World) 
     resume = resume or world.has_begun(folder.stem)
     if folder.paths():
         if not resume:
-            raise already_begun(cfg, "a supernet run", lambda cfg: _check_same_run(cfg, space))
-        _check_same_run(cfg, space)
+            raise already_begun(cfg, "a supernet run", lambda cfg: _check_continues(cfg, space))
+        _check_continues(cfg, space)
     elif resume:
         _LOG.warning("nothing to resume in %s: starting from the beginning", run_dir)
     save_config(cfg)
@@ -156,7 +156,7 @@ def _learnt(cfg: RunConfig, space: SearchSpace) -> str:
     return f", top-1 {top1[-1]:.1%} of paths" if top1 else ""
 
 
-def _check_same_run(cfg: RunConfig, space: SearchSpace) -> None:
+def _check_continues(cfg: RunConfig, space: SearchSpace) -> None:
     """Refuse to resume with another space or other settings than those of the run directory."""
     try:
         saved = saved_space(cfg)
@@ -171,7 +171,7 @@ def _check_same_run(cfg: RunConfig, space: SearchSpace) -> None:
                 f"{cfg.run_dir / SPACE_FILE} differs from the space of this run: {changes}; "
                 "resume with the same space and images, or choose another --out"
             )
-    check_same_run(cfg)
+    check_settings(cfg)
 
 
 @stage(create=False)
@@ -187,7 +187,7 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
             table cannot be used.
     """
     started = time.monotonic()
-    check_same_run(cfg)
+    check_settings(cfg)
     check_search(cfg, saved_space(cfg))  # the settings are kept, and a search that takes them would refuse them
     settings = cfg.score
     if not gives_table(settings):
@@ -228,7 +228,7 @@ def score_untrained(cfg: RunConfig, *, num_classes: int | None = None) -> Indica
     if cfg.supernet.activation is not None:
         raise ConfigError("supernet.activation is that of a supernet, and this trains none: set it in the space's file")
     space = _untrained_space(cfg, num_classes)
-    check_same_run(cfg, supernet=False)
+    check_settings(cfg, supernet=False)
     check_search(cfg, space)
     settings, file = cfg.score, cfg.run_dir / TABLE_FILE
     meta = {"seed": cfg.seed, "settings": scored_with(cfg)}
@@ -277,7 +277,7 @@ def search(cfg: RunConfig) -> list[Candidate]:
         AccuracyError: `search.refine` is not a file of accuracies of the space.
     """
     started = time.monotonic()
-    check_same_run(cfg, supernet=not without_supernet(cfg))
+    check_settings(cfg, supernet=not without_supernet(cfg))
     space, run_dir, settings = saved_space(cfg), cfg.run_dir, cfg.search
     check_search(cfg, space)
     limits, front, fronts = read_limits(settings, space), [], []

@@ -96,8 +96,7 @@ def _overview(runs: Mapping[str, RunFiles]) -> str:
         "training. Scores of different spaces, methods or score settings are on different scales: compare them within "
         "one column only. Times are those of the machine that trained, and of the last run of each stage."
     )
-    table = table_of(["", *runs], rows, text_columns=range(len(runs) + 1))
-    return f'{table}<p class="soft">{note}</p>'
+    return table_of(["", *runs], rows, text_columns=range(len(runs) + 1), note=note)
 
 
 def _column(run: RunFiles) -> dict[str, str]:
@@ -193,10 +192,9 @@ def _accuracies(runs: Mapping[str, RunFiles]) -> str:
         "over the images, on which both are compared one by one. One training each: the interval says nothing about "
         "other seeds, for which there is nasfast run --seeds."
     )
-    table = table_of(["run", "minus run", "difference of their best networks"], rows, text_columns=(0, 1, 2))
-    caption = "Top-1 of every retrained network against its MACs."
+    header, caption = ["run", "minus run", "difference of their best networks"], "Top-1 of networks against their MACs."
     figure = figure_of(svg_of(_figure(runs), "accuracies", caption), caption)
-    return f'{table}<p class="soft">{note}</p>{figure}'
+    return table_of(header, rows, text_columns=(0, 1, 2), note=note) + figure
 
 
 def _validation_images(run: RunFiles) -> tuple[str, ...]:
@@ -254,8 +252,7 @@ def _agreement(runs: Mapping[str, RunFiles]) -> str:
         "interval over them. A high tau says that both rank alike, not that either ranks well: both may only follow "
         "structure."
     )
-    shown = table_of(["run", "and run", "tau"], rows, text_columns=(0, 1, 2))
-    return f'{shown}<p class="soft">{note}</p>'
+    return table_of(["run", "and run", "tau"], rows, text_columns=(0, 1, 2), note=note)
 
 
 def _searched_table(run: RunFiles) -> IndicatorTable | None:
@@ -272,7 +269,7 @@ def _settings(runs: Mapping[str, RunFiles]) -> str:
         return "<p>All settings are equal.</p>"
     note = f"{len(keys) - len(rows)} other settings are equal. Settings of a stage are those of its result, where "
     note += "config.yaml is newer."
-    return table_of(["setting", *runs], rows, text_columns=range(len(runs) + 1)) + f'<p class="soft">{note}</p>'
+    return table_of(["setting", *runs], rows, text_columns=range(len(runs) + 1), note=note)
 
 
 def _made_with(run: RunFiles) -> dict[str, str]:

@@ -197,11 +197,11 @@ def _top_k(run: RunFiles) -> str:
         rows.append([place, f"{c.score:.6g}", *costs, format_arch(c.arch), proof])
     note = (
         "Highest score: no architecture within the limits scores higher, except those listed above it. The gap is the "
-        f"distance between its score and the proven bound. {escape(worth_of_score(run.folder))}"
+        f"distance between its score and the proven bound. {worth_of_score(run.folder)}"
     )
     costs = ["MACs", "parameters", *(f"{t.quantity}, {t.unit}" for t in tables)]
     header = ["#", "score", *costs, "architecture", "proof"]
-    return table_of(header, rows, text_columns=range(len(costs) + 2, len(header))) + f'<p class="soft">{note}</p>'
+    return table_of(header, rows, text_columns=range(len(costs) + 2, len(header)), note=note)
 
 
 def _needs_indicators(build: Callable[[RunFiles], str]) -> Callable[[RunFiles], str]:
@@ -375,11 +375,7 @@ def _rank(run: RunFiles) -> str:
         "Regret: accuracy lost by taking the predictor's favourite under that many MACs."
     )
     note += "".join(f" {row['name']}: {row['undefined']}." for row in predictors if row.get("undefined"))
-    return (
-        f"<p>{escape(form['verdict'])}</p>"
-        + table_of(header, rows, text_columns=(0,))
-        + f'<p class="soft">{escape(note)}</p>'
-    )
+    return f"<p>{escape(form['verdict'])}</p>" + table_of(header, rows, text_columns=(0,), note=note)
 
 
 def _config(run: RunFiles) -> str:

@@ -87,8 +87,10 @@ def cards_of(cards: Sequence[tuple[str, str]]) -> str:
     return f'<div class="cards">{text}</div>'
 
 
-def table_of(header: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: Sequence[int]) -> str:
-    """HTML of a table; every cell is escaped. `text_columns` are aligned left, the others right."""
+def table_of(
+    header: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: Sequence[int], note: str = ""
+) -> str:
+    """HTML of a table with a note below; all of it is escaped. `text_columns` are aligned left, the others right."""
 
     def line(tag: str, cells: Sequence[Any]) -> str:
         text = ""
@@ -101,7 +103,8 @@ def table_of(header: Sequence[str], rows: Sequence[Sequence[Any]], *, text_colum
 
     head = f"<tr>{line('th', header)}</tr>" if any(header) else ""
     body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
-    return f'<div class="wide"><table>{head}{body}</table></div>'
+    below = f'<p class="soft">{escape(note)}</p>' if note else ""
+    return f'<div class="wide"><table>{head}{body}</table></div>{below}'
 
 
 def escape(value: Any) -> str:
@@ -123,6 +126,4 @@ def interval_of(form: Mapping[str, float | None]) -> str:
     """An estimate with its interval, as `rank.json` has it."""
     if form["value"] is None:
         return "undefined"
-    if form["low"] == form["high"]:  # one observation, such as the only pair of two seeds, has no interval
-        return f"{form['value']:+.3f}"
     return f"{form['value']:+.3f} [{form['low']:+.3f}, {form['high']:+.3f}]"

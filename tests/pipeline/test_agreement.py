@@ -91,18 +91,6 @@ def test_limits_hold_for_the_answer_and_for_what_tau_is_measured_on():
     assert all(place.macs <= limits.max_macs for place in found.top)
 
 
-def test_layers_by_hand():
-    """Two of three seeds favour candidate 2 of layer 0; their order of the others is opposite."""
-    rows = [[0.0, 1.0, 2.0], [1.0, 0.0, 2.0], [2.0, 1.0, 0.0]]
-    same = {0: 0.0, 1: 1.0, 2: 2.0}
-    tables = [IndicatorTable.of_rows(SPACE, [dict(enumerate(row)), same, same, same], {}) for row in rows]
-    first, second, *_ = agreement(tables, Limits(), k=1).layers
-    assert (first.options, first.favourite, first.favoured) == (3, 2, 2)
-    # the taus of the pairs are 1/3, -1 and -1/3
-    assert first.tau.value == pytest.approx(-1 / 3)
-    assert (second.tau.value, second.tau.low, second.tau.high, second.favoured) == (1.0, 1.0, 1.0, 3)
-
-
 def test_what_was_learned_is_the_score_without_its_structure():
     tables = [with_structure(IndicatorTable(t.space, t.block, t.layer, {}, t.rule), 1.0) for t in noisy_tables(20.0, 3)]
     assert tables[0].meta["structure"] == 1.0
