@@ -70,7 +70,6 @@ class Task:
             earlier attempt left in the folder, and returns JSON that says nothing of time or place.
         arguments: JSON values.
         threads: number of CPU threads. Results depend on it, so it belongs to what the task is.
-        cost: work in any unit that all tasks share, for estimates.
         gpus: number of GPUs that it needs, 0 or 1.
         machine: further arguments, on which no result depends; they may change from one call to the next.
     """
@@ -79,7 +78,6 @@ class Task:
     function: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
-    cost: float = 1.0
     gpus: int = 0
     machine: Mapping[str, Any] = field(default_factory=dict)
 

@@ -225,7 +225,6 @@ def network_task(
             "hold_out": hold_out,
         },
         threads=cfg.threads or torch.get_num_threads(),  # results depend on it, so a task has that of this process
-        cost=float(space.cost(arch).macs),
         gpus=gpus_for(cfg.torch_device),
         machine={**machine_of(cfg), "out": cfg.out if in_run else None},
     )

@@ -132,7 +132,7 @@ def test_damaged_lines_are_named_and_evaluated_again(tmp_path, small_space, make
     table, path = make_table(small_space, 0), tmp_path / "history.jsonl"
     whole = evolve(small_space, table.score, config, history=History(path, small_space, scorer="t"))
     lines = path.read_bytes().splitlines()
-    lines[4] = damage(lines[4])
+    good, lines[4] = lines[4], damage(lines[4])
     path.write_bytes(b"\n".join(lines) + b"\n")
     again = []
 
@@ -141,7 +141,7 @@ def test_damaged_lines_are_named_and_evaluated_again(tmp_path, small_space, make
         return table.score(arch)
 
     assert evolve(small_space, counts, config, history=History(path, small_space, scorer="t")) == whole
-    assert len(again) == len(lines) - 4
+    assert again == [tuple(json.loads(good)["arch"])]
     assert "history.jsonl: line 5 is damaged" in caplog.text
 
 
