@@ -382,8 +382,7 @@ def _best(found: SearchResult) -> dict[str, Arch]:
 
 def _points(found: SearchResult) -> list[Arch]:
     """Every architecture on the front against MACs or on that against a table, each once."""
-    points = [*found.pareto, *(point for table in found.tables for point in table.pareto)]
-    return list(dict.fromkeys(point.arch for point in points))
+    return list(dict.fromkeys(point.arch for point in found.points[len(found.candidates) :]))
 
 
 def _front(found: SearchResult, run_dir: Path) -> list[Arch]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.pipeline.agreement import GOAL, STABLE_TAU
-from nasfast.report import at_chance
+from nasfast.report import at_chance, training_top1
 from nasfast.report.evidence import Comparison, compare_runs, is_peer
 from nasfast.report.page import cards_of, escape, folded, interval_of, page_of, table_of
 from nasfast.runtime.files import read_metrics, unseal, write_atomic
@@ -153,14 +153,8 @@ def _advice(folder: Path, form: Mapping[str, Any]) -> list[str]:
 
 
 def _learnt_nothing(seed: Path) -> bool:
-    top1 = _training_top1(seed)
+    top1 = training_top1(read_metrics(seed))
     return top1 is not None and at_chance(top1, _table(seed)["space"]["num_classes"])
-
-
-def _training_top1(seed: Path) -> float | None:
-    """The last training accuracy of a seed's supernet, from 0 to 1; None if there is none yet."""
-    top1 = [m["top1"] for m in read_metrics(seed) if m["stage"] == "supernet" and m.get("top1") is not None]
-    return top1[-1] if top1 else None
 
 
 def _fit(seed: Path) -> float | None:
@@ -265,7 +259,7 @@ def _seeds(folder: Path, form: Mapping[str, Any]) -> str:
     for number in range(form["seeds"]):
         name = f"seed-{number}"
         missing = form["missing"].get(name)
-        top1 = _training_top1(folder / name)
+        top1 = training_top1(read_metrics(folder / name))
         state = "scored" if missing is None else f"{missing['status']} {missing['error']}"
         rows.append([name, state, "" if top1 is None else f"{100 * top1:.2f} %"])
     note = "Each folder is a run directory: nasfast report --out RUN/seed-0 writes its own page."

@@ -25,7 +25,7 @@ from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, T
 from nasfast.measure.doctor import environment
 from nasfast.pipeline.check import already_begun, check_scoring, check_search, check_settings, without_supernet
 from nasfast.pipeline.inputs import configured_space, evidence_of, saved_space
-from nasfast.report import at_chance
+from nasfast.report import at_chance, training_top1
 from nasfast.runtime.arguments import check_type
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
@@ -145,15 +145,17 @@ def _prepare(cfg: RunConfig, space: SearchSpace, *, resume: bool, world: World) 
 
 def _learnt(cfg: RunConfig, space: SearchSpace) -> str:
     """How accurate the supernet's paths are; a warning says if it has learnt nothing, for its scores are unproven."""
-    top1 = [m["top1"] for m in read_metrics(cfg.run_dir) if m["stage"] == "supernet" and "top1" in m]
-    if top1 and at_chance(top1[-1], space.num_classes):
+    top1 = training_top1(read_metrics(cfg.run_dir))
+    if top1 is None:
+        return ""
+    if at_chance(top1, space.num_classes):
         _LOG.warning(
             "the supernet's training accuracy is at chance (%.1f %%, %d classes): its scores may rank nothing. "
             "Compare with `nasfast rank` or the random baseline, or let more parameters train (supernet.trainable)",
-            100 * top1[-1],
+            100 * top1,
             space.num_classes,
         )
-    return f", top-1 {top1[-1]:.1%} of paths" if top1 else ""
+    return f", top-1 {top1:.1%} of paths"
 
 
 def _check_continues(cfg: RunConfig, space: SearchSpace) -> None:

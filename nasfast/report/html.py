@@ -6,9 +6,10 @@ import json
 import random
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -62,6 +63,12 @@ _AT_CHANCE = (
 def _figure(run: RunFiles, name: str, figure: Figure, caption: str) -> str:
     """Write `report/NAME.svg`, and return the HTML that shows it."""
     return embedded(figure, caption, run.folder / "report" / f"{name}.svg")
+
+
+def training_top1(metrics: Sequence[Mapping[str, Any]]) -> float | None:
+    """The supernet's last training accuracy, from 0 to 1, in lines of metrics.jsonl; None if there is none yet."""
+    found = [m["top1"] for m in metrics if m["stage"] == "supernet" and m.get("top1") is not None]
+    return found[-1] if found else None
 
 
 def at_chance(top1: float, num_classes: int) -> bool:
@@ -254,10 +261,10 @@ def _heatmap(run: RunFiles) -> str:
 
 def _supernet_curves(run: RunFiles) -> str:
     curves = _curves(run, "supernet", ["supernet"], "nasfast supernet")
-    accuracies = [m["top1"] for m in run.metrics if m["stage"] == "supernet" and m.get("top1") is not None]
-    if not accuracies or not (run.folder / "space.yaml").exists():
+    top1 = training_top1(run.metrics)
+    if top1 is None or not (run.folder / "space.yaml").exists():
         return curves
-    return f'<p class="note">{_AT_CHANCE}</p>{curves}' if at_chance(accuracies[-1], run.space.num_classes) else curves
+    return f'<p class="note">{_AT_CHANCE}</p>{curves}' if at_chance(top1, run.space.num_classes) else curves
 
 
 def _retrain(run: RunFiles) -> str:
@@ -299,11 +306,7 @@ def _table_costs(run: RunFiles) -> tuple[list[str], dict[Arch, list[str]]]:
         result = run.result
     except (NotRun, ValueError, OSError):
         return [], {}  # the section of this file says so
-    values = {
-        point.arch: point.values for front in (result.pareto, *(t.pareto for t in result.tables)) for point in front
-    }
-    values |= {candidate.arch: candidate.values for candidate in result.candidates}
-    costs = {arch: [f"{value:.4g}" for value in found] for arch, found in values.items()}
+    costs = {point.arch: [f"{value:.4g}" for value in point.values] for point in result.points}
     return [f"{table.quantity}, {table.unit}" for table in result.tables], costs
 
 

@@ -143,6 +143,11 @@ class SearchResult(Tabular, ConfigBase):
             f"{len(self.candidates)} architectures of {self.space}, best first; {len(self.pareto)} on the Pareto front"
         )
 
+    @property
+    def points(self) -> tuple[Candidate | ParetoPoint, ...]:
+        """What the search found: the candidates, then the points of the fronts, some of which may be candidates too."""
+        return (*self.candidates, *self.pareto, *(point for table in self.tables for point in table.pareto))
+
     def records(self) -> list[dict[str, Any]]:
         """One row per candidate, with its cost by each table."""
         return [_record(c, [f"{t.quantity} ({t.unit})" for t in self.tables]) for c in self.candidates]

@@ -103,10 +103,7 @@ def test_what_cannot_be_trained_is_refused_before_training(settings, monkeypatch
         "--table t.json --out o --epochs 2",
         "--train 10 --out o --epochs 0",
         "--train 10 --out o --interval 0",
-        "--train 10 --out o --resamples 5",
         "--train 10 --out o --seed 1",
-        "--train 10 --out o --space darts",
-        "--train 10 --out o --batch 8",
     ):
         assert main(["rank", *flags.split()]) == 2
     assert main(["rank", "--train", "10", "--out", str(settings.run_dir / "none")]) == 1

@@ -5,16 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
-import random
 import re
 import shutil
 from html.parser import HTMLParser
 
 import pytest
 
-from nasfast.indicators.table import IndicatorTable
-from nasfast.report import html, plots, write_report
+from nasfast.report import plots, write_report
 from nasfast.spaces import digits_mini, mobilenet_v2, nas_bench_macro, parse_arch, shufflenet_v2
 
 HOSTILE = '<script>alert("x")</script> $\\frac{$ & \'"'
@@ -125,18 +122,11 @@ def test_a_supernet_at_chance_is_said_to_be(run, top1, noted):
     assert "accuracy is at chance" not in page_of(run).text
 
 
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        ("method: spos\nscore: {name: recalibrated_accuracy, distill: false}\n", "recalibrated_accuracy"),
-        ("method: dinas\nscore: {name: path_loss, distill: false}\n", "path_loss"),
-    ],
-)
-def test_a_run_without_a_table_says_so(tmp_path, config, name):
-    (tmp_path / "config.yaml").write_text(config)
+def test_a_run_without_a_table_says_so(tmp_path):
+    (tmp_path / "config.yaml").write_text("method: dinas\nscore: {name: path_loss, distill: false}\n")
     page = page_of(tmp_path)
     # the Pareto front and the heat map
-    assert page.text.count(f"There is no table of scores: {name} scores whole paths during the search.") == 2
+    assert page.text.count("There is no table of scores: path_loss scores whole paths during the search.") == 2
     assert "nasfast score" not in page.text
 
 
@@ -173,29 +163,6 @@ def test_damaged_files_are_named_not_fatal(run, content):
     # summary, strip, top K, Pareto front, heat map, retraining, rank; how to use the network needs only that it exists
     no_result = content in ("{", "[]")
     assert page_of(run).text.count("cannot be read") == 7 + no_result
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_no_damage_takes_the_page_with_it(finished_run, tmp_path, monkeypatch, seed):
-    """Values of other kinds, noise and cuts in any file."""
-    monkeypatch.setattr(html, "embedded", lambda figure, caption, path: "<figure></figure>")
-    monkeypatch.setattr(html, "_CLOUD", 10)
-    rng = random.Random(seed)
-    files = (path for path in finished_run.rglob("*") if path.suffix in (".json", ".jsonl", ".yaml"))
-    for name in sorted(str(path.relative_to(finished_run)) for path in files):
-        run = tmp_path / name.replace("/", " ")
-        shutil.copytree(finished_run, run)
-        text = (run / name).read_text()
-        values = list(re.finditer(r'-?\d+(\.\d+)?|"[^"]*"|null', text))
-        value = rng.choice(values) if values and seed else None
-        if value:
-            other = rng.choice(["null", "[]", "{}", "1e999", "-1", '"x"', "1" * 400, "NaN", "true"])
-            text = text[: value.start()] + other + text[value.end() :]
-        else:
-            text = text[: rng.randrange(len(text))] + chr(rng.randrange(300))
-        (run / name).write_text(text, encoding="latin-1", errors="replace")
-        assert write_report(run).read_text().endswith("</html>\n")
 
 
 def test_hostile_strings_are_shown_not_obeyed(tmp_path, make_run):
@@ -249,18 +216,3 @@ def test_seeds_and_random_networks_share_entries_of_the_legend():
         assert entries == ["retrain/best, training", "retrain/random, training"]
         best, again, random, *others = [line.get_color() for line in ax.lines]
         assert best == again != random and set(others) == {random}
-
-
-@pytest.mark.parametrize(("spread", "digits"), [(0.004, 3), (0.4, 2)])
-def test_heat_map_prints_digits_that_differ(tmp_path, spread, digits):
-    space = nas_bench_macro()
-    block = tuple(
-        {c: 1 + spread * c / 2 for c in layer.options if c != layer.indicator_choice} for layer in space.layers
-    )
-    figure = plots.indicator_heatmap(IndicatorTable(space, block, (None,) * len(space)))
-    figure.savefig(tmp_path / "map.png")
-    heat, bar = figure.axes
-    assert heat.get_title() == "block score $S_v$ = mean |γ|"
-    assert {len(text.get_text().split(".")[1]) for text in heat.texts} == {digits}
-    assert bar.yaxis.get_offset_text().get_text() == ""
-    assert all(math.isclose(float(t.get_text()), t.get_position()[1]) for t in bar.get_yticklabels())
