@@ -192,7 +192,8 @@ def _accuracies(runs: Mapping[str, RunFiles]) -> str:
         "over the images, on which both are compared one by one. One training each: the interval says nothing about "
         "other seeds, for which there is nasfast run --seeds."
     )
-    header, caption = ["run", "minus run", "difference of their best networks"], "Top-1 of networks against their MACs."
+    header = ["run", "minus run", "difference of their best networks"]
+    caption = "Top-1 of every retrained network against its MACs."
     figure = figure_of(svg_of(_figure(runs), "accuracies", caption), caption)
     return table_of(header, rows, text_columns=(0, 1, 2), note=note) + figure
 
