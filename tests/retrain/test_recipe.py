@@ -255,8 +255,7 @@ EVERYTHING = RetrainConfig(
 def contents(out) -> dict:
     """Every file that a resumed retraining must reproduce."""
     files = {str(p.relative_to(out)): p.read_bytes() for p in out.rglob("*.safetensors")}
-    files["result"] = {k: v for k, v in json.loads((out / "retrain/best/result.json").read_text()).items()}
-    del files["result"]["seconds"]
+    files["result"] = {**json.loads((out / "retrain/best/result.json").read_text()), "seconds": 0}
     files["metrics"] = [{k: v for k, v in m.items() if k != "images_per_s"} for m in read_metrics(out)]
     return files
 

@@ -17,16 +17,8 @@ from nasfast.spaces import mobilenet_v2
 @pytest.fixture
 def config(small_space, all_archs):
     macs = sorted(small_space.cost(a).macs for a in all_archs)
-    return SearchConfig(
-        method="evolution",
-        top_k=3,
-        max_macs=macs[len(macs) // 3],
-        population=20,
-        generations=5,
-        parents=4,
-        crossovers=10,
-        mutations=10,
-    )
+    sizes = {"population": 20, "generations": 5, "parents": 4, "crossovers": 10, "mutations": 10}
+    return SearchConfig(method="evolution", top_k=3, max_macs=macs[len(macs) // 3], **sizes)
 
 
 def test_mutation_redraws_each_layer_with_the_given_probability():
