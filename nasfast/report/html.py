@@ -19,7 +19,6 @@ from nasfast.report import plots
 from nasfast.report.evidence import Comparison, compare, is_peer, repeats_of, worth_of_score
 from nasfast.report.page import (
     cards_of,
-    command_of,
     embedded,
     escape,
     folded,
@@ -318,9 +317,9 @@ def _use(run: RunFiles) -> str:
     export = shlex.join(["nasfast", "export", "--out", str(run.folder), *([] if name == "best" else ["--name", name])])
     return (
         f"<p>In Python, for a photograph or as a module of your own program:</p>"
-        f"{command_of(_USE.format(str(run.folder / 'retrain' / name)))}"
+        f"<pre>{escape(_USE.format(str(run.folder / 'retrain' / name)))}</pre>"
         "<p>For other programs, as safetensors and ONNX, checked with onnxruntime where that is installed:</p>"
-        f"{command_of(export)}"
+        f"<pre>{escape(export)}</pre>"
         '<p class="soft">The accuracy above is about images like those of the validation set; check it on your own '
         "before you rely on it.</p>"
     )

@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from nasfast.report.style import POLICY, SCRIPT, STYLE
+from nasfast.report.style import POLICY, STYLE
 from nasfast.runtime.files import write_atomic
 
 # Cells of at most this many characters are not broken into lines.
@@ -22,7 +22,7 @@ _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
 def page_of(name: str, kind: str, sections: Sequence[tuple[str, str, str]]) -> str:
-    """A self-contained page. It loads nothing, and its script only adds to what it shows.
+    """A self-contained page, which loads nothing and has no script.
 
     Args:
         name: the heading.
@@ -36,8 +36,7 @@ def page_of(name: str, kind: str, sections: Sequence[tuple[str, str, str]]) -> s
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}: {kind}</title>'
-        f"<style>{STYLE}</style></head>\n<body><h1>{name}</h1><nav>{links}</nav>\n{body}\n"
-        f"<script>{SCRIPT}</script></body></html>\n"
+        f"<style>{STYLE}</style></head>\n<body><h1>{name}</h1><nav>{links}</nav>\n{body}\n</body></html>\n"
     )
 
 
@@ -69,11 +68,6 @@ def figure_of(svg: str, caption: str) -> str:
     # only a file needs the names of its namespaces
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg, count=2)
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
-
-
-def command_of(text: str) -> str:
-    """HTML of a command or a program, with a button that copies it."""
-    return f'<div class="command"><pre>{escape(text)}</pre></div>'
 
 
 def folded(summary: str, body: str) -> str:

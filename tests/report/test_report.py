@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
-import re
 import shutil
 from html.parser import HTMLParser
 
@@ -72,9 +69,6 @@ def test_nothing_is_loaded_from_outside_the_page(finished_run):
     assert all(source.startswith(("data:image/png;base64,", "#")) for source in page.sources)
     text = (finished_run / "report.html").read_text()
     assert "default-src 'none'" in text and "http" not in text.replace("http-equiv", "")
-    (script,) = re.findall("<script>(.*?)</script>", text, re.DOTALL)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    assert f"script-src 'sha256-{digest}'" in text
 
 
 def test_empty_run_names_what_is_missing(tmp_path):
@@ -173,7 +167,7 @@ def test_hostile_strings_are_shown_not_obeyed(tmp_path, make_run):
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"stage": "retrain/" + HOSTILE, "step": 1, "loss": 1.0, "top1": 0.1}) + "\n")
     page = page_of(tmp_path)
-    assert page.tags.count("script") == 1  # the page's own
+    assert "script" not in page.tags
     assert "b" in page.tags  # of the cards only
     assert page.text.count(HOSTILE) >= 3
     assert "<b>$x$ &" in page.text
