@@ -7,11 +7,10 @@ import dataclasses
 import difflib
 import functools
 import numbers
-import os
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,13 +48,7 @@ class ConfigBase:
     A field that is itself a config dataclass is written as a nested mapping. Every value, from a file or from Python,
     is checked against the annotated type and converted to it: a list to a tuple, "2.4M" to a number, a mapping to a
     config. A dataclass checks ranges in its `_check_values`.
-
-    Attributes:
-        names_files: whether strings may be names of files; these are saved so that they name the same files under any
-            locale.
     """
-
-    names_files: typing.ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         kind: Any = type(self)
@@ -114,14 +107,13 @@ class ConfigBase:
         """
         form = load_yaml(path)
         try:
-            return cls.from_dict(local(form) if cls.names_files else form)
+            return cls.from_dict(form)
         except ConfigError as error:
             raise type(error)(f"{path}: {error}") from error
 
     def to_yaml(self) -> str:
         """All fields, defaults included, as YAML that `load` can read."""
-        form = self.to_dict()
-        return dump_yaml(portable(form) if self.names_files else form)
+        return dump_yaml(self.to_dict())
 
     def save(self, path: str | Path) -> None:
         """Write `to_yaml` to a file."""
@@ -172,33 +164,8 @@ def _parsed(text: str) -> Any:
     try:
         return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except yaml.YAMLError:
-        # that one refuses the halves of surrogate pairs, which `portable` makes of names that are not UTF-8
+        # that one refuses the halves of surrogate pairs, which names of files that are not UTF-8 have
         return yaml.safe_load(text)
-
-
-def portable(form: Any) -> Any:
-    """Convert the strings of a nested form, which may name files, for saving: the bytes of each name decoded as UTF-8.
-
-    Under a locale that is not UTF-8, Python gives the same bytes another string; `local` is the inverse.
-    """
-    return _change_strings(form, lambda name: os.fsencode(name).decode("utf-8", "surrogateescape"))
-
-
-def local(form: Any) -> Any:
-    """Inverse of `portable`: each string becomes the one that this process's locale gives to the same bytes."""
-    return _change_strings(form, lambda name: os.fsdecode(name.encode("utf-8", "surrogateescape")))
-
-
-def _change_strings(form: Any, change: Callable[[str], str]) -> Any:
-    """A nested form with `change` applied to each string value."""
-    if isinstance(form, dict):
-        return {key: _change_strings(value, change) for key, value in form.items()}
-    if isinstance(form, list):
-        return [_change_strings(value, change) for value in form]
-    if isinstance(form, str):
-        with contextlib.suppress(UnicodeEncodeError):  # such a text cannot be a file name under this locale
-            return change(form)
-    return form
 
 
 def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:

@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from nasfast.config import ConfigBase, ConfigError, Number, nearest, to_number
 from nasfast.spaces import named_space
@@ -29,13 +29,14 @@ def check_device(name: str) -> None:
 
 
 def check_common(threads: int, seed: int, **counts: int) -> None:
-    """Check the fields that every study's config has.
-
-    Raises:
-        ValueError: negative threads or seed, or a count below 1.
-    """
+    """Raise ValueError if threads or seed are negative, or a count is below 1."""
     if threads < 0 or seed < 0:
         raise ValueError(f"threads and seed must not be negative, got {threads} and {seed}")
+    check_counts(**counts)
+
+
+def check_counts(**counts: int) -> None:
+    """Raise ValueError if a count is below 1."""
     for name, value in counts.items():
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -447,9 +448,7 @@ class SearchConfig(ConfigBase):
     refine: str | None = None
 
     def _check_values(self) -> None:
-        for name in ("top_k", "population", "generations", "parents"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_counts(**{name: getattr(self, name) for name in ("top_k", "population", "generations", "parents")})
         if min(self.crossovers, self.mutations) < 0 or self.crossovers + self.mutations > self.population:
             raise ValueError(
                 "crossovers and mutations must not be negative, and their sum must be at most "
@@ -533,9 +532,7 @@ class RetrainConfig(ConfigBase):
     train: TrainConfig = TrainConfig(epochs=20, lr=0.1)
 
     def _check_values(self) -> None:
-        for name in ("top_k", "seeds"):
-            if (count := getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, got {count}")
+        check_counts(top_k=self.top_k, seeds=self.seeds)
         if self.random_architectures < 0:
             raise ValueError(f"random_architectures must not be negative, got {self.random_architectures}")
         # the conditions are written so that NaN fails too
@@ -585,8 +582,7 @@ class TaskSettings(ConfigBase):
     def _check_values(self) -> None:
         if self.workers is not None and self.workers < 0:
             raise ValueError(f"workers must not be negative, got {self.workers}; 0 takes as many as the machine allows")
-        if self.attempts < 1:
-            raise ValueError(f"attempts must be at least 1, got {self.attempts}")
+        check_counts(attempts=self.attempts)
         if self.max_hours is not None and not 0 < self.max_hours <= _MOST_HOURS:
             raise ValueError(f"max_hours must be positive and at most {_MOST_HOURS:,}, got {self.max_hours}")
         if self.ray_address is not None and self.executor != "ray":
@@ -632,8 +628,6 @@ class RunConfig(ConfigBase):
             a failure is a warning, and the training goes on.
     """
 
-    names_files: ClassVar[bool] = True
-
     out: str = "runs/nasfast"
     seed: int = 0
     device: str = "auto"
@@ -650,10 +644,7 @@ class RunConfig(ConfigBase):
     track: tuple[Literal["wandb", "mlflow"], ...] = ()
 
     def _check_values(self) -> None:
-        if self.threads < 0 or self.seed < 0:
-            raise ValueError(f"threads and seed must not be negative, got threads={self.threads}, seed={self.seed}")
-        if self.recalibration_batches < 1:
-            raise ValueError(f"recalibration_batches must be at least 1, got {self.recalibration_batches}")
+        check_common(self.threads, self.seed, recalibration_batches=self.recalibration_batches)
         check_device(self.device)
         check_policy(self.data.loader, self.retrain.auto_augment)
 

@@ -70,7 +70,6 @@ class Task:
             earlier attempt left in the folder, and returns JSON that says nothing of time or place.
         arguments: JSON values.
         threads: number of CPU threads. Results depend on it, so it belongs to what the task is.
-        cost: work in any unit that all tasks share, for estimates.
         gpus: number of GPUs that it needs, 0 or 1.
         machine: further arguments, on which no result depends; they may change from one call to the next.
     """
@@ -79,7 +78,6 @@ class Task:
     function: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
     threads: int = 1
-    cost: float = 1.0
     gpus: int = 0
     machine: Mapping[str, Any] = field(default_factory=dict)
 
@@ -373,11 +371,7 @@ class TaskRunner:
 
 
 def _joined_cluster(address: str | None) -> Any:
-    """Ray, connected to a running cluster.
-
-    Raises:
-        TaskError: Ray is not installed, the cluster cannot be reached, or it has another version.
-    """
+    """Ray, connected to a running cluster; TaskError if it cannot be."""
     try:
         import ray
     except ImportError as error:
@@ -433,11 +427,7 @@ def execute(task: Task, folder: Path, here: str, deadline: float | None, modules
 
 
 def _call(task: Task, folder: Path) -> Any:
-    """Call the function of a task.
-
-    Raises:
-        TaskError: this process cannot import it.
-    """
+    """Call the function of a task; TaskError if this process cannot import it."""
     use_threads(task.threads)
     module, _, name = task.function.partition(":")
     try:
@@ -493,11 +483,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock the task's folder; wait for a worker whose driver is gone, which has `GRACE` seconds to save and end.
-
-    Raises:
-        RunDirectoryError: another process still holds it, or the folder cannot be written.
-    """
+    """Lock the task's folder; wait for a worker whose driver is gone, which has `GRACE` seconds to save and end."""
     patience = time.monotonic() + GRACE + 5
     with contextlib.ExitStack() as stack:
         while True:

@@ -15,7 +15,7 @@ import jsonargparse
 from jsonargparse.typing import register_type
 
 from nasfast import __version__, extensions
-from nasfast.config import ConfigError, Number, flatten, load_yaml, local, merge, nearest, suggestion, to_number
+from nasfast.config import ConfigError, Number, flatten, load_yaml, merge, nearest, suggestion, to_number
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.runtime.imports import import_modules
 from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
@@ -284,7 +284,7 @@ def run_config(command: str, given: dict[str, Any]) -> tuple[RunConfig, dict[str
     saved = Path(given.get("out", RunConfig.out)) / CONFIG_FILE
     form: dict[str, Any] = {}
     if (others.get("resume") or command not in ("run", "supernet")) and saved.exists():
-        form = local(load_yaml(saved))
+        form = load_yaml(saved)
     try:
         cfg = RunConfig.from_dict(merge(form, {name: value for name, value in given.items() if name in settings}))
     except ConfigError as error:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL
@@ -203,23 +204,19 @@ class CacheBackend:
         """Map the images into memory, and which of them could not be read; None if they are absent or damaged."""
         try:
             described = json.loads(path.with_suffix(".json").read_bytes())
-            unreadable, digest = list(map(int, described["unreadable"])), described["digest"]
-            # changes of the array stay in this process
-            array = np.asarray(np.load(path, mmap_mode="c"))
+            unreadable, array = list(map(int, described["unreadable"])), _mapped(path)
+            if array.shape != self._shape or array.dtype != np.uint8:
+                return None
+            if _digest(path, path.stat().st_mtime_ns) != described["digest"]:
+                return None
         except (OSError, EOFError, ValueError, TypeError, KeyError):
-            return None
-        if array.shape != self._shape or array.dtype != np.uint8 or _digest(array.data) != digest:
             return None
         size = size_text(array.nbytes)
         _LOG.info("image cache %s: %d images, %s, %d unreadable", path, len(array), size, len(unreadable))
         return array, unreadable
 
     def _build(self, path: Path) -> tuple[np.ndarray, list[int]]:
-        """Decode all images into the cache, unless another process does so meanwhile, and open it.
-
-        Raises:
-            DataError: the disk is too small, or the folder cannot be written.
-        """
+        """Decode all images into the cache, unless another process does so meanwhile, and open it."""
         temporary = temporary_beside(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,11 +240,9 @@ class CacheBackend:
                 f"{error.strerror or error}. Make room or the folder writable, "
                 "set data.cache_dir to another place, or data.loader=torchvision"
             ) from error
-        if (found := self._open(path)) is None:
-            raise DataError(f"the image cache {path} was written and cannot be read: is the disk failing?")
-        return found
+        return _mapped(path), described["unreadable"]
 
-    def _write(self, path: Path) -> dict[str, object]:
+    def _write(self, path: Path) -> dict[str, Any]:
         """Decode all images into a file; the description of the cache."""
         count, digest, reported = self._shape[0], hashlib.blake2b(digest_size=16), time.monotonic()
         _LOG.info("decoding %d images once into %s, %s", count, path.parent, size_text(self._bytes))
@@ -282,8 +277,15 @@ def size_text(size: float) -> str:
     return f"{size / unit:.1f} {name}"
 
 
-def _digest(data: memoryview) -> str:
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
+def _mapped(path: Path) -> np.ndarray:
+    """The images of a cache, mapped into memory; changes of the array stay in this process."""
+    return np.asarray(np.load(path, mmap_mode="c"))
+
+
+@functools.cache  # every stage of a run opens the same caches
+def _digest(path: Path, changed: int) -> str:
+    """Digest of the images of a cache whose file changed last at this time."""
+    return hashlib.blake2b(_mapped(path).data, digest_size=16).hexdigest()
 
 
 def _on(device: torch.device, values: np.ndarray) -> Tensor:

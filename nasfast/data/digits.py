@@ -19,11 +19,7 @@ _PIECES, _PIECE, _CLUTTER, _NOISE = 10, 6, 0.6, 20.0
 
 
 def _load(split: Split) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Numbers (n,), images (n, 8, 8) uint8 and labels (n,) int64 of a part: `val` is every fifth image of each class.
-
-    Raises:
-        RuntimeError: scikit-learn is not installed.
-    """
+    """Numbers (n,), images (n, 8, 8) uint8 and labels (n,) int64 of a part: `val` is every fifth image of a class."""
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:

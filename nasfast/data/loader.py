@@ -99,11 +99,6 @@ class Loader:
         """The folder in which decoded images stay; None if they stay in none."""
         return self._backend.folder if isinstance(self._backend, CacheBackend) else None
 
-    @property
-    def num_images(self) -> int:
-        """Number of images, over all ranks."""
-        return len(self.source)
-
     def __len__(self) -> int:
         """Batches per epoch."""
         full, rest = divmod(len(self.source), self._batch_size)

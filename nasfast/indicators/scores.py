@@ -18,42 +18,15 @@ from nasfast.indicators.registry import (
     SCORES,
     Score,
     ScoreError,
-    all_scores,
-    available,
     check_network_score,
     check_score,
     get_score,
-    list_scores,
     register,
 )
 from nasfast.indicators.structure import BASELINES, structure_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.settings import ScoreConfig
 from nasfast.spaces import Arch, LayerSpace, format_arch
-
-__all__ = [
-    "SCORES",
-    "Evidence",
-    "NetworkEvidence",
-    "Score",
-    "ScoreError",
-    "all_scores",
-    "available",
-    "check_score",
-    "get_score",
-    "gives_table",
-    "list_scores",
-    "parts_of",
-    "rank_sum",
-    "register",
-    "score_networks",
-    "score_of",
-    "score_paths",
-    "score_table",
-    "summed",
-    "untrained_table",
-    "with_structure",
-]
 
 
 def _register_baseline(name: str) -> None:

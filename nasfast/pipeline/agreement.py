@@ -32,24 +32,8 @@ GOAL = 0.9
 _SAMPLE, _RESAMPLES = 1000, 200
 _TWO_SIDED = 0.975
 
-
-@dataclass(frozen=True)
-class LayerAgreement:
-    """How far the seeds agree about one layer.
-
-    Attributes:
-        layer: number of the layer.
-        options: number of its candidates.
-        tau: mean tau-b between two seeds, over the candidates.
-        favourite: the candidate that most seeds score highest, as in an `Arch`.
-        favoured: how many seeds do.
-    """
-
-    layer: int
-    options: int
-    tau: Estimate
-    favourite: int
-    favoured: int
+Rows = Sequence[dict[int, float]]
+"""For each layer, the score of each value."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +64,6 @@ class Agreement:
         tau: mean tau-b between two seeds over these architectures.
         learned: the same without the structural baseline that is added to the score; None if none is.
         correlation: mean Pearson correlation between two seeds over the same architectures, without that baseline.
-        layers: the layers that have a choice.
         top: the K architectures of the lowest mean rank, best first; the first is the answer.
     """
 
@@ -89,7 +72,6 @@ class Agreement:
     tau: Estimate
     learned: Estimate | None
     correlation: float
-    layers: tuple[LayerAgreement, ...]
     top: tuple[Placed, ...]
 
     @property
@@ -101,7 +83,8 @@ class Agreement:
     @property
     def of_mean(self) -> float:
         """Expected correlation between the mean of these seeds and the mean of as many others (Spearman-Brown)."""
-        return _of_mean(self.correlation, self.seeds)
+        r, n = self.correlation, self.seeds
+        return n * r / (1 + (n - 1) * r) if r > 0 else 0.0
 
     @property
     def seeds_needed(self) -> int | None:
@@ -113,10 +96,6 @@ class Agreement:
         if not r > 0:
             return None
         return max(1, math.ceil(GOAL * (1 - r) / (r * (1 - GOAL)) - 1e-9)) if r < 1 else 1
-
-
-def _of_mean(r: float, n: int) -> float:
-    return n * r / (1 + (n - 1) * r) if r > 0 else 0.0
 
 
 def agreement(
@@ -157,8 +136,7 @@ def agreement(
         tau=mean_tau(scores, weights),
         learned=learned,
         correlation=_correlation(own),
-        layers=tuple(_layers(rows)),
-        top=_top(tables, limits, k, allow_identity=allow_identity),
+        top=_top(tables, rows, limits, k, allow_identity=allow_identity),
     )
 
 
@@ -208,21 +186,9 @@ def _correlation(scores: np.ndarray) -> float:
     return float(matrix[np.triu_indices(len(scores), 1)].mean())
 
 
-def _layers(rows: Sequence[Sequence[dict[int, float]]]) -> list[LayerAgreement]:
-    """The agreement of each layer that has a choice; `rows` has the scores by seed, layer and candidate."""
-    found = []
-    for layer, candidates in enumerate(rows[0]):
-        if len(candidates) < 2:
-            continue
-        scores = np.array([[row[layer][choice] for choice in candidates] for row in rows])
-        best = Counter(max(row[layer], key=lambda choice: (row[layer][choice], -choice)) for row in rows)
-        favourite, favoured = max(best.items(), key=lambda item: (item[1], -item[0]))
-        tau = mean_tau(scores, np.ones((1, len(candidates))))
-        found.append(LayerAgreement(layer, len(candidates), tau, favourite, favoured))
-    return found
-
-
-def _top(tables: Sequence[IndicatorTable], limits: Limits, k: int, *, allow_identity: bool) -> tuple[Placed, ...]:
+def _top(
+    tables: Sequence[IndicatorTable], rows: Sequence[Rows], limits: Limits, k: int, *, allow_identity: bool
+) -> tuple[Placed, ...]:
     """The K architectures of the lowest mean rank among the K best of each seed and of the mean of the seeds.
 
     The seeds' tables are divided by their standard deviations before the mean, so that none outweighs the others.
@@ -234,7 +200,6 @@ def _top(tables: Sequence[IndicatorTable], limits: Limits, k: int, *, allow_iden
         for table in (*tables, mean)
     ]
     pool = list(dict.fromkeys(itertools.chain(*best)))
-    rows = [option_scores(table, allow_identity=allow_identity) for table in tables]
     scores = np.array([[arch_sum(row, arch) for arch in pool] for row in rows])
     ranks = stats.rankdata(-scores, method="min", axis=1).mean(axis=0)
     # of equal mean ranks, the one of the higher mean score comes first

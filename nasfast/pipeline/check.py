@@ -37,7 +37,7 @@ def nothing_is_trained(cfg: RunConfig) -> bool:
     return not any((cfg.run_dir / name).exists() for name in ("checkpoints", "retrain"))
 
 
-def check_same_run(cfg: RunConfig, *, supernet: bool = True) -> None:
+def check_settings(cfg: RunConfig, *, supernet: bool = True) -> None:
     """Refuse other settings than those in config.yaml of the run directory, before replacing any file.
 
     Settings of later stages and of the machine may differ.

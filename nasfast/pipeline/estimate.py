@@ -39,7 +39,7 @@ _FEW, _MORE = 2, 8
 
 
 @dataclass(frozen=True)
-class Estimate:
+class Work:
     """What one kind of work takes.
 
     Attributes:
@@ -70,7 +70,7 @@ class Plan:
         max_hours: after this time the run stops; None for no limit.
     """
 
-    estimates: tuple[Estimate, ...]
+    estimates: tuple[Work, ...]
     threads: int
     at_a_time: int
     settings: TaskSettings | None
@@ -121,9 +121,9 @@ def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: fl
     trial = Trial(cfg)
     number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures
     # networks first: a peak of memory never falls, and the supernet's is not theirs
-    networks = Estimate("networks (retraining)", number, trial.network_seconds(), memory())
+    networks = Work("networks (retraining)", number, trial.network_seconds(), memory())
     stages = [
-        Estimate(what, 1, seconds(), memory(), apart=False)
+        Work(what, 1, seconds(), memory(), apart=False)
         for what, seconds in (
             ("supernet", trial.supernet_seconds),
             ("score", trial.score_seconds),

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from nasfast.config import ConfigError, portable
-from nasfast.pipeline.check import MACHINE_DATA, check_one_process, check_same_run, nothing_is_trained, without_supernet
+from nasfast.config import ConfigError
+from nasfast.pipeline.check import MACHINE_DATA, check_one_process, check_settings, nothing_is_trained, without_supernet
 from nasfast.pipeline.inputs import load_supernet, retrain_loaders, saved_space, space_of_cells
 from nasfast.pipeline.stages import save_config, say, stage
 from nasfast.retrain import RetrainResult, export_onnx, export_program, load_model, retrain
@@ -225,7 +225,6 @@ def network_task(
             "hold_out": hold_out,
         },
         threads=cfg.threads or torch.get_num_threads(),  # results depend on it, so a task has that of this process
-        cost=float(space.cost(arch).macs),
         gpus=gpus_for(cfg.torch_device),
         machine={**machine_of(cfg), "out": cfg.out if in_run else None},
     )
@@ -253,7 +252,7 @@ def train_network(
         result = RetrainResult.load(finished)
     else:
         train, val = retrain_loaders(cfg, the_space, hold_out=hold_out)
-        with tracked(cfg.track, cfg.run_dir, portable(cfg.to_dict())):
+        with tracked(cfg.track, cfg.run_dir, cfg.to_dict()):
             result = retrain(
                 the_space,
                 tuple(arch),
@@ -305,7 +304,7 @@ def to_retrain(
     cfg: RunConfig, archs: Sequence[Arch | str] = (), *, pareto: bool = False
 ) -> tuple[ArchSpace, dict[str, Arch]]:
     """The space of a run, and the architectures to retrain by the names of their networks; see `retrain_best`."""
-    check_same_run(cfg, supernet=not without_supernet(cfg))
+    check_settings(cfg, supernet=not without_supernet(cfg))
     cells = space_of_cells(cfg)
     space = saved_space(cfg) if cells is None else cells
     if archs:
@@ -383,8 +382,7 @@ def _best(found: SearchResult) -> dict[str, Arch]:
 
 def _points(found: SearchResult) -> list[Arch]:
     """Every architecture on the front against MACs or on that against a table, each once."""
-    points = [*found.pareto, *(point for table in found.tables for point in table.pareto)]
-    return list(dict.fromkeys(point.arch for point in points))
+    return list(dict.fromkeys(point.arch for point in found.points[len(found.candidates) :]))
 
 
 def _front(found: SearchResult, run_dir: Path) -> list[Arch]:

@@ -16,8 +16,8 @@ from nasfast.indicators.scores import gives_table
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.agreement import Agreement, agreement
-from nasfast.pipeline.check import already_begun, check_same_run
-from nasfast.pipeline.estimate import Estimate, Plan, Trial, memory
+from nasfast.pipeline.check import already_begun, check_settings
+from nasfast.pipeline.estimate import Plan, Trial, Work, memory
 from nasfast.pipeline.inputs import checked_space
 from nasfast.pipeline.networks import machine_of, network_task, random_peers, settings_of_seed, settings_of_task
 from nasfast.pipeline.seeds_page import STABILITY_FILE, write_stability_page
@@ -125,8 +125,8 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
                 "choose another --out"
             )
         if (cfg.run_dir / CONFIG_FILE).exists() and not resume:
-            raise already_begun(cfg, "a run", check_same_run)
-        check_same_run(cfg)
+            raise already_begun(cfg, "a run", check_settings)
+        check_settings(cfg)
         try:
             checked_space(cfg)  # refuses limits that no architecture meets
         except DataError as error:
@@ -219,8 +219,8 @@ def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings
     trainings = 2 * seeds + cfg.retrain.random_architectures
     trial = Trial(cfg)
     seconds = trial.supernet_seconds() + trial.score_seconds()
-    scored = Estimate("seeds (supernet, score, search)", seeds, seconds, memory())
-    trained = Estimate("networks (retraining)", trainings, trial.network_seconds(), memory())
+    scored = Work("seeds (supernet, score, search)", seeds, seconds, memory())
+    trained = Work("networks (retraining)", trainings, trial.network_seconds(), memory())
     return Plan((scored, trained), cfg.threads, at_a_time, settings, trial.written, settings.max_hours)
 
 

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from nasfast.config import portable
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.pipeline.agreement import GOAL, STABLE_TAU
-from nasfast.report import at_chance
+from nasfast.report import at_chance, training_top1
 from nasfast.report.evidence import Comparison, compare_runs, is_peer
 from nasfast.report.page import cards_of, escape, folded, interval_of, page_of, table_of
 from nasfast.runtime.files import read_metrics, unseal, write_atomic
@@ -51,7 +50,7 @@ def write_stability_page(run_dir: str | Path) -> Path:
         ("seeds", "Seeds", _seeds(folder, form)),
         ("config", "Configuration", folded("all settings", f"<pre>{escape(config)}</pre>")),
     ]
-    page = page_of(portable(folder.resolve().name), "nasfast run --seeds", sections)
+    page = page_of(folder.resolve().name, "nasfast run --seeds", sections)
     path = folder / "report.html"
     write_atomic(path, page.encode(errors="replace"))
     return path
@@ -154,14 +153,8 @@ def _advice(folder: Path, form: Mapping[str, Any]) -> list[str]:
 
 
 def _learnt_nothing(seed: Path) -> bool:
-    top1 = _training_top1(seed)
+    top1 = training_top1(read_metrics(seed))
     return top1 is not None and at_chance(top1, _table(seed)["space"]["num_classes"])
-
-
-def _training_top1(seed: Path) -> float | None:
-    """The last training accuracy of a seed's supernet, from 0 to 1; None if there is none yet."""
-    top1 = [m["top1"] for m in read_metrics(seed) if m["stage"] == "supernet" and m.get("top1") is not None]
-    return top1[-1] if top1 else None
 
 
 def _fit(seed: Path) -> float | None:
@@ -212,29 +205,7 @@ def _agreement(found: Mapping[str, Any]) -> str:
     )
     if found["learned"] is not None:
         note += " The structural baseline is the same for every seed, so only the second row is about what was learned."
-    layers = [
-        [
-            layer["layer"],
-            layer["options"],
-            interval_of(layer["tau"]),
-            layer["favourite"],
-            f"{layer['favoured']} of {found['seeds']}",
-        ]
-        for layer in found["layers"]
-    ]
-    header = ["layer", "candidates", "tau between seeds", "favourite", "seeds that favour it"]
-    over = (
-        ", with 95 % intervals over the seeds"
-        if found["seeds"] > 2
-        else "; two seeds are one pair, without an interval"
-    )
-    caption = f"Tau between seeds over the candidates of each layer{over}."
-    return (
-        table_of(["", "tau between seeds"], rows, text_columns=(0,))
-        + f'<p class="soft">{escape(note)}</p>'
-        + table_of(header, layers, text_columns=())
-        + f'<p class="soft">{escape(caption)}</p>'
-    )
+    return table_of(["", "tau between seeds"], rows, text_columns=(0,), note=note)
 
 
 def _top(found: Mapping[str, Any]) -> str:
@@ -255,7 +226,7 @@ def _top(found: Mapping[str, Any]) -> str:
         f"exact search. Times in the top {k}: seeds whose own {k} best have the architecture."
     )
     header = ["#", "mean rank", f"in the top {k}", "MACs", "parameters", "architecture"]
-    return table_of(header, rows, text_columns=(5,)) + f'<p class="soft">{escape(note)}</p>'
+    return table_of(header, rows, text_columns=(5,), note=note)
 
 
 def _networks(networks: Sequence[Mapping[str, Any]]) -> str:
@@ -280,7 +251,7 @@ def _networks(networks: Sequence[Mapping[str, Any]]) -> str:
     header = ["network", "top-1 (± standard deviation)", "seeds", "MACs", "parameters", "architecture"]
     note = "structure: the highest sqrt_size of at most the answer's MACs + 1 %. random: of the answer's MACs ± 1 %."
     text = "".join(f"<p>{escape(_compared(n, c))}</p>" for n, c in comparisons(networks).items())
-    return table_of(header, rows, text_columns=(0, 5)) + text + f'<p class="soft">{escape(note)}</p>'
+    return table_of(header, rows, text_columns=(0, 5), note=note) + text
 
 
 def _seeds(folder: Path, form: Mapping[str, Any]) -> str:
@@ -288,12 +259,12 @@ def _seeds(folder: Path, form: Mapping[str, Any]) -> str:
     for number in range(form["seeds"]):
         name = f"seed-{number}"
         missing = form["missing"].get(name)
-        top1 = _training_top1(folder / name)
+        top1 = training_top1(read_metrics(folder / name))
         state = "scored" if missing is None else f"{missing['status']} {missing['error']}"
         rows.append([name, state, "" if top1 is None else f"{100 * top1:.2f} %"])
     note = "Each folder is a run directory: nasfast report --out RUN/seed-0 writes its own page."
     header = ["seed", "state", "training top-1 of the supernet at the end"]
-    return table_of(header, rows, text_columns=(0, 1)) + f'<p class="soft">{note}</p>'
+    return table_of(header, rows, text_columns=(0, 1), note=note)
 
 
 def _number(value: float | None) -> str:

@@ -17,15 +17,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from nasfast.config import ConfigError, difference, portable
+from nasfast.config import ConfigError, difference
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.refine import refine
 from nasfast.indicators.scores import gives_table, score_of, score_table, untrained_table
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, TableError
 from nasfast.measure.doctor import environment
-from nasfast.pipeline.check import already_begun, check_same_run, check_scoring, check_search, without_supernet
+from nasfast.pipeline.check import already_begun, check_scoring, check_search, check_settings, without_supernet
 from nasfast.pipeline.inputs import configured_space, evidence_of, saved_space
-from nasfast.report import at_chance
+from nasfast.report import at_chance, training_top1
 from nasfast.runtime.arguments import check_type
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
@@ -70,7 +70,7 @@ def stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:
             use_threads(cfg.threads)
             leads = kwargs.get("world", SINGLE).leads
             with run_lock(cfg.run_dir, create=create) if leads else nullcontext():
-                with tracked(cfg.track, cfg.run_dir, portable(cfg.to_dict())):
+                with tracked(cfg.track, cfg.run_dir, cfg.to_dict()):
                     try:
                         return function(cfg, **kwargs)
                     except (Terminated, KeyboardInterrupt) as stopped:
@@ -90,8 +90,7 @@ def save_config(cfg: RunConfig) -> None:
 
 def scored_with(cfg: RunConfig) -> dict[str, Any]:
     """The settings of scores, which a result keeps, because config.yaml may get others later."""
-    score = cfg.score.to_dict()
-    return portable({"score": score, "recalibration_batches": cfg.recalibration_batches})
+    return {"score": cfg.score.to_dict(), "recalibration_batches": cfg.recalibration_batches}
 
 
 @stage(create=True)
@@ -135,8 +134,8 @@ def _prepare(cfg: RunConfig, space: SearchSpace, *, resume: bool, world: World) 
     resume = resume or world.has_begun(folder.stem)
     if folder.paths():
         if not resume:
-            raise already_begun(cfg, "a supernet run", lambda cfg: _check_same_run(cfg, space))
-        _check_same_run(cfg, space)
+            raise already_begun(cfg, "a supernet run", lambda cfg: _check_continues(cfg, space))
+        _check_continues(cfg, space)
     elif resume:
         _LOG.warning("nothing to resume in %s: starting from the beginning", run_dir)
     save_config(cfg)
@@ -146,18 +145,20 @@ def _prepare(cfg: RunConfig, space: SearchSpace, *, resume: bool, world: World) 
 
 def _learnt(cfg: RunConfig, space: SearchSpace) -> str:
     """How accurate the supernet's paths are; a warning says if it has learnt nothing, for its scores are unproven."""
-    top1 = [m["top1"] for m in read_metrics(cfg.run_dir) if m["stage"] == "supernet" and "top1" in m]
-    if top1 and at_chance(top1[-1], space.num_classes):
+    top1 = training_top1(read_metrics(cfg.run_dir))
+    if top1 is None:
+        return ""
+    if at_chance(top1, space.num_classes):
         _LOG.warning(
             "the supernet's training accuracy is at chance (%.1f %%, %d classes): its scores may rank nothing. "
             "Compare with `nasfast rank` or the random baseline, or let more parameters train (supernet.trainable)",
-            100 * top1[-1],
+            100 * top1,
             space.num_classes,
         )
-    return f", top-1 {top1[-1]:.1%} of paths" if top1 else ""
+    return f", top-1 {top1:.1%} of paths"
 
 
-def _check_same_run(cfg: RunConfig, space: SearchSpace) -> None:
+def _check_continues(cfg: RunConfig, space: SearchSpace) -> None:
     """Refuse to resume with another space or other settings than those of the run directory."""
     try:
         saved = saved_space(cfg)
@@ -172,7 +173,7 @@ def _check_same_run(cfg: RunConfig, space: SearchSpace) -> None:
                 f"{cfg.run_dir / SPACE_FILE} differs from the space of this run: {changes}; "
                 "resume with the same space and images, or choose another --out"
             )
-    check_same_run(cfg)
+    check_settings(cfg)
 
 
 @stage(create=False)
@@ -188,7 +189,7 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
             table cannot be used.
     """
     started = time.monotonic()
-    check_same_run(cfg)
+    check_settings(cfg)
     check_search(cfg, saved_space(cfg))  # the settings are kept, and a search that takes them would refuse them
     settings = cfg.score
     if not gives_table(settings):
@@ -229,7 +230,7 @@ def score_untrained(cfg: RunConfig, *, num_classes: int | None = None) -> Indica
     if cfg.supernet.activation is not None:
         raise ConfigError("supernet.activation is that of a supernet, and this trains none: set it in the space's file")
     space = _untrained_space(cfg, num_classes)
-    check_same_run(cfg, supernet=False)
+    check_settings(cfg, supernet=False)
     check_search(cfg, space)
     settings, file = cfg.score, cfg.run_dir / TABLE_FILE
     meta = {"seed": cfg.seed, "settings": scored_with(cfg)}
@@ -278,7 +279,7 @@ def search(cfg: RunConfig) -> list[Candidate]:
         AccuracyError: `search.refine` is not a file of accuracies of the space.
     """
     started = time.monotonic()
-    check_same_run(cfg, supernet=not without_supernet(cfg))
+    check_settings(cfg, supernet=not without_supernet(cfg))
     space, run_dir, settings = saved_space(cfg), cfg.run_dir, cfg.search
     check_search(cfg, space)
     limits, front, fronts = read_limits(settings, space), [], []

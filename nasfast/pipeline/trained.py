@@ -20,7 +20,8 @@ from nasfast.config import ConfigBase, ConfigError
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.compare import ScoreComparison, attainable_tau, compare_scores
 from nasfast.indicators.rank import rank
-from nasfast.indicators.scores import ScoreError, all_scores, parts_of, score_of, score_paths, summed
+from nasfast.indicators.registry import ScoreError, all_scores
+from nasfast.indicators.scores import parts_of, score_of, score_paths, summed
 from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.estimate import check_free, network_seconds
@@ -140,18 +141,20 @@ def estimate_sample(cfg: RunConfig, count: int, settings: TaskSettings, *, epoch
     """What `train_sample` would do, with the time from a few steps of the middle architecture; none is trained."""
     tasks = plan_sample(cfg, count, epochs=epochs)
     done = {path.parent.name for path in _finished(cfg)}
-    left = sorted((task for task in tasks if task.name not in done), key=lambda task: task.cost)
+    left = [task for task in tasks if task.name not in done]
     if not left:
         return f"all {len(tasks)} architectures are trained"
-    middle = left[len(left) // 2]
+    space = space_of(cfg)
+    macs = {task.name: space.cost(task.arguments["arch"]).macs for task in left}
+    middle = sorted(left, key=lambda task: macs[task.name])[len(left) // 2]
     at_a_time = settings.workers or workers_for(len(left), threads=middle.threads, gpus=middle.gpus)
     use_threads(middle.threads)
     check_free(cfg)
     _LOG.info("timing a few steps of the middle one of %d architectures", len(left))
     given = _sample_settings(cfg, _shared_settings(cfg, count, epochs))
-    space, epochs = space_of(cfg), given.retrain.train.epochs
+    epochs = given.retrain.train.epochs
     one = network_seconds(given, space, tuple(middle.arguments["arch"]), hold_out=True)
-    total = one * sum(task.cost for task in left) / middle.cost / at_a_time
+    total = one * sum(macs.values()) / macs[middle.name] / at_a_time
     images = len(retrain_loaders(given, space, hold_out=True)[0].source)
     return (
         f"{len(left)} trainings of {epochs} epochs on {images} images, {len(tasks) - len(left)} more are finished; "

@@ -13,7 +13,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
 
-from nasfast.config import flatten, load_yaml, portable
+from nasfast.config import flatten, load_yaml
 from nasfast.indicators.rank import Estimate, bootstrap_weights, kendall_tau
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report.evidence import compare, compare_runs, is_peer, repeats_of
@@ -66,7 +66,7 @@ def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
     names = [folder.resolve().name for folder in folders]
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
-    runs = {portable(name): RunFiles(folder) for name, folder in zip(names, folders, strict=True)}
+    runs = {name: RunFiles(folder) for name, folder in zip(names, folders, strict=True)}
     page = Path(page)
     sections: list[tuple[str, str, Callable[[], str]]] = [
         ("runs", "Runs", partial(_overview, runs)),
@@ -96,8 +96,7 @@ def _overview(runs: Mapping[str, RunFiles]) -> str:
         "training. Scores of different spaces, methods or score settings are on different scales: compare them within "
         "one column only. Times are those of the machine that trained, and of the last run of each stage."
     )
-    table = table_of(["", *runs], rows, text_columns=range(len(runs) + 1))
-    return f'{table}<p class="soft">{note}</p>'
+    return table_of(["", *runs], rows, text_columns=range(len(runs) + 1), note=note)
 
 
 def _column(run: RunFiles) -> dict[str, str]:
@@ -193,10 +192,10 @@ def _accuracies(runs: Mapping[str, RunFiles]) -> str:
         "over the images, on which both are compared one by one. One training each: the interval says nothing about "
         "other seeds, for which there is nasfast run --seeds."
     )
-    table = table_of(["run", "minus run", "difference of their best networks"], rows, text_columns=(0, 1, 2))
+    header = ["run", "minus run", "difference of their best networks"]
     caption = "Top-1 of every retrained network against its MACs."
     figure = figure_of(svg_of(_figure(runs), "accuracies", caption), caption)
-    return f'{table}<p class="soft">{note}</p>{figure}'
+    return table_of(header, rows, text_columns=(0, 1, 2), note=note) + figure
 
 
 def _validation_images(run: RunFiles) -> tuple[str, ...]:
@@ -254,8 +253,7 @@ def _agreement(runs: Mapping[str, RunFiles]) -> str:
         "interval over them. A high tau says that both rank alike, not that either ranks well: both may only follow "
         "structure."
     )
-    shown = table_of(["run", "and run", "tau"], rows, text_columns=(0, 1, 2))
-    return f'{shown}<p class="soft">{note}</p>'
+    return table_of(["run", "and run", "tau"], rows, text_columns=(0, 1, 2), note=note)
 
 
 def _searched_table(run: RunFiles) -> IndicatorTable | None:
@@ -272,7 +270,7 @@ def _settings(runs: Mapping[str, RunFiles]) -> str:
         return "<p>All settings are equal.</p>"
     note = f"{len(keys) - len(rows)} other settings are equal. Settings of a stage are those of its result, where "
     note += "config.yaml is newer."
-    return table_of(["setting", *runs], rows, text_columns=range(len(runs) + 1)) + f'<p class="soft">{note}</p>'
+    return table_of(["setting", *runs], rows, text_columns=range(len(runs) + 1), note=note)
 
 
 def _made_with(run: RunFiles) -> dict[str, str]:

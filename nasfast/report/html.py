@@ -6,19 +6,19 @@ import json
 import random
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
-from nasfast.config import load_yaml, portable
+from nasfast.config import load_yaml
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import plots
 from nasfast.report.evidence import Comparison, compare, is_peer, repeats_of, worth_of_score
 from nasfast.report.page import (
     cards_of,
-    command_of,
     embedded,
     escape,
     folded,
@@ -64,6 +64,12 @@ def _figure(run: RunFiles, name: str, figure: Figure, caption: str) -> str:
     return embedded(figure, caption, run.folder / "report" / f"{name}.svg")
 
 
+def training_top1(metrics: Sequence[Mapping[str, Any]]) -> float | None:
+    """The supernet's last training accuracy, from 0 to 1, in lines of metrics.jsonl; None if there is none yet."""
+    found = [m["top1"] for m in metrics if m["stage"] == "supernet" and m.get("top1") is not None]
+    return found[-1] if found else None
+
+
 def at_chance(top1: float, num_classes: int) -> bool:
     """Whether an accuracy, from 0 to 1, is at chance: at most 0.02 above 1 / num_classes."""
     return top1 <= 1 / num_classes + _CHANCE_MARGIN
@@ -102,7 +108,7 @@ def write_report(run_dir: str | Path) -> Path:
         ("environment", "Environment", _environment),
     ]
     page = page_of(
-        portable(folder.resolve().name),
+        folder.resolve().name,
         "nasfast report",
         [(key, title, body_of(partial(build, run))) for key, title, build in sections],
     )
@@ -197,11 +203,11 @@ def _top_k(run: RunFiles) -> str:
         rows.append([place, f"{c.score:.6g}", *costs, format_arch(c.arch), proof])
     note = (
         "Highest score: no architecture within the limits scores higher, except those listed above it. The gap is the "
-        f"distance between its score and the proven bound. {escape(worth_of_score(run.folder))}"
+        f"distance between its score and the proven bound. {worth_of_score(run.folder)}"
     )
     costs = ["MACs", "parameters", *(f"{t.quantity}, {t.unit}" for t in tables)]
     header = ["#", "score", *costs, "architecture", "proof"]
-    return table_of(header, rows, text_columns=range(len(costs) + 2, len(header))) + f'<p class="soft">{note}</p>'
+    return table_of(header, rows, text_columns=range(len(costs) + 2, len(header)), note=note)
 
 
 def _needs_indicators(build: Callable[[RunFiles], str]) -> Callable[[RunFiles], str]:
@@ -254,10 +260,10 @@ def _heatmap(run: RunFiles) -> str:
 
 def _supernet_curves(run: RunFiles) -> str:
     curves = _curves(run, "supernet", ["supernet"], "nasfast supernet")
-    accuracies = [m["top1"] for m in run.metrics if m["stage"] == "supernet" and m.get("top1") is not None]
-    if not accuracies or not (run.folder / "space.yaml").exists():
+    top1 = training_top1(run.metrics)
+    if top1 is None or not (run.folder / "space.yaml").exists():
         return curves
-    return f'<p class="note">{_AT_CHANCE}</p>{curves}' if at_chance(accuracies[-1], run.space.num_classes) else curves
+    return f'<p class="note">{_AT_CHANCE}</p>{curves}' if at_chance(top1, run.space.num_classes) else curves
 
 
 def _retrain(run: RunFiles) -> str:
@@ -299,11 +305,7 @@ def _table_costs(run: RunFiles) -> tuple[list[str], dict[Arch, list[str]]]:
         result = run.result
     except (NotRun, ValueError, OSError):
         return [], {}  # the section of this file says so
-    values = {
-        point.arch: point.values for front in (result.pareto, *(t.pareto for t in result.tables)) for point in front
-    }
-    values |= {candidate.arch: candidate.values for candidate in result.candidates}
-    costs = {arch: [f"{value:.4g}" for value in found] for arch, found in values.items()}
+    costs = {point.arch: [f"{value:.4g}" for value in point.values] for point in result.points}
     return [f"{table.quantity}, {table.unit}" for table in result.tables], costs
 
 
@@ -315,9 +317,9 @@ def _use(run: RunFiles) -> str:
     export = shlex.join(["nasfast", "export", "--out", str(run.folder), *([] if name == "best" else ["--name", name])])
     return (
         f"<p>In Python, for a photograph or as a module of your own program:</p>"
-        f"{command_of(_USE.format(str(run.folder / 'retrain' / name)))}"
+        f"<pre>{escape(_USE.format(str(run.folder / 'retrain' / name)))}</pre>"
         "<p>For other programs, as safetensors and ONNX, checked with onnxruntime where that is installed:</p>"
-        f"{command_of(export)}"
+        f"<pre>{escape(export)}</pre>"
         '<p class="soft">The accuracy above is about images like those of the validation set; check it on your own '
         "before you rely on it.</p>"
     )
@@ -375,11 +377,7 @@ def _rank(run: RunFiles) -> str:
         "Regret: accuracy lost by taking the predictor's favourite under that many MACs."
     )
     note += "".join(f" {row['name']}: {row['undefined']}." for row in predictors if row.get("undefined"))
-    return (
-        f"<p>{escape(form['verdict'])}</p>"
-        + table_of(header, rows, text_columns=(0,))
-        + f'<p class="soft">{escape(note)}</p>'
-    )
+    return f"<p>{escape(form['verdict'])}</p>" + table_of(header, rows, text_columns=(0,), note=note)
 
 
 def _config(run: RunFiles) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from nasfast.report.style import POLICY, SCRIPT, STYLE
+from nasfast.report.style import POLICY, STYLE
 from nasfast.runtime.files import write_atomic
 
 # Cells of at most this many characters are not broken into lines.
@@ -22,7 +22,7 @@ _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
 def page_of(name: str, kind: str, sections: Sequence[tuple[str, str, str]]) -> str:
-    """A self-contained page. It loads nothing, and its script only adds to what it shows.
+    """A self-contained page, which loads nothing and has no script.
 
     Args:
         name: the heading.
@@ -36,8 +36,7 @@ def page_of(name: str, kind: str, sections: Sequence[tuple[str, str, str]]) -> s
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{name}: {kind}</title>'
-        f"<style>{STYLE}</style></head>\n<body><h1>{name}</h1><nav>{links}</nav>\n{body}\n"
-        f"<script>{SCRIPT}</script></body></html>\n"
+        f"<style>{STYLE}</style></head>\n<body><h1>{name}</h1><nav>{links}</nav>\n{body}\n</body></html>\n"
     )
 
 
@@ -71,11 +70,6 @@ def figure_of(svg: str, caption: str) -> str:
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def command_of(text: str) -> str:
-    """HTML of a command or a program, with a button that copies it."""
-    return f'<div class="command"><pre>{escape(text)}</pre></div>'
-
-
 def folded(summary: str, body: str) -> str:
     """HTML of a part that is shown when the reader opens it; `body` is HTML."""
     return f"<details><summary>{escape(summary)}</summary>{body}</details>"
@@ -87,8 +81,10 @@ def cards_of(cards: Sequence[tuple[str, str]]) -> str:
     return f'<div class="cards">{text}</div>'
 
 
-def table_of(header: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: Sequence[int]) -> str:
-    """HTML of a table; every cell is escaped. `text_columns` are aligned left, the others right."""
+def table_of(
+    header: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: Sequence[int], note: str = ""
+) -> str:
+    """HTML of a table with a note below; all of it is escaped. `text_columns` are aligned left, the others right."""
 
     def line(tag: str, cells: Sequence[Any]) -> str:
         text = ""
@@ -101,7 +97,8 @@ def table_of(header: Sequence[str], rows: Sequence[Sequence[Any]], *, text_colum
 
     head = f"<tr>{line('th', header)}</tr>" if any(header) else ""
     body = "".join(f"<tr>{line('td', row)}</tr>" for row in rows)
-    return f'<div class="wide"><table>{head}{body}</table></div>'
+    below = f'<p class="soft">{escape(note)}</p>' if note else ""
+    return f'<div class="wide"><table>{head}{body}</table></div>{below}'
 
 
 def escape(value: Any) -> str:
@@ -123,6 +120,4 @@ def interval_of(form: Mapping[str, float | None]) -> str:
     """An estimate with its interval, as `rank.json` has it."""
     if form["value"] is None:
         return "undefined"
-    if form["low"] == form["high"]:  # one observation, such as the only pair of two seeds, has no interval
-        return f"{form['value']:+.3f}"
     return f"{form['value']:+.3f} [{form['low']:+.3f}, {form['high']:+.3f}]"

@@ -1,9 +1,6 @@
-"""The look of all pages: colours for light and dark, the style sheet, and the script that pages also work without."""
+"""The look of all pages: colours for light and dark, and the style sheet."""
 
 from __future__ import annotations
-
-import base64
-import hashlib
 
 INK, PAPER, EMPTY = "#000000", "#fefefe", "#e3e3e3"
 """Colours of figures: lines and text, their background, and cells that have no value."""
@@ -39,32 +36,7 @@ figcaption { color: var(--soft); }
 pre { background: var(--card); border: 1px solid var(--line); border-radius: .5rem; padding: .8rem; overflow-x: auto;
   font-size: .85rem; margin: .6rem 0; } code { font-size: .92em; }
 details { margin: .6rem 0; } summary { cursor: pointer; color: var(--accent); }
-.command { position: relative; } .command pre { padding-right: 4.5rem; white-space: pre-wrap; }
-.command button { position: absolute; top: .45rem; right: .45rem; font: inherit; font-size: .8rem; color: var(--soft);
-  background: var(--bg); border: 1px solid var(--line); border-radius: .3rem; padding: .1rem .5rem; cursor: pointer; }
 """
 
-SCRIPT = """
-for (const box of document.querySelectorAll(".command")) {
-  const button = document.createElement("button");
-  button.textContent = "copy";
-  button.onclick = async () => {
-    const code = box.querySelector("pre");
-    try {
-      await navigator.clipboard.writeText(code.textContent);
-    } catch {
-      getSelection().selectAllChildren(code);
-      document.execCommand("copy");
-    }
-    button.textContent = "copied";
-    setTimeout(() => { button.textContent = "copy"; }, 1500);
-  };
-  box.append(button);
-}
-"""
-
-POLICY = (
-    "default-src 'none'; img-src data:; style-src 'unsafe-inline'; "
-    f"script-src 'sha256-{base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()}'"
-)
-"""Content-Security-Policy of a page: it loads nothing and runs no script but this one."""
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+"""Content-Security-Policy of a page: it loads nothing and runs no script."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from nasfast.retrain.export import ONNX_FILE, PROGRAM_FILE
 from nasfast.retrain.retrain import RESULT_FILE, RetrainResult
 from nasfast.runtime.files import write_atomic
-from nasfast.search.candidate import ARCHS_FILE, Candidate, ParetoPoint, load_candidates
+from nasfast.search.candidate import ARCHS_FILE, load_candidates
 from nasfast.spaces import LayerSpace, format_arch
 from nasfast.supernet import ArchNetwork
 
@@ -99,12 +99,7 @@ def _table_costs(network: ArchNetwork, run_dir: Path) -> dict[str, str]:
     costs = {}
     if isinstance(space, LayerSpace) and path.exists():
         found = load_candidates(path, space)
-        points: tuple[Candidate | ParetoPoint, ...] = (
-            *found.candidates,
-            *found.pareto,
-            *(point for table in found.tables for point in table.pareto),
-        )
-        values = next((point.values for point in points if point.arch == network.arch), ())
+        values = next((point.values for point in found.points if point.arch == network.arch), ())
         for table, value in zip(found.tables, values, strict=False):
             costs[f"{table.quantity}, by a table of its layers"] = f"{value:.4g} {table.unit}" + (
                 f" ({table.about})" if table.about else ""

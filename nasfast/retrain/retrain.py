@@ -203,11 +203,7 @@ def _saved(network: ArchNetwork, result: RetrainResult, earlier: RetrainResult |
 
 
 def _check_augments(loader: object, cfg: RetrainConfig) -> None:
-    """Refuse a loader that does not augment as the settings say.
-
-    Raises:
-        ValueError: it has another policy, or none.
-    """
+    """Refuse a loader that does not augment as the settings say."""
     if cfg.auto_augment is not None and getattr(loader, "policy", None) != cfg.auto_augment:
         raise ValueError(
             f"retrain.auto_augment={cfg.auto_augment!r} is what the loader does, and this one does not: make it with "

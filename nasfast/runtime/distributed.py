@@ -36,7 +36,7 @@ class RankError(RuntimeError):
 class World:
     """The processes that work together, seen from one of them; the defaults are a single process.
 
-    All ranks must make the same calls in the same order.
+    All ranks must make the same calls in the same order. An exchange raises RankError if a rank has ended.
 
     Attributes:
         rank: number of this process, 0 to size - 1.
@@ -78,21 +78,13 @@ class World:
         return replace(self, rank=0, size=1)
 
     def add(self, tensor: Tensor) -> None:
-        """Replace `tensor` by its sum over the ranks; all ranks get the same bits.
-
-        Raises:
-            RankError: a rank has ended.
-        """
+        """Replace `tensor` by its sum over the ranks; all ranks get the same bits."""
         if self.size > 1:
             with _as_rank_error():
                 dist.all_reduce(tensor)
 
     def send(self, tensors: Iterable[Tensor]) -> None:
-        """Replace every tensor by that of rank 0.
-
-        Raises:
-            RankError: a rank has ended.
-        """
+        """Replace every tensor by that of rank 0."""
         if self.size > 1:
             with _as_rank_error():
                 for tensor in tensors:
@@ -102,11 +94,7 @@ class World:
                         tensor.copy_(whole)
 
     def broadcast(self, data: bytes) -> bytes:
-        """The bytes that rank 0 gives; those of the other ranks are ignored.
-
-        Raises:
-            RankError: a rank has ended.
-        """
+        """The bytes that rank 0 gives; those of the other ranks are ignored."""
         shared = [data]
         if self.size > 1:
             with _as_rank_error():
@@ -114,11 +102,7 @@ class World:
         return shared[0]
 
     def gather(self, data: bytes) -> list[bytes]:
-        """The bytes of all ranks in the order of the ranks, on every rank.
-
-        Raises:
-            RankError: a rank has ended.
-        """
+        """The bytes of all ranks in the order of the ranks, on every rank."""
         parts = [data] * self.size
         if self.size > 1:
             with _as_rank_error():
@@ -200,11 +184,7 @@ def _job_store(store: dist.Store) -> dist.Store:
 
 
 def _take_gpu(device: str) -> None:
-    """Make this process's GPU the current one.
-
-    Raises:
-        RankError: see `start`.
-    """
+    """Make this process's GPU the current one; errors as in `start`."""
     if ":" in device:
         raise RankError(f"device={device!r} names one GPU for every process: use --device cuda")
     if missing := [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name not in os.environ]:

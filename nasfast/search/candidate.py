@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nasfast.config import ConfigBase, ConfigError, portable
+from nasfast.config import ConfigBase, ConfigError
 from nasfast.display import Tabular
 from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.search.limits import Limits
@@ -143,6 +143,11 @@ class SearchResult(Tabular, ConfigBase):
             f"{len(self.candidates)} architectures of {self.space}, best first; {len(self.pareto)} on the Pareto front"
         )
 
+    @property
+    def points(self) -> tuple[Candidate | ParetoPoint, ...]:
+        """What the search found: the candidates, then the points of the fronts, some of which may be candidates too."""
+        return (*self.candidates, *self.pareto, *(point for table in self.tables for point in table.pareto))
+
     def records(self) -> list[dict[str, Any]]:
         """One row per candidate, with its cost by each table."""
         return [_record(c, [f"{t.quantity} ({t.unit})" for t in self.tables]) for c in self.candidates]
@@ -190,7 +195,7 @@ def save_candidates(
         settings,
         scored_with,
     )
-    write_atomic(Path(path), seal(portable(result.to_dict())).encode())
+    write_atomic(Path(path), seal(result.to_dict()).encode())
 
 
 def load_candidates(path: str | Path, space: LayerSpace | None = None) -> SearchResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ _FORMAT = "nasfast.history/1"
 class History:
     """The known scores, and the file to which new ones are appended.
 
-    The first line of the file names the space and the scorer. What follows the first line that is damaged, or that a
-    kill left incomplete, is cut off and evaluated again.
+    The first line of the file names the space and the scorer. Lines that are damaged are left out, and a last line that
+    a kill left incomplete is cut off; their architectures are evaluated again.
 
     Args:
         path: JSONL file; created if absent.
@@ -39,8 +40,10 @@ class History:
         self.scores: dict[Arch, float] = {}
         header = {"format": _FORMAT, "space": space.name, "fingerprint": space.fingerprint, "scorer": scorer}
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        if not lines or not lines[0].endswith(b"\n"):  # a kill left no whole line
-            self.path.write_bytes(b"")
+        if lines and not lines[-1].endswith(b"\n"):  # of a process that was killed
+            lines.pop()
+            os.truncate(self.path, sum(map(len, lines)))
+        if not lines:
             self._append(header)
             return
         try:
@@ -56,20 +59,12 @@ class History:
                     f"{self.path} has {key} {saved.get(key)!r}, this search has {header[key]!r}: "
                     "delete the file to start again, or give another path"
                 )
-        for number, line in enumerate(lines[1:], 1):
+        for number, line in enumerate(lines[1:], 2):
             try:
                 form = unseal(line.decode())
-                arch, score = space.check(form["arch"]), float(form["score"])
-                if not line.endswith(b"\n"):
-                    raise ValueError("incomplete")
+                self.scores[space.check(form["arch"])] = float(form["score"])
             except (ValueError, KeyError, TypeError) as error:
-                _LOG.warning(
-                    "%s: line %d is damaged (%s): it and what follows is evaluated again", path, number + 1, error
-                )
-                with self.path.open("r+b") as file:
-                    file.truncate(sum(map(len, lines[:number])))
-                return
-            self.scores[arch] = score
+                _LOG.warning("%s: line %d is damaged and left out: %s", path, number, error)
 
     def add(self, arch: Arch, score: float, **details: Any) -> None:
         """Add a score; `details` (cost, generation, origin) are written for people who read the file."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from nasfast.config import ConfigError, dump_yaml, portable
+from nasfast.config import ConfigError, dump_yaml
 from nasfast.runtime.arguments import check_type
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.distributed import SINGLE, World
@@ -184,6 +184,6 @@ def _describe(
     if (images := getattr(loader, "config", None)) is not None:
         form |= {"seed": getattr(loader, "seed", 0), "data": images.to_dict()}
     with run_lock(run_dir) if leads else nullcontext():
-        for path, text in ((space, net.space.to_yaml()), (config, dump_yaml(portable(form)))):
+        for path, text in ((space, net.space.to_yaml()), (config, dump_yaml(form))):
             if stage.overwrite or not path.exists():
                 write_atomic(path, text.encode())

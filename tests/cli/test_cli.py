@@ -25,7 +25,6 @@ from nasfast.settings import RunConfig
 from nasfast.spaces import format_arch, nas_bench_macro
 from nasfast.supernet import build
 
-STAGES = ("run", "supernet", "score", "search", "retrain")
 LINES = {**{name: text for name, (text, _) in COMMANDS.items()}, **extensions.COMMANDS}
 
 
@@ -48,24 +47,9 @@ def test_defaults_are_those_of_the_config(seen):
 
 
 def test_flags_reach_every_level(seen):
-    cfg = config_of(
-        seen,
-        "--out",
-        "x",
-        "--seed=7",
-        "--train.lr",
-        "2.5e-1",
-        "--search.max_macs",
-        "475e6",
-        "--retrain.train.epochs",
-        "3",
-        "--data.mean",
-        "[0.1, 0.2, 0.3]",
-        "--supernet.layer_indicators",
-        "false",
-        "--space.name",
-        "digits_mini",
-    )
+    flags = "--out x --seed=7 --train.lr 2.5e-1 --search.max_macs 475e6 --retrain.train.epochs 3"
+    flags += " --supernet.layer_indicators false --space.name digits_mini"
+    cfg = config_of(seen, *flags.split(), "--data.mean", "[0.1, 0.2, 0.3]")
     assert (cfg.out, cfg.seed, cfg.train.lr, cfg.search.max_macs) == ("x", 7, 0.25, 475e6)
     assert (cfg.retrain.train.epochs, cfg.data.mean, cfg.supernet.layer_indicators) == (3, (0.1, 0.2, 0.3), False)
     assert cfg.retrain.train.lr == RunConfig().retrain.train.lr
@@ -108,18 +92,12 @@ def test_a_recipe_is_a_file_of_the_package(seen, name):
 # what goes wrong
 
 
-@pytest.mark.parametrize(
-    ("text", "wrong", "near"),
-    [
-        ("trian: {epochs: 3}\n", "trian.epochs", "train.epochs"),
-        ("train: {epoch: 3}\n", "train.epoch", "train.epochs"),
-    ],
-)
-def test_an_unknown_setting_in_a_config_file_is_refused(tmp_path, capsys, text, wrong, near):
+def test_an_unknown_setting_in_a_config_file_is_refused(tmp_path, capsys):
     path = tmp_path / "c.yaml"
-    path.write_text(text)
+    path.write_text("trian: {epochs: 3}\n")
     assert main(["run", "--config", str(path)]) == 1
-    assert f"{path}: there is no setting {wrong!r}; did you mean {near!r}?; `nasfast run" in capsys.readouterr().err
+    said = f"{path}: there is no setting 'trian.epochs'; did you mean 'train.epochs'?; `nasfast run"
+    assert said in capsys.readouterr().err
 
 
 def test_an_absent_config_file(tmp_path, capsys):
@@ -133,11 +111,7 @@ def test_an_absent_config_file(tmp_path, capsys):
     ("flags", "message"),
     [
         (["--train.epoch", "3"], "did you mean '--train.epochs'?"),
-        (["--sed", "3"], "did you mean '--seed'?"),
-        (["--search.max_mac=3"], "did you mean '--search.max_macs'?"),
         (["--method", "dinass"], "'dinas', 'dinas_paper', 'bnnas', 'fairnas', 'spos'"),
-        (["--train.epochs", "three"], "three"),
-        (["--train.precision", "fp8"], "precision"),
         (["--data.mean", "[1, 2]"], "3 elements"),
         (["--search.max_macs", "2.4X"], "2.4X"),
         (["--search", "3"], "search"),
@@ -246,20 +220,6 @@ def test_no_help_waits_for_heavy_packages():
         assert f"usage: nasfast {name or 'COMMAND'}" in done.stdout
 
 
-def help_of(capsys, command: str) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        main([command, "--help"])
-    assert stopped.value.code == 0
-    return capsys.readouterr().out
-
-
-@pytest.mark.parametrize("command", sorted(LINES))
-def test_help_of_every_command(capsys, command):
-    text = " ".join(help_of(capsys, command).split())
-    assert f"nasfast {command}" in text
-    assert " ".join(LINES[command].split()) in text
-
-
 @pytest.mark.parametrize("config", [RunConfig, LatencyConfig, StepTimesConfig, *registry.names()], ids=str)
 def test_every_flag_has_a_help_text(config):
     parser = Parser()
@@ -270,14 +230,6 @@ def test_every_flag_has_a_help_text(config):
 
 
 # other commands
-
-
-def test_doctor(capsys):
-    assert main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert "torch" in out
-    for op in ("bn_act", "conv_bn_act", "conv_bn_act_chain"):
-        assert op in out
 
 
 SMALL_STEP = ["--space", "digits_mini", "--batch", "2", "--resolution", "16", "--device", "cpu"]
@@ -320,14 +272,6 @@ def exported(tmp_path):
     folder = tmp_path / "retrain" / "best-2"
     save_model(network, folder / "model.safetensors")
     return tmp_path, format_arch(arch)
-
-
-def test_export_without_onnx(exported, capsys):
-    out, _ = exported
-    assert main(["export", "--out", str(out), "--name", "best-2", "--onnx", "false"]) == 0
-    names = [line.rsplit("/", 1)[-1] for line in capsys.readouterr().out.splitlines()]
-    assert names == ["model.safetensors", "config.json", "README.md", "model.pt2"]
-    assert not (out / "retrain/best-2/model.onnx").exists()
 
 
 @pytest.mark.slow

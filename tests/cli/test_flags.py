@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-import nasfast
 from nasfast.cli.flags import parse, run_config
-from nasfast.cli.main import main
 from nasfast.config import to_number
 
 
@@ -26,10 +24,3 @@ def test_large_numbers_may_have_a_suffix(tmp_path, text, value):
 def test_nothing_else_is_read_as_a_suffix(text):
     with pytest.raises(ValueError):
         to_number(text)
-
-
-def test_the_version(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--version"])
-    assert stopped.value.code == 0
-    assert capsys.readouterr().out == f"nasfast {nasfast.__version__}\n"

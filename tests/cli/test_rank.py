@@ -16,37 +16,14 @@ def test_rank_of_cells_from_csv(tmp_path, capsys):
     rows = [f"{cell},1,{i}" for i, cell in enumerate(cells)]
     (tmp_path / "table.csv").write_text("\n".join(["arch,accuracy,late", *rows]))
     (tmp_path / "scores.csv").write_text("\n".join(["arch,score", *(f"{c},{i}" for i, c in enumerate(cells))]))
-    argv = [
-        "rank",
-        "--table",
-        str(tmp_path / "table.csv"),
-        "--column",
-        "late",
-        "--resamples",
-        "20",
-        "--predictor",
-        str(tmp_path / "scores.csv"),
-        "--space",
-    ]
+    argv = ["rank", f"--table={tmp_path}/table.csv", "--column=late", "--resamples=20"]
+    argv += [f"--predictor={tmp_path}/scores.csv", "--space"]
     assert main([*argv, "nas_bench_201"]) == 0
     out = capsys.readouterr().out
     assert "64 architectures" in out
-    table = re.findall(r"^(\w[\w ]*?) +([+-]\d\.\d+|undefined)(?: \[|  )", out, re.MULTILINE)
-    taus = dict(table)
-    assert taus["predictor"] == "+1.000"
-    # the sign of a count is fixed in advance: fewer of an operation without weights, more of one with weights
-    assert list(taus)[-5:] == [
-        "fewer none",
-        "fewer skip_connect",
-        "fewer avg_pool_3x3",
-        "more conv_1x1",
-        "more conv_3x3",
-    ]
-    assert (float(taus["fewer none"]) > 0, float(taus["more conv_3x3"]) > 0, taus["fewer avg_pool_3x3"]) == (
-        True,
-        True,
-        "undefined",
-    )
+    taus = dict(re.findall(r"^(\w[\w ]*?) +([+-]\d\.\d+|undefined)(?: \[|  )", out, re.MULTILINE))
+    assert taus["predictor"] == "+1.000" and taus["fewer avg_pool_3x3"] == "undefined"
+    assert float(taus["fewer none"]) > 0 and float(taus["more conv_3x3"]) > 0
     assert main([*argv, "nas_bench_macro"]) == 1
     assert "64 of 64 architectures are not of space 'nas_bench_macro'" in capsys.readouterr().err
 

@@ -5,13 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from dali_images import (
-    SIZES,
-    encoded,
-    photograph,
-    photographs,
-    write,
-)
+from dali_images import SIZES, encoded, photograph, photographs, write
 from PIL import Image
 
 from nasfast.data import FolderSource

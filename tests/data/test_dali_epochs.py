@@ -13,18 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dali_images import (
-    CPU,
-    by_dali,
-    by_torchvision,
-    distance,
-    encoded,
-    photograph,
-    photographs,
-    same,
-    shares,
-    write,
-)
+from dali_images import CPU, by_dali, by_torchvision, distance, encoded, photograph, photographs, same, shares, write
 
 from nasfast.config import ConfigError
 from nasfast.data import DigitsSource, Loader, TorchvisionBackend, dali

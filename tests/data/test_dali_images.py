@@ -8,18 +8,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from dali_images import (
-    CPU,
-    by_dali,
-    by_torchvision,
-    distance,
-    encoded,
-    photograph,
-    photographs,
-    same,
-    shares,
-    write,
-)
+from dali_images import CPU, by_dali, by_torchvision, distance, encoded, photograph, photographs, same, shares, write
 from PIL import Image
 
 from nasfast.data import FolderSource, dali

@@ -12,16 +12,7 @@ from PIL import Image
 from tiny import write_folder
 
 from nasfast.config import ConfigError
-from nasfast.data import (
-    Augmentation,
-    DataConfig,
-    DataError,
-    DigitsSource,
-    FolderSource,
-    Loader,
-    make_loader,
-    make_loaders,
-)
+from nasfast.data import DataConfig, DataError, DigitsSource, FolderSource, Loader, make_loader, make_loaders
 from nasfast.data.loader import make_augmentation
 
 
@@ -75,20 +66,12 @@ def test_the_global_generator_neither_matters_nor_moves(folder):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_epochs_and_seeds_differ_in_order_and_augmentation(folder):
+def test_epochs_and_seeds_differ_in_order(folder):
     def order(seed: int, epoch: int):
         return torch.cat([y for _, y in loader(folder, seed=seed, augment="none").epoch(epoch)])
 
     assert not torch.equal(order(3, 0), order(3, 1))
     assert not torch.equal(order(3, 0), order(4, 0))
-
-    def windows(seed: int, epoch: int):
-        return Augmentation("cifar", 12, seed=seed).views(np.full((9, 2), 12), epoch=epoch, start=0).window
-
-    first = windows(3, 0)
-    assert np.array_equal(first, windows(3, 0))
-    assert not np.array_equal(first, windows(3, 1))
-    assert not np.array_equal(first, windows(4, 0))
 
 
 def test_every_image_with_its_label(folder):
@@ -124,7 +107,7 @@ def test_the_last_smaller_batch(tmp_path, images, train, sizes):
     made = loader(write_folder(tmp_path, {"a": images - 1, "b": 1}), train=train)
     assert [len(y) for _, y in made.epoch(0)] == sizes
     assert len(made) == len(sizes)
-    assert made.num_images == images
+    assert len(made.source) == images
 
 
 def test_normalisation_type_and_layout(folder):
@@ -135,9 +118,7 @@ def test_normalisation_type_and_layout(folder):
     torch.testing.assert_close(x, want)
     assert (x.dtype, y.dtype) == (torch.float32, torch.int64)
     assert x.is_contiguous(memory_format=torch.channels_last)
-    assert raw.min() >= 0
-    assert raw.max() <= 1
-    assert raw.max() > 0.9
+    assert raw.min() >= 0 and 0.9 < raw.max() <= 1
 
 
 def spoil(folder, *names: str) -> list[str]:
@@ -215,9 +196,6 @@ def test_more_ranks_than_images_of_a_batch_are_refused(folder):
         loader(folder, rank=0, world=6)
 
 
-# killed workers
-
-
 # data sets of the user
 
 
@@ -277,7 +255,7 @@ def test_data_sets_that_cannot_be(data):
 
 def test_digits_loaders():
     train, val = make_loaders(DataConfig(source="digits", batch_size=32, workers=0), resolution=16)
-    assert (train.num_images, val.num_images) == (1442, 355)
+    assert (len(train.source), len(val.source)) == (1442, 355)
     x, y = next(train.epoch(0))
     assert x.shape == (32, 3, 16, 16)
     assert y.unique().numel() > 4
@@ -288,7 +266,7 @@ def test_hold_out_never_shows_the_validation_images():
     train, held = make_loaders(cfg, resolution=16, hold_out=True)
     val = DigitsSource("val")
     judged = {val.name(i) for i in range(355)}
-    parts = [{s.source.name(i) for i in range(s.num_images)} for s in (train, held)]
+    parts = [{s.source.name(i) for i in range(len(s.source))} for s in (train, held)]
     assert not parts[0] & parts[1]
     assert not (parts[0] | parts[1]) & judged
     assert len(parts[0] | parts[1]) == 1442
@@ -299,14 +277,14 @@ def test_folders_with_and_without_a_validation_folder(tmp_path):
     a, b = write_folder(tmp_path / "t", {"x": 10, "y": 10}), write_folder(tmp_path / "v", {"x": 3, "y": 4})
     common = {"train": str(a), "batch_size": 4, "workers": 0, "val_fraction": 0.3}
     train, val = make_loaders(DataConfig(**common), resolution=12)
-    assert (train.num_images, val.num_images) == (14, 6)
+    assert (len(train.source), len(val.source)) == (14, 6)
     train, val = make_loaders(DataConfig(**common, val=str(b)), resolution=12)
-    assert (train.num_images, val.num_images) == (20, 7)
+    assert (len(train.source), len(val.source)) == (20, 7)
     train, held = make_loaders(DataConfig(**common, val=str(b)), resolution=12, hold_out=True)
-    assert (train.num_images, held.num_images) == (14, 6)
+    assert (len(train.source), len(held.source)) == (14, 6)
     train, val = make_loaders(DataConfig(**common), resolution=12)
     search, held = make_loaders(DataConfig(**common), resolution=12, hold_out=True)
-    names = lambda made: {made.source.name(i) for i in range(made.num_images)}  # noqa: E731
+    names = lambda made: {made.source.name(i) for i in range(len(made.source))}  # noqa: E731
     assert names(search) | names(held) == names(train)
     assert not names(held) & names(val)
 
@@ -343,11 +321,8 @@ def test_augment_choices(augment, source, resolution, flips, noise):
         ({"val_fraction": 0.0}, "val_fraction must be between 0 and 1"),
         ({"workers": -1}, "must not be negative"),
         ({"augment": "imagnet"}, "'imagnet', allowed: 'auto', 'imagenet'"),
-        ({"mean": [0.5, 0.5]}, "expected 3 values, got 2"),
         ({"mean": [0.5, float("nan"), 0.5]}, "mean must be finite, got .*nan"),
         ({"std": [0.5, 0.0, 0.5]}, r"std must be positive and finite, got \(0.5, 0.0, 0.5\)"),
-        ({"std": [0.5, -1.0, 0.5]}, "std must be positive"),
-        ({"std": [0.5, float("inf"), 0.5]}, "std must be positive and finite"),
     ],
 )
 def test_settings_that_cannot_be(form, message):
@@ -361,15 +336,8 @@ def test_grey_images_for_a_space_of_one_channel(tmp_path, augment):
         (tmp_path / name).mkdir()
         for number in range(2):
             Image.new("RGB", (8, 8), colour).save(tmp_path / name / f"{number}.png")
-    cfg = DataConfig(
-        train=str(tmp_path),
-        augment=augment,
-        workers=0,
-        batch_size=2,
-        val_fraction=0.5,
-        mean=(0.2, 0.3, 0.4),
-        std=(0.1, 0.2, 0.6),
-    )
+    cfg = DataConfig(train=str(tmp_path), augment=augment, workers=0, batch_size=2, val_fraction=0.5)
+    cfg = cfg.replace(mean=(0.2, 0.3, 0.4), std=(0.1, 0.2, 0.6))
     for made in make_loaders(cfg, resolution=8, in_channels=1):
         x, y = next(made.epoch(0))
         assert x.shape == (2, 1, 8, 8)

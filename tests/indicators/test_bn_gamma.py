@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from typing import get_args
 
 import pytest
 import torch
 from tiny import tiny_space
 
 from nasfast.indicators.bn_gamma import score
-from nasfast.indicators.scores import SCORES
 from nasfast.indicators.table import IndicatorTable, TableError
-from nasfast.settings import METHODS, MethodName
 from nasfast.spaces import SKIP, Block, FixedLayer, SearchSpace, Stage
 from nasfast.supernet import Supernet
-from nasfast.train.supernet import make_supernet
 
 CHOICES = (Block("identity"), Block("mbconv", 3, 2))
 SPACES = {
@@ -32,19 +27,6 @@ SPACES = {
         activation="relu",
     ),
 }
-
-
-@pytest.mark.parametrize("space", SPACES.values(), ids=SPACES)
-@pytest.mark.parametrize("layer_indicators", [True, False])
-def test_an_untrained_supernet_scores_one_everywhere(space, layer_indicators):
-    table = score(Supernet(space, layer_indicators=layer_indicators))
-    assert all(v == 1.0 for row in table.block for v in row.values())
-    assert all(
-        v is None if u.indicator_choice is None or not layer_indicators else v == 1.0
-        for u, v in zip(space.layers, table.layer, strict=True)
-    )
-    if layer_indicators:
-        assert all(v == 1.0 for row in table.scores for v in row.values())
 
 
 def set_gamma(bn, *values: float) -> None:
@@ -109,26 +91,3 @@ def test_a_diverged_supernet_is_refused():
     set_gamma(net.layers[2].candidates[1].project.bn, math.nan)
     with pytest.raises(TableError, match=r"layer 2, choice 1 \(k5 e1\): score is nan"):
         score(net)
-
-
-def test_presets_of_the_methods():
-    """What each paper publishes, and this package's own choice (docs/ranking.md)."""
-    gamma, distilled = ("gamma", True, 0.0), ("path_loss", True, 4.0)
-    accuracy = ("recalibrated_accuracy", False, 0.0)
-    wanted = {
-        "dinas": ("aligned", True, "bn", True, "fair", True, *distilled),
-        "dinas_paper": ("orthogonal", True, "indicators", False, "fair", False, *gamma),
-        "bnnas": ("he", False, "indicators", False, "uniform", False, *gamma),
-        "fairnas": ("he", False, "all", False, "strict_fair", True, *accuracy),
-        "spos": ("he", False, "all", False, "uniform", True, *accuracy),
-    }
-    assert {name: dataclasses.astuple(method) for name, method in METHODS.items()} == wanted
-    assert set(METHODS) == set(get_args(MethodName))
-    for method, (_, indicators, trainable, classifier, *_) in wanted.items():
-        net, sampler = make_supernet(tiny_space(), method)
-        assert net.layer_indicators == sampler.layer_indicators == indicators
-        assert net.summary.trainable == trainable
-        assert ("classifier" in net.summary.by_role) == (classifier or trainable == "all")
-        assert METHODS[method].score in SCORES
-    with pytest.raises(ValueError, match="unknown method 'dina'; did you mean 'dinas'"):
-        make_supernet(tiny_space(), "dina")

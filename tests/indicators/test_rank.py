@@ -10,11 +10,7 @@ import pytest
 from scipy import stats
 
 from nasfast.indicators.accuracies import AccuracyError
-from nasfast.indicators.rank import (
-    kendall_tau,
-    rank,
-    spearman_rho,
-)
+from nasfast.indicators.rank import kendall_tau, rank, spearman_rho
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.spaces import digits_mini, nas_bench_macro
 
@@ -134,17 +130,9 @@ def test_scores_of_many_orders_of_magnitude_are_not_ties(accuracies):
 def test_baselines_rank_by_cost(accuracies):
     report = rank(accuracies, accuracies, SPACE, resamples=10)
     truth = list(accuracies.values())
-    for row, values in zip(
-        report.baselines,
-        (
-            [depth(a) for a in accuracies],
-            [SPACE.cost(a).macs for a in accuracies],
-            [SPACE.cost(a).params for a in accuracies],
-            [sqrt_size(a) for a in accuracies],
-        ),
-        strict=True,
-    ):
-        assert row.kendall.value == pytest.approx(stats.kendalltau(values, truth).statistic)
+    rules = (depth, lambda a: SPACE.cost(a).macs, lambda a: SPACE.cost(a).params, sqrt_size)
+    for row, rule in zip(report.baselines, rules, strict=True):
+        assert row.kendall.value == pytest.approx(stats.kendalltau(list(map(rule, accuracies)), truth).statistic)
 
 
 def test_architectures_without_a_score_are_counted(accuracies, archs):
@@ -184,20 +172,20 @@ def test_a_table_of_another_space_is_refused(accuracies):
 def test_beating_a_baseline_is_decided_by_the_paired_difference(accuracies):
     """A predictor that is depth and a little more: its interval overlaps depth's, the difference is above 0."""
     rng = random.Random(5)
-    known = {a: rng.random() < 0.2 for a in accuracies}
-    report = rank(
-        accuracies, {a: depth(a) + 0.001 * known[a] * (v - 60 - 4 * depth(a)) for a, v in accuracies.items()}, SPACE
-    )
+
+    def knowing(share):
+        """Depth, and of a share of the architectures a little of the rest of the accuracy."""
+        rest = {a: 0.001 * (rng.random() < share) * (v - 60 - 4 * depth(a)) for a, v in accuracies.items()}
+        return rank(accuracies, {a: depth(a) + rest[a] for a in accuracies}, SPACE)
+
+    report = knowing(0.2)
     for baseline in report.baselines:
         difference = report.predictor.kendall.value - baseline.kendall.value
         assert report.above[baseline.name].value == pytest.approx(difference)
     assert report.above["depth"].low > 0
     assert report.predictor.kendall.low < report.baselines[0].kendall.high
     # above it in this sample, and not by more than chance allows
-    known = {a: rng.random() < 0.01 for a in accuracies}
-    report = rank(
-        accuracies, {a: depth(a) + 0.001 * known[a] * (v - 60 - 4 * depth(a)) for a, v in accuracies.items()}, SPACE
-    )
+    report = knowing(0.01)
     assert report.above["depth"].value > 0 >= report.above["depth"].low
     assert "It is not above depth" in report.verdict
     # the reverse of depth is below it, and not only not above it

@@ -100,9 +100,3 @@ def test_a_damaged_file_is_named(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(TableError, match=str(path)):
             IndicatorTable.load(path)
-
-
-@pytest.mark.parametrize("text", ["", "[]", "3", "{"])
-def test_other_json_is_refused(text):
-    with pytest.raises(TableError):
-        IndicatorTable.from_json(text)

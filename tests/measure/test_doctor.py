@@ -4,12 +4,14 @@ import sys
 import pytest
 import torch
 
+from nasfast.cli.main import main
 from nasfast.measure.doctor import doctor
 from nasfast.ops import _native, backends
 
 
-def test_names_versions_machine_and_every_operator():
-    text = doctor()
+def test_names_versions_machine_and_every_operator(capsys):
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
     assert f"torch {torch.__version__.split('+')[0]}" in text
     assert f"{torch.get_num_threads()} threads" in text
     if _native.extension is not None:

@@ -19,12 +19,7 @@ from nasfast.measure.config import LatencyConfig
 from nasfast.measure.deployed import deployed, fold
 from nasfast.measure.latency import Fit, LatencyReport, latency, space_parts
 from nasfast.runtime.onnx import check_provider
-from nasfast.spaces import (
-    SKIP,
-    format_arch,
-    parse_arch,
-    read_cost_table,
-)
+from nasfast.spaces import SKIP, format_arch, parse_arch, read_cost_table
 from nasfast.spaces.arch import Arch
 from nasfast.supernet import build
 

@@ -16,8 +16,7 @@ from nasfast.indicators.scores import with_structure
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import seeds_page as page
 from nasfast.pipeline.agreement import STABLE_TAU, agreement, mean_tau, random_architectures
-from nasfast.pipeline.networks import network_task
-from nasfast.pipeline.seeds import check_seeds, networks, rivals, run_seeds, score_seed, seed_task
+from nasfast.pipeline.seeds import check_seeds, networks, rivals, run_seeds, seed_task
 from nasfast.report.evidence import compare_runs
 from nasfast.search import Limits
 from nasfast.settings import RunConfig
@@ -45,18 +44,6 @@ def test_tau_is_the_mean_over_pairs_and_its_interval_is_that_of_the_jackknife():
     error = math.sqrt(3 / 4 * ((without - without.mean()) ** 2).sum())
     assert found.high - found.value == pytest.approx(3.182446305 * error)
     assert found.value - found.low == pytest.approx(3.182446305 * error)
-
-
-def test_the_interval_covers_the_tau_of_other_seeds():
-    """Four seeds with noise, many times: the interval has the mean tau of very many seeds in most of them."""
-    truth = np.linspace(0, 3, 40)
-    rng = np.random.default_rng(0)
-    expected = mean_tau(truth + rng.normal(size=(60, 40)), np.ones((1, 40))).value
-    hits = 0
-    for _ in range(200):
-        found = mean_tau(truth + rng.normal(size=(4, 40)), np.ones((1, 40)))
-        hits += found.low <= expected <= found.high
-    assert hits >= 180
 
 
 def test_seeds_that_agree_are_stable_and_noise_is_not():
@@ -89,18 +76,6 @@ def test_limits_hold_for_the_answer_and_for_what_tau_is_measured_on():
     assert sorted(archs) == sorted(a for a in EVERY if SPACE.cost(a).macs <= limits.max_macs)
     assert found.architectures == len(archs) == 21
     assert all(place.macs <= limits.max_macs for place in found.top)
-
-
-def test_layers_by_hand():
-    """Two of three seeds favour candidate 2 of layer 0; their order of the others is opposite."""
-    rows = [[0.0, 1.0, 2.0], [1.0, 0.0, 2.0], [2.0, 1.0, 0.0]]
-    same = {0: 0.0, 1: 1.0, 2: 2.0}
-    tables = [IndicatorTable.of_rows(SPACE, [dict(enumerate(row)), same, same, same], {}) for row in rows]
-    first, second, *_ = agreement(tables, Limits(), k=1).layers
-    assert (first.options, first.favourite, first.favoured) == (3, 2, 2)
-    # the taus of the pairs are 1/3, -1 and -1/3
-    assert first.tau.value == pytest.approx(-1 / 3)
-    assert (second.tau.value, second.tau.low, second.tau.high, second.favoured) == (1.0, 1.0, 1.0, 3)
 
 
 def test_what_was_learned_is_the_score_without_its_structure():
@@ -176,25 +151,10 @@ def test_an_answer_that_skips_layers_may_have_no_structural_baseline(tmp_path, c
     cfg = config(search={"top_k": 2, "allow_identity": True})
     cheapest = min(EVERY, key=lambda arch: SPACE.cost(arch).macs)
     answer = (cheapest[0], SKIP, cheapest[2], SKIP)
-    others = rivals(cfg, SPACE, answer)
-    assert "structure" not in others and "no structural baseline to compare with" in caplog.text
-    assert [(n.role, n.seed) for n in networks(answer, {"random": cheapest, "random-2": cheapest}, 2)] == [
-        ("answer", 0),
-        ("answer", 1),
-        ("random", 0),
-        ("random-2", 1),
-    ]
+    assert "structure" not in rivals(cfg, SPACE, answer)
+    assert "no structural baseline to compare with" in caplog.text
     said = " ".join(write_run(tmp_path, 0.05, 2, no_structure=True))
     assert "There is no structural baseline to compare with" in said and "is the answer itself" not in said
-
-
-def test_tasks_are_json_and_say_nothing_of_the_place():
-    cfg = config(out="somewhere", seed=5)
-    for task in (seed_task(cfg, 2), network_task(cfg, SPACE, (1, 0, 2, 1), 7, name="networks/seed-2")):
-        settings = task.identity["arguments"]["config"]
-        assert (settings["seed"], settings["data"]["split_seed"]) == (7, 5), "all seeds have one validation split"
-        assert "somewhere" not in json.dumps(task.identity)
-        assert task.name.endswith("seed-2")
 
 
 @pytest.mark.parametrize(
@@ -211,7 +171,7 @@ def test_what_cannot_be_repeated_is_refused(changes, seeds, text):
         check_seeds(config(**changes), seeds)
 
 
-def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tmp_path, monkeypatch):
+def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tmp_path):
     cfg = config(out=str(tmp_path), data={"source": "digits"})
     cfg.save(tmp_path / "config.yaml")
     save_result(tmp_path / "seed-1", seed_task(cfg, 1), {"top": []})
@@ -219,21 +179,10 @@ def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tm
     with pytest.raises(TaskError, match=r"search.top_k was 2, now 3; choose another --out"):
         run_seeds(cfg.replace(search=cfg.search.replace(top_k=3)), 2, resume=True)
     assert (tmp_path / "config.yaml").read_bytes() == before
-
-    # settings of the machine may change: the seed counts as finished, and the function gets the new ones
-    other = cfg.replace(
-        data=cfg.data.replace(workers=7, prefetch=3, cache_dir="elsewhere", max_bad_files=1), track=("wandb",)
-    )
+    assert seed_task(cfg, 1).arguments["config"]["data"]["split_seed"] == 0, "all seeds have one validation split"
+    # settings of the machine may change: the seed counts as finished
+    other = cfg.replace(data=cfg.data.replace(workers=7, cache_dir="elsewhere"), track=("wandb",))
     assert saved_result(tmp_path / "seed-1", seed_task(other, 1)) == ({"top": []},)
-    seen = []
-    monkeypatch.setattr("nasfast.pipeline.seeds.supernet", lambda cfg, *, resume: seen.append(cfg))
-    monkeypatch.setattr("nasfast.pipeline.seeds.score", seen.append)
-    monkeypatch.setattr("nasfast.pipeline.seeds.search", lambda cfg: [])
-    task = seed_task(other, 1)
-    score_seed(tmp_path / "seed-1", **task.arguments, **task.machine)
-    assert seen[0] == seen[1]
-    assert seen[0].data == other.data.replace(split_seed=0) and seen[0].out == str(tmp_path / "seed-1")
-    assert seen[0].track == ("wandb",)
 
 
 def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None, no_structure=False):

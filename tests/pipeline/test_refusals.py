@@ -70,11 +70,8 @@ def test_an_existing_run_of_other_settings_is_named_with_them(out, run_dir, conf
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--seed", "1"], "seed was 0, now 1"),
         (["--train.lr", "0.3"], "train.lr was 0.1, now 0.3"),
-        (["--method", "bnnas"], "method was 'dinas', now 'bnnas'"),
         (["--data.augment", "none"], "data.augment was 'auto', now 'none'"),
-        (["--supernet.trainable", "all"], "supernet.trainable was 'bn', now 'all'"),
     ],
 )
 def test_other_settings_are_refused_on_resume_and_leave_the_run_alone(out, run_dir, monkeypatch, capsys, flags, named):
@@ -111,11 +108,8 @@ def test_images_of_other_classes_cannot_retrain(out, tmp_path):
         pipeline.retrain_best(cfg)
 
 
-STAGES = ("supernet", "score", "search", "retrain", "export", "run")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", ["supernet", "retrain", "export", "run"])
 def test_a_directory_in_use_is_refused_and_left_alone(out, capsys, stage):
     with open(out / ".lock", "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)  # as another process would: a lock is the open file's

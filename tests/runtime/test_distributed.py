@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import digits_runs
 import pytest
 import ranks
 import torch
@@ -24,16 +25,9 @@ from nasfast.train.log import read_metrics
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 SETTINGS = {
-    "data": {"source": "digits", "batch_size": 128, "workers": 0},
-    "train": {"epochs": 2, "lr": 0.1, "log_every": 5, "checkpoint_every": 4},
+    **digits_runs.SETTINGS,
     "search": {"max_macs": 200_000},
-    "retrain": {
-        "init": "inherit",
-        "top_k": 2,
-        "random_architectures": 1,
-        "train": {"epochs": 1, "log_every": 5, "checkpoint_every": 4},
-    },
-    "threads": 1,
+    "retrain": {**digits_runs.SETTINGS["retrain"], "init": "inherit", "top_k": 2},
     "method": "dinas_paper",  # whose steps are counted here
 }
 NETWORKS = ("best", "best-2", "random")

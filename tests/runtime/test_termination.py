@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -37,12 +35,6 @@ def test_it_is_noted_and_comes_again_afterwards(handler):
         assert stop.requested
         assert handler == []
     assert handler == [1]
-
-
-def test_none_came(handler):
-    with noticed(), raised():
-        pass
-    assert handler == []
 
 
 def test_it_comes_again_behind_an_error(handler):
@@ -102,14 +94,6 @@ def test_other_threads_have_no_handlers():
     thread.start()
     thread.join()
     assert found == [False]
-
-
-def test_a_program_that_knows_nothing_of_it_ends_with_143():
-    program = (
-        "import os\nfrom nasfast.runtime.termination import raised\nwith raised():\n    os.kill(os.getpid(), 15)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (143, "")
 
 
 def test_the_end_of_the_time_does_not_hide_an_error(monkeypatch):

@@ -130,9 +130,9 @@ class Search:
         config = ExperimentConfig(**{**own, "seeds": 1, "threads": 0})
         forms = {"config": config.to_dict(), "space": self.space.to_dict(), "how": self.how.to_dict(), "device": device}
         # results depend on the number of threads, so a task has that of this process
-        threads, cost = torch.get_num_threads(), float(self.cfg.steps)
+        threads = torch.get_num_threads()
         run = f"{__name__}:search_apart"
-        return WorkerTask(self.folder, run, forms, threads=threads, cost=cost, gpus=gpus_for(device))
+        return WorkerTask(self.folder, run, forms, threads=threads, gpus=gpus_for(device))
 
 
 def search_apart(
