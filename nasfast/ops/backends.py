@@ -28,7 +28,6 @@ _logged: set[tuple[str, str]] = set()
 _scoped_name: str | None = None
 _native_missing = _native.why_missing()
 _triton_missing = _triton.why_missing()
-_no_chain_kernels = _native.why_no_chain_kernels()
 _no_emulation = _native.why_no_emulation()
 
 
@@ -121,8 +120,6 @@ def emulates_cuda() -> bool:
 
 def why_not_cuda_chain(x: Tensor) -> str:
     """Why the CUDA kernels of chains do not serve x; empty if they do."""
-    if _no_chain_kernels is not None:
-        return _no_chain_kernels
     if emulates_cuda() and x.device.type == "cpu":
         reason = _no_emulation
     else:

@@ -24,9 +24,7 @@ def _define_available() -> list[str]:
     """Define the operators of CUDA and Triton where they can run; the names of the backends that have operators now."""
     backends = []
     if _native.extension is not None:
-        backends.append("cpu")
-    if _native.why_no_chain_kernels() is None:
-        backends.append("cuda")
+        backends += ["cpu", "cuda"]
         _define("cuda", cuda_conv.conv_bn_act_chain_fwd, cuda_conv.conv_bn_act_chain_bwd)
     if _triton.why_missing() is None:
         from nasfast.ops.triton import bn, conv, mixed
@@ -68,8 +66,7 @@ def register(
             backends save different tensors.
         backward_fake: fake kernel of `op`_bwd, with the operator's arguments.
         setup_context: see `autograd_kernel`.
-        backward: see `autograd_kernel`. It gets the backward operator of its own namespace before the arguments that
-            autograd gives it.
+        backward: see `autograd_kernel`. It gets the backward operator of its own namespace before the arguments there.
 
     Raises:
         RuntimeError: the compiled extension is older than the Python code.
