@@ -142,7 +142,6 @@ def _backward(backward_operator, ctx, grad, wants):
 
 register(
     "conv_bn_act_chain",
-    backends=("cpu", "cuda", "triton"),
     forward_fake=_fwd_fake,
     backward_fake=_bwd_fake,
     setup_context=_setup_context,

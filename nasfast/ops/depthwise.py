@@ -74,7 +74,6 @@ def _backward(backward_operator, ctx, grad, wants):
 
 register(
     "depthwise_conv2d",
-    backends=("cpu",),
     forward_fake=_fwd_fake,
     backward_fake=_bwd_fake,
     setup_context=_setup_context,

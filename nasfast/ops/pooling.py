@@ -66,7 +66,6 @@ def _backward(backward_operator, ctx, grad, wants):
 
 register(
     "pool_3x3",
-    backends=("cpu",),
     forward_fake=_fwd_fake,
     backward_fake=_bwd_fake,
     setup_context=_setup_context,

@@ -242,11 +242,13 @@ def run_chain(
         leaves["dresidual"] = residual = drawn.residual.detach()
     stages, running = [], {}
     for i, stage in enumerate(drawn.stages):
-        weight, *affine_and_running, _ = stage.params
-        gamma, beta, mean, var = (t.detach().clone() for t in affine_and_running)
+        params = converted(lambda tensor: tensor.detach().clone(), stage.params._replace(conv_weight=None))
+        _, gamma, beta, mean, var, bias = params
         leaves |= {f"dgamma{i}": gamma, f"dbeta{i}": beta}
+        if bias is not None:
+            leaves[f"dbias{i}"] = bias
         running |= {f"running_mean{i}": mean, f"running_var{i}": var}
-        stages.append(stage._replace(params=ConvBNParams(weight, gamma, beta, mean, var)))
+        stages.append(stage._replace(params=params._replace(conv_weight=stage.params.conv_weight)))
     for name, leaf in leaves.items():
         leaf.requires_grad_(wanted is None or name in wanted)
     y = function(x, stages, residual=residual, shuffle=drawn.shuffle)

@@ -1,6 +1,10 @@
+import math
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
+from kernel_cases.chain import Drawn, run_chain, widened_chain
 from kernel_cases.layout import with_layout
 from pairs import pairwise
 from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
@@ -74,28 +78,6 @@ def test_matches_float64_reference(conv, layout, dtype, frozen, training, backen
         assert_close(name, tensor, want[name], CHAINS[dtype], floor=4.0 if name.startswith("d") else 0.0)
 
 
-def run_biased(chain, x, stages):
-    """The result of chain(x, stages), the running statistics behind it, and every gradient."""
-    leaves, running, copies = {"dx": x.clone()}, {}, []
-    for i, stage in enumerate(stages):
-        weight, gamma, beta, mean, var, bias = (tensor.clone() for tensor in stage.params)
-        leaves |= {f"dgamma{i}": gamma, f"dbeta{i}": beta, f"dbias{i}": bias}
-        running |= {f"mean{i}": mean, f"var{i}": var}
-        copies.append(stage._replace(params=ops.ConvBNParams(weight, gamma, beta, mean, var, bias)))
-    for leaf in leaves.values():
-        leaf.requires_grad_()
-    y = chain(leaves["dx"], copies)
-    y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(y.dtype))
-    return {"y": y, **running, **{name: leaf.grad for name, leaf in leaves.items()}}
-
-
-def eager(x, stages):
-    for (weight, gamma, beta, mean, var, bias), stride, padding, groups, _, training, momentum, eps in stages:
-        x = F.conv2d(x, weight, bias, stride, padding, 1, groups)
-        x = torch.tanh(F.batch_norm(x, mean, var, gamma, beta, training, momentum, eps))
-    return x
-
-
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("dtype", CHAINS, ids=str)
 @pytest.mark.parametrize("convs", BIASED.values(), ids=BIASED)
@@ -113,10 +95,12 @@ def test_biases_of_convolutions(convs, dtype, training, backend):
             (0.5 * torch.randn(out_channels)).to(dtype),
         )
         stages.append(ops.Stage(params, stride, kernel // 2, groups, "tanh", training, 0.3))
-    x = torch.randn(3, channels, 9, 7).to(dtype)
-    got = run_biased(lambda x, stages: ops.conv_bn_act_chain(x, stages, backend=backend), x, stages)
-    wide = [s._replace(params=ops.ConvBNParams(*(tensor.double() for tensor in s.params))) for s in stages]
-    want = run_biased(eager, x.double(), wide)
+    step = math.prod(stage.stride for stage in stages)
+    x, shape = torch.randn(3, channels, 9, 7).to(dtype), (3, out_channels, 8 // step + 1, 6 // step + 1)
+    grad = torch.linspace(-1, 1, math.prod(shape)).view(shape).to(dtype)
+    drawn = Drawn(x, stages, None, False, grad)
+    got = run_chain(partial(ops.conv_bn_act_chain, backend=backend), drawn)
+    want = run_chain(reference.conv_bn_act_chain, widened_chain(drawn))
     for name, tensor in got.items():
         assert_close(name, tensor, want[name], CHAINS[dtype], floor=4.0 if name.startswith("d") else 0.0)
         if name.startswith("dbias") and training and backend != "reference":
