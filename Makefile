@@ -107,7 +107,7 @@ sanitize: install-tests  ## run the operators' tests with AddressSanitizer and U
 		ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 \
 		$(BIN)/pytest -q $(PARALLEL) --capture=sys -k "not compile" tests/ops/test_sanitizer.py tests/ops/test_operators.py \
 		tests/ops/test_conv_bn_act.py tests/ops/test_conv_bn_act_chain.py tests/ops/test_conv_bn_act_chain_operators.py \
-		tests/ops/test_inverted_residual.py tests/ops/test_orthogonalize.py \
+		tests/ops/test_modules.py tests/ops/test_orthogonalize.py \
 		tests/ops/test_instruction_sets.py \
 		tests/ops/test_cuda_chain.py tests/ops/test_cuda_boundary.py
 

@@ -56,7 +56,7 @@ TESTS = {
     "csrc/cpu/pool": "ops/test_pool.py ops/test_operators.py",
     "csrc/cpu/(pool_3x3|depthwise_conv2d|squeeze_excite|mixed_bn|bn_act)": "ops/test_operators.py",
     "csrc/cpu/(isa|kernels)": "ops/test_instruction_sets.py measure/test_doctor.py",
-    "csrc/cpu/": "ops/test_conv_bn_act*.py ops/test_inverted_residual.py ops/test_operators.py",
+    "csrc/cpu/": "ops/test_conv_bn_act*.py ops/test_modules.py ops/test_operators.py",
     "csrc/gpu/": "ops/test_cuda_*.py",
     "csrc/orthogonal/": "ops/test_orthogonalize.py",
     "csrc/": "measure/test_doctor.py ops/test_pool.py ops/test_operators.py",

@@ -6,7 +6,7 @@ Importing `nasfast._C` registers the schemas and CPU kernels of `torch.ops.nasfa
 import json
 from pathlib import Path
 
-import torch  # its libraries must be loaded before the extension that uses them
+import torch  # noqa: F401  # its libraries must be loaded before the extension that uses them
 
 _BUILD_RECORD = Path(__file__).parent.parent / "_build.json"
 
@@ -34,18 +34,11 @@ def why_missing() -> str | None:
     return f"built, but could not be loaded ({_import_error}): reinstall with pip install --no-build-isolation -e ."
 
 
-def why_no_chain_kernels() -> str | None:
-    """Why the extension has no operators for CUDA kernels of chains; None when it has them."""
-    if extension is not None and not hasattr(torch.ops.nasfast, "conv_bn_act_chain_gpu_fwd"):
-        return "built from an older version of nasfast: run pip install --no-build-isolation -e . again"
-    return why_missing()
-
-
 def why_no_emulation() -> str | None:
     """Why the CUDA kernels of chains cannot be emulated on the CPU; None when they can."""
     if extension is not None and not hasattr(extension, "set_emulation"):
         return "built without the emulation of CUDA: run NASFAST_EMULATION=ON pip install --no-build-isolation -e ."
-    return why_no_chain_kernels()
+    return why_missing()
 
 
 def set_early_launches(on: bool) -> bool:

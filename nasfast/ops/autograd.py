@@ -6,25 +6,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from nasfast.ops import destinations
+
 
 def autograd_kernel(
     operator: Any, setup_context: Callable[..., None], backward: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The kernel of an operator for the dispatch key Autograd, whose first argument is the set of keys.
 
-    It does what `torch.library.register_autograd` does, for operators that return tensors, and that may have lists of
-    tensors as arguments. That function flattens them with pytrees of any depth at each step. A chain of three stages
-    then takes 200 us more per forward and backward, which is longer than a small chain computes.
+    It does what `torch.library.register_autograd` does, for operators that return tensors, of which the first has a
+    gradient, and that may have lists of tensors as arguments. That function flattens them with pytrees of any depth at
+    each step. A chain of three stages then takes 200 us more per forward and backward, which is longer than a small
+    chain computes.
 
     Args:
         operator: an overload such as torch.ops.nasfast.bn_act_fwd.default.
-        setup_context, backward: see torch.library.register_autograd. In `setup_context`, needs_input_grad is one flat
-            list. In `backward` it has a list for each list of tensors, and so do the gradients.
+        setup_context: setup_context(ctx, inputs, output) saves what backward needs; needs_input_grad is one flat list.
+        backward: backward(ctx, grad, wants) returns the gradients of the first arguments, in a list for each list of
+            tensors, as `wants` says which are wanted. Others are dropped. It is not called if none is wanted.
     """
     arguments = operator._schema.arguments
     if any(argument.has_default_value() for argument in arguments):
         raise ValueError(f"autograd_kernel: the dispatcher leaves out arguments with default values, as {operator} has")
     lists = [i for i, argument in enumerate(arguments) if str(argument.type) == "List[Tensor]"]
+    name = operator._schema.name.partition("::")[2].removesuffix("_fwd")
 
     def call(keyset: Any, args: Sequence[Any]) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -34,17 +39,24 @@ def autograd_kernel(
         *flat, keyset, ctx.lengths = given
         args = _nested(flat, lists, ctx.lengths)
         output = call(keyset, args)
+        ctx.set_materialize_grads(False)
+        if isinstance(output, tuple):
+            ctx.mark_non_differentiable(*output[1:])
+        ctx.offer = destinations.current()
         setup_context(ctx, args, output)
         return output
 
-    def gradients_of(ctx: Any, *grads: Any) -> Any:
-        needs = ctx.needs_input_grad
-        ctx.needs_input_grad = _nested(needs[:-2], lists, ctx.lengths)
-        try:
-            gradients = backward(ctx, *grads)
-        finally:
-            ctx.needs_input_grad = needs
-        return *_flat(gradients, lists), None, None
+    def gradients_of(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> Any:
+        wants = ctx.needs_input_grad
+        if grad is None or not any(wants):
+            return (None,) * len(wants)
+        with destinations.offered(ctx.offer):
+            found = _flat(backward(ctx, grad, _nested(wants[:-2], lists, ctx.lengths)), lists)
+        gradients = [None] * len(wants)
+        gradients[: len(found)] = found
+        gradients = [gradient if want else None for gradient, want in zip(gradients, wants, strict=True)]
+        # only under create_graph; what is passed on as it came has its own history
+        return refuse_second_derivatives(name, grad, *gradients) if torch.is_grad_enabled() else tuple(gradients)
 
     # profilers show this name, which no class statement could give it
     methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients_of)}
@@ -107,15 +119,16 @@ def has_saved_tensors_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def refuse_second_derivatives(op: str, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The same gradients, but with an autograd history that raises when they are differentiated.
+def refuse_second_derivatives(op: str, grad: Tensor, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The same gradients, but with an autograd history that raises when they are differentiated; `grad` as it is.
 
     The backward of a native operator calls this under create_graph. Autograd sees what a native operator computes as a
     constant, so second derivatives would be wrong without an error.
     """
     # an input that requires a gradient, so that the gradients have a history even if they were computed from constants
     tie = torch.zeros((), requires_grad=True)
-    return _NoSecondDerivative.apply(op, tie, *gradients)
+    refused = _NoSecondDerivative.apply(op, tie, *(None if gradient is grad else gradient for gradient in gradients))
+    return tuple(grad if old is grad else new for old, new in zip(gradients, refused, strict=True))
 
 
 class _NoSecondDerivative(torch.autograd.Function):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,22 +28,19 @@ _logged: set[tuple[str, str]] = set()
 _scoped_name: str | None = None
 _native_missing = _native.why_missing()
 _triton_missing = _triton.why_missing()
-_no_chain_kernels = _native.why_no_chain_kernels()
 _no_emulation = _native.why_no_emulation()
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One entry of the table.
+    """A backend of an operator.
 
     Attributes:
-        op: operator it serves.
         name: one of BACKENDS.
         why_not: takes the input of the operator and says why the backend cannot serve it; empty if it can.
         serves: which calls it serves, where these are not all that `why_not` accepts.
     """
 
-    op: str
     name: str
     why_not: Callable[[Tensor], str]
     serves: str = ""
@@ -121,8 +118,6 @@ def emulates_cuda() -> bool:
 
 def why_not_cuda_chain(x: Tensor) -> str:
     """Why the CUDA kernels of chains do not serve x; empty if they do."""
-    if _no_chain_kernels is not None:
-        return _no_chain_kernels
     if emulates_cuda() and x.device.type == "cpu":
         reason = _no_emulation
     else:
@@ -151,23 +146,20 @@ def _why_not_triton(x: Tensor) -> str:
     return _why_not_ampere(x) if wanted == "cuda" else ""
 
 
-_Fields = tuple[Any, ...]  # of a Backend, behind its operator
-_CPU: _Fields = ("cpu", _why_not_cpu)
-_TRITON: _Fields = ("triton", _why_not_triton)
-_CHAINS: tuple[_Fields, ...] = (_CPU, ("cuda", why_not_cuda_chain, CUDA_SERVES), _TRITON)
-_ROWS: dict[str, tuple[_Fields, ...]] = {
-    "bn_act": (_CPU, _TRITON),
-    "conv_bn_act": _CHAINS,
-    "conv_bn_act_chain": _CHAINS,
-    "mixed_bn": (_CPU, _TRITON),
-    "orthogonalize": (("cpu", _why_not_on_cpu), ("cuda", why_not_cuda_kernels)),
-    "depthwise_conv2d": (_CPU,),
-    "pool_3x3": (_CPU,),
-    "squeeze_excite": (_CPU,),
-}
+_CPU = Backend("cpu", _why_not_cpu)
+_TRITON = Backend("triton", _why_not_triton)
+_REFERENCE = Backend("reference", lambda x: "")
+_CHAINS = (_CPU, Backend("cuda", why_not_cuda_chain, CUDA_SERVES), _TRITON, _REFERENCE)
 # the backends of each operator in order of preference; the reference is last because it serves everything
 _TABLE: dict[str, tuple[Backend, ...]] = {
-    op: tuple(Backend(op, *fields) for fields in (*row, ("reference", lambda x: ""))) for op, row in _ROWS.items()
+    "bn_act": (_CPU, _TRITON, _REFERENCE),
+    "conv_bn_act": _CHAINS,
+    "conv_bn_act_chain": _CHAINS,
+    "mixed_bn": (_CPU, _TRITON, _REFERENCE),
+    "orthogonalize": (Backend("cpu", _why_not_on_cpu), Backend("cuda", why_not_cuda_kernels), _REFERENCE),
+    "depthwise_conv2d": (_CPU, _REFERENCE),
+    "pool_3x3": (_CPU, _REFERENCE),
+    "squeeze_excite": (_CPU, _REFERENCE),
 }
 
 

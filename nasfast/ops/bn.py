@@ -1,12 +1,10 @@
 """bn_act: BatchNorm, activation and residual in one operator; fake kernels and autograd."""
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from nasfast.ops import checks, destinations, reference
-from nasfast.ops.autograd import check_device, let_recomputation_reach, refuse_second_derivatives
+from nasfast.ops import checks, reference
+from nasfast.ops.autograd import check_device, let_recomputation_reach
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.registry import operators, register
 
@@ -53,52 +51,26 @@ def bn_act(
         TypeError, ValueError: an argument does not fit; in training also an empty batch or one value per channel.
         RuntimeError: the named backend cannot serve.
     """
-    checks.check_bn_act(
-        x,
-        weight,
-        bias,
-        running_mean=running_mean,
-        running_var=running_var,
-        residual=residual,
-        act=act,
-        training=training,
-        eps=eps,
-    )
+    norm = weight, bias, running_mean, running_var
+    checks.check_bn_act(x, norm, residual, act=act, training=training, eps=eps)
     name = resolve_backend("bn_act", x, backend).name
-    run = reference.bn_act if name == "reference" else partial(_bn_act_native, name)
-    return run(
-        x,
-        weight,
-        bias,
-        running_mean=running_mean,
-        running_var=running_var,
-        residual=residual,
-        act=act,
-        training=training,
-        momentum=momentum,
-        eps=eps,
-    )
-
-
-def _bn_act_native(
-    backend: str,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    residual: Tensor | None,
-    act: str,
-    training: bool,
-    momentum: float,
-    eps: float,
-) -> Tensor:
-    """Run `bn_act` on the operator of a backend. The arguments have been checked."""
+    if name == "reference":
+        return reference.bn_act(
+            x,
+            weight,
+            bias,
+            running_mean=running_mean,
+            running_var=running_var,
+            residual=residual,
+            act=act,
+            training=training,
+            momentum=momentum,
+            eps=eps,
+        )
     x = _dense(x)
     # A kernel has one storage type. PyTorch adds a residual of another type, with its promotion rules.
     fused = residual if residual is not None and residual.dtype == x.dtype else None
-    y, mean, var = operators(backend).bn_act_fwd(
+    y, mean, var = operators(name).bn_act_fwd(
         x,
         weight.contiguous(),
         bias.contiguous(),
@@ -148,48 +120,19 @@ def _bwd_fake(grad, x, weight, bias, mean, var, eps, act, batch_statistics, want
 def _setup_context(ctx, inputs, output):
     x, weight, bias, _, running_mean, running_var, ctx.eps, ctx.act = inputs
     _, mean, var = output
-    ctx.mark_non_differentiable(mean, var)
-    ctx.set_materialize_grads(False)
-    ctx.offer = destinations.current()
     ctx.batch_statistics = running_mean is None
     if any(ctx.needs_input_grad[:3]):
         statistics = (mean, var) if ctx.batch_statistics else (running_mean, running_var)
         ctx.save_for_backward(x, weight, bias, *statistics)
 
 
-def _backward(backward_operator, ctx, grad, grad_mean, grad_var):
-    want_x, want_weight, want_bias, want_residual = ctx.needs_input_grad[:4]
-    dx = dweight = dbias = None
-    if grad is not None and (want_x or want_weight or want_bias):
-        x, weight, bias, mean, var = ctx.saved_tensors
-        with destinations.offered(ctx.offer):
-            dx, dweight, dbias = backward_operator(
-                _same_layout(grad, x),
-                x,
-                weight,
-                bias,
-                mean,
-                var,
-                ctx.eps,
-                ctx.act,
-                ctx.batch_statistics,
-                want_x,
-                want_weight,
-                want_bias,
-            )
-        # only under create_graph; an autograd of bn_act_bwd itself would cost 30 us in every backward pass
-        if torch.is_grad_enabled():
-            dx, dweight, dbias = refuse_second_derivatives("bn_act", dx, dweight, dbias)
-    return (
-        dx if want_x else None,
-        dweight if want_weight else None,
-        dbias if want_bias else None,
-        grad if want_residual else None,
-        None,
-        None,
-        None,
-        None,
-    )
+def _backward(backward_operator, ctx, grad, wants):
+    gradients = [None] * 3
+    if any(wants[:3]):
+        x, *others = ctx.saved_tensors
+        settings = ctx.eps, ctx.act, ctx.batch_statistics
+        gradients = backward_operator(_same_layout(grad, x), x, *others, *settings, *wants[:3])
+    return *gradients, grad
 
 
 register(

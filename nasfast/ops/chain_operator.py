@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nasfast.ops import _native, destinations, reference
-from nasfast.ops.autograd import check_device, let_recomputation_reach, refuse_second_derivatives
+from nasfast.ops import _native, reference
+from nasfast.ops.autograd import check_device, let_recomputation_reach
 from nasfast.ops.nhwc import subsample
 from nasfast.ops.plan import ChainPlan, read_plan, storage_dtype
 from nasfast.ops.reference import Stage
@@ -101,16 +101,12 @@ def _setup_context(ctx, inputs, output):
             "freeze it with requires_grad_(False), or call nasfast.ops.conv_bn_act_chain, which then uses PyTorch's "
             "convolution"
         )
-    ctx.mark_non_differentiable(saved, statistics)
-    ctx.set_materialize_grads(False)
-    ctx.offer = destinations.current()
     batch_statistics = [m.numel() == 0 for m in running_means]
     ctx.settings = dict(batch_statistics=batch_statistics, plan=plan, eps=eps, add_input=add_input)
     if needs[0] or any(needs[n + 1 : 3 * n + 1]):
         if not keep:
             raise RuntimeError("conv_bn_act_chain_fwd: a gradient is wanted, so `keep` must be true")
         kept = (x,) if read_plan(plan).recompute else ()
-        ctx.n_stages = n
         ctx.save_for_backward(saved, statistics, *conv_weights, *bn_weights, *bn_biases, *kept)
 
 
@@ -124,39 +120,28 @@ def _channels_last(grad: Tensor, *, wide: bool) -> Tensor:
     return grad.contiguous(memory_format=torch.channels_last)
 
 
-def _backward(backward_operator, ctx, grad, grad_saved, grad_statistics):
-    want_x, _, want_weights, want_biases, _, _, want_residual = ctx.needs_input_grad[:7]
-    nothing = [None] * len(want_weights)
-    dx, dweights, dbiases = None, nothing, nothing
-    if grad is not None and (want_x or any(want_weights) or any(want_biases)):
+def _backward(backward_operator, ctx, grad, wants):
+    want_x, _, want_weights, want_biases = wants[:4]
+    n = len(want_weights)
+    dx, dweights, dbiases, nothing = None, [None] * n, [None] * n, [None] * n
+    if want_x or any(want_weights) or any(want_biases):
         saved, statistics, *tensors = ctx.saved_tensors
-        n = ctx.n_stages
-        wants = [want_x, *(want for pair in zip(want_weights, want_biases, strict=True) for want in pair)]
-        with destinations.offered(ctx.offer):
-            dx, dweights, dbiases = backward_operator(
-                grad=_channels_last(grad, wide=backward_operator is _CPU_BACKWARD and not ctx.settings["add_input"]),
-                x=tensors[3 * n] if len(tensors) > 3 * n else None,
-                saved=saved,
-                statistics=statistics,
-                conv_weights=tensors[:n],
-                bn_weights=tensors[n : 2 * n],
-                bn_biases=tensors[2 * n : 3 * n],
-                **ctx.settings,
-                wants=wants,
-            )
-        dx = dx if want_x else None
-        dweights = [d if want else None for d, want in zip(dweights, want_weights, strict=True)]
-        dbiases = [d if want else None for d, want in zip(dbiases, want_biases, strict=True)]
-        if torch.is_grad_enabled():  # only under create_graph
-            dx, *affine = refuse_second_derivatives("conv_bn_act_chain", dx, *dweights, *dbiases)
-            dweights, dbiases = affine[:n], affine[n:]
-    residual_grad = grad if want_residual else None
-    return dx, nothing, dweights, dbiases, nothing, nothing, residual_grad, None, None, None, None
+        dx, dweights, dbiases = backward_operator(
+            grad=_channels_last(grad, wide=backward_operator is _CPU_BACKWARD and not ctx.settings["add_input"]),
+            x=tensors[3 * n] if len(tensors) > 3 * n else None,
+            saved=saved,
+            statistics=statistics,
+            conv_weights=tensors[:n],
+            bn_weights=tensors[n : 2 * n],
+            bn_biases=tensors[2 * n : 3 * n],
+            **ctx.settings,
+            wants=[want_x, *(want for pair in zip(want_weights, want_biases, strict=True) for want in pair)],
+        )
+    return dx, nothing, dweights, dbiases, nothing, nothing, grad
 
 
 register(
     "conv_bn_act_chain",
-    backends=("cpu", "cuda", "triton"),
     forward_fake=_fwd_fake,
     backward_fake=_bwd_fake,
     setup_context=_setup_context,

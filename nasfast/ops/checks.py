@@ -17,23 +17,16 @@ from nasfast.ops.reference import ACTIVATIONS, GATES, Stage
 _ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def check_bn_act(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    *,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    residual: Tensor | None,
-    act: str,
-    training: bool,
-    eps: float,
-) -> None:
+# weight, bias, running mean and running variance of a BatchNorm
+_Norm = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def check_bn_act(x: Tensor, norm: _Norm, residual: Tensor | None, *, act: str, training: bool, eps: float) -> None:
     """Check the arguments of `nasfast.ops.bn_act`."""
     op = "bn_act"
     _check_input(op, x)
     _check_settings(op, act, eps)
-    _check_bn(op, "", x, x.shape[1], weight, bias, running_mean, running_var, training)
+    _check_bn(op, "", x, x.shape[1], norm, training)
     _check_result(op, x, tuple(x.shape), residual, training)
 
 
@@ -266,11 +259,11 @@ def _check_matrix(where: str, z: Tensor) -> None:
 
 def _check_stage(op: str, x: Tensor, shape: tuple[int, ...], stage: Stage) -> tuple[int, ...]:
     """Check one stage against the shape of its input; return the shape of its result."""
-    conv_weight, bn_weight, bn_bias, running_mean, running_var, conv_bias = stage.params
+    conv_weight, conv_bias = stage.params.conv_weight, stage.params.conv_bias
     _check_settings(op, stage.act, stage.eps)
-    shape = _check_conv(op, "conv_weight", x, shape, conv_weight, stage.stride, stage.padding, stage.groups)
+    shape = _check_conv(op, x, shape, conv_weight, stage)
     _check_conv_bias(op, conv_weight, conv_bias)
-    _check_bn(op, "bn_", x, shape[1], bn_weight, bn_bias, running_mean, running_var, stage.training)
+    _check_bn(op, "bn_", x, shape[1], stage.params[1:5], stage.training)
     return shape
 
 
@@ -295,13 +288,12 @@ def _check_eps(op: str, eps: float) -> None:
         raise ValueError(f"{op}: eps must be positive, got {eps}")
 
 
-def _check_conv(
-    op: str, name: str, x: Tensor, shape: tuple[int, ...], weight: Tensor, stride: int, padding: int, groups: int
-) -> tuple[int, ...]:
-    """Check one convolution of a tensor of this shape on the device of x; return the shape of its result."""
-    _check_tensor(f"{op}: {name}", weight)
+def _check_conv(op: str, x: Tensor, shape: tuple[int, ...], weight: Tensor, stage: Stage) -> tuple[int, ...]:
+    """Check the convolution of a tensor of this shape on the device of x; return the shape of its result."""
+    _check_tensor(f"{op}: conv_weight", weight)
     if weight.ndim != 4:
-        raise ValueError(f"{op}: {name} must be 4-d (out, in / groups, k, k), got shape {tuple(weight.shape)}")
+        raise ValueError(f"{op}: conv_weight must be 4-d (out, in / groups, k, k), got shape {tuple(weight.shape)}")
+    stride, padding, groups = stage.stride, stage.padding, stage.groups
     try:
         stride, padding, groups = operator.index(stride), operator.index(padding), operator.index(groups)
     except TypeError as error:
@@ -316,17 +308,17 @@ def _check_conv(
         )
     out_channels, per_group, *kernel = weight.shape
     if weight.numel() < 1:
-        raise ValueError(f"{op}: {name} must be at least 1 in every dimension, got shape {tuple(weight.shape)}")
+        raise ValueError(f"{op}: conv_weight must be at least 1 in every dimension, got shape {tuple(weight.shape)}")
     if per_group * groups != shape[1] or out_channels % groups:
         raise ValueError(
-            f"{op}: {name} of shape {tuple(weight.shape)} with groups={groups} takes {per_group * groups} channels "
-            f"and gives a multiple of {groups}, got an input of {shape[1]} channels"
+            f"{op}: conv_weight of shape {tuple(weight.shape)} with groups={groups} takes {per_group * groups} "
+            f"channels and gives a multiple of {groups}, got an input of {shape[1]} channels"
         )
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(
-            f"{op}: {name} must have the type of x, {x.dtype}, got {weight.dtype}; convert one, or use autocast"
+            f"{op}: conv_weight must have the type of x, {x.dtype}, got {weight.dtype}; convert one, or use autocast"
         )
-    _check_device(f"{op}: {name}", weight, x)
+    _check_device(f"{op}: conv_weight", weight, x)
     height, width = ((size + 2 * padding - k) // stride + 1 for size, k in zip(shape[2:], kernel, strict=True))
     if height < 1 or width < 1:
         raise ValueError(
@@ -348,17 +340,8 @@ def _check_conv_bias(op: str, weight: Tensor, bias: Tensor | None) -> None:
     _check_device(f"{op}: conv_bias", bias, weight, "conv_weight")
 
 
-def _check_bn(
-    op: str,
-    prefix: str,
-    x: Tensor,
-    channels: int,
-    weight: Tensor,
-    bias: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-) -> None:
+def _check_bn(op: str, prefix: str, x: Tensor, channels: int, norm: _Norm, training: bool) -> None:
+    weight, bias, running_mean, running_var = norm
     _check_vector(op, f"{prefix}weight", weight, channels, x)
     _check_vector(op, f"{prefix}bias", bias, channels, x)
     if (running_mean is None) != (running_var is None):

@@ -179,21 +179,7 @@ def _add_biases_to_running_means(stages: Sequence[Stage]) -> None:
 
 def _run_on_torch(x: Tensor, stage: Stage, *, residual: Tensor | None, backend: str | None) -> Tensor:
     """Run one stage as PyTorch's convolution and `bn_act`."""
-    params = stage.params
-    y = _conv2d(x, stage)
-    return bn_act(
-        y,
-        params.bn_weight,
-        params.bn_bias,
-        running_mean=params.running_mean,
-        running_var=params.running_var,
-        residual=residual,
-        act=stage.act,
-        training=stage.training,
-        momentum=stage.momentum,
-        eps=stage.eps,
-        backend=backend,
-    )
+    return bn_act(_conv2d(x, stage), **reference.norm_arguments(stage), residual=residual, backend=backend)
 
 
 def _conv2d(x: Tensor, stage: Stage) -> Tensor:

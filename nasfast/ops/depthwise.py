@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import checks, reference
-from nasfast.ops.autograd import check_device, refuse_second_derivatives
+from nasfast.ops.autograd import check_device
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import storage_dtype
 from nasfast.ops.registry import operators, register
@@ -63,37 +63,17 @@ def _bwd_fake(grad, x, shape, weight, stride, dilation, want_x, want_weight):
 def _setup_context(ctx, inputs, output):
     x, weight, ctx.stride, ctx.dilation = inputs
     ctx.shape = list(x.shape)
-    ctx.set_materialize_grads(False)
-    want_x, want_weight = ctx.needs_input_grad[:2]
-    if want_weight:
-        ctx.save_for_backward(weight, x)
-    elif want_x:
-        ctx.save_for_backward(weight)
+    ctx.save_for_backward(weight, x if ctx.needs_input_grad[1] else None)
 
 
-def _backward(backward_operator, ctx, grad):
-    want_x, want_weight = ctx.needs_input_grad[:2]
-    dx = dweight = None
-    if grad is not None and (want_x or want_weight):
-        weight, *kept = ctx.saved_tensors
-        dx, dweight = backward_operator(
-            grad.contiguous(memory_format=torch.channels_last),
-            kept[0] if kept else None,
-            ctx.shape,
-            weight,
-            ctx.stride,
-            ctx.dilation,
-            want_x,
-            want_weight,
-        )
-        if torch.is_grad_enabled():  # only under create_graph
-            dx, dweight = refuse_second_derivatives("depthwise_conv2d", dx, dweight)
-    return dx if want_x else None, dweight if want_weight else None, None, None
+def _backward(backward_operator, ctx, grad, wants):
+    weight, x = ctx.saved_tensors
+    grad = grad.contiguous(memory_format=torch.channels_last)
+    return backward_operator(grad, x, ctx.shape, weight, ctx.stride, ctx.dilation, *wants[:2])
 
 
 register(
     "depthwise_conv2d",
-    backends=("cpu",),
     forward_fake=_fwd_fake,
     backward_fake=_bwd_fake,
     setup_context=_setup_context,

@@ -15,7 +15,7 @@ With the memory, a caller may offer copies of frozen weights in 16 bits.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -114,7 +114,7 @@ class Offer:
     """Buffers for one forward and its backward. Each is taken once.
 
     Args:
-        source: the input.
+        source: the input; None if there is nothing else.
         unmade: what the input is made from, if an operator has to make it; None if the input is there.
         result: buffer for the result. The first operator whose result has its shape, type and layout takes it. If that
             operator is not the last one, `result_taken` is true although the final result is elsewhere. Later operators
@@ -137,29 +137,31 @@ class Offer:
     def __init__(
         self,
         *,
-        source: Tensor,
-        unmade: Unmade | None,
-        result: Tensor | None,
-        input_gradient: Tensor | None,
-        parameter_gradients: Mapping[nn.Parameter, Tensor],
-        remains: Remains | None,
+        source: Tensor | None = None,
+        unmade: Unmade | None = None,
+        result: Tensor | None = None,
+        input_gradient: Tensor | None = None,
+        parameter_gradients: Mapping[nn.Parameter, Tensor] | None = None,
+        remains: Remains | None = None,
         rounded: Rounded | None = None,
     ) -> None:
-        self.rounded = rounded
+        self._rounded = rounded
         self._source, self._unmade, self._result, self._remains = source, unmade, result, remains
         self._input_gradient = input_gradient
         self._images = {"result": result, "input_gradient": input_gradient}
         # an operator gets another Python object for the same parameter
-        self._parameters = {p.data_ptr(): (p.shape, gradient) for p, gradient in parameter_gradients.items()}
+        self._parameters = {p.data_ptr(): (p.shape, gradient) for p, gradient in (parameter_gradients or {}).items()}
         self.result_taken = self.made = self.begun = False
         self.left: Unmade | None = None
 
-    def take_image(
-        self, kind: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, layout: torch.memory_format
-    ) -> Tensor | None:
+    def take_image(self, kind: str, shape: Sequence[int], like: Tensor, layout: torch.memory_format) -> Tensor | None:
         """Take the buffer of this kind; None if there is none or it does not fit."""
         buffer = self._images[kind]
-        if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (torch.Size(shape), dtype, device):
+        if buffer is None or (buffer.shape, buffer.dtype, buffer.device) != (
+            torch.Size(shape),
+            like.dtype,
+            like.device,
+        ):
             return None
         if not buffer.is_contiguous(memory_format=layout):
             return None
@@ -176,6 +178,10 @@ class Offer:
         del self._parameters[parameter.data_ptr()]
         return offer[1].detach()
 
+    def rounded_weight(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """A frozen weight in this type if the caller keeps it in this type, otherwise as it is."""
+        return weight if self._rounded is None or self._rounded.dtype != dtype else self._rounded.of(weight)
+
     def take_unmade(self, x: Tensor) -> Unmade | None:
         """What x is made from, if the operator that reads x has to make it; this is for the first operator."""
         if self._unmade is None or self.made or not lies_in(x, self._source):
@@ -183,33 +189,34 @@ class Offer:
         self.made = True
         return self._unmade
 
-    def leave(self, result: Tensor, added: Tensor | None) -> Unmade | None:
-        """Memory for what this result is made from, if the operator need not write it.
+    def leave(self, result: Tensor, added: Tensor | None) -> Left | None:
+        """Memory to fill instead of this result, if the operator need not write it.
 
         Args:
-            result: the memory of the result.
+            result: the memory of the result, which `new_image` gave.
             added: what the operator adds at the end; only the input can be left to others.
         """
-        if self._remains is None or self._result is None or not lies_in(result, self._result):
+        if self._remains is None or not lies_in(result, self._result):
             return None
         if added is not None and not lies_in(added, self._source):
             return None
         self.left = Unmade(self._remains.take(), None if added is None else self._source)
-        return self.left
+        return self.left.left
 
     def begin_backward(self, dx: Tensor) -> Left | None:
         """What the input was made from, if the operator that computes its gradient dx has to begin its backward."""
-        if self._unmade is None or not self.made or self._input_gradient is None:
-            return None
-        if not lies_in(dx, self._input_gradient):
+        if self._unmade is None or not self.made or not lies_in(dx, self._input_gradient):
             return None
         self.begun = True
         return self._unmade.left
 
 
+_NOTHING = Offer()
+
+
 @contextmanager
-def offered(offer: Offer | None) -> Iterator[None]:
-    """Make this offer to the operators that the calling thread calls inside the block; None makes no offer."""
+def offered(offer: Offer) -> Iterator[None]:
+    """Make this offer to the operators that the calling thread calls inside the block."""
     outer = current()
     _here.offer = offer
     try:
@@ -218,14 +225,14 @@ def offered(offer: Offer | None) -> Iterator[None]:
         _here.offer = outer
 
 
-def current() -> Offer | None:
-    """The offer to this thread, or None."""
-    return getattr(_here, "offer", None)
+def current() -> Offer:
+    """The offer to this thread, which may be of nothing."""
+    return getattr(_here, "offer", _NOTHING)
 
 
-def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
+def lies_in(tensor: Tensor, buffer: Tensor | None) -> bool:
     """Whether the tensor is the buffer itself: the same memory, shape, layout and type."""
-    return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == (
+    return buffer is not None and (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype) == (
         buffer.data_ptr(),
         buffer.shape,
         buffer.stride(),
@@ -233,66 +240,29 @@ def lies_in(tensor: Tensor, buffer: Tensor) -> bool:
     )
 
 
-# ---- for the launchers: memory for a result, offered or new
-
-
 def new_image(
-    kind: str,
-    shape: tuple[int, ...] | list[int],
-    like: Tensor,
-    layout: torch.memory_format = torch.channels_last,
+    kind: str, shape: Sequence[int], like: Tensor, layout: torch.memory_format = torch.channels_last
 ) -> Tensor:
-    """Uninitialised memory with the type and device of `like`.
-
-    Args:
-        kind: `result` or `input_gradient`.
-    """
-    offer = current()
-    buffer = None if offer is None else offer.take_image(kind, tuple(shape), like.dtype, like.device, layout)
+    """Uninitialised memory, offered or new, with the type and device of `like`; kind: `result` or `input_gradient`."""
+    buffer = current().take_image(kind, shape, like, layout)
     if buffer is None:
         buffer = torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=layout)
     return buffer
-
-
-def rounded_weight(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """A frozen weight in this type if the caller keeps it in this type, otherwise as it is."""
-    offer = current()
-    rounded = None if offer is None else offer.rounded
-    return weight if rounded is None or rounded.dtype != dtype else rounded.of(weight)
-
-
-def unmade_input(x: Tensor) -> Unmade | None:
-    """What the operator that reads x has to make it from; None if x is there."""
-    offer = current()
-    return None if offer is None else offer.take_unmade(x)
-
-
-def leave_result(result: Tensor, added: Tensor | None) -> Unmade | None:
-    """Memory to fill instead of the result, which `new_image` gave; None if the operator has to write the result."""
-    offer = current()
-    return None if offer is None else offer.leave(result, added)
-
-
-def what_was_left() -> Left:
-    """For backward: what forward has left instead of the result."""
-    offer = current()
-    if offer is None or offer.left is None:
-        raise RuntimeError("the backward of an operator that left its result needs the offer of its forward")
-    return offer.left.left
-
-
-def begun_backward(dx: Tensor) -> Left | None:
-    """What the input was made from, if the operator that computes its gradient dx, which `new_image` gave, has to begin
-    its backward, too.
-    """
-    offer = current()
-    return None if offer is None else offer.begin_backward(dx)
 
 
 def new_parameter_gradient(parameter: Tensor, *, wanted: bool) -> Tensor:
     """Uninitialised memory for the gradient of a parameter (C,); empty if the gradient is not wanted."""
     if not wanted:
         return parameter.new_empty(0)
-    offer = current()
-    buffer = None if offer is None else offer.take_parameter_gradient(parameter)
+    buffer = current().take_parameter_gradient(parameter)
     return torch.empty_like(parameter) if buffer is None else buffer
+
+
+def new_gradients(
+    shape: Sequence[int], like: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], wants: Sequence[bool]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Memory for dx of this shape, dweights and dbiases of a chain; empty where `wants` (csrc/library.cpp) is false."""
+    dx = new_image("input_gradient", shape, like) if wants[0] else like.new_empty(0)
+    dweights = [new_parameter_gradient(w, wanted=want) for w, want in zip(weights, wants[1::2], strict=True)]
+    dbiases = [new_parameter_gradient(b, wanted=want) for b, want in zip(biases, wants[2::2], strict=True)]
+    return dx, dweights, dbiases

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import checks, reference
-from nasfast.ops.autograd import check_device, refuse_second_derivatives
+from nasfast.ops.autograd import check_device
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.registry import operators, register
 
@@ -68,32 +68,14 @@ def _bwd_fake(grad, xs, gates, statistics, normalize, eps, wants):
 def _setup_context(ctx, inputs, output):
     xs, gates, ctx.normalize, ctx.eps = inputs
     _, statistics = output
-    ctx.mark_non_differentiable(statistics)
-    ctx.set_materialize_grads(False)
-    # one flat list: the flags of the tensors, then that of the gates
-    if any(ctx.needs_input_grad[: len(xs) + 1]):
-        ctx.save_for_backward(gates, statistics, *xs)
+    ctx.save_for_backward(gates, statistics, *xs)
 
 
-def _backward(backward_operator, ctx, grad, grad_statistics):
-    want_xs, want_gates = ctx.needs_input_grad[:2]
-    dxs, dgates = [None] * len(want_xs), None
-    if grad is not None and (want_gates or any(want_xs)):
-        gates, statistics, *xs = ctx.saved_tensors
-        dxs, dgates = backward_operator(
-            grad.contiguous(memory_format=torch.channels_last),
-            xs,
-            gates,
-            statistics,
-            ctx.normalize,
-            ctx.eps,
-            [*want_xs, want_gates],
-        )
-        dxs = [dx if want else None for dx, want in zip(dxs, want_xs, strict=True)]
-        dgates = dgates if want_gates else None
-        if torch.is_grad_enabled():  # only under create_graph
-            dgates, *dxs = refuse_second_derivatives("mixed_bn", dgates, *dxs)
-    return dxs, dgates, None, None
+def _backward(backward_operator, ctx, grad, wants):
+    gates, statistics, *xs = ctx.saved_tensors
+    want_xs, want_gates = wants[:2]
+    grad = grad.contiguous(memory_format=torch.channels_last)
+    return backward_operator(grad, xs, gates, statistics, ctx.normalize, ctx.eps, [*want_xs, want_gates])
 
 
 register(

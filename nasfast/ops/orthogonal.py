@@ -62,11 +62,6 @@ def orthogonalize(matrices: Sequence[Tensor], *, backend: str | None = None) -> 
     return _run(matrices, resolve_backend("orthogonalize", matrices[0], backend).name) if matrices else []
 
 
-def orthogonalize_draws(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """`orthogonalize` for functions that fill weights; a named backend that cannot serve is skipped."""
-    return _run(matrices, resolve_backend("orthogonalize", matrices[0], strict=False).name) if matrices else []
-
-
 def _run(matrices: Sequence[Tensor], name: str) -> list[Tensor]:
     if name == "reference":
         return reference.orthogonalize(matrices)
@@ -209,7 +204,7 @@ def _fill_on_gpu(targets: Sequence[Target], seed: int) -> None:
             count += 1
         group, targets = targets[:count], targets[count:]
         drawn = draw_gaussians([(target.name, [target.shape]) for target in group], seed)
-        found = orthogonalize_draws([z.to(target.tensor.device) for target, (z,) in zip(group, drawn, strict=True)])
+        found = _run([z.to(target.tensor.device) for target, (z,) in zip(group, drawn, strict=True)], "cuda")
         for target, q in zip(group, found, strict=True):
             target.tensor.copy_(q.mul_(target.scale).reshape(target.tensor.shape))
 

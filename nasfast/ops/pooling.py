@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import checks, reference
-from nasfast.ops.autograd import check_device, refuse_second_derivatives
+from nasfast.ops.autograd import check_device
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.registry import operators, register
 
@@ -52,28 +52,20 @@ def _bwd_fake(grad, index, shape, kind, stride):
 def _setup_context(ctx, inputs, output):
     x, ctx.kind, ctx.stride, keep = inputs
     _, index = output
-    ctx.mark_non_differentiable(index)
-    ctx.set_materialize_grads(False)
+    if not keep:
+        raise RuntimeError("pool_3x3_fwd: a gradient is wanted, so `keep` must be true")
     ctx.shape = list(x.shape)
-    if ctx.needs_input_grad[0]:
-        if not keep:
-            raise RuntimeError("pool_3x3_fwd: a gradient is wanted, so `keep` must be true")
-        ctx.save_for_backward(index)
+    ctx.save_for_backward(index)
 
 
-def _backward(backward_operator, ctx, grad, grad_index):
-    if grad is None or not ctx.needs_input_grad[0]:
-        return None, None, None, None
+def _backward(backward_operator, ctx, grad, wants):
     (index,) = ctx.saved_tensors
-    dx = backward_operator(grad.contiguous(memory_format=torch.channels_last), index, ctx.shape, ctx.kind, ctx.stride)
-    if torch.is_grad_enabled():  # only under create_graph
-        (dx,) = refuse_second_derivatives("pool_3x3", dx)
-    return dx, None, None, None
+    grad = grad.contiguous(memory_format=torch.channels_last)
+    return [backward_operator(grad, index, ctx.shape, ctx.kind, ctx.stride)]
 
 
 register(
     "pool_3x3",
-    backends=("cpu",),
     forward_fake=_fwd_fake,
     backward_fake=_bwd_fake,
     setup_context=_setup_context,

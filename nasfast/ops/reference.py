@@ -7,7 +7,7 @@ functions that they call.
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,21 @@ class Stage(NamedTuple):
     training: bool = True
     momentum: float = 0.1
     eps: float = 1e-5
+
+
+def norm_arguments(stage: Stage) -> dict[str, Any]:
+    """The arguments of `bn_act` that a stage has."""
+    params = stage.params
+    return {
+        "weight": params.bn_weight,
+        "bias": params.bn_bias,
+        "running_mean": params.running_mean,
+        "running_var": params.running_var,
+        "act": stage.act,
+        "training": stage.training,
+        "momentum": stage.momentum,
+        "eps": stage.eps,
+    }
 
 
 def bn_act(
@@ -138,57 +153,12 @@ def update_running(
         running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
 
 
-def conv_bn_act(
-    x: Tensor,
-    conv_weight: Tensor,
-    bn_weight: Tensor,
-    bn_bias: Tensor,
-    *,
-    stride: int = 1,
-    padding: int = 0,
-    groups: int = 1,
-    conv_bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    act: str = "relu6",
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    training: bool = True,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> Tensor:
-    """Convolve, then bn_act.
-
-    out = bn_act(conv2d(x, conv_weight, conv_bias; stride, padding, groups), bn_weight, bn_bias) + residual
-
-    Args:
-        x: (N, Cin, H, W).
-        conv_weight: (Cout, Cin / groups, k, k).
-        bn_weight, bn_bias, running_mean, running_var, conv_bias: (Cout,).
-        residual: (N, Cout, Ho, Wo).
-
-    Returns:
-        (N, Cout, Ho, Wo).
-    """
-    y = F.conv2d(x, conv_weight, conv_bias, stride, padding, 1, groups)
-    return bn_act(
-        y,
-        bn_weight,
-        bn_bias,
-        running_mean=running_mean,
-        running_var=running_var,
-        residual=residual,
-        act=act,
-        training=training,
-        momentum=momentum,
-        eps=eps,
-    )
-
-
 def conv_bn_act_chain(
     x: Tensor, stages: Sequence[Stage], *, residual: Tensor | None = None, shuffle: bool = False
 ) -> Tensor:
-    """Run conv_bn_act stages one after another, and add the residual to the result of the last.
+    """Run stages one after another, and add the residual to the result of the last.
 
+    A stage is bn_act(conv2d(x, conv_weight, conv_bias; stride, padding, groups), bn_weight, bn_bias, ...).
     With shuffle: out = cat(even channels of x, chain(odd channels of x)), as in ShuffleNetV2.
 
     Args:
@@ -202,24 +172,9 @@ def conv_bn_act_chain(
     if shuffle:
         return torch.cat((x[:, 0::2], conv_bn_act_chain(x[:, 1::2], stages)), dim=1)
     for i_stage, stage in enumerate(stages):
-        params, stride, padding, groups, act, training, momentum, eps = stage
-        x = conv_bn_act(
-            x,
-            params.conv_weight,
-            params.bn_weight,
-            params.bn_bias,
-            stride=stride,
-            padding=padding,
-            groups=groups,
-            conv_bias=params.conv_bias,
-            act=act,
-            training=training,
-            momentum=momentum,
-            eps=eps,
-            running_mean=params.running_mean,
-            running_var=params.running_var,
-            residual=residual if i_stage == len(stages) - 1 else None,
-        )
+        weight, bias = stage.params.conv_weight, stage.params.conv_bias
+        y = F.conv2d(x, weight, bias, stage.stride, stage.padding, 1, stage.groups)
+        x = bn_act(y, **norm_arguments(stage), residual=residual if i_stage == len(stages) - 1 else None)
     return x
 
 
@@ -296,15 +251,7 @@ def orthogonalize(matrices: Sequence[Tensor]) -> list[Tensor]:
 
     Returns:
         One tensor per input, same shape, dtype and device: orthonormal columns if m_i >= n_i, else orthonormal rows.
-
-    Raises:
-        ValueError: if an entry has fewer than two dimensions.
     """
-    for i_matrix, z in enumerate(matrices):
-        if z.ndim < 2:
-            raise ValueError(
-                f"orthogonalize: matrices[{i_matrix}] must be (..., rows, columns), got shape {tuple(z.shape)}"
-            )
     return [orthogonal_factor(z.to(torch.float64)).to(z.dtype).contiguous() for z in matrices]
 
 

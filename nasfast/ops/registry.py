@@ -5,7 +5,7 @@ where the extension is, for its CUDA kernels and their emulation, and `torch.ops
 Their schemas come from the signatures of the launchers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,7 @@ def _define_available() -> list[str]:
     """Define the operators of CUDA and Triton where they can run; the names of the backends that have operators now."""
     backends = []
     if _native.extension is not None:
-        backends.append("cpu")
-    if _native.why_no_chain_kernels() is None:
-        backends.append("cuda")
+        backends += ["cpu", "cuda"]
         _define("cuda", cuda_conv.conv_bn_act_chain_fwd, cuda_conv.conv_bn_act_chain_bwd)
     if _triton.why_missing() is None:
         from nasfast.ops.triton import bn, conv, mixed
@@ -53,30 +51,29 @@ def operators(backend: str) -> Any:
 def register(
     op: str,
     *,
-    backends: Sequence[str] = ("cpu", "triton"),
     forward_fake: Callable[..., Any],
     backward_fake: Callable[..., Any],
     setup_context: Callable[..., None],
     backward: Callable[..., Any],
 ) -> None:
-    """Register the fake kernels and the autograd of `op`_fwd and `op`_bwd for every available backend.
+    """Register the fake kernels and the autograd of `op`_fwd and `op`_bwd for every available backend that has them.
 
     Args:
         op: stem of both names.
-        backends: that have the operator.
         forward_fake: fake kernel of `op`_fwd. It gets the name of the backend before the operator's arguments, because
             backends save different tensors.
         backward_fake: fake kernel of `op`_bwd, with the operator's arguments.
         setup_context: see `autograd_kernel`.
-        backward: see `autograd_kernel`. It gets the backward operator of its own namespace before the arguments that
-            autograd gives it.
+        backward: see `autograd_kernel`. It gets the backward operator of its own namespace before the arguments there.
 
     Raises:
         RuntimeError: the compiled extension is older than the Python code.
     """
-    for name in (name for name in AVAILABLE if name in backends):
+    for name in AVAILABLE:
         namespace = _NAMESPACES[name]
         if not hasattr(operators(name), f"{op}_fwd"):
+            if name != "cpu":
+                continue
             raise RuntimeError(
                 f"the compiled extension nasfast._C has no operator {op}_fwd, so it was built from an older version: "
                 "build it again with pip install --no-build-isolation -e ."

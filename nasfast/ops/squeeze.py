@@ -17,7 +17,7 @@ from nasfast.ops.autograd import check_device, refuse_second_derivatives
 from nasfast.ops.backends import resolve_backend
 
 HAS_KERNELS = hasattr(torch.ops.nasfast, "squeeze_excite_sums")
-"""False without the extension, and with one of an older version."""
+"""False without the extension."""
 # the fewest elements in float32 for which the operator is faster than PyTorch
 _MIN_ELEMENTS = 2**17
 
@@ -119,7 +119,7 @@ class _SqueezeExcite(torch.autograd.Function):
             dexcite_bias = dexcited.sum(0) if wants[4] else None
         gradients = dx, dsqueeze_weight, dsqueeze_bias, dexcite_weight, dexcite_bias
         if torch.is_grad_enabled():  # only under create_graph
-            gradients = refuse_second_derivatives("squeeze_excite", *gradients)
+            gradients = refuse_second_derivatives("squeeze_excite", grad, *gradients)
         return *gradients, None, None
 
 

@@ -4,6 +4,7 @@ import zlib
 from dataclasses import dataclass
 
 import torch
+from devices import on_device
 from tolerances import assert_close
 from torch import Tensor
 
@@ -115,10 +116,15 @@ def rstd(x):
 
 
 def check_case(case, act, residual, training, backend):
-    tensors = case.inputs(act, residual=residual)
-    got = outputs_and_grads(lambda **kw: ops.bn_act(**kw, backend=backend), tensors, act=act, training=training)
+    check(case.inputs(act, residual=residual), act, training, backend)
+
+
+def check(tensors, act, training, backend):
+    """The results for these tensors are those of float64; a GPU's backend gets them where it runs."""
+    given = tensors if backend in ("cpu", "reference") else {name: on_device(t) for name, t in tensors.items()}
+    got = outputs_and_grads(lambda **kw: ops.bn_act(**kw, backend=backend), given, act=act, training=training)
     want = outputs_and_grads(reference.bn_act, widened(tensors), act=act, training=training)
-    assert got["y"].dtype == got["dx"].dtype == case.dtype
+    assert got["y"].dtype == got["dx"].dtype == tensors["x"].dtype
     # of a gradient, dz and its projections on 1 and xhat may cancel: their size is that of grad * weight / std
     floor = float(tensors["grad"].abs().max() * (tensors["weight"].abs() * rstd(tensors["x"])).max().clamp(min=1))
     # the native kernel subtracts the mean from x; PyTorch's batch_norm, which the reference calls, subtracts products
@@ -129,4 +135,4 @@ def check_case(case, act, residual, training, backend):
         terms = float((tensors["x"].double().abs().amax((0, 2, 3)) * tensors["weight"].abs() * std).max())
     for name, tensor in got.items():
         size = floor * max(1.0, terms) if name.startswith("d") else terms
-        assert_close(name, tensor, want[name], floor=size)
+        assert_close(name, tensor.cpu(), want[name], floor=size)

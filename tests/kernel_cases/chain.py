@@ -2,11 +2,11 @@
 
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -56,6 +56,65 @@ def planned_numbers(drawn: Drawn, *, recompute: bool = False) -> tuple[int, ...]
         for s in drawn.stages
     ]
     return make_plan(shape, stages, recompute=recompute, shuffle=drawn.shuffle).numbers
+
+
+def forward_arguments(drawn: Drawn, *, recompute: bool = False, **changes: Any) -> dict[str, Any]:
+    """Arguments of the registered conv_bn_act_chain_fwd by name."""
+    params = [stage.params for stage in drawn.stages]
+    empty = drawn.x.new_empty(0, dtype=torch.float32)
+    return {
+        "x": drawn.x,
+        "conv_weights": [p.conv_weight for p in params],
+        "bn_weights": [p.bn_weight for p in params],
+        "bn_biases": [p.bn_bias for p in params],
+        "running_means": [empty if s.training else s.params.running_mean for s in drawn.stages],
+        "running_vars": [empty if s.training else s.params.running_var for s in drawn.stages],
+        "residual": None if drawn.residual is drawn.x else drawn.residual,
+        "plan": planned_numbers(drawn, recompute=recompute),
+        "eps": [stage.eps for stage in drawn.stages],
+        "add_input": drawn.residual is drawn.x,
+        "keep": True,
+        **changes,
+    }
+
+
+def backward_arguments(
+    drawn: Drawn, operators: Any = torch.ops.nasfast, *, recompute: bool = False, **changes: Any
+) -> dict[str, Any]:
+    """Arguments of conv_bn_act_chain_bwd by name, after a forward of these operators with the changes it shares."""
+    forward = forward_arguments(drawn, recompute=recompute)
+    forward |= {name: value for name, value in changes.items() if name in forward}
+    with torch.no_grad():
+        _, saved, statistics = operators.conv_bn_act_chain_fwd(**forward)
+    shared = ("conv_weights", "bn_weights", "bn_biases", "plan", "eps", "add_input")
+    return {
+        "grad": drawn.grad,
+        "x": drawn.x if recompute else None,
+        "saved": saved,
+        "statistics": statistics,
+        "batch_statistics": [stage.training for stage in drawn.stages],
+        "wants": [True] * (1 + 2 * len(drawn.stages)),
+        **{name: forward[name] for name in shared},
+        **changes,
+    }
+
+
+def check_opcheck(drawn: Drawn, operators: Any = torch.ops.nasfast, *, x_grad: bool = True, **changes: Any) -> None:
+    """Fake kernels, autograd and tracing of both operators of a namespace; changes: see `forward_arguments`.
+
+    The outputs of the chain must leave no gap in the saved tensor, whose content is undefined.
+    """
+    arguments = forward_arguments(drawn, **changes)
+    arguments["x"] = drawn.x.detach().clone(memory_format=torch.channels_last).requires_grad_(x_grad)
+    for name in ("bn_weights", "bn_biases"):
+        arguments[name] = [tensor.clone().requires_grad_() for tensor in arguments[name]]
+    # aot_dispatch compares gradients of traced and untraced calls too, with tensors of dynamic shape
+    torch.library.opcheck(operators.conv_bn_act_chain_fwd.default, (), arguments)
+    if not x_grad:
+        return
+    arguments = backward_arguments(drawn, operators, **changes)
+    for wants in (arguments["wants"], [False, True, False] + [True] * (2 * len(drawn.stages) - 2)):
+        torch.library.opcheck(operators.conv_bn_act_chain_bwd.default, (), arguments | {"wants": wants})
 
 
 class Exact(NamedTuple):
@@ -166,24 +225,65 @@ class ChainCase:
         return Drawn(x, stages, residual[self.residual], self.shuffle, with_layout(grad, self.layout))
 
 
-def run_chain(function: Callable[..., Tensor], drawn: Drawn, *, x_grad: bool = True) -> dict[str, Tensor]:
-    """Run function(x, stages, residual=..., shuffle=...) both ways: result, running statistics, every gradient."""
-    x = drawn.x.detach().requires_grad_(x_grad)
+def run_chain(
+    function: Callable[..., Tensor], drawn: Drawn, *, x_grad: bool = True, wanted: Collection[str] | None = None
+) -> dict[str, Tensor]:
+    """Run function(x, stages, residual=..., shuffle=...) both ways: result, running statistics, every gradient.
+
+    Args:
+        x_grad: whether dx is among the gradients.
+        wanted: names of the gradients that are wanted, None for all; the others are None if they are not computed.
+    """
+    x = drawn.x.detach()
     residual, leaves = None, {"dx": x} if x_grad else {}
     if drawn.residual is drawn.x:
         residual = x
     elif drawn.residual is not None:
-        leaves["dresidual"] = residual = drawn.residual.detach().requires_grad_()
+        leaves["dresidual"] = residual = drawn.residual.detach()
     stages, running = [], {}
     for i, stage in enumerate(drawn.stages):
-        weight, *affine_and_running, _ = stage.params
-        gamma, beta, mean, var = (t.detach().clone() for t in affine_and_running)
-        leaves |= {f"dgamma{i}": gamma.requires_grad_(), f"dbeta{i}": beta.requires_grad_()}
+        params = converted(lambda tensor: tensor.detach().clone(), stage.params._replace(conv_weight=None))
+        _, gamma, beta, mean, var, bias = params
+        leaves |= {f"dgamma{i}": gamma, f"dbeta{i}": beta}
+        if bias is not None:
+            leaves[f"dbias{i}"] = bias
         running |= {f"running_mean{i}": mean, f"running_var{i}": var}
-        stages.append(stage._replace(params=ConvBNParams(weight, gamma, beta, mean, var)))
+        stages.append(stage._replace(params=params._replace(conv_weight=stage.params.conv_weight)))
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(wanted is None or name in wanted)
     y = function(x, stages, residual=residual, shuffle=drawn.shuffle)
-    y.backward(drawn.grad)
+    assert y.requires_grad == any(leaf.requires_grad for leaf in leaves.values())
+    if y.requires_grad:
+        y.backward(drawn.grad)
     return {"y": y.detach(), **running, **{name: leaf.grad for name, leaf in leaves.items()}}
+
+
+# runs a chain with inputs both ways: run(drawn, x_grad=...), results as those of `run_chain`
+Run = Callable[..., dict[str, Tensor]]
+run_native = partial(run_chain, native_chain)
+
+
+def check_wanted(chain: Callable[..., Tensor], drawn: Drawn, wanted: Sequence[str], want: dict[str, Tensor]) -> None:
+    """Only these gradients are computed, and they are the same bits as in `want`, where all are."""
+    got = run_chain(chain, drawn, wanted=wanted)
+    for name in (name for name in got if name.startswith("d")):
+        assert (got[name] is not None) == (name in wanted), (name, wanted)
+        assert name not in wanted or torch.equal(got[name], want[name]), (name, wanted)
+
+
+def check_kept(chain: Callable[..., Tensor], drawn: Drawn) -> None:
+    """Where only the last BatchNorm trains, backward keeps what the plan says, and not x."""
+    gamma = drawn.stages[-1].params.bn_weight.requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = chain(drawn.x, drawn.stages)
+    n, _, height, width = drawn.x.shape
+    assert all(stage.stride == 1 for stage in drawn.stages)
+    channels = [stage.params.bn_weight.numel() for stage in drawn.stages]
+    assert max(tensor.numel() for tensor in kept) == sum(-(-n * height * width * c // 64) * 64 for c in channels)
+    assert not any(tensor.data_ptr() == drawn.x.data_ptr() for tensor in kept)
+    y.backward(drawn.grad)
+    assert gamma.grad is not None and drawn.x.grad is None
 
 
 def widened_chain(drawn: Drawn) -> Drawn:
@@ -376,6 +476,17 @@ BFLOAT16_CASES = [
 ]
 
 
+# large enough for several threads
+BIG = [
+    ChainCase((4, 24, 40, 40), "pw144/relu6 dw3/relu6 pw24/identity", "x"),
+    ChainCase((2, 72, 28, 28), "pw144/relu6 dw7s2/relu6 pw72/identity"),
+    ChainCase((1, 32, 120, 16), "dw5 pw40 dw3s2", dtype=BFLOAT16),
+    ChainCase((4, 3, 40, 40), "dense24k3s2 dw3 pw16", x_grad=False),
+    ChainCase((2, 48, 28, 28), "pw24/relu dw3/identity pw24/relu", shuffle=True),
+    ChainCase((2, 16, 257, 256), "dw3 pw16/relu6 dw3/relu6 pw16"),
+]
+
+
 def eager_autocast(x, stages, *, residual, shuffle):
     """The chain in plain PyTorch, as a user has it without nasfast."""
     if shuffle:
@@ -401,9 +512,23 @@ def relative_errors(got, exact):
     }
 
 
-def check(case: ChainCase, drawn: Drawn, exact: Exact) -> None:
-    """The native chain's results are those of float64, element by element."""
-    got = run_chain(native_chain, drawn, x_grad=case.x_grad)
+def mean_errors(
+    case: ChainCase, *runs: Run, draws: int, change: Callable[[Drawn], Drawn] = lambda drawn: drawn
+) -> list[dict[str, float]]:
+    """For each of these runs, its `relative_errors` as means over some draws, whose inputs `change` may change."""
+    means: list[dict[str, float]] = [{} for _ in runs]
+    for attempt in range(draws):
+        drawn = change(case.draw_once(attempt))
+        exact = exact_chain(drawn, x_grad=case.x_grad)
+        for run, mean in zip(runs, means, strict=True):
+            for name, error in relative_errors(run(drawn, x_grad=case.x_grad), exact).items():
+                mean[name] = mean.get(name, 0.0) + error / draws
+    return means
+
+
+def check(case: ChainCase, drawn: Drawn, exact: Exact, run: Run = run_native) -> None:
+    """The results of a chain are those of float64, element by element."""
+    got = run(drawn, x_grad=case.x_grad)
     assert got["y"].dtype == case.dtype
     for name, want in exact.tensors.items():
         if name.startswith("running") and not drawn.stages[int(name[-1])].training:
@@ -437,16 +562,16 @@ def check_bfloat16(case, *, autocast=True, shift=0.0):
 
     One result's error is a sum of random roundings, so draws are averaged, and what remains is a fifth of it.
     """
-    ours, theirs = {}, {}
-    for attempt in range(BFLOAT16_DRAWS):
-        drawn = narrowed(case.draw_once(attempt)) if autocast else replace(case, dtype=BFLOAT16).draw_once(attempt)
-        drawn = drawn._replace(grad=drawn.grad + shift)
-        exact = exact_chain(drawn, x_grad=case.x_grad)
-        for chain, errors in ((native_autocast if autocast else native_chain, ours), (eager_autocast, theirs)):
-            for name, error in relative_errors(run_chain(chain, drawn, x_grad=case.x_grad), exact).items():
-                errors[name] = errors.get(name, 0.0) + error / BFLOAT16_DRAWS
+
+    def change(drawn: Drawn) -> Drawn:
+        drawn = narrowed(drawn) if autocast else drawn
+        return drawn._replace(grad=drawn.grad + shift)
+
+    case = case if autocast else replace(case, dtype=BFLOAT16)
+    runs = partial(run_chain, native_autocast) if autocast else run_native, partial(run_chain, eager_autocast)
+    ours, theirs = mean_errors(case, *runs, draws=BFLOAT16_DRAWS, change=change)
     # at a kink roundings choose slopes: few and large errors, of which only the sum can be compared, and that roughly
-    smooth = not KINKS.keys() & {stage.act for stage in drawn.stages}
+    smooth = not KINKS.keys() & {stage.act for stage in case.draw_once().stages}
     assert sum(ours.values()) <= (1.05 if smooth else 1.25) * sum(theirs.values()), (ours, theirs)
     assert ours["y"] <= BFLOAT16_CHAIN.relative
     for name in ours if smooth else ():

@@ -1,15 +1,12 @@
 """Counters of launches: which launches share them, and sums of so many programs that they are added in two steps."""
 
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases.bn_act import Case, outputs_and_grads, rstd, widened
-from tolerances import assert_close
+from kernel_cases.bn_act import Case, check
 
-from nasfast import ops
-from nasfast.ops import _triton, reference
+from nasfast.ops import _triton, arrivals
 
 pytestmark = pytest.mark.skipif(_triton.why_missing() is not None, reason=str(_triton.why_missing()))
 GPU = torch.device("cuda", 0)
@@ -18,8 +15,6 @@ GPU = torch.device("cuda", 0)
 @pytest.fixture
 def cuda(monkeypatch):
     """A CUDA device as far as arrivals.py sees one: the current stream, whether it captures, and host memory."""
-    from nasfast.ops import arrivals
-
     state = SimpleNamespace(stream=7, capturing=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state.capturing)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=state.stream))
@@ -38,35 +33,29 @@ def overlap(a, b):
 
 
 def test_launches_of_one_stream_share_counters_and_streams_do_not(cuda):
-    from nasfast.ops.arrivals import zeros
-
-    first, again = zeros(5, GPU), zeros(9, GPU)
+    first, again = arrivals.zeros(5, GPU), arrivals.zeros(9, GPU)
     assert first.tolist() == [0] * 5 and first.data_ptr() == again.data_ptr()
     cuda.stream = 8
-    assert not overlap(first, zeros(5, GPU))
-    assert zeros(10**5, GPU).numel() == 10**5
+    assert not overlap(first, arrivals.zeros(5, GPU))
+    assert arrivals.zeros(10**5, GPU).numel() == 10**5
 
 
 def test_a_captured_launch_shares_counters_with_nobody(cuda):
-    from nasfast.ops.arrivals import zeros
-
-    outside = zeros(5, GPU)
+    outside = arrivals.zeros(5, GPU)
     cuda.capturing = True
-    kept = [zeros(30, GPU) for _ in range(3)]
-    kept.append(zeros(30, GPU))  # the block is used up: the graph makes its own
+    kept = [arrivals.zeros(30, GPU) for _ in range(3)]
+    kept.append(arrivals.zeros(30, GPU))  # the block is used up: the graph makes its own
     cuda.capturing = False
-    kept += [outside, zeros(5, GPU).clone()]
+    kept += [outside, arrivals.zeros(5, GPU).clone()]
     cuda.capturing = True
-    kept += [zeros(30, GPU) for _ in range(3)]
+    kept += [arrivals.zeros(30, GPU) for _ in range(3)]
     assert all(t.tolist() == [0] * t.numel() for t in kept)
     assert not any(overlap(a, b) for i, a in enumerate(kept) for b in kept[:i])
 
 
 def test_a_capture_before_any_other_launch_has_counters(cuda):
-    from nasfast.ops.arrivals import zeros
-
     cuda.capturing = True
-    assert zeros(5, GPU).tolist() == [0] * 5
+    assert arrivals.zeros(5, GPU).tolist() == [0] * 5
 
 
 @pytest.mark.interpreter
@@ -75,9 +64,4 @@ def test_sums_of_more_programs_than_one_group_holds(shape, device):
     tensors = Case(shape, "nhwc", mean=1e4).inputs("identity", residual=False)
     # the rows from whose mean distances are taken are unlike the others
     tensors["x"][0, :, 0, :70] -= 20.0
-    ours = {name: tensor.to(device) for name, tensor in tensors.items()}
-    got = outputs_and_grads(partial(ops.bn_act, backend="triton"), ours, act="identity", training=True)
-    want = outputs_and_grads(reference.bn_act, widened(tensors), act="identity", training=True)
-    floor = float(tensors["grad"].abs().max() * (tensors["weight"].abs() * rstd(tensors["x"])).max().clamp(min=1))
-    for name, tensor in got.items():
-        assert_close(name, tensor.cpu(), want[name], floor=floor if name.startswith("d") else 0.0)
+    check(tensors, "identity", True, "triton")

@@ -37,24 +37,6 @@ def test_order_is_argument_context_environment_device(op, native, monkeypatch):
     assert ops.resolve_backend(op, X).name == "reference"
 
 
-def test_public_operator_runs_the_chosen_backend(native, monkeypatch):
-    called = []
-    for name in ("bn_act", "conv_bn_act_chain", "mixed_bn"):
-        monkeypatch.setattr(ops.reference, name, lambda *a, _n=name, **kw: called.append(_n))
-    unit = ops.ConvBNParams(torch.ones(3, 3, 1, 1), torch.ones(3), torch.zeros(3))
-
-    def run(backend):
-        ops.bn_act(X, unit.bn_weight, unit.bn_bias, backend=backend)
-        ops.conv_bn_act(X, *unit[:3], backend=backend)
-        ops.conv_bn_act_chain(X, [ops.Stage(unit)], backend=backend)
-        ops.mixed_bn([X], torch.ones(1), normalize=[True], backend=backend)
-
-    run("cpu")
-    assert called == []
-    run("reference")
-    assert called == ["bn_act"] + ["conv_bn_act_chain"] * 2 + ["mixed_bn"]
-
-
 def test_context_nests_and_ends_with_an_error_too():
     with ops.use_backend("reference"):
         with ops.use_backend("cpu"):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases.chain import ChainCase, Drawn, planned_numbers
+from kernel_cases.chain import ChainCase, Drawn, backward_arguments
 from kernel_cases.chain_pairs import PAIRS, drawn_pair, nan_like, offer, run_two
 from kernel_cases.cuda import moved, needs_kernels
 
@@ -163,20 +163,6 @@ def test_a_chain_with_nothing_in_front_that_trains(units, emulation):
 
 def test_backward_of_a_chain_that_left_its_result_needs_what_it_left(emulation):
     drawn = moved(ChainCase((2, 16, 5, 4), "pw16/identity", dtype=torch.bfloat16).draw_once())
-    params = drawn.stages[0].params
-    arguments = {
-        "grad": drawn.grad,
-        "x": None,
-        "saved": drawn.grad.new_empty(0),
-        "statistics": drawn.grad.new_empty(80, dtype=torch.float64),
-        "conv_weights": [params.conv_weight],
-        "bn_weights": [params.bn_weight],
-        "bn_biases": [params.bn_bias],
-        "batch_statistics": [True],
-        "plan": planned_numbers(drawn),
-        "eps": [1e-5],
-        "add_input": False,
-        "wants": [True] * 3,
-    }
+    arguments = backward_arguments(drawn, torch.ops.nasfast_cuda) | {"saved": drawn.grad.new_empty(0)}
     with pytest.raises(RuntimeError, match="needs the offer of its forward"):
         torch.ops.nasfast_cuda.conv_bn_act_chain_bwd(**arguments)

@@ -10,11 +10,16 @@ import torch.nn.functional as F
 from kernel_cases.chain import (
     ChainCase,
     Drawn,
+    backward_arguments,
+    check_kept,
+    check_opcheck,
+    check_wanted,
     converted,
     eager_autocast,
     exact_chain,
+    forward_arguments,
+    mean_errors,
     planned_numbers,
-    relative_errors,
     run_chain,
 )
 from kernel_cases.cuda import ON_GPU, PLACE, cuda_chain, emulated_only, moved, needs_kernels, run_cuda, set_emulation
@@ -26,6 +31,7 @@ from nasfast.ops.plan import read_plan
 
 pytestmark = needs_kernels
 TYPES = [torch.bfloat16, torch.float16]
+OPERATORS = torch.ops.nasfast_cuda
 # the largest relative error of one rounding
 ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
 
@@ -36,31 +42,12 @@ def every_stage_by_itself(emulation, monkeypatch):
     monkeypatch.setattr(planning, "MAX_RECOMPUTED_CUDA_CHANNELS", 0)
 
 
-def operator_arguments(drawn: Drawn) -> dict:
-    """Arguments of the registered forward."""
-    params = [stage.params for stage in drawn.stages]
-    empty = [torch.empty(0, device=drawn.x.device)] * len(params)
-    return {
-        "x": drawn.x.contiguous(memory_format=torch.channels_last),
-        "conv_weights": [p.conv_weight for p in params],
-        "bn_weights": [p.bn_weight for p in params],
-        "bn_biases": [p.bn_bias for p in params],
-        "running_means": empty,
-        "running_vars": empty,
-        "residual": None,
-        "plan": planned_numbers(drawn),
-        "eps": [stage.eps for stage in drawn.stages],
-        "add_input": drawn.residual is drawn.x,
-        "keep": True,
-    }
-
-
 # ---- results, given what the kernels stored
 
 
 def kept_by(drawn: Drawn) -> tuple[torch.Tensor, ...]:
     """y, saved and statistics of the registered operator, in float64 on the CPU."""
-    results = torch.ops.nasfast_cuda.conv_bn_act_chain_fwd(**operator_arguments(moved(drawn)))
+    results = OPERATORS.conv_bn_act_chain_fwd(**forward_arguments(moved(drawn)))
     return tuple(tensor.cpu().double() for tensor in results)
 
 
@@ -301,18 +288,9 @@ KINKED = [
 @pytest.mark.parametrize("dtype", TYPES, ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("case", SMOOTH + KINKED, ids=str)
 def test_errors_are_no_larger_than_those_of_eager_autocast(case, dtype):
-    ours, theirs = {}, {}
     # eager PyTorch rounds every stage to the storage type
     peer = eager_autocast if dtype == torch.bfloat16 else reference.conv_bn_act_chain
-    for attempt in range(2):
-        drawn = replace(case, dtype=dtype).draw_once(attempt)
-        exact, x_grad = exact_chain(drawn, x_grad=case.x_grad), case.x_grad
-        for errors, results in (
-            (ours, run_cuda(drawn, x_grad=x_grad)),
-            (theirs, run_chain(peer, drawn, x_grad=x_grad)),
-        ):
-            for name, error in relative_errors(results, exact).items():
-                errors[name] = errors.get(name, 0.0) + error / 2
+    ours, theirs = mean_errors(replace(case, dtype=dtype), run_cuda, partial(run_chain, peer), draws=2)
     assert ours["y"] <= min(2e-2, 1.1 * theirs["y"]), (ours, theirs)
     assert sum(ours.values()) <= 1.1 * sum(theirs.values()), (ours, theirs)
     for name in ours if case in SMOOTH else ():
@@ -423,41 +401,14 @@ def test_tensors_may_begin_anywhere():
 
 
 def test_memory_that_is_kept_is_that_of_the_plan():
-    case = replace(BLOCKS[2], dtype=torch.bfloat16)
-    drawn = moved(case.draw_once())
-    for stage in drawn.stages[:2]:
-        stage.params.bn_weight.requires_grad_(False)
-    gamma = drawn.stages[2].params.bn_weight.requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = cuda_chain(drawn.x, drawn.stages)
-    plan = read_plan(planned_numbers(drawn))
-    sizes = {tensor.numel() for tensor in kept}
-    assert plan.saved_size in sizes and max(sizes) == plan.saved_size == sum(
-        -(-63 * 2 * c // 64) * 64 for c in (72, 72, 24)
-    )
-    assert not any(tensor.data_ptr() == drawn.x.data_ptr() for tensor in kept)
-    y.backward(drawn.grad)
-    assert gamma.grad is not None and drawn.x.grad is None
+    check_kept(cuda_chain, moved(replace(BLOCKS[2], dtype=torch.bfloat16).draw_once()))
 
 
 def test_only_wanted_gradients_exist_and_are_the_same():
     drawn = moved(replace(BLOCKS[2], dtype=torch.bfloat16).draw_once())
     want = run_chain(cuda_chain, drawn)
-    names = ["dx"] + [f"d{which}{i}" for i in range(3) for which in ("gamma", "beta")]
     for wanted in (["dx"], ["dgamma0"], ["dbeta1"], ["dgamma2", "dbeta2"], ["dx", "dbeta0"], ["dgamma1", "dbeta2"]):
-        leaves = {"dx": drawn.x.clone(memory_format=torch.preserve_format)}
-        stages = []
-        for i, stage in enumerate(drawn.stages):
-            gamma, beta = stage.params.bn_weight.clone(), stage.params.bn_bias.clone()
-            leaves |= {f"dgamma{i}": gamma, f"dbeta{i}": beta}
-            stages.append(stage._replace(params=stage.params._replace(bn_weight=gamma, bn_bias=beta)))
-        for name in wanted:
-            leaves[name].requires_grad_()
-        cuda_chain(leaves["dx"], stages, residual=leaves["dx"]).backward(drawn.grad)
-        for name in names:
-            assert (leaves[name].grad is not None) == (name in wanted), name
-            assert name not in wanted or torch.equal(leaves[name].grad, want[name]), name
+        check_wanted(cuda_chain, drawn, wanted, want)
 
 
 @emulated_only  # it reads allocations on the CPU
@@ -479,34 +430,9 @@ def test_a_gradient_that_nothing_reads_is_not_written(units, settings):
     assert size in allocated[0] and size not in allocated[1]
 
 
-def test_works_under_no_grad_and_compile():
-    case = replace(BLOCKS[2], dtype=torch.bfloat16)
-    drawn = moved(case.draw_once())
-    want = run_chain(cuda_chain, drawn)
-    with torch.no_grad():
-        other = moved(case.draw_once())  # because this moves the running statistics
-        assert torch.equal(cuda_chain(other.x, other.stages, residual=other.x), want["y"])
-    torch.compiler.reset()
-    got = run_chain(torch.compile(cuda_chain, fullgraph=True, backend="aot_eager"), drawn)
-    for name, tensor in got.items():
-        assert torch.equal(tensor, want[name]), name
-
-
 def test_operators_pass_opcheck():
-    drawn = moved(replace(ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity"), dtype=TYPES[0]).draw_once())
-    arguments = operator_arguments(drawn)
-    leaves = [[t.clone().requires_grad_() for t in arguments[name]] for name in ("bn_weights", "bn_biases")]
-    x = drawn.x.clone(memory_format=torch.channels_last).requires_grad_()
-    arguments |= {"x": x, "bn_weights": leaves[0], "bn_biases": leaves[1]}
-    forward, backward = (getattr(torch.ops.nasfast_cuda, f"conv_bn_act_chain_{way}") for way in ("fwd", "bwd"))
-    torch.library.opcheck(forward.default, (), arguments)
-    with torch.no_grad():
-        y, saved, statistics = forward(**arguments)
-    detached = {name: arguments[name] for name in ("conv_weights", "plan", "eps", "add_input")}
-    detached |= {name: [t.detach() for t in arguments[name]] for name in ("bn_weights", "bn_biases")}
-    detached |= {"saved": saved, "statistics": statistics, "batch_statistics": [True] * 3, "x": None, "grad": y}
-    for wants in ([True] * 7, [False] * 3 + [True] * 4, [True] + [False] * 6):
-        torch.library.opcheck(backward.default, (), {**detached, "wants": wants})
+    case = ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity", dtype=TYPES[0])
+    check_opcheck(moved(case.draw_once()), OPERATORS)
 
 
 # ---- what is refused
@@ -515,42 +441,33 @@ def test_operators_pass_opcheck():
 def test_tensors_of_another_plan_are_refused():
     # the kernels would read beyond their ends: a graph that was traced for one size has the plan of this size
     drawn = moved(replace(ChainCase((2, 8, 3, 3), "pw16/relu dw3s2/relu"), dtype=TYPES[0]).draw_once())
-    good = operator_arguments(drawn)
-    forward, backward = (getattr(torch.ops.nasfast_cuda, f"conv_bn_act_chain_{way}") for way in ("fwd", "bwd"))
-    with torch.no_grad():
-        y, saved, statistics = forward(**good)
-    weights, affine, running = good["conv_weights"], good["bn_weights"], torch.ones(16, device=PLACE)
-    for bad in (
-        {"x": good["x"][:1]},
-        {"conv_weights": [weights[0][:8], weights[1]]},
-        {"bn_biases": [affine[0][:8], affine[1]]},
-        {"add_input": True},
-        {"residual": good["x"]},
-        {"running_means": [running, running]},
-    ):
-        with pytest.raises(ValueError, match="conv_bn_act_chain.*this plan needs|use the statistics of the batch"):
-            forward(**good | bad)
-    strided = good["x"].contiguous()
+    good = forward_arguments(drawn)
+    x, weights, affine, running = good["x"], good["conv_weights"], good["bn_weights"], torch.ones(16, device=PLACE)
     for bad, message in (
-        ({"x": good["x"].float()}, "need bfloat16 or float16"),
-        ({"x": strided}, "x must be channels_last"),
+        ({"x": x[:1]}, "x must be channels_last"),
+        ({"x": x.contiguous()}, "x must be channels_last"),
+        ({"x": x.float()}, "need bfloat16 or float16"),
+        ({"conv_weights": [weights[0][:8], weights[1]]}, "conv_weight must be contiguous"),
         ({"conv_weights": [weights[0].half(), weights[1]]}, "conv_weight must be contiguous .* of the right type"),
         ({"bn_weights": [affine[0].double(), affine[1]]}, "bn_weight must be contiguous .* of the right type"),
+        ({"bn_biases": [affine[0][:8], affine[1]]}, "bn_bias must be contiguous"),
+        ({"add_input": True}, "what is added must be channels_last"),
+        ({"residual": x}, "what is added must be channels_last"),
+        ({"running_means": [running, running]}, "use the statistics of the batch"),
     ):
-        with pytest.raises(RuntimeError, match=message):
-            forward(**good | bad)
-    shared = {name: good[name] for name in ("conv_weights", "bn_weights", "bn_biases", "plan", "eps", "add_input")}
-    rest = {"x": None, "saved": saved, "statistics": statistics, "batch_statistics": [True] * 2, "wants": [True] * 5}
-    backward(**{"grad": y, **shared, **rest})
-    for bad, error in (
-        ({"grad": y[:1]}, "this plan"),
-        ({"saved": saved[1:]}, "this plan"),
-        ({"add_input": True}, "this plan"),
-        ({"batch_statistics": [True, False]}, "statistics of the batch"),
-        ({"statistics": statistics[1:]}, "statistics must be contiguous and have"),
+        with pytest.raises((ValueError, RuntimeError), match=f"conv_bn_act_chain.*{message}"):
+            OPERATORS.conv_bn_act_chain_fwd(**good | bad)
+    good = backward_arguments(drawn, OPERATORS)
+    OPERATORS.conv_bn_act_chain_bwd(**good)
+    for bad, message in (
+        ({"grad": good["grad"][:1]}, "grad must be channels_last"),
+        ({"saved": good["saved"][1:]}, "saved must be contiguous and have"),
+        ({"add_input": True}, "grad, to be added, must be channels_last"),
+        ({"batch_statistics": [True, False]}, "use the statistics of the batch"),
+        ({"statistics": good["statistics"][1:]}, "statistics must be contiguous and have"),
     ):
-        with pytest.raises((ValueError, RuntimeError), match=error):
-            backward(**{"grad": y, **shared, **rest} | bad)
+        with pytest.raises((ValueError, RuntimeError), match=f"conv_bn_act_chain.*{message}"):
+            OPERATORS.conv_bn_act_chain_bwd(**good | bad)
 
 
 @pytest.mark.parametrize(
@@ -566,7 +483,7 @@ def test_tensors_of_another_plan_are_refused():
 def test_plans_that_the_kernels_cannot_run_are_refused(case, message):
     drawn = moved(replace(case, dtype=TYPES[0]).draw_once())
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.nasfast_cuda.conv_bn_act_chain_fwd(**operator_arguments(drawn))
+        OPERATORS.conv_bn_act_chain_fwd(**forward_arguments(drawn))
 
 
 def test_too_few_counters_are_refused(monkeypatch):

@@ -8,7 +8,6 @@ import torch
 from kernel_cases.chain import ChainCase
 
 from nasfast import ops, spaces
-from nasfast.measure.doctor import doctor
 from nasfast.ops import _native, _triton, backends, conv
 from nasfast.supernet import Supernet
 
@@ -73,14 +72,26 @@ def test_chains_go_to_cuda_before_triton(on_a_gpu):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_other_chains_go_to_triton_and_the_reason_is_logged_once(name, on_a_gpu, caplog):
+def test_other_chains_go_to_triton_with_the_reason_unless_cuda_is_named(name, on_a_gpu, caplog):
     case, reason = CASES[name]
     with caplog.at_level(logging.INFO, logger=backends.__name__):
         call(case)
         call(case)
     assert on_a_gpu and set(on_a_gpu) == {"triton"}
-    (message,) = {record.message for record in caplog.records if "conv_bn_act_chain runs on" in record.message}
-    assert len(caplog.records) == 1 and "the triton backend (cuda: " in message and reason in message, message
+    (record,) = caplog.records  # once
+    assert "conv_bn_act_chain runs on the triton backend (cuda: " in record.message and reason in record.message
+    with pytest.raises(RuntimeError, match=f"backend 'cuda' .from backend. cannot serve: .*{reason}"):
+        call(case, "cuda")
+    # named for all operators, where the kernels have the operator but lack the shape
+    on_a_gpu.clear()
+    with ops.use_backend("cuda"):
+        if name in ("act", "channels", "few", "deep", "odd row"):
+            with pytest.raises(RuntimeError, match=f"backend 'cuda' .from use_backend. cannot serve: .*{reason}"):
+                call(case)
+            assert on_a_gpu == []
+        else:
+            call(case)
+            assert set(on_a_gpu) == {"triton"}
 
 
 def test_a_stem_goes_to_cuda_unless_the_gradient_of_its_input_is_wanted(on_a_gpu, caplog):
@@ -100,26 +111,6 @@ def test_weights_that_train_go_to_triton(on_a_gpu, caplog):
         ops.conv_bn_act_chain(drawn.x, drawn.stages)
     assert "cuda" not in on_a_gpu
     assert "cuda: the weight of stage 1 trains" in caplog.text
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_call_that_names_cuda_raises_with_the_reason(name, emulated):
-    case, reason = CASES[name]
-    with pytest.raises(RuntimeError, match=f"backend 'cuda' .from backend. cannot serve: .*{reason}"):
-        call(case, "cuda")
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_cuda_named_for_all_operators_raises_where_its_kernels_lack_the_shape(name, on_a_gpu, caplog):
-    case, reason = CASES[name]
-    with ops.use_backend("cuda"), caplog.at_level(logging.INFO, logger=backends.__name__):
-        if name in ("act", "channels", "few", "deep", "odd row"):
-            with pytest.raises(RuntimeError, match=f"backend 'cuda' .from use_backend. cannot serve: .*{reason}"):
-                call(case)
-            assert on_a_gpu == []
-        else:
-            call(case)
-            assert set(on_a_gpu) == {"triton"} and reason in caplog.text
 
 
 def test_a_network_runs_with_cuda_named_for_all_operators(emulated, monkeypatch):
@@ -174,10 +165,3 @@ def test_a_gpu_before_ampere_is_refused(monkeypatch):
 
     said = "needs compute capability 8.0 (Ampere) or newer, cuda:0 has 7.5"
     assert backends.why_not_cuda_chain(Image()) == said
-
-
-def test_doctor_says_what_cuda_serves(emulated, monkeypatch):
-    probe = torch.empty
-    # the doctor asks for float32 on a CPU, which the kernels do not have
-    monkeypatch.setattr(torch, "empty", lambda *size, dtype=None, **kw: probe(*size, dtype=torch.bfloat16, **kw))
-    assert "cuda serves only chains of frozen pointwise and depthwise convolutions with batch statistics" in doctor()

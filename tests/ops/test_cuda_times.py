@@ -26,7 +26,7 @@ def schedules(monkeypatch):
 
     monkeypatch.setattr(conv, "run_chain", run_chain)
     monkeypatch.setattr(plan, "modelled_gpu", lambda x: "H200")
-    row = (backends.Backend("", "cuda", lambda x: ""),)
+    row = (backends.Backend("cuda", lambda x: ""),)
     monkeypatch.setitem(backends._TABLE, "conv_bn_act_chain", row)
     # plans are kept, and the tests change what they depend on
     plan._decide_once.cache_clear()

@@ -1,17 +1,114 @@
+"""Fused modules are their plain twins: results, gradients, state and statistics."""
+
 from itertools import product
 
 import pytest
 import torch
+from pairs import pairwise
+from tolerances import FLOAT32_CHAIN, assert_close
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
+from nasfast import ops
+from nasfast.ops import reference, squeeze
 from nasfast.ops.modules import (
     BNAct2d,
     ConvBNAct,
     FusedConvBNAct,
     FusedInvertedResidual,
+    FusedSqueezeExcitation,
     InvertedResidual,
     SqueezeExcitation,
 )
+
+BLOCKS = [
+    {"in_channels": cin, "out_channels": cout, "kernel_size": k, "stride": s, "expand": e}
+    for (cin, cout), k, s, e in product([(6, 6), (6, 10)], (3, 5, 7), (1, 2), (1, 3))
+]
+
+
+def block_id(block):
+    if isinstance(block, bool):
+        return str(block)
+    return "{in_channels}to{out_channels}-k{kernel_size}-s{stride}-e{expand}".format(**block)
+
+
+def randomised(block, **settings):
+    """A plain block with BatchNorm parameters away from their defaults."""
+    module = InvertedResidual(**block, **settings)
+    for name, parameter in module.named_parameters():
+        if ".bn." in name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
+    return module
+
+
+def results(module, x, grad):
+    x = x.detach().requires_grad_()
+    y = module(x)
+    y.backward(grad)
+    gradients = {f"d{name}": p.grad for name, p in module.named_parameters() if p.grad is not None}
+    return {"y": y, "dx": x.grad, **gradients, **{n: b for n, b in module.named_buffers() if b.is_floating_point()}}
+
+
+def twin(module, block, **settings):
+    fused = FusedInvertedResidual(**block, **settings)
+    fused.load_state_dict(module.state_dict())
+    for p, q in zip(module.parameters(), fused.parameters(), strict=True):
+        q.requires_grad_(p.requires_grad)
+    return fused
+
+
+@pytest.mark.parametrize(
+    ("block", "frozen", "training"), pairwise(BLOCKS, (True, False), (True, False)), ids=lambda value: block_id(value)
+)
+def test_fused_matches_plain_in_float64(block, frozen, training, backend):
+    plain = randomised(block, act="tanh").train(training)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not frozen or ".bn." in name)
+    fused = twin(plain, block, act="tanh").train(training)
+    x = torch.randn(3, block["in_channels"], 9, 8).contiguous(memory_format=torch.channels_last)
+    grad = torch.randn_like(plain(x))
+    # the forward above moved the statistics of plain only
+    plain.load_state_dict(fused.state_dict())
+    want = results(plain.double(), x.double(), grad.double())
+    with ops.use_backend(backend):
+        got = results(fused, x, grad)
+    assert got.keys() == want.keys()
+    for name, tensor in got.items():
+        assert_close(name, tensor, want[name], FLOAT32_CHAIN, floor=8.0 if name.startswith("d") else 0.0)
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trainable"])
+@pytest.mark.parametrize(
+    ("act", "gate", "expand"), [("relu", "hsigmoid", 3), ("silu", "sigmoid", 2.5), ("tanh", "hsigmoid", 1)]
+)
+def test_squeeze_and_excitation_matches_float64(act, gate, expand, frozen, backend, monkeypatch):
+    """Between the depthwise unit and the projection; also its formula, written out."""
+    block = {"in_channels": 6, "out_channels": 6, "kernel_size": 5, "stride": 1, "expand": expand}
+    hidden = round(6 * expand)
+
+    monkeypatch.setattr(squeeze, "_MIN_ELEMENTS", 0)
+    plain = randomised(block, act="silu", se=SqueezeExcitation(hidden, 8, act=act, gate=gate))
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_(not frozen or ".bn." in name)
+    fused = twin(plain, block, act="silu", se=FusedSqueezeExcitation(hidden, 8, act=act, gate=gate))
+    x = torch.randn(3, 6, 9, 8).contiguous(memory_format=torch.channels_last)
+    grad = torch.randn_like(plain(x))
+    plain.load_state_dict(fused.state_dict())
+    want = results(plain.double(), x.double(), grad.double())
+    with ops.use_backend(backend), profile(activities=[ProfilerActivity.CPU]) as recorded:
+        got = results(fused, x, grad)
+    called = any(event.key == "nasfast::squeeze_excite_sums" for event in recorded.key_averages())
+    assert called == (frozen and backend == "cpu")
+    assert got.keys() == want.keys() and ("dse.excite.conv.bias" in got) != frozen
+    for name, tensor in got.items():
+        assert_close(name, tensor, want[name], FLOAT32_CHAIN, floor=8.0 if name.startswith("d") else 0.0)
+
+    h = torch.randn(3, hidden, 4, 5, dtype=torch.float64)
+    w1, b1, w2, b2 = (p.flatten(1) if p.ndim == 4 else p for p in plain.se.parameters())
+    z = reference.ACTIVATIONS[act](h.mean((2, 3)) @ w1.T + b1) @ w2.T + b2
+    factor = (z / 6 + 0.5).clamp(0, 1) if gate == "hsigmoid" else 1 / (1 + torch.exp(-z))
+    torch.testing.assert_close(plain.se(h), h * factor[:, :, None, None], rtol=1e-12, atol=1e-12)
 
 
 def pairs():
@@ -86,28 +183,6 @@ def test_bn_act_module_is_a_batch_norm(backend, monkeypatch):
         torch.testing.assert_close(ours(x, residual), plain(x).clamp(0, 6) + residual, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(ours.state_dict(), plain.state_dict(), rtol=1e-5, atol=1e-6)
     assert "act=relu6" in repr(ours)
-
-
-def test_shapes_and_attributes():
-    block = InvertedResidual(6, 6, kernel_size=5, stride=1, expand=3)
-    assert block.hidden_channels == 18 and block.has_residual
-    assert type(block.project.act) is nn.Identity and type(block.expand.act) is nn.ReLU6
-    strided = InvertedResidual(6, 8, kernel_size=7, stride=2, expand=1)
-    assert strided.expand is None and not strided.has_residual
-    assert strided(torch.randn(2, 6, 9, 8)).shape == (2, 8, 5, 4)
-
-
-def test_plain_modules_call_no_nasfast_operator(monkeypatch):
-    from nasfast.ops import modules
-
-    def forbidden(*args, **kwargs):
-        raise AssertionError("a plain module called a nasfast operator")
-
-    for name in ("bn_act", "conv_bn_act_chain"):
-        monkeypatch.setattr(modules, name, forbidden)
-    InvertedResidual(6, 6, kernel_size=3, stride=1, expand=3)(torch.randn(2, 6, 5, 5))
-    with pytest.raises(AssertionError):
-        FusedInvertedResidual(6, 6, kernel_size=3, stride=1, expand=3)(torch.randn(2, 6, 5, 5))
 
 
 @pytest.mark.parametrize(

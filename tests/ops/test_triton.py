@@ -8,7 +8,7 @@ import pytest
 import torch
 from devices import DEVICE, on_device, sampled
 from kernel_cases.bn_act import CASES as BN_CASES
-from kernel_cases.bn_act import outputs_and_grads, rstd, widened
+from kernel_cases.bn_act import check_case as check_bn_act
 from kernel_cases.chain import (
     ACTS,
     BFLOAT16_CASES,
@@ -17,18 +17,21 @@ from kernel_cases.chain import (
     POINTWISE,
     ChainCase,
     Drawn,
+    backward_arguments,
+    check_kept,
+    check_opcheck,
     eager_autocast,
-    exact_chain,
-    planned_numbers,
-    relative_errors,
+    forward_arguments,
+    mean_errors,
     run_chain,
 )
+from kernel_cases.chain import check as check_chain
 from kernel_cases.mixed_bn import CASES as MIXED_CASES
 from kernel_cases.mixed_bn import EPS as MIXED_EPS
 from kernel_cases.mixed_bn import MixedCase
 from kernel_cases.mixed_bn import check_case as check_mixed
 from kernel_cases.mixed_bn import outputs_and_grads as mixed_outputs
-from tolerances import BFLOAT16_CHAIN, NATIVE_CHAIN, assert_close
+from tolerances import BFLOAT16_CHAIN
 
 from nasfast import ops
 from nasfast.ops import _triton, backends, reference
@@ -38,6 +41,7 @@ pytestmark = [
     pytest.mark.skipif(_triton.why_missing() is not None, reason=str(_triton.why_missing())),
 ]
 triton_chain = partial(ops.conv_bn_act_chain, backend="triton")
+OPERATORS = torch.ops.nasfast_triton
 
 # Under the interpreter every operation of every program is a NumPy call: maps and widths of a few programs, and one
 # stride of the kernels that have their own test of every width.
@@ -80,19 +84,12 @@ def moved(value):
     return move(value)
 
 
-def run(case: ChainCase, drawn: Drawn, chain=triton_chain) -> dict[str, torch.Tensor]:
-    got = run_chain(chain, moved(drawn), x_grad=case.x_grad)
-    return {name: tensor.cpu() for name, tensor in got.items()}
+def run_triton(drawn: Drawn, *, x_grad: bool = True) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in run_chain(triton_chain, moved(drawn), x_grad=x_grad).items()}
 
 
 def check(case: ChainCase) -> None:
-    drawn, exact = case.draw()
-    got = run(case, drawn)
-    assert got["y"].dtype == case.dtype
-    for name, want in exact.tensors.items():
-        if name.startswith("running") and not drawn.stages[int(name[-1])].training:
-            assert torch.equal(got[name].double(), want), name
-        assert_close(name, got[name], want, NATIVE_CHAIN, floor=exact.floors[name])
+    check_chain(case, *case.draw(), run_triton)
 
 
 @pytest.mark.interpreter
@@ -156,18 +153,9 @@ SIXTEEN_BITS = BFLOAT16_CASES + [
     ids=str,
 )
 def test_16_bit_storage_is_no_worse_than_eager(case, dtype):
-    ours, theirs = {}, {}
-    for attempt in range(2):
-        drawn = replace(case, dtype=dtype).draw_once(attempt)
-        exact = exact_chain(drawn, x_grad=case.x_grad)
-        # eager PyTorch rounds every stage to the storage type
-        peer = eager_autocast if dtype == torch.bfloat16 else reference.conv_bn_act_chain
-        for errors, results in (
-            (ours, run(case, drawn)),
-            (theirs, run_chain(peer, drawn, x_grad=case.x_grad)),
-        ):
-            for name, error in relative_errors(results, exact).items():
-                errors[name] = errors.get(name, 0.0) + error / 2
+    # eager PyTorch rounds every stage to the storage type
+    peer = eager_autocast if dtype == torch.bfloat16 else reference.conv_bn_act_chain
+    ours, theirs = mean_errors(replace(case, dtype=dtype), run_triton, partial(run_chain, peer), draws=2)
     assert sum(ours.values()) <= 1.25 * sum(theirs.values()), (ours, theirs)
     assert ours["y"] <= BFLOAT16_CHAIN.relative
 
@@ -182,13 +170,7 @@ def test_16_bit_storage_is_no_worse_than_eager(case, dtype):
     ids=str,
 )
 def test_bn_act_matches_float64_reference(case, act, training):
-    tensors = case.inputs(act, residual=True)
-    there = {name: on_device(tensor) for name, tensor in tensors.items()}
-    got = outputs_and_grads(partial(ops.bn_act, backend="triton"), there, act=act, training=training)
-    want = outputs_and_grads(reference.bn_act, widened(tensors), act=act, training=training)
-    floor = float(tensors["grad"].abs().max() * (tensors["weight"].abs() * rstd(tensors["x"])).max().clamp(min=1))
-    for name, tensor in got.items():
-        assert_close(name, tensor.cpu(), want[name], floor=floor if name.startswith("d") else 0.0)
+    check_bn_act(case, act, True, training, "triton")
 
 
 MIXED = [
@@ -234,7 +216,7 @@ def test_two_runs_are_equal_bit_for_bit():
     case = ChainCase(
         (1, 4, 3, 3) if few else (3, 8, 5, 5), "pw8 dw3 pw4/identity" if few else "pw24 dw3 pw8/identity", "x"
     )
-    first, second = (run(case, case.draw_once()) for _ in range(2))
+    first, second = (run_triton(case.draw_once()) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     mixed = MixedCase((2, 4, 3, 3) if few else (2, 16, 9, 7), "nnx" if few else "nnnnx")
     run_mixed = partial(mixed_outputs, partial(ops.mixed_bn, backend="triton"))
@@ -243,101 +225,37 @@ def test_two_runs_are_equal_bit_for_bit():
 
 
 def test_only_what_is_wanted_is_computed_and_kept():
-    case = ChainCase((2, 8, 6, 6), "pw24 dw3 pw8/identity")
-    drawn = moved(case.draw_once())
-    for stage in drawn.stages[:2]:
-        stage.params.bn_weight.requires_grad_(False)
-    gamma = drawn.stages[2].params.bn_weight.requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = triton_chain(drawn.x, drawn.stages)
-    rows = 2 * 6 * 6
-    written = sum(-(-rows * c // 64) * 64 for c in (24, 24, 8))
-    assert max(t.numel() for t in kept) == written
-    y.backward(drawn.grad)
-    assert gamma.grad is not None and drawn.x.grad is None
-
-
-@pytest.mark.interpreter
-def test_works_under_no_grad_autocast_and_compile():
-    case = ChainCase((2, 8, 6, 6), "pw24/relu dw3/relu pw8/identity", "x")
-    drawn = moved(case.draw_once())
-    want = triton_chain(drawn.x, drawn.stages, residual=drawn.x)
-    with torch.no_grad():
-        assert torch.equal(triton_chain(drawn.x, drawn.stages, residual=drawn.x), want)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        assert triton_chain(drawn.x, drawn.stages).dtype == torch.bfloat16
-    compiled = torch.compile(
-        lambda x: triton_chain(x, drawn.stages, residual=x) * 2, backend="aot_eager", fullgraph=True
-    )
-    torch.testing.assert_close(compiled(drawn.x), 2 * want)
-    xs, gates, _ = MixedCase((2, 6, 5, 4), "nx").draw(DEVICE)
-    mixed = partial(ops.mixed_bn, normalize=[True, False], backend="triton")
-    compiled = torch.compile(lambda *xs: mixed(xs, gates), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(*xs), mixed(xs, gates))
+    check_kept(triton_chain, moved(ChainCase((2, 8, 6, 6), "pw24 dw3 pw8/identity").draw_once()))
 
 
 @pytest.mark.interpreter
 def test_operators_pass_opcheck():
-    case = ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity")
-    drawn = moved(case.draw_once())
-    params = [stage.params for stage in drawn.stages]
-    x = drawn.x.clone(memory_format=torch.channels_last).requires_grad_()
-    gammas = [p.bn_weight.clone().requires_grad_() for p in params]
-    betas = [p.bn_bias.clone().requires_grad_() for p in params]
-    empty = [torch.empty(0, device=DEVICE)] * 3
-    arguments = (
-        x,
-        [p.conv_weight for p in params],
-        gammas,
-        betas,
-        empty,
-        empty,
-        None,
-        planned_numbers(drawn),
-        [1e-5] * 3,
-        False,
-        True,
-    )
-    torch.library.opcheck(torch.ops.nasfast_triton.conv_bn_act_chain_fwd.default, arguments)
-    y = torch.randn(2, 5, 4, 4, device=DEVICE, requires_grad=True)
-    torch.library.opcheck(
-        torch.ops.nasfast_triton.bn_act_fwd.default,
-        (y, gammas[0][:5].detach(), betas[0][:5].detach(), None, None, None, 1e-5, "relu6"),
-    )
+    check_opcheck(moved(ChainCase((2, 8, 4, 4), "pw16/relu6 dw3/relu6 pw8/identity").draw_once()), OPERATORS)
+    x, gamma, beta = (on_device(torch.randn(shape)) for shape in ((2, 5, 4, 4), 5, 5))
+    arguments = (x.requires_grad_(), gamma, beta, None, None, None, 1e-5, "relu6")
+    torch.library.opcheck(OPERATORS.bn_act_fwd.default, arguments)
     xs, gates, grad = MixedCase((2, 6, 4, 3), "nxn").draw(DEVICE)
     flags = [True, False, True]
-    statistics = torch.ops.nasfast_triton.mixed_bn_fwd(xs, gates, flags, 1e-5)[1]
+    statistics = OPERATORS.mixed_bn_fwd(xs, gates, flags, 1e-5)[1]
     for wants in ([True] * 4, [False, True, False, False]):
-        torch.library.opcheck(
-            torch.ops.nasfast_triton.mixed_bn_bwd.default, (grad, xs, gates, statistics, flags, 1e-5, wants)
-        )
+        torch.library.opcheck(OPERATORS.mixed_bn_bwd.default, (grad, xs, gates, statistics, flags, 1e-5, wants))
     leaves = [x.requires_grad_() for x in xs]
-    torch.library.opcheck(torch.ops.nasfast_triton.mixed_bn_fwd.default, (leaves, gates.requires_grad_(), flags, 1e-5))
+    torch.library.opcheck(OPERATORS.mixed_bn_fwd.default, (leaves, gates.requires_grad_(), flags, 1e-5))
 
 
 def test_tensors_of_another_plan_are_refused():
     # the kernels would read beyond their ends: a graph that was traced for one size has the plan of this size
     drawn = moved(ChainCase((2, 4, 3, 3), "pw8 dw3s2").draw_once())
-    params, empty = [stage.params for stage in drawn.stages], [torch.empty(0, device=DEVICE)] * 2
-    weights = {
-        "conv_weights": [p.conv_weight for p in params],
-        "bn_weights": [p.bn_weight for p in params],
-        "bn_biases": [p.bn_bias for p in params],
-    }
-    shared = {**weights, "plan": planned_numbers(drawn), "eps": [1e-5] * 2, "add_input": False}
-    good = {"x": drawn.x, **shared, "running_means": empty, "running_vars": empty, "residual": None, "keep": True}
-    forward, backward = (getattr(torch.ops.nasfast_triton, f"conv_bn_act_chain_{way}") for way in ("fwd", "bwd"))
-    with torch.no_grad():
-        y, saved, statistics = forward(**good)
-    small = [weights["conv_weights"][0][:4], weights["conv_weights"][1]]
-    for bad in ({"x": drawn.x[:1]}, {"conv_weights": small}, {"add_input": True}, {"residual": drawn.x}):
+    good = forward_arguments(drawn)
+    first, second = good["conv_weights"]
+    bad = ({"x": drawn.x[:1]}, {"conv_weights": [first[:4], second]}, {"add_input": True}, {"residual": drawn.x})
+    for changed in bad:
         with pytest.raises(ValueError, match="conv_bn_act_chain.* this plan needs"):
-            forward(**good | bad)
-    rest = {"x": None, "saved": saved, "statistics": statistics, "batch_statistics": [True] * 2, "wants": [True] * 5}
-    for bad in ({"grad": y[:1]}, {"saved": saved[1:]}, {"add_input": True}):
+            OPERATORS.conv_bn_act_chain_fwd(**good | changed)
+    good = backward_arguments(drawn, OPERATORS)
+    for changed in ({"grad": good["grad"][:1]}, {"saved": good["saved"][1:]}, {"add_input": True}):
         with pytest.raises(ValueError, match="conv_bn_act_chain: this plan"):
-            backward(**{"grad": y, **shared, **rest} | bad)
+            OPERATORS.conv_bn_act_chain_bwd(**good | changed)
 
 
 def test_tensors_it_cannot_serve_are_refused_with_the_reason():

@@ -13,15 +13,7 @@ from torch import Tensor
 
 from nasfast.ops import cuda_reasons
 from nasfast.ops.arrivals import zeros
-from nasfast.ops.chain_launch import check_backward, check_forward, new_gradients
-from nasfast.ops.destinations import (
-    begun_backward,
-    leave_result,
-    new_image,
-    rounded_weight,
-    unmade_input,
-    what_was_left,
-)
+from nasfast.ops.destinations import current, new_gradients, new_image
 from nasfast.ops.plan import KEPT_PLANS, ChainPlan, Kind, read_plan
 
 
@@ -61,7 +53,9 @@ def _weights(chain: ChainPlan, weights: list[Tensor], dtype: torch.dtype) -> lis
     """The weights as the kernels get them: in 16 bits where they would only be rounded, and somebody keeps them so."""
     rounded = [stage.kind == Kind.POINTWISE and stage.saved_at is not None for stage in chain.stages]
     found = zip(weights, rounded, strict=True)
-    return [_aligned(rounded_weight(weight, dtype) if only_rounds else weight) for weight, only_rounds in found]
+    return [
+        _aligned(current().rounded_weight(weight, dtype) if only_rounds else weight) for weight, only_rounds in found
+    ]
 
 
 def _refuse_running_statistics(batch: list[bool]) -> None:
@@ -91,12 +85,11 @@ def conv_bn_act_chain_fwd(
     the last convolution.
     """
     chain = read_plan(plan)
-    check_forward(chain, x, residual, [conv_weights, bn_weights, bn_biases], add_input=add_input)
     _refuse_running_statistics([mean.numel() == 0 for mean in running_means])
     y = new_image("result", chain.out_shape, x)
-    before = unmade_input(x)
-    last = chain.stages[-1]
-    left = leave_result(y, x if add_input else residual) if last.act == "identity" else None
+    offer = current()
+    before = offer.take_unmade(x)
+    left = offer.leave(y, x if add_input else residual) if chain.stages[-1].act == "identity" else None
     saved = x.new_empty(_saved_size(chain, left=left is not None) if keep else 0)
     x = _aligned(x) if before is None else x
     added = None if left is not None else x if add_input else None if residual is None else _aligned(residual)
@@ -112,7 +105,7 @@ def conv_bn_act_chain_fwd(
         statistics=statistics,
         counters=_counters(x, plan),
         before=[] if before is None else before.tensors(),
-        left=[] if left is None else list(left.left),
+        left=[] if left is None else list(left),
         plan=plan,
         eps=eps,
     )
@@ -135,14 +128,15 @@ def conv_bn_act_chain_bwd(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """dx, dweights, dbiases; see csrc/library.cpp."""
     chain = read_plan(plan)
-    left = saved.numel() == _saved_size(chain, left=True)
-    check_backward(
-        chain, grad, saved, [conv_weights, bn_weights, bn_biases], _saved_size(chain, left=left), add_input=add_input
-    )
+    given = None
+    if saved.numel() == _saved_size(chain, left=True):
+        given = current().left
+        if given is None:
+            raise RuntimeError("the backward of an operator that left its result needs the offer of its forward")
     _refuse_running_statistics(batch_statistics)
-    dx, dweights, dbiases = new_gradients(chain, saved, bn_weights, bn_biases, wants)
+    dx, dweights, dbiases = new_gradients(chain.in_shape, saved, bn_weights, bn_biases, wants)
     if any(wants):
-        before = begun_backward(dx) if wants[0] else None
+        before = current().begin_backward(dx) if wants[0] else None
         torch.ops.nasfast.conv_bn_act_chain_gpu_bwd(
             grad=_aligned(grad),
             x=None if x is None else _aligned(x),
@@ -156,7 +150,7 @@ def conv_bn_act_chain_bwd(
             dbiases=dbiases,
             counters=_counters(grad, plan),
             before=[] if before is None else list(before),
-            left=list(what_was_left()) if left else [],
+            left=[] if given is None else list(given.left),
             plan=plan,
             eps=eps,
         )

@@ -8,7 +8,7 @@ docs/method.md 6). Plans for Triton compute nothing again in backward: an expans
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -26,9 +26,8 @@ from nasfast._triton.configs import (
     product_tiles,
     stencil_tile,
 )
-from nasfast.ops.chain_launch import check_backward, check_forward, new_gradients
-from nasfast.ops.destinations import new_image
-from nasfast.ops.plan import Kind, StagePlan, read_plan
+from nasfast.ops.destinations import new_gradients, new_image
+from nasfast.ops.plan import ChainPlan, Kind, StagePlan, read_plan
 from nasfast.ops.triton import bn as bn_triton
 from nasfast.ops.triton.bn import Norm, NormGradient, cdiv, on_device_of, options, rows_of
 
@@ -289,6 +288,33 @@ def _fold(folds: Tensor, stage: StagePlan) -> Tensor:
     return folds.view(torch.float32)[first : first + 3 * stage.out_channels].view(3, stage.out_channels)
 
 
+def _check(
+    chain: ChainPlan, tensors: Mapping[str, tuple[Tensor, tuple[int, ...]]], *weights: list[Tensor], add_input: bool
+) -> None:
+    """Refuse tensors that are not those of the plan, because the kernels would read and write beyond their ends.
+
+    Args:
+        tensors: with the shapes that they must have.
+        weights: of the convolutions, then weights and biases of the BatchNorms.
+
+    Raises:
+        ValueError: a shape is not that of the plan.
+    """
+    for name, (tensor, shape) in tensors.items():
+        if tensor.shape != shape:
+            raise ValueError(f"conv_bn_act_chain: this plan needs {name} of shape {shape}, got {tuple(tensor.shape)}")
+    if add_input and (chain.shuffle or chain.in_shape != chain.out_shape):
+        raise ValueError("conv_bn_act_chain: this plan needs add_input=False, as its result has not the shape of x")
+    for i, (stage, conv, *norm) in enumerate(zip(chain.stages, *weights, strict=True)):
+        per_group = 1 if stage.kind == Kind.DEPTHWISE else stage.in_channels
+        weight = stage.out_channels, per_group, stage.kernel, stage.kernel
+        if conv.shape != weight or any(vector.shape != (stage.out_channels,) for vector in norm):
+            raise ValueError(
+                f"conv_bn_act_chain, stage {i}: this plan needs conv_weight of shape {weight}, and a BatchNorm of "
+                f"{stage.out_channels} channels; got {tuple(conv.shape)} and {[tuple(v.shape) for v in norm]}"
+            )
+
+
 def conv_bn_act_chain_fwd(
     x: Tensor,
     conv_weights: list[Tensor],
@@ -304,7 +330,8 @@ def conv_bn_act_chain_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, saved, statistics; see csrc/library.cpp."""
     chain = read_plan(plan)
-    check_forward(chain, x, residual, [conv_weights, bn_weights, bn_biases], add_input=add_input)
+    images = {"x": (x, chain.in_shape)} | ({} if residual is None else {"residual": (residual, chain.out_shape)})
+    _check(chain, images, conv_weights, bn_weights, bn_biases, add_input=add_input)
     last = chain.stages[-1]
     saved = x.new_empty(chain.saved_size if keep else 0)
     size = chain.statistics_size
@@ -358,10 +385,11 @@ def conv_bn_act_chain_bwd(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """dx, dweights, dbiases; see csrc/library.cpp."""
     chain = read_plan(plan)
-    check_backward(chain, grad, saved, [conv_weights, bn_weights, bn_biases], chain.saved_size, add_input=add_input)
+    images = {"grad": (grad, chain.out_shape), "saved": (saved, (chain.saved_size,))}
+    _check(chain, images, conv_weights, bn_weights, bn_biases, add_input=add_input)
     stages = chain.stages
     want_x, want_weights, want_biases = wants[0], wants[1::2], wants[2::2]
-    dx, dweights, dbiases = new_gradients(chain, saved, bn_weights, bn_biases, wants)
+    dx, dweights, dbiases = new_gradients(chain.in_shape, saved, bn_weights, bn_biases, wants)
     # the first stage whose BatchNorm backward has to reach
     reached = [i for i, pair in enumerate(zip(want_weights, want_biases, strict=True)) if any(pair)]
     stop = 0 if want_x else reached[0] if reached else len(stages)
