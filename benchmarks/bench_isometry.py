@@ -242,7 +242,7 @@ def carry(args: argparse.Namespace) -> dict[str, Any]:
                 for key, scores in x.items()
             ],
         }
-    return {"carry": found}
+    return {**found, "provenance": provenance()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -260,8 +260,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         train(args)
     else:
         known = json.loads(args.out.read_text()) if args.out.exists() else {}
-        found = {**known, **carry(args), "provenance": provenance()}
-        write_atomic(args.out, (json.dumps(found, indent=1) + "\n").encode())
+        # the other parts are of earlier programs, and keep their provenance
+        write_atomic(args.out, (json.dumps({**known, "carry": carry(args)}, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ class CellSearch(nn.Module):
         before, (beta1, beta2) = self.logits, self.cfg.alpha_betas
         # the state is in buffers, which come back from a checkpoint
         adam(
-            *([t] for t in (self.alpha, gradient, self.adam_mean, self.adam_square)), [], [self.adam_step],
+            [self.alpha], [gradient], [self.adam_mean], [self.adam_square], [], [self.adam_step],
             foreach=False, amsgrad=False, beta1=beta1, beta2=beta2, lr=self.cfg.alpha_lr,
             weight_decay=self.cfg.alpha_weight_decay, eps=1e-8, maximize=False,
         )  # fmt: skip
@@ -310,6 +310,7 @@ class CellSearchEngine:
                 states[node].register_hook(partial(gradients.__setitem__, (i, node)))
         loss.backward(inputs=None if weights else [gates])
         cost, measures = gates.grad, columns_of(draw.measures)
+        assert cost is not None, "the value of every node depends on a gate"
         with torch.no_grad():
             for (i, node), gradient in gradients.items():
                 for e, k, value in net.cells[i].outputs(node, nodes[i], measures[net.space.type_of(i)], {}):

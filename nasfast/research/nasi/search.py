@@ -163,7 +163,7 @@ def sample(
     """
     start, cpu = time.perf_counter(), time.process_time()
     alpha = _start(mixture, logits)
-    parameters = [p for p in mixture.parameters() if p.requires_grad]
+    parameters: list[Tensor] = [p for p in mixture.parameters() if p.requires_grad]
     q, gradients, picks = [], [], []
     batches = endless(to_learn_from(loader), device)
     step = _soft if cfg.gates == "soft" else _straight_through
