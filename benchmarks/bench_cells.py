@@ -212,13 +212,8 @@ def memory(args: argparse.Namespace, method: str, ops: tuple[str, ...]) -> int:
     logits[..., space.ops.index("sep_conv_5x5")] += 0 if method == "darts" else 100
     draw = draw_once(CellSearchConfig(method=method), logits, torch.Generator().manual_seed(0), 0.0)
     gates = draw.gates.expand(args.cells, -1, -1).float().requires_grad_()
-    measured = torch.zeros_like(gates, requires_grad=False)
     x = torch.randn(args.batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
-
-    def forward(x: Tensor) -> Tensor:
-        return net(x, gates, draw.runs, measures=draw.measures, measured=measured)
-
-    return saved_bytes(forward, [x], exclude=net.parameters())
+    return saved_bytes(lambda x: net(x, gates, draw.runs), [x], exclude=net.parameters())
 
 
 def kept(args: argparse.Namespace) -> dict[str, int]:
@@ -233,18 +228,6 @@ def kept(args: argparse.Namespace) -> dict[str, int]:
     }
 
 
-def show(row: dict[str, Any]) -> None:
-    """Print a row of times."""
-    sizes = f"{row['cells']} cells, {row['channels']} channels, batch {row['batch']}"
-    print(f"{row['name']}, {sizes}; gradients differ by {row['difference']:.1e}")
-    for variant, times in row["times"].items():
-        parts = []
-        for phase, name in (("step", "wall"), ("cpu", "CPU")):
-            mine, theirs = (t[phase]["median_ms"] for t in (row["times"]["nasfast"], times))
-            parts.append(f"{name} {theirs:8.0f} ms, nasfast / it {mine / theirs:.2f}")
-        print(f"  {variant:28} {'   '.join(parts)}", flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=positive, default=5)
@@ -253,19 +236,15 @@ def main() -> None:
     parser.add_argument("--channels", type=positive, default=16)
     parser.add_argument("--batch", type=positive, default=64)
     parser.add_argument("--quick", action="store_true", help="only show that everything runs")
-    parser.add_argument("--out", type=Path, help="also write the JSON here")
+    parser.add_argument("--out", type=Path, help="write the JSON here instead of printing it")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.cells, args.channels, args.batch = 1, 1, 4, 8
     with measuring(args.threads):
         rows = [step_row(args), {"name": "memory, step", "bytes": kept(args)}]
-        show(rows[0])
-        print("kept for backward:", ", ".join(f"{k} {b / 2**20:.0f} MiB" for k, b in rows[-1]["bytes"].items()))
         for method in ("darts", "dsnas", "proxyless"):
             found = {count: memory(args, method, ops) for count, ops in _OPERATIONS.items()}
             rows.append({"name": f"memory, {method}", "bytes_by_operations": found})
-            text = ", ".join(f"{n}: {b / 2**20:.1f} MiB" for n, b in found.items())
-            print(f"kept for backward, {method:10} operations: {text}", flush=True)
     if args.out:
         write_json(args.out, rows)
     else:

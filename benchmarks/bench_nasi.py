@@ -17,10 +17,9 @@ from benchmarks.harness import positive, ratios, write_json
 from benchmarks.steps import memory_of_process, trim_memory
 from benchmarks.straight_through import gradient_of_q
 from nasfast.measure.timing import measure
-from nasfast.research.nasi.search import Mixture, NasiConfig, sample
+from nasfast.research.nasi.search import NasiConfig, sample
 from nasfast.research.studies.nasi.config import NasiSearchConfig
 from nasfast.research.studies.nasi.study import Searches
-from nasfast.train.batches import as_epochs
 
 OURS = "nasfast"
 PEERS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
@@ -29,20 +28,15 @@ BATCHES = {"nas_bench_201": 64, "nas_bench_macro": 16, "darts": 16, "mobilenet_v
 ROUNDS, QUICK_ROUNDS = 9, 2
 
 
-def mixture_and_batch(space: str, batch: int) -> tuple[Mixture, torch.Tensor, torch.Tensor]:
+def variants(space: str, batch: int) -> dict[str, Callable[[], dict[str, float]]]:
+    """Name -> function for one step; the n-th step of every variant samples the same architecture."""
     cfg = NasiSearchConfig(space=space, batch=batch)
     searches = Searches(cfg)
     x, y = next(searches.loader(0, batch).epoch(0))
-    return searches.mixture(cfg.search(0)), x, y
+    mixture = searches.mixture(cfg.search(0))
 
-
-def variants(space: str, batch: int) -> dict[str, Callable[[], dict[str, float]]]:
-    """Name -> function for one step; the n-th step of every variant samples the same architecture."""
-    mixture, x, y = mixture_and_batch(space, batch)
-
-    def ours() -> Callable[[int], object]:
-        batches = as_epochs([(x.contiguous(memory_format=torch.channels_last), y)])
-        return lambda i: sample(mixture, batches, NasiConfig(steps=1, seed=i))
+    def ours(i: int) -> object:
+        return sample(mixture, [(x.contiguous(memory_format=torch.channels_last), y)], NasiConfig(steps=1, seed=i))
 
     def peer(layout: torch.memory_format) -> Callable[[int], object]:
         images = x.contiguous(memory_format=layout)
@@ -58,7 +52,7 @@ def variants(space: str, batch: int) -> dict[str, Callable[[], dict[str, float]]
 
         return run
 
-    return {OURS: timed(ours()), **{name: timed(peer(layout)) for name, layout in PEERS.items()}}
+    return {OURS: timed(ours), **{name: timed(peer(layout)) for name, layout in PEERS.items()}}
 
 
 def peak_mib(space: str, batch: int, name: str, threads: int) -> float:

@@ -9,7 +9,6 @@ baselines. A stopped training continues from its last checkpoint. Each row is ap
 it is finished, and rows in the file are not computed again; --summary prints them as Markdown.
 
     python -m benchmarks.bench_ranking --train cifar10/train --val cifar10/test --accuracies nas_bench_macro.json
-    python -m benchmarks.bench_ranking --accuracies nas_bench_macro.json --weights 1 2 4 8
     python -m benchmarks.bench_ranking --summary
 """
 
@@ -58,9 +57,8 @@ class Entry:
         changes: changes to the preset, by field of SupernetConfig.
         scores: (score, weight of structure), one row for each.
         paths: sampled paths per score; None means the package's number.
-        batch_size, augment, precision: settings of training.
+        batch_size, precision: settings of training.
         space: `nas_bench_macro`, or `mobilenet_v2` for the 6^20 space with images of 64 x 64 pixels.
-        lr: peak learning rate; None takes the package's.
     """
 
     name: str
@@ -70,10 +68,8 @@ class Entry:
     scores: tuple[tuple[str, float], ...] = LEARNED
     paths: int | None = None
     batch_size: int = 128
-    augment: str = "none"
     precision: str = "bf16"
     space: str = "nas_bench_macro"
-    lr: float | None = None
 
     @property
     def supernet(self) -> SupernetConfig:
@@ -81,71 +77,39 @@ class Entry:
 
     @property
     def train(self) -> TrainConfig:
-        lr = self.lr or default_lr(self.supernet.trainable, len(search_space(self.space)))
+        lr = default_lr(self.supernet.trainable, len(search_space(self.space)))
         return TrainConfig(
             epochs=self.epochs or 1, lr=lr, label_smoothing=0.0,
             precision=self.precision, warmup_epochs=1.0, log_every=20, keep_checkpoints=3,
         )  # fmt: skip
 
 
-# projections that are the transposed expansions: the wider a block, the more linear it is
-_TIED = (("linear_share", 1.0),)
-# the initial weights of small spaces; the first rows of mobilenet_v2 have these, and their learning rate
-_SHALLOW = (("alignment", 0.7), ("linear_share", 0.85), ("shift", 0.0), ("branch_scale", 1.0))
-_DEEP = (*LEARNED[:2], ("gamma", 0.0))
-
-
-def _initial(init: str, *more: tuple[str, Any]) -> Entry:
-    changes = (("init", init), ("layer_indicators", False), *more)
-    scores = (("beta_norm", 0.0),)
-    name = f"initial-{init}{', linear share 1' if more else ''}"
-    return Entry(name, epochs=0, changes=changes, scores=scores, paths=400)
-
-
-SHORT: dict[str, dict[str, Any]] = {
-    "default": {},
-    "indicators and classifier": {"trainable": "indicators"},
-    "indicators": {"trainable": "indicators", "classifier": False},
-    "BatchNorms": {"classifier": False},
-    "independent": {"init": "orthogonal"},
-    "he": {"init": "he"},
-    "no layer indicators": {"layer_indicators": False},
-    "alpha 0.5": {"alignment": 0.5},
-    "alpha 0.9": {"alignment": 0.9},
-    "linear share 0.7": {"linear_share": 0.7},
-    "shift 1": {"shift": 1.0},
-    "lr 0.05": {"lr": 0.05},
-    "augmented": {"augment": "cifar"},
-}
-"""Differences from the default that are compared after a third of its epochs, where a supernet costs less."""
-_OF_ENTRY = ("lr", "augment")
-
-
-def _short(name: str, **changes: Any) -> Entry:
-    own = {field: changes.pop(field) for field in _OF_ENTRY if field in changes}
-    return Entry(f"10 epochs, {name}", epochs=10, changes=tuple(changes.items()), scores=LEARNED[:2], **own)
+def _initial(init: str) -> Entry:
+    changes = (("init", init), ("layer_indicators", False))
+    return Entry(f"initial-{init}", epochs=0, changes=changes, scores=(("beta_norm", 0.0),), paths=400)
 
 
 QUEUE: tuple[tuple[Entry, tuple[int, ...]], ...] = (
-    (_initial("orthogonal"), (0, 1, 2)),
-    (_initial("aligned"), (0, 1, 2)),
-    (_initial("aligned", *_TIED), (0, 1)),
-    (_initial("he"), (0, 1, 2)),
+    *((_initial(init), (0, 1, 2)) for init in ("orthogonal", "aligned", "he")),
     (Entry("default"), (0, 1, 2)),
-    (Entry("linear share 1", changes=_TIED), (0, 1)),
-    (Entry("linear share 1, alpha 0.9", changes=(*_TIED, ("alignment", 0.9))), (0,)),
-    (Entry("linear share 1, batch 32", changes=_TIED, batch_size=32), (0,)),
     # their weights train, in fp32, because that takes half the time of bf16 on a CPU
     (Entry("spos", method="spos", epochs=10, scores=LEARNED[:3], precision="fp32"), (0,)),
     (Entry("fairnas", method="fairnas", epochs=4, scores=LEARNED[:3], precision="fp32"), (0,)),
-    # three paths per step: as many paths as in 30 epochs
-    (Entry("strict fair", epochs=10, changes=(("sampler", "strict_fair"),)), (0,)),
     (Entry("paper", method="dinas_paper", scores=(("gamma", 0.0),)), (0, 1, 2)),
-    (Entry("60 epochs", epochs=60), (0, 1, 2)),
-    *((_short(name, **changes), (0, 1)) for name, changes in SHORT.items()),
-    (Entry("mobilenet_v2", epochs=15, space="mobilenet_v2", scores=_DEEP, changes=_SHALLOW, lr=0.4), (0, 1)),
-    (Entry("mobilenet_v2, deep", epochs=5, space="mobilenet_v2", scores=_DEEP), (0, 1)),
-)  # fmt: skip
+    *(
+        (Entry(f"10 epochs, {name}", epochs=10, changes=changes, scores=LEARNED[:2]), (0, 1))
+        for name, changes in (
+            ("default", ()),
+            ("indicators and classifier", (("trainable", "indicators"),)),
+            ("BatchNorms", (("classifier", False),)),
+        )
+    ),
+    (
+        Entry("mobilenet_v2, deep", epochs=5, space="mobilenet_v2", scores=(*LEARNED[:2], ("gamma", 0.0))),
+        (0, 1),
+    ),
+)
+"""Rows of other entries are in the file; benchmarks/results/NOTES.md names the commit that has them."""
 
 
 def search_space(name: str) -> SearchSpace:
@@ -156,7 +120,7 @@ def search_space(name: str) -> SearchSpace:
 def images(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpace) -> tuple[object, object]:
     """Make the loader of training images, and one of random held-out training images without augmentation."""
     cfg = DataConfig(
-        train=args.train, val=args.val, batch_size=entry.batch_size, augment=entry.augment, loader="cache",
+        train=args.train, val=args.val, batch_size=entry.batch_size, augment="none", loader="cache",
         cache_dir=str(args.work / "cache"), workers=0,
     )  # fmt: skip
     train, held = make_loaders(cfg, resolution=space.resolution, seed=seed, hold_out=True)
@@ -170,23 +134,14 @@ def trained(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpac
     net, sampler = make_supernet(space, entry.method, entry.supernet, seed=seed)
     if not entry.epochs:
         return net, held, {}
-    folder, spent = args.work / f"{entry.name.replace(' ', '-')}-s{seed}", args.work / "spent.jsonl"
+    folder = args.work / f"{entry.name.replace(' ', '-')}-s{seed}"
+    whole = not CheckpointFolder(folder / "checkpoints", "supernet").paths()
     torch.manual_seed(seed)
-    newest = CheckpointFolder(folder / "checkpoints", "supernet").paths()[-1:]
-    before = int(newest[0].stem.rpartition("-")[2]) if newest else 0
     wall, cpu = time.perf_counter(), time.process_time()
     train_supernet(net, train, sampler, entry.train, run_dir=folder, resume=True)
-    steps = entry.epochs * len(train)
-    if steps > before:
-        row = {"folder": folder.name, "steps": steps - before, "wall": time.perf_counter() - wall,
-               "cpu": time.process_time() - cpu}  # fmt: skip
-        _append(spent, row)
-    parts = [row for row in _rows(spent) if row["folder"] == folder.name]
-    measured = sum(row["steps"] for row in parts)
-    # a killed process wrote no times, so its steps are counted at the mean cost of the others
-    kinds = ("wall", "cpu") if measured else ()
-    cost = {f"train_{kind}_s": round(steps * sum(row[kind] for row in parts) / measured, 1) for kind in kinds}
-    return net, held, {"steps": steps, **cost}
+    # a training that continued an earlier one has no time of its own
+    times = {"train_wall_s": time.perf_counter() - wall, "train_cpu_s": time.process_time() - cpu} if whole else {}
+    return net, held, {"steps": entry.epochs * len(train), **{name: round(s, 1) for name, s in times.items()}}
 
 
 def run(args: argparse.Namespace) -> None:
@@ -214,30 +169,11 @@ def run(args: argparse.Namespace) -> None:
                 "name": entry.name, "space": entry.space, "seed": seed, "score": name, "structure": structure, **cost,
                 "score_cpu_s": round(seconds[name], 1), **ranked, "table": _scores(table), "meta": table.meta,
                 "threads": args.threads, "supernet": entry.supernet.to_dict(), "train": entry.train.to_dict(),
-                "batch_size": entry.batch_size, "augment": entry.augment, "provenance": provenance(),
+                "batch_size": entry.batch_size, "augment": "none", "provenance": provenance(),
             }  # fmt: skip
             _append(args.out, row)
             tau = f"tau {row['kendall']['value']:+.3f}" if truth else "no accuracies to compare with"
             print(f"{entry.name}, seed {seed}, {name} + {structure:g} structure: {tau}", flush=True)
-
-
-def weigh(args: argparse.Namespace) -> None:
-    """Append, for every table of `path_loss` in the file, the rows of other weights of structure; train nothing."""
-    rows = _rows(args.out)
-    done = {(r["name"], r["seed"], r["score"], r["structure"]) for r in rows}
-    for row in rows:
-        if row["structure"] or row["score"] != "path_loss" or (args.only and row["name"] not in args.only):
-            continue
-        space = search_space(row.get("space", "nas_bench_macro"))  # the oldest rows name no space
-        truth = read_accuracies(args.accuracies, space) if "kendall" in row else None
-        scores = [{int(choice): score for choice, score in layer.items()} for layer in row["table"]]
-        for weight in args.weights:
-            if (row["name"], row["seed"], row["score"], weight) in done:
-                continue
-            table = with_structure(IndicatorTable.of_rows(space, scores, row["meta"]), weight)
-            ranked = _ranked(truth, table, space, args.resamples) if truth else {}
-            more = {"structure": weight, **ranked, "table": _scores(table), "meta": table.meta}
-            _append(args.out, {**row, **more, "provenance": provenance()})
 
 
 def _scores(table: IndicatorTable) -> list[dict[str, float]]:
@@ -269,9 +205,9 @@ def summary(rows: list[dict[str, Any]]) -> str:
     """A Markdown table of means over seeds, with ranges."""
     lines = [
         "| supernet | score | seeds | tau | within equal depth | Spearman | above `sqrt_size` (lower ends) | "
-        "regret at 10, 25, 50, 75, 100 % of MACs | R^2 | noise of paths | path accuracy | tau between seeds | "
+        "regret at 10, 25, 50, 75, 100 % of MACs | R^2 | path accuracy | tau between seeds | "
         "train, score CPU s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     groups: dict[tuple, list[dict[str, Any]]] = {}
     for row in rows:
@@ -291,38 +227,12 @@ def summary(rows: list[dict[str, Any]]) -> str:
             _spread([row["spearman"]["value"] for row in ranked]),
             " ".join(f"{row['above_sqrt_size']['low']:+.3f}" for row in ranked) or "-",
             " ".join(f"{statistics.mean(values):.2f}" for values in regrets) or "-",
-            _spread(r2), _spread([100 * _noise(row) for row in group if _distilled(row)], "{:.0f} %"),
-            _spread(known, "{:.1f} %"), _spread(pairs),
+            _spread(r2), _spread(known, "{:.1f} %"), _spread(pairs),
             f"{_spread([r['train_cpu_s'] for r in group if 'train_cpu_s' in r], '{:.0f}')}, "
             f"{_spread([r['score_cpu_s'] for r in group], '{:.0f}')}",
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def _distilled(row: dict[str, Any]) -> bool:
-    return not row["structure"] and row["meta"].get("r2") is not None
-
-
-def _noise(row: dict[str, Any]) -> float:
-    """The share of a distilled table's variance over architectures without skips that is due to the drawn paths.
-
-    With f free scores, the residuals of n paths have the mean square s^2 = V (1 - R^2) n / (n - f), where V is the
-    variance of the paths' scores, and the score of one of the k values of a layer varies by k s^2 / (n - f) from one
-    draw of paths to another. Tables of one supernet from other paths thus correlate by 1 minus the share.
-    """
-    blocks = [np.array(list(scores.values())) for scores in row["table"]]
-    # the scores of a layer average 0, and the table of a row lacks that of a skip which is no candidate
-    layers = [
-        scores if abs(scores.sum()) < 1e-5 * len(scores) else np.append(scores, -scores.sum()) for scores in blocks
-    ]
-    paths, r2 = row["meta"]["paths"], row["meta"]["r2"]
-    free = sum(len(scores) - 1 for scores in layers)
-    # the table has more variance over all architectures than over the paths that it was fitted to
-    variance = sum(scores.var() for scores in layers) / (r2 + (1 - r2) * (free / (paths - free)) ** 2)
-    residual = variance * (1 - r2) * paths / (paths - free)
-    noise = sum(len(every) * (1 - 1 / len(scores)) for scores, every in zip(blocks, layers, strict=True))
-    return float(residual * noise / (paths - free) / sum(scores.var() for scores in blocks))
 
 
 def _agreement(one: list[dict[str, float]], other: list[dict[str, float]]) -> float:
@@ -366,16 +276,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--images", type=int, default=1000, help="number of held-out images for scores")
     parser.add_argument("--resamples", type=int, default=1000, help="resamples of the bootstrap")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--weights", nargs="+", type=float, help="only weigh structure in the tables of --out again")
     parser.add_argument("--summary", action="store_true", help="only print the rows of --out as Markdown")
     args = parser.parse_args(argv)
     if args.summary:
         print(summary(_rows(args.out)))
-        return
-    if args.weights:
-        if args.accuracies is None:
-            parser.error("--weights needs --accuracies")
-        weigh(args)
         return
     if None in (args.train, args.val, args.accuracies):
         parser.error("give --train, --val and --accuracies, or --summary")

@@ -6,16 +6,13 @@ import itertools
 import json
 import random
 
-import numpy as np
 import pytest
-from tiny import CHOICES, tiny_macro_space, tiny_space, write_folder
+from tiny import tiny_macro_space, write_folder
 
 import nasfast.train.loop as loop
 from benchmarks import bench_ranking
 from benchmarks.bench_ranking import Entry
-from nasfast.indicators.distill import distill
 from nasfast.indicators.table import IndicatorTable
-from nasfast.spaces import Stage
 
 SCORES = (("path_loss", 0.0), ("path_loss", 1.0), ("path_accuracy", 0.0))
 QUEUE = (
@@ -69,11 +66,7 @@ def test_a_queue_goes_on_where_it_stopped(argv, tmp_path, monkeypatch, capsys):
     bench_ranking.main(argv)
     assert len(steps) == 18
     assert (tmp_path / "out.jsonl").read_bytes() == before
-    # a killed process wrote no times, so the times of the other processes count for its steps
-    (first, second) = bench_ranking._rows(tmp_path / "work" / "spent.jsonl")
-    assert [first["steps"], second["steps"]] == [4, 8]
-    assert rows[2]["train_cpu_s"] == pytest.approx(2 * first["cpu"], abs=0.06)
-
+    assert ["train_cpu_s" in row for row in rows[2:]] == [False] * 3 + [True] * 3
     table = IndicatorTable.load(tmp_path / "work" / "short-s1-path_loss-1.json")
     for row, kept in zip(table.scores, rows[6]["table"], strict=True):
         assert {int(choice): score for choice, score in kept.items()} == pytest.approx(row, abs=1e-6)
@@ -92,18 +85,6 @@ def test_a_queue_goes_on_where_it_stopped(argv, tmp_path, monkeypatch, capsys):
     column = shown[0].split("|").index(" Spearman ")
     assert shown[4].split("|")[column].startswith(f" {rho:.3f} (")
     assert len({line.count("|") for line in shown}) == 1
-    # other weights of structure need only the rows of the distilled tables
-    others = [row for row in rows if row["structure"] != 1]
-    (tmp_path / "out.jsonl").write_text("".join(json.dumps(row) + "\n" for row in others))
-    for _ in range(2):
-        bench_ranking.main([*argv, "--weights", "1"])
-        again = bench_ranking._rows(tmp_path / "out.jsonl")
-        assert again[: len(others)] == others and len(again) == len(rows)
-    for row, first in zip(again[len(others) :], [row for row in rows if row["structure"] == 1], strict=True):
-        assert (row["name"], row["seed"], row["structure"]) == (first["name"], first["seed"], 1)
-        assert row["kendall"]["value"] == pytest.approx(first["kendall"]["value"], abs=1e-3)
-        for scores, kept in zip(row["table"], first["table"], strict=True):
-            assert scores == pytest.approx(kept, abs=1e-4)
 
 
 def test_agreement_is_tau_of_the_scores():
@@ -113,25 +94,6 @@ def test_agreement_is_tau_of_the_scores():
     assert bench_ranking._agreement(one, turned) == pytest.approx(-1)
     noise = [{c: random.Random(f"{i} {c}").random() for c in row} for i, row in enumerate(one)]
     assert abs(bench_ranking._agreement(one, noise)) < 0.6
-
-
-def test_the_noise_of_the_paths_is_how_tables_of_other_paths_differ():
-    space = tiny_space(stages=(Stage(8, 12, 2, CHOICES),))
-    values, draw = [layer.legal for layer in space.layers], np.random.default_rng(0)
-    worth = [dict(zip(row, draw.normal(size=len(row)), strict=True)) for row in values]
-
-    def row() -> dict:
-        archs = {tuple(int(draw.choice(options)) for options in values) for _ in range(200)}
-        scores = {a: sum(w[c] for w, c in zip(worth, a, strict=True)) + 6 * draw.normal() for a in archs}
-        table = distill(space, scores, values, meta={})
-        return {"table": bench_ranking._scores(table), "meta": table.meta}
-
-    rows = [row() for _ in range(15)]
-    tables = np.array([[list(scores.values()) for scores in row["table"]] for row in rows])
-    tables -= tables.mean(axis=2, keepdims=True)
-    assert tables.shape[1:] == (12, 3) and len(values[1]) == 4  # there are skips, which the rows lack
-    share = tables.var(axis=0, ddof=1).sum() / (tables**2).sum() * len(rows)
-    assert np.mean([bench_ranking._noise(row) for row in rows]) == pytest.approx(share, rel=0.15)
 
 
 def test_the_default_entry_is_the_package_default():
@@ -154,4 +116,4 @@ def test_without_trained_accuracies_the_summary_says_how_far_seeds_agree(argv, t
     cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")[1:-1]]
     agreement = bench_ranking._agreement(rows[0]["table"], rows[1]["table"])
     assert cells[:8] == ["other", "beta_norm", "0 1", "-", "-", "-", "-", "-"]
-    assert cells[11] == f"{agreement:.3f}"
+    assert cells[10] == f"{agreement:.3f}"

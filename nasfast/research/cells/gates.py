@@ -17,12 +17,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.space import CellSpace
-
-Columns = list[list[tuple[int, ...]]]
-"""Columns of operations, by type of cell and then by edge."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +29,15 @@ class Draw:
 
     Attributes:
         gates: (types, edges, ops) factors of the operations' outputs.
-        runs: the columns that are computed.
-        measures: the columns whose cost is needed although they do not run.
+        runs: (types, edges, ops) bool: the operations that are computed.
+        measures: (types, edges, ops) bool: those whose cost is needed although they do not run.
         weights: (types, edges, ops) the relaxed gates or the probabilities, which the gradient needs.
         temperature: temperature of the relaxation.
     """
 
     gates: Tensor
-    runs: Columns
-    measures: Columns
+    runs: Tensor
+    measures: Tensor
     weights: Tensor
     temperature: float = 1.0
 
@@ -55,23 +53,12 @@ def gumbel(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return -torch.empty(tuple(shape), dtype=torch.float64).exponential_(generator=generator).log()
 
 
-def candidates_of(logits: Tensor) -> Columns:
-    """The columns of the candidates of every edge."""
-    return [[tuple(torch.nonzero(row > -torch.inf).flatten().tolist()) for row in kind] for kind in logits.cpu()]
-
-
 def uniform_logits(space: CellSpace) -> Tensor:
     """(types, edges, ops) 0 for every candidate, -inf elsewhere."""
     logits = torch.full((len(space.types), len(space.cell.edges), len(space.ops)), -torch.inf, dtype=torch.float64)
     for e, columns in enumerate(space.candidates):
         logits[:, e, list(columns)] = 0
     return logits
-
-
-def one_hot(index: Tensor, columns: int) -> tuple[Tensor, Columns]:
-    """Gates that choose one operation per edge, and the columns that run."""
-    gates = torch.nn.functional.one_hot(index, columns).double()
-    return gates, [[(k,) for k in row] for row in index.tolist()]
 
 
 # Largest magnitude of an edge's cost, and largest norm of the gradient of all logits, in DSNAS.
@@ -91,25 +78,23 @@ def draw_once(cfg: CellSearchConfig, logits: Tensor, generator: torch.Generator,
         generator: draws noise and operations.
         progress: share of the search that is done, in [0, 1].
     """
-    nothing: Columns = [[()] * logits.shape[1] for _ in range(len(logits))]
+    allowed = logits > -torch.inf
+    nothing = torch.zeros_like(allowed)
     if cfg.method in ("darts", "snas"):
         t, noisy = cfg.temperature, logits.double()
         if cfg.method == "snas":
             t += (cfg.final_temperature - cfg.temperature) * progress
             noisy = noisy + gumbel(logits.shape, generator).to(logits.device)
         gates = torch.softmax(noisy / t, -1)
-        return Draw(gates, candidates_of(logits), nothing, gates, t)
+        return Draw(gates, allowed, nothing, gates, t)
     p = torch.softmax(logits.double(), -1)
     if cfg.two_path:
-        return _pair(logits, p, generator)
+        return _pair(p, generator)
     # on the CPU, so that every device draws the same
     rows = torch.softmax(logits.cpu().double(), -1).flatten(0, 1)
-    gates, runs = one_hot(torch.multinomial(rows, 1, generator=generator).view(p.shape[:2]), logits.shape[-1])
-    others = [
-        [tuple(k for k in columns if k not in run) for columns, run in zip(*pair, strict=True)]
-        for pair in zip(candidates_of(logits), runs, strict=True)
-    ]
-    return Draw(gates.to(logits.device), runs, others if cfg.method == "proxyless" else nothing, p)
+    index = torch.multinomial(rows, 1, generator=generator).view(p.shape[:2]).to(logits.device)
+    gates = F.one_hot(index, logits.shape[-1]).double()
+    return Draw(gates, gates > 0, allowed & (gates == 0) if cfg.method == "proxyless" else nothing, p)
 
 
 def logits_gradient(cfg: CellSearchConfig, draw: Draw, cost: Tensor) -> Tensor:
@@ -134,22 +119,14 @@ def keep_pair_share(before: Tensor, after: Tensor, draw: Draw) -> Tensor:
     return torch.where(pair, after + (mass[0] - mass[1]), before)
 
 
-def _pair(logits: Tensor, p: Tensor, generator: torch.Generator) -> Draw:
+def _pair(p: Tensor, generator: torch.Generator) -> Draw:
     """Two operations per edge drawn by p, one of which runs; the weights are their share of the probability."""
-    weights, others = torch.zeros_like(p), list[list[tuple[int, ...]]]()
-    index: list[list[int]] = []
-    for t, kind in enumerate(candidates_of(logits)):
-        index.append([])
-        others.append([])
-        for e, columns in enumerate(kind):
-            row = p[t, e].cpu()
-            # an edge with all its probability on one operation has no second one to draw
-            count = min(2, len(columns), int((row > 0).sum()))
-            pair = torch.multinomial(row, count, generator=generator).tolist()
-            of_pair = row[pair] / row[pair].sum()
-            weights[t, e, pair] = of_pair.to(weights.device)
-            chosen = pair[int(torch.multinomial(of_pair, 1, generator=generator))]
-            index[t].append(chosen)
-            others[t].append(tuple(k for k in pair if k != chosen))
-    gates, runs = one_hot(torch.tensor(index), logits.shape[-1])
-    return Draw(gates.to(logits.device), runs, others, weights)
+    rows = p.flatten(0, 1).cpu()
+    weights, gates = torch.zeros_like(rows), torch.zeros_like(rows)
+    for row, shares, chosen in zip(rows, weights, gates, strict=True):
+        # an edge with all its probability on one operation has no second one to draw
+        pair = torch.multinomial(row, min(2, int((row > 0).sum())), generator=generator)
+        shares[pair] = row[pair] / row[pair].sum()
+        chosen[pair[torch.multinomial(shares[pair], 1, generator=generator)]] = 1
+    weights, gates = (rows.view(p.shape).to(p.device) for rows in (weights, gates))
+    return Draw(gates, gates > 0, (weights > 0) & (gates == 0), weights)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -21,10 +21,15 @@ from nasfast.research.cells.operations import (
 from nasfast.research.cells.space import CellSpace
 from nasfast.supernet import ArchNetwork
 
-Runs = Sequence[Sequence[Sequence[int]]]
-"""The columns of `CellSpace.ops` that are computed, by type of cell and then by edge."""
+Columns = Sequence[Sequence[Sequence[int]]]
+"""Columns of `CellSpace.ops`, by type of cell and then by edge."""
 Shared = dict[tuple[int, int, int] | int, Tensor]
 """What operations on one source have in common: a result by (source, stride, column), the ReLU by the source alone."""
+
+
+def columns_of(mask: Tensor) -> Columns:
+    """The columns that are true in a mask (types, edges, ops)."""
+    return [[row.nonzero().flatten().tolist() for row in kind] for kind in mask.cpu()]
 
 
 class CellModule(nn.Module):
@@ -60,20 +65,8 @@ class CellModule(nn.Module):
         name, modules = self.ops[column], self.edges[edge]
         return modules[name] if name in modules else None
 
-    def prepare(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The values of the input nodes, from the outputs of earlier cells."""
-        if not self.preprocess:
-            return list(inputs)
-        return [module(x) for module, x in zip(self.preprocess, inputs, strict=True)]
-
     def forward(
-        self,
-        inputs: Sequence[Tensor],
-        gates: Tensor | None,
-        runs: Sequence[Sequence[int]],
-        *,
-        measures: Sequence[Sequence[int]] | None = None,
-        measured: Tensor | None = None,
+        self, inputs: Sequence[Tensor], gates: Tensor | None, runs: Sequence[Sequence[int]]
     ) -> tuple[Tensor, list[Tensor]]:
         """Output of the cell and the values of all its nodes.
 
@@ -81,11 +74,10 @@ class CellModule(nn.Module):
             inputs: outputs of earlier cells, the older one first.
             gates: (edges, ops) factors of the operations' outputs; None for 1.
             runs: per edge, the columns that are computed.
-            measures: per edge, columns that do not run. The backward pass computes their local costs, one at a time,
-                and writes them to `measured`.
-            measured: (edges, ops).
         """
-        states = self.prepare(inputs)
+        states = list(inputs)
+        if self.preprocess:
+            states = [module(x) for module, x in zip(self.preprocess, inputs, strict=True)]
         shared: Shared = {}
         for node in range(self.cell.inputs, self.cell.inputs + self.cell.nodes):
             terms = []
@@ -98,12 +90,8 @@ class CellModule(nn.Module):
                         terms.append((e, k, *self._term(operation, states[source], key, shared)))
             total = self._sum(terms, gates) if terms else self._zeros(states, node)
             if gates is not None and not terms:
-                # the backward pass, which measures local costs, reaches this node only if its value depends on a gate
+                # a backward pass, from which local costs follow, reaches this node only if its value depends on a gate
                 total = total * gates[0, 0].to(total.dtype)
-            if measures is not None and measured is not None and total.requires_grad:
-                if any(measures[e] for e in self.cell.into(node)):
-                    # a copy, because with `total` in the list the hook would keep `total` and its graph alive
-                    total.register_hook(partial(self._measure, node, list(states), measures, measured))
             states.append(total)
         outputs = [states[i] for i in self.cell.outputs]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), states
@@ -143,13 +131,6 @@ class CellModule(nn.Module):
         zeros = states[0].new_zeros(n, c, -(-h // stride), -(-w // stride))
         return zeros.contiguous(memory_format=torch.channels_last)
 
-    @torch.no_grad()
-    def _measure(
-        self, node: int, states: list[Tensor], measures: Sequence[Sequence[int]], measured: Tensor, grad: Tensor
-    ) -> None:
-        for e, k, y in self.outputs(node, states, measures, {}):
-            measured[e, k] = (grad * y).sum()
-
     def outputs(
         self, node: int, states: Sequence[Tensor], columns: Sequence[Sequence[int]], shared: Shared
     ) -> Iterator[tuple[int, int, Tensor]]:
@@ -177,7 +158,7 @@ def _ends_in_plain_norm(operation: Operation) -> bool:
 class _Skeleton(nn.Module):
     """Stem, cells, head and classifier: what the supernet and the standalone network have in common."""
 
-    def __init__(self, space: CellSpace, options: Runs, style: Style) -> None:
+    def __init__(self, space: CellSpace, options: Columns, style: Style) -> None:
         super().__init__()
         self.space = space
         stem = nn.Conv2d(space.in_channels, space.stem_channels, 3, 1, 1, bias=False)
@@ -195,14 +176,7 @@ class _Skeleton(nn.Module):
         self.classifier = nn.Linear(space.features, space.num_classes, bias=space.classifier_bias)
 
     def _features(
-        self,
-        x: Tensor,
-        gates: Tensor | None,
-        runs: Runs,
-        *,
-        measures: Runs | None = None,
-        measured: Tensor | None = None,
-        nodes: list[list[Tensor]] | None = None,
+        self, x: Tensor, gates: Tensor | None, runs: Columns, nodes: list[list[Tensor]] | None = None
     ) -> Tensor:
         """(N, in_channels, H, W) images -> (N, features, H', W'), before the pooling."""
         x = self.stem(x)
@@ -210,14 +184,7 @@ class _Skeleton(nn.Module):
         for i, cell in enumerate(self.cells):
             if str(i) in self.transitions:
                 inputs = [self.transitions[str(i)](y) for y in inputs]
-            kind = self.space.type_of(i)
-            output, states = cell(
-                inputs,
-                None if gates is None else gates[i],
-                runs[kind],
-                measures=None if measures is None else measures[kind],
-                measured=None if measured is None else measured[i],
-            )
+            output, states = cell(inputs, None if gates is None else gates[i], runs[self.space.type_of(i)])
             if nodes is not None:
                 nodes.append([*states, output])
             inputs = [*inputs[1:], output]
@@ -248,14 +215,7 @@ class CellSupernet(_Skeleton):
         return self.space.cells, len(self.space.cell.edges), len(self.space.ops)
 
     def forward(
-        self,
-        x: Tensor,
-        gates: Tensor,
-        runs: Runs | None = None,
-        *,
-        measures: Runs | None = None,
-        measured: Tensor | None = None,
-        nodes: list[list[Tensor]] | None = None,
+        self, x: Tensor, gates: Tensor, runs: Tensor | None = None, *, nodes: list[list[Tensor]] | None = None
     ) -> Tensor:
         """Logits (N, num_classes).
 
@@ -266,9 +226,7 @@ class CellSupernet(_Skeleton):
             x: images (N, in_channels, resolution, resolution).
             gates: (cells, edges, ops) factors of the operations' outputs; gates of `none` and of operations that do not
                 run have no influence.
-            runs: the operations that are computed; None for all candidates.
-            measures: columns that do not run; the backward pass writes their local costs to `measured`.
-            measured: (cells, edges, ops).
+            runs: (types, edges, ops) bool: the candidates that are computed; None for all.
             nodes: gets a list per cell: the values of its nodes in order, and then its output.
 
         Raises:
@@ -276,10 +234,8 @@ class CellSupernet(_Skeleton):
         """
         if tuple(gates.shape) != self.gate_shape:
             raise ValueError(f"gates must be {self.gate_shape} (cells, edges, ops), got {tuple(gates.shape)}")
-        runs = [self.space.candidates] * len(self.space.types) if runs is None else runs
-        return self.classifier(
-            self._features(x, gates, runs, measures=measures, measured=measured, nodes=nodes).mean((2, 3))
-        )
+        chosen = [self.space.candidates] * len(self.space.types) if runs is None else columns_of(runs)
+        return self.classifier(self._features(x, gates, chosen, nodes).mean((2, 3)))
 
 
 class CellStandalone(_Skeleton, ArchNetwork):

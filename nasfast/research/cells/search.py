@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.adam import adam
 
 from nasfast.engine import StepResult
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.costs import NONE
 from nasfast.research.cells.derive import derivations
-from nasfast.research.cells.gates import Columns, Draw, draw_once, keep_pair_share, logits_gradient, uniform_logits
-from nasfast.research.cells.network import CellSupernet
+from nasfast.research.cells.gates import Draw, draw_once, keep_pair_share, logits_gradient, uniform_logits
+from nasfast.research.cells.network import CellSupernet, columns_of
 from nasfast.research.cells.probe import GROUPS, QUANTITIES, grouped_costs
 from nasfast.research.cells.space import CellSpace
 from nasfast.runtime.files import write_atomic
@@ -134,7 +136,6 @@ class CellSearch(nn.Module):
         buffer("outputs", records, 2, len(GROUPS), len(QUANTITIES))
         self.probabilities[0] = self.logits.softmax(-1)
         self._of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
-        self._adam: torch.optim.Adam | None = None
 
     @property
     def logits(self) -> Tensor:
@@ -160,35 +161,20 @@ class CellSearch(nn.Module):
         """Take one step of Adam on the logits, from their gradient."""
         if not self.cfg.alpha_lr or self.cfg.method == "uniform":
             return
-        if self._adam is None:
-            self._adam = torch.optim.Adam(
-                [self.alpha],
-                lr=self.cfg.alpha_lr,
-                betas=self.cfg.alpha_betas,
-                weight_decay=self.cfg.alpha_weight_decay,
-                foreach=False,
-            )
-            # Adam changes its state in place; as buffers, the tensors come back from a checkpoint
-            self._adam.state[self.alpha] = {
-                "step": self.adam_step,
-                "exp_avg": self.adam_mean,
-                "exp_avg_sq": self.adam_square,
-            }
-        before = self.logits
-        self.alpha.grad = gradient
-        self._adam.step()
+        before, (beta1, beta2) = self.logits, self.cfg.alpha_betas
+        # the state is in buffers, which come back from a checkpoint
+        adam(
+            [self.alpha], [gradient], [self.adam_mean], [self.adam_square], [], [self.adam_step],
+            foreach=False, amsgrad=False, beta1=beta1, beta2=beta2, lr=self.cfg.alpha_lr,
+            weight_decay=self.cfg.alpha_weight_decay, eps=1e-8, maximize=False,
+        )  # fmt: skip
         after = keep_pair_share(before, self.logits, draw) if self.cfg.two_path else self.logits
         self.alpha.copy_(torch.where(self.allowed, after, self.alpha))
 
     def note(self, which: int, draw: Draw, cost: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch to the current record."""
         at = self.record()
-        measured = torch.zeros(draw.gates.shape, dtype=torch.bool)
-        for columns in (draw.runs, draw.measures):
-            for t, kind in enumerate(columns):
-                for e, ks in enumerate(kind):
-                    measured[t, e, list(ks)] = True
-        measured = measured.to(cost.device)[self._of_type.to(cost.device)]
+        measured = (draw.runs | draw.measures)[self._of_type.to(cost.device)]
         cost = cost.double()
         self.costs[at, which] += torch.stack([cost, cost**2, torch.ones_like(cost)]) * measured
         self.edge_costs[at, which] += (draw.gates[self._of_type.to(cost.device)] * cost).sum(-1)
@@ -241,12 +227,20 @@ def draw_gates(
     )
 
 
-def reaches_outputs(space: CellSpace, runs: Columns) -> bool:
-    """Whether every output node has an edge into it that is not None."""
-    none = space.ops.index(NONE) if NONE in space.ops else -1
-    return all(
-        any(k != none for e in space.cell.into(node) for k in kind[e]) for kind in runs for node in space.cell.outputs
-    )
+def reaches_outputs(space: CellSpace, runs: Tensor) -> bool:
+    """Whether every output node has an edge into it that is not None; `runs` is (types, edges, ops)."""
+    live = runs[..., [op != NONE for op in space.ops]].any(-1)
+    return all(bool(live[:, list(space.cell.into(node))].any(1).all()) for node in space.cell.outputs)
+
+
+def endless(
+    loader: EpochLoader, device: str | torch.device = "cpu", *, step: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batch after batch, epoch after epoch, from a step on; `loader` has at least one batch."""
+    epoch, start = divmod(step, len(loader))
+    while True:
+        yield from loader.epoch(epoch, start=start, device=device)
+        epoch, start = epoch + 1, 0
 
 
 class CellSearchEngine:
@@ -277,7 +271,7 @@ class CellSearchEngine:
         if self._held_out is not None:
             draw = self._draw(FOR_LOGITS)
             if self._batches is None:
-                self._batches = self._from_here(self._held_out, x.device)
+                self._batches = endless(self._held_out, x.device, step=int(search.done))
             xs, ys = next(self._batches)
             if cfg.second_order:
                 cost, logits, learnt_from = self._second_order(draw, (x, y), (xs, ys))
@@ -306,26 +300,22 @@ class CellSearchEngine:
 
     def _costs(self, draw: Draw, x: Tensor, y: Tensor, *, weights: bool = False) -> tuple[Tensor, Tensor, Tensor]:
         """(cells, edges, ops) local costs, logits and loss of a batch; `weights` also leaves the weights' gradients."""
-        net = self._search.net
-        gates = self._search.spread(draw.gates)
-        measured = torch.zeros_like(gates, requires_grad=False)
-        logits = net(x, gates, draw.runs, measures=draw.measures, measured=measured)
+        net, gates = self._search.net, self._search.spread(draw.gates)
+        nodes: list[list[Tensor]] = []
+        logits = net(x, gates, draw.runs, nodes=nodes if draw.measures.any() else None)
         loss = F.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, y)
-        if weights:
-            loss.backward()
-            gradient = gates.grad
-        else:
-            (gradient,) = torch.autograd.grad(loss, gates, allow_unused=True)
-        # the gradient is None if every edge has drawn the operation none
-        cost = measured if gradient is None else gradient + measured
-        return cost.detach(), logits.detach(), loss.detach()
-
-    def _from_here(self, loader: EpochLoader, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batch after batch, epoch after epoch, from the current step on."""
-        epoch, start = divmod(int(self._search.done), len(loader))
-        while True:
-            yield from loader.epoch(epoch, start=start, device=device)
-            epoch, start = epoch + 1, 0
+        gradients: dict[tuple[int, int], Tensor] = {}
+        for i, states in enumerate(nodes):
+            for node in range(net.space.cell.inputs, len(states) - 1):
+                states[node].register_hook(partial(gradients.__setitem__, (i, node)))
+        loss.backward(inputs=None if weights else [gates])
+        cost, measures = gates.grad, columns_of(draw.measures)
+        assert cost is not None, "the value of every node depends on a gate"
+        with torch.no_grad():
+            for (i, node), gradient in gradients.items():
+                for e, k, value in net.cells[i].outputs(node, nodes[i], measures[net.space.type_of(i)], {}):
+                    cost[i, e, k] += (gradient * value).sum()
+        return cost, logits.detach(), loss.detach()
 
     def _second_order(
         self, draw: Draw, train_batch: tuple[Tensor, Tensor], search_batch: tuple[Tensor, Tensor]

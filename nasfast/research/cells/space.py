@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from nasfast.config import ConfigBase, nearest
@@ -127,37 +127,25 @@ class Cell(ConfigBase):
         return self.replace(edges=tuple(edges))
 
 
-def _full_cell(inputs: int, nodes: int, ops: Sequence[str], outputs: Sequence[int] | None = None) -> Cell:
+def full_cell(
+    ops: Iterable[str] = DARTS_OPS, *, inputs: int, nodes: int, outputs: tuple[int, ...] | None = None
+) -> Cell:
     """A cell with an edge from every node to every later one; its output joins all intermediate nodes by default."""
-    last = inputs + nodes
-    edges = tuple(Edge(i, j, tuple(ops)) for j in range(inputs, last) for i in range(j))
-    return Cell(inputs, nodes, edges, tuple(range(inputs, last)) if outputs is None else tuple(outputs))
+    ops, last = tuple(ops), inputs + nodes
+    edges = tuple(Edge(i, j, ops) for j in range(inputs, last) for i in range(j))
+    return Cell(inputs, nodes, edges, tuple(range(inputs, last)) if outputs is None else outputs)
 
 
-def minimal_cell(ops: Sequence[str] = DARTS_OPS) -> Cell:
-    """Two inputs, two nodes: the smallest cell with an intermediate edge, (2,3)."""
-    return _full_cell(2, 2, ops)
-
-
-def simplified_cell(ops: Sequence[str] = DARTS_OPS) -> Cell:
-    """One input, two nodes: the minimal cell without its symmetry."""
-    return _full_cell(1, 2, ops)
-
-
-def modified_cell(ops: Sequence[str] = DARTS_OPS) -> Cell:
-    """The simplified cell whose output is node 2 alone, without the output edge (1,3)."""
-    return _full_cell(1, 2, ops, outputs=(2,))
-
-
-def darts_cell(ops: Sequence[str] = DARTS_OPS) -> Cell:
-    """Two inputs, four nodes, 14 edges (DARTS, arXiv 1806.09055)."""
-    return _full_cell(2, 4, ops)
-
-
-def nas_bench_201_cell(ops: Sequence[str] = NAS_BENCH_201_OPS) -> Cell:
-    """One input, three nodes of which the last is the output, six edges (NAS-Bench-201, arXiv 2001.00326)."""
-    return _full_cell(1, 3, ops, outputs=(3,))
-
+# the smallest cell with an intermediate edge, (2,3)
+minimal_cell = partial(full_cell, inputs=2, nodes=2)
+# the minimal cell without its symmetry
+simplified_cell = partial(full_cell, inputs=1, nodes=2)
+# the simplified cell without the output edge (1,3)
+modified_cell = partial(full_cell, inputs=1, nodes=2, outputs=(2,))
+# 14 edges (DARTS, arXiv 1806.09055)
+darts_cell = partial(full_cell, inputs=2, nodes=4)
+# six edges (NAS-Bench-201, arXiv 2001.00326)
+nas_bench_201_cell = partial(full_cell, NAS_BENCH_201_OPS, inputs=1, nodes=3, outputs=(3,))
 
 CELLS = {
     "minimal": minimal_cell,

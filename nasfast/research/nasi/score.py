@@ -7,7 +7,7 @@ loss, estimates it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,32 +20,27 @@ from nasfast.spaces import ArchSpace
 from nasfast.supernet import untrained
 
 
-def jacobian(values: Tensor, parameters: Sequence[Tensor], *, chunk: int = 64) -> Iterator[Tensor]:
-    """Rows of d values / d parameters, (chunk, p) at a time; p counts the elements of all parameters.
+def squared_norms(values: Tensor, parameters: Sequence[Tensor], *, chunk: int = 64) -> Tensor:
+    """(R,) squared lengths of the rows of d values / d parameters.
 
     Args:
         values: (R,) results that autograd can differentiate; their graph is kept.
         parameters: tensors to differentiate by; some may have no influence.
         chunk: how many rows are computed and held at once.
     """
+    norms = []
     for start in range(0, len(values), chunk):
         rows = torch.zeros(min(chunk, len(values) - start), len(values), dtype=values.dtype, device=values.device)
         rows[:, start : start + len(rows)].fill_diagonal_(1)
         gradients = torch.autograd.grad(
             values, parameters, rows, retain_graph=True, is_grads_batched=True, allow_unused=True
         )
-        yield torch.cat(
-            [
-                p.new_zeros(len(rows), p.numel()) if g is None else g.flatten(1)
-                for g, p in zip(gradients, parameters, strict=True)
-            ],
-            1,
-        )
-
-
-def squared_norms(values: Tensor, parameters: Sequence[Tensor], *, chunk: int = 64) -> Tensor:
-    """(R,) squared lengths of the gradients of `values`; the arguments are those of `jacobian`."""
-    return torch.cat([rows.square().sum(1) for rows in jacobian(values, parameters, chunk=chunk)])
+        parts = [
+            p.new_zeros(len(rows), p.numel()) if g is None else g.flatten(1)
+            for g, p in zip(gradients, parameters, strict=True)
+        ]
+        norms.append(torch.cat(parts, 1).square().sum(1))
+    return torch.cat(norms)
 
 
 def gradient_norm(loss: Tensor, parameters: Sequence[Tensor], *, differentiable: bool = False) -> Tensor:
@@ -66,57 +61,40 @@ def squared_length(gradients: Sequence[Tensor | None], like: Tensor) -> Tensor:
     return torch.stack(squares).sum() if squares else like.new_zeros(())
 
 
-def _q_batch(logits: Tensor, y: Tensor, parameters: Sequence[Tensor], chunk: int) -> Tensor:
-    return gradient_norm(F.cross_entropy(logits, y), parameters)
-
-
-def _q_sum(logits: Tensor, y: Tensor, parameters: Sequence[Tensor], chunk: int) -> Tensor:
-    return squared_norms(F.cross_entropy(logits, y, reduction="none"), parameters, chunk=chunk).sum()
-
-
-def _trace_label(logits: Tensor, y: Tensor, parameters: Sequence[Tensor], chunk: int) -> Tensor:
-    labelled = logits.gather(1, y[:, None])[:, 0]
-    return squared_norms(labelled, parameters, chunk=chunk).mean().sqrt()
-
-
-def _trace_full(logits: Tensor, y: Tensor, parameters: Sequence[Tensor], chunk: int) -> Tensor:
-    return squared_norms(logits.flatten(), parameters, chunk=chunk).sum()
-
-
-SCORES: dict[str, Callable[[Tensor, Tensor, Sequence[Tensor], int], Tensor]] = {
-    "q_batch": _q_batch,
-    "q_sum": _q_sum,
-    "trace_label": _trace_label,
-    "trace_full": _trace_full,
-}
-"""Name -> function of (logits, labels, parameters, chunk).
-
-`q_batch`, which a search uses, is the squared norm of the mean loss's gradient. `q_sum` is the sum over images of the
-squared norms of their losses' gradients. `trace_label` is the root of the mean squared norm of the labelled logit's
-gradient. `trace_full` is the exact trace of the neural tangent kernel; it takes images times classes backward passes.
-"""
+KINDS = ("q_batch", "q_sum", "trace_label", "trace_full")
 
 
 def score(network: nn.Module, x: Tensor, y: Tensor, *, kind: str = "q_batch", chunk: int = 64) -> float:
     """The score of an untrained network on a batch.
 
-    Where a norm uses the statistics of the batch, an image's logits depend on the other images, and so does its row of
-    the Jacobian. All scores see the same Jacobian.
+    `q_batch`, which a search uses, is the squared norm of the mean loss's gradient. `q_sum` is the sum over images of
+    the squared norms of their losses' gradients. `trace_label` is the root of the mean squared norm of the labelled
+    logit's gradient. `trace_full` is the exact trace of the neural tangent kernel; it takes images times classes
+    backward passes. Where a norm uses the statistics of the batch, an image's logits depend on the other images, and so
+    does its row of the Jacobian. All scores see the same Jacobian.
 
     Args:
         network: images -> logits (N, classes); its parameters that require a gradient count.
         x: images (N, C, H, W).
         y: labels (N,) int64.
-        kind: a name of `SCORES`.
+        kind: one of `KINDS`.
         chunk: how many backward passes are done at once.
 
     Raises:
         ValueError: unknown kind.
     """
-    if kind not in SCORES:
-        raise ValueError(f"unknown score {kind!r}; {nearest(kind, SCORES)}")
+    if kind not in KINDS:
+        raise ValueError(f"unknown score {kind!r}; {nearest(kind, KINDS)}")
     parameters = [p for p in network.parameters() if p.requires_grad]
-    return float(SCORES[kind](network(x), y, parameters, chunk))
+    logits = network(x)
+    if kind == "q_batch":
+        return float(gradient_norm(F.cross_entropy(logits, y), parameters))
+    if kind == "q_sum":
+        values = F.cross_entropy(logits, y, reduction="none")
+    else:
+        values = logits.flatten() if kind == "trace_full" else logits.gather(1, y[:, None])[:, 0]
+    norms = squared_norms(values, parameters, chunk=chunk)
+    return float(norms.mean().sqrt() if kind == "trace_label" else norms.sum())
 
 
 def score_architecture(

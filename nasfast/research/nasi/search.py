@@ -7,68 +7,23 @@ differs from the paper.
 
 from __future__ import annotations
 
-import itertools
-import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nasfast.research.cells.gates import Columns, candidates_of, gumbel, one_hot, softmax_gradient
-from nasfast.research.nasi.config import Constraint, Gates, NasiConfig
+from nasfast.research.cells.gates import gumbel, softmax_gradient
+from nasfast.research.cells.search import endless
+from nasfast.research.nasi.config import Constraint, NasiConfig
 from nasfast.research.nasi.score import gradient_norm, squared_length
 from nasfast.seeds import NASI_GATES, NASI_IMAGES, NASI_LABELS, derive_seed
-from nasfast.train.batches import EpochLoader, as_epochs
+from nasfast.train.batches import to_learn_from
 
-Loader = EpochLoader | Collection[tuple[Tensor, Tensor]]
-
-LIPSCHITZ = math.sqrt(2)
-"""gamma_L of cross entropy: its gradient with respect to the logits is never longer than this."""
-
-
-def penalised(q: Tensor, nu: Tensor | float, mu: float) -> Tensor:
-    """R = Q - mu max(0, Q - nu)."""
-    return q - mu * F.relu(q - nu)
-
-
-def slope(q: Tensor, nu: Tensor | float, mu: float) -> Tensor:
-    """dR/dQ: 1 up to nu, 1 - mu above. The gradient of R is this times the gradient of Q, because nu is a constant."""
-    return 1 - mu * (q > nu).to(q.dtype)
-
-
-def one_step(gradients: Tensor, *, xi: float = 1.0) -> Tensor:
-    """Delta* = (xi / T) sum_t G_t / max(|G_1|, ..., |G_t|), norms over everything but the first dimension.
-
-    Args:
-        gradients: (T, ...) in the order of the steps.
-        xi: the largest length that Delta* can have.
-    """
-    norms = gradients.flatten(1).norm(dim=1)
-    largest = norms.cummax(0).values
-    # until the first gradient that is not 0 there is nothing to divide
-    scale = torch.where(largest > 0, 1 / largest.clamp(min=torch.finfo(largest.dtype).tiny), 0.0)
-    return xi * torch.tensordot(scale, gradients, 1) / len(gradients)
-
-
-class Output(NamedTuple):
-    """The output of one candidate.
-
-    Attributes:
-        kind, edge, column: which candidate it is.
-        source, target: the nodes it connects, counted in the order of a forward pass.
-        value: (N, C, H, W).
-    """
-
-    kind: int
-    edge: int
-    column: int
-    source: int
-    target: int
-    value: Tensor
+Output = tuple[tuple[int, int, int], int, int, Tensor]
+"""What `Mixture.outputs` gives."""
 
 
 class Mixture(nn.Module):
@@ -87,24 +42,27 @@ class Mixture(nn.Module):
         self.net, self.allowed, self.num_classes = net, allowed, num_classes
 
     def forward(
-        self, x: Tensor, gates: Tensor, columns: Columns | None = None, *, nodes: list[Tensor] | None = None
+        self, x: Tensor, gates: Tensor, runs: Tensor | None = None, *, nodes: list[Tensor] | None = None
     ) -> Tensor:
         """Logits (N, num_classes).
 
         Args:
             x: images.
             gates: (kinds, edges, ops) factors of the candidates' outputs.
-            columns: the candidates that are computed, by kind and edge; None for all.
+            runs: (kinds, edges, ops) bool: the candidates that are computed; None for all.
             nodes: gets the values of all nodes.
         """
         raise NotImplementedError
 
-    def outputs(self, nodes: Sequence[Tensor], columns: Columns) -> Iterator[Output]:
+    def outputs(self, nodes: Sequence[Tensor], which: Tensor) -> Iterator[Output]:
         """Compute the outputs of candidates, one at a time.
 
         Args:
             nodes: what a forward pass has put into its `nodes`.
-            columns: the candidates, by kind and edge.
+            which: (kinds, edges, ops) bool: the candidates.
+
+        Yields:
+            (kind, edge, column) of a candidate, the indices in `nodes` of its source and its target, and its output.
         """
         raise NotImplementedError
 
@@ -183,7 +141,7 @@ class NasiResult:
 
 def sample(
     mixture: Mixture,
-    loader: Loader,
+    loader: object,
     cfg: NasiConfig = NasiConfig(),
     *,
     logits: Tensor | None = None,
@@ -205,14 +163,15 @@ def sample(
     """
     start, cpu = time.perf_counter(), time.process_time()
     alpha = _start(mixture, logits)
-    parameters = [p for p in mixture.parameters() if p.requires_grad]
+    parameters: list[Tensor] = [p for p in mixture.parameters() if p.requires_grad]
     q, gradients, picks = [], [], []
-    batches = endless(loader, device)
+    batches = endless(to_learn_from(loader), device)
+    step = _soft if cfg.gates == "soft" else _straight_through
     for t in range(cfg.steps):
         x, y = _visible(*next(batches), cfg, mixture.num_classes, t)
         x = x.to(parameters[0].dtype)
         noise = gumbel(alpha.shape, torch.Generator().manual_seed(derive_seed(cfg.seed, NASI_GATES, t)))
-        value, gradient, pick = _STEPS[cfg.gates](mixture, parameters, alpha, noise, x, y, cfg.temperature)
+        value, gradient, pick = step(mixture, parameters, alpha, noise, x, y, cfg.temperature)
         q.append(value)
         gradients.append(gradient)
         picks.append(pick)
@@ -220,17 +179,6 @@ def sample(
             progress(t + 1)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
     return Record(torch.stack(q), torch.stack(gradients), torch.stack(picks), alpha, seconds, cpu_seconds)
-
-
-def relaxed_gates(alpha: Tensor, noise: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Gumbel-softmax over the last dimension.
-
-    Args:
-        alpha: (kinds, edges, ops) logits.
-        noise: standard Gumbel numbers of the same shape.
-        temperature: temperature of the softmax.
-    """
-    return torch.softmax((alpha + noise) / temperature, -1)
 
 
 Sampled = tuple[Tensor, Tensor, Tensor]
@@ -242,7 +190,7 @@ def _soft(
 ) -> Sampled:
     """Run all candidates, and differentiate the norm of the gradient."""
     alpha = alpha.clone().requires_grad_()
-    gates = relaxed_gates(alpha, noise, temperature=temperature)
+    gates = torch.softmax((alpha + noise) / temperature, -1)
     loss = F.cross_entropy(mixture(x, gates.to(x)), y)
     value = gradient_norm(loss, parameters, differentiable=True)
     (gradient,) = torch.autograd.grad(value, alpha, allow_unused=True)
@@ -265,10 +213,10 @@ def _straight_through(
     D L at all nodes.
     """
     picks = (alpha + noise).argmax(-1)
-    hard, columns = one_hot(picks, alpha.shape[-1])
+    hard = F.one_hot(picks, alpha.shape[-1])
     gates = hard.to(x).requires_grad_()
     nodes: list[Tensor] = []
-    logits = mixture(x, gates, columns, nodes=nodes)
+    logits = mixture(x, gates, hard > 0, nodes=nodes)
     # the gradient of Q by a term added to dL/dX (here: by z in the loss) is 2 D X, and its gradient by X is 2 D dL/dX
     zeros = [torch.zeros_like(node, requires_grad=True) for node in nodes]
     loss = F.cross_entropy(logits, y) + sum((z * node).sum() for z, node in zip(zeros, nodes, strict=True))
@@ -280,26 +228,25 @@ def _straight_through(
     # the graph is not needed any more, and its memory is
     del logits, loss, first
     gate_gradients = gate_gradients.double().cpu()
-    others = candidates_of(alpha.masked_fill(hard.bool(), -torch.inf))
+    others = (alpha > -torch.inf) & (hard == 0)
     leaves = [node.detach().requires_grad_() for node in nodes]
     which, costs = [], []
-    for kind, edge, column, source, target, out in mixture.outputs(leaves, others):
+    for candidate, source, target, out in mixture.outputs(leaves, others):
         # the graph is kept, because candidates share parts of it
         (pulled,) = torch.autograd.grad(out, leaves[source], node_gradients[target], retain_graph=True)
-        which.append((kind, edge, column))
+        which.append(candidate)
         costs.append((d_gradients[target] * out.detach()).sum() + (pulled * d_nodes[source]).sum())
     if which:
         # all costs are read at once, because a GPU would have to wait for each
         gate_gradients.index_put_(tuple(torch.tensor(which).T), torch.stack(costs).double().cpu(), accumulate=True)
-    relaxed = relaxed_gates(alpha, noise, temperature=temperature)
+    relaxed = torch.softmax((alpha + noise) / temperature, -1)
     return value.detach().double().cpu(), softmax_gradient(relaxed, gate_gradients, temperature), picks
-
-
-_STEPS: dict[Gates, Callable[..., Sampled]] = {"straight_through": _straight_through, "soft": _soft}
 
 
 def solve(record: Record, cfg: NasiConfig = NasiConfig()) -> NasiResult:
     """The closed-form solution of the first-order problem, from the sampled architectures.
+
+    Delta* = (xi / T) sum_t G_t / max(|G_1|, ..., |G_t|), G_t the gradient of R; it is never longer than xi.
 
     Args:
         record: the sampled architectures.
@@ -313,15 +260,20 @@ def solve(record: Record, cfg: NasiConfig = NasiConfig()) -> NasiResult:
     if not len(q):
         raise FloatingPointError(f"none of {len(record.q)} sampled architectures had a finite Q and gradient")
     limit = limits(q, cfg.constraint, cfg.limit)
-    of_r = gradients * slope(q, limit, cfg.mu)[:, None, None, None]
-    delta = one_step(of_r, xi=cfg.xi)
+    # R = Q - mu max(0, Q - nu), and nu is a constant
+    of_r = gradients * (1 - cfg.mu * (q > limit).to(q.dtype))[:, None, None, None]
+    norms = of_r.flatten(1).norm(dim=1)
+    largest = norms.cummax(0).values
+    # until the first gradient that is not 0 there is nothing to divide
+    scale = torch.where(largest > 0, 1 / largest.clamp(min=torch.finfo(largest.dtype).tiny), 0.0)
+    delta = cfg.xi * torch.tensordot(scale, of_r, 1) / len(of_r)
     return NasiResult(
         logits=record.start + delta,
         delta=delta,
         q=q,
-        r=penalised(q, limit, cfg.mu),
+        r=q - cfg.mu * F.relu(q - limit),
         nu=limit,
-        norms=of_r.flatten(1).norm(dim=1),
+        norms=norms,
         skipped=int((~finite).sum()),
         record=record,
     )
@@ -339,7 +291,7 @@ def limits(q: Tensor, constraint: Constraint, nu: float) -> Tensor:
 
 def search(
     mixture: Mixture,
-    loader: Loader,
+    loader: object,
     cfg: NasiConfig = NasiConfig(),
     *,
     logits: Tensor | None = None,
@@ -363,27 +315,6 @@ def _start(mixture: Mixture, logits: Tensor | None) -> Tensor:
         raise ValueError(f"logits must be {tuple(shape)} (kinds, edges, ops), got {tuple(logits.shape)}")
     start = torch.zeros(shape, dtype=torch.float64) if logits is None else logits.detach().double().clone()
     return start.masked_fill(~mixture.allowed, -torch.inf)
-
-
-def endless(loader: Loader, device: str | torch.device = "cpu") -> Iterator[tuple[Tensor, Tensor]]:
-    """Batch after batch, epoch after epoch.
-
-    Args:
-        loader: anything that `nasfast.train.batches.as_epochs` takes.
-        device: where the batches go.
-
-    Raises:
-        TypeError: not a loader.
-        ValueError: an epoch without batches.
-    """
-    epochs = as_epochs(loader)
-    for epoch in itertools.count():
-        count = 0
-        for batch in epochs.epoch(epoch, device=device):
-            count += 1
-            yield batch
-        if not count:
-            raise ValueError(f"the loader has no batch in epoch {epoch}: give it more images, or a smaller batch")
 
 
 def _visible(x: Tensor, y: Tensor, cfg: NasiConfig, classes: int, step: int) -> tuple[Tensor, Tensor]:

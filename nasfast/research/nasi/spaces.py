@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.research.cells.config import Rule
 from nasfast.research.cells.derive import derive
-from nasfast.research.cells.gates import Columns, uniform_logits
-from nasfast.research.cells.network import CellSupernet, Shared
+from nasfast.research.cells.gates import uniform_logits
+from nasfast.research.cells.network import CellSupernet, Shared, columns_of
 from nasfast.research.cells.space import CellSpace
 from nasfast.research.nasi.search import Mixture, NasiResult, Output
 from nasfast.runtime.files import write_atomic
@@ -48,23 +48,24 @@ class LayerMixture(Mixture):
         self.space = space
 
     def forward(
-        self, x: Tensor, gates: Tensor, columns: Columns | None = None, *, nodes: list[Tensor] | None = None
+        self, x: Tensor, gates: Tensor, runs: Tensor | None = None, *, nodes: list[Tensor] | None = None
     ) -> Tensor:
         """Logits (N, num_classes); see `Mixture`."""
         net, x = self.net, self.net.stem(x)
         nodes = [] if nodes is None else nodes
         nodes.append(x)
+        (columns,) = columns_of(self.allowed if runs is None else runs)
         for i, (layer, module) in enumerate(zip(self.space.layers, net.layers, strict=True)):
-            runs = range(len(layer.options)) if columns is None else columns[0][i]
-            x = sum(gates[0, i, k] * module(x, layer.options[k]) for k in runs)
+            x = sum(gates[0, i, k] * module(x, layer.options[k]) for k in columns[i])
             nodes.append(x)
         return net.classifier(net.head(x).mean((2, 3)))
 
-    def outputs(self, nodes: Sequence[Tensor], columns: Columns) -> Iterator[Output]:
+    def outputs(self, nodes: Sequence[Tensor], which: Tensor) -> Iterator[Output]:
         """See `Mixture`."""
+        (columns,) = columns_of(which)
         for i, (layer, module) in enumerate(zip(self.space.layers, self.net.layers, strict=True)):
-            for k in columns[0][i]:
-                yield Output(0, i, k, i, i + 1, module(nodes[i], layer.options[k]))
+            for k in columns[i]:
+                yield (0, i, k), i, i + 1, module(nodes[i], layer.options[k])
 
 
 class CellMixture(Mixture):
@@ -82,26 +83,26 @@ class CellMixture(Mixture):
         self._types = [space.type_of(i) for i in range(space.cells)]
 
     def forward(
-        self, x: Tensor, gates: Tensor, columns: Columns | None = None, *, nodes: list[Tensor] | None = None
+        self, x: Tensor, gates: Tensor, runs: Tensor | None = None, *, nodes: list[Tensor] | None = None
     ) -> Tensor:
         """Logits (N, num_classes); see `Mixture`."""
         by_cell: list[list[Tensor]] = []
-        logits = self.net(x, gates[self._types], columns, nodes=None if nodes is None else by_cell)
+        logits = self.net(x, gates[self._types], runs, nodes=None if nodes is None else by_cell)
         if nodes is not None:
             # the last value is the cell's output, which is its last node or joins some of its nodes
             nodes += [value for cell in by_cell for value in cell[:-1]]
         return logits
 
-    def outputs(self, nodes: Sequence[Tensor], columns: Columns) -> Iterator[Output]:
+    def outputs(self, nodes: Sequence[Tensor], which: Tensor) -> Iterator[Output]:
         """See `Mixture`."""
-        start = 0
+        start, columns = 0, columns_of(which)
         for kind, module in zip(self._types, self.net.cells, strict=True):
             cell = module.cell
             states = nodes[start : start + cell.inputs + cell.nodes]
             shared: Shared = {}
             for node in range(cell.inputs, len(states)):
                 for e, k, y in module.outputs(node, states, columns[kind], shared):
-                    yield Output(kind, e, k, start + cell.edges[e].source, start + node, y)
+                    yield (kind, e, k), start + cell.edges[e].source, start + node, y
             start += len(states)
 
 

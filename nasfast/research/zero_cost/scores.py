@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,21 +54,20 @@ def weighted_layers(module: nn.Module) -> dict[str, WeightedLayer]:
     return layers
 
 
-def loss_gradients(
-    module: nn.Module, layers: Mapping[str, WeightedLayer], images: Tensor, labels: Tensor
-) -> list[Tensor]:
-    """Gradients of the batch's mean cross entropy by the weight of each layer; 0 for a weight without influence.
+def weight_gradients(module: nn.Module, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The weight of each weighted layer, and its gradient of the batch's mean cross entropy; 0 without influence.
 
     Raises:
-        ScoreError: a gradient is not finite; the text names the layer.
+        ScoreError: no convolution weight trains, or a gradient is not finite; the text names the layer.
     """
+    copied = working_copy(module)
+    layers = weighted_layers(copied)
     weights = [layer.weight for layer in layers.values()]
-    loss = F.cross_entropy(module(images), labels)
-    gradients = list(torch.autograd.grad(loss, weights, materialize_grads=True))
+    gradients = torch.autograd.grad(F.cross_entropy(copied(images), labels), weights, materialize_grads=True)
     for name, gradient in zip(layers, gradients, strict=True):
         if not gradient.isfinite().all():
-            raise not_finite(module, images, f"gradient of layer {name!r}")
-    return gradients
+            raise not_finite(copied, images, f"gradient of layer {name!r}")
+    return [(weight.detach(), gradient) for weight, gradient in zip(weights, gradients, strict=True)]
 
 
 @torch.no_grad()
@@ -104,9 +103,7 @@ def gradient_norm(module: nn.Module, images: Tensor, labels: Tensor) -> float:
     Abdelfattah et al., Zero-Cost Proxies for Lightweight NAS (ICLR 2021, arXiv 2101.08134), section 3.1. Layers are the
     convolutions and linear layers whose weights train.
     """
-    copied = working_copy(module)
-    layers = weighted_layers(copied)
-    return sum(gradient.double().norm().item() for gradient in loss_gradients(copied, layers, images, labels))
+    return sum(gradient.double().norm().item() for _, gradient in weight_gradients(module, images, labels))
 
 
 def snip(module: nn.Module, images: Tensor, labels: Tensor) -> float:
@@ -116,11 +113,8 @@ def snip(module: nn.Module, images: Tensor, labels: Tensor) -> float:
     normalisation; the sum over a network is from Abdelfattah et al. (arXiv 2101.08134), section 3.2. The sum is over
     the weights of convolutions and linear layers that train.
     """
-    copied = working_copy(module)
-    layers = weighted_layers(copied)
-    gradients = loss_gradients(copied, layers, images, labels)
-    pairs = zip(layers.values(), gradients, strict=True)
-    return sum(((layer.weight.detach() * gradient).double().abs().sum().item() for layer, gradient in pairs), 0.0)
+    pairs = weight_gradients(module, images, labels)
+    return sum(((weight * gradient).double().abs().sum().item() for weight, gradient in pairs), 0.0)
 
 
 def zico(module: nn.Module, images: Tensor, labels: Tensor, *, batches: int = 2) -> float:
@@ -145,13 +139,11 @@ def zico(module: nn.Module, images: Tensor, labels: Tensor, *, batches: int = 2)
     """
     if batches < 2 or len(images) % batches:
         raise ValueError(f"zico needs at least 2 batches of equal size, got {len(images)} images in {batches} batches")
-    copied = working_copy(module)
-    layers = weighted_layers(copied)
     pairs = zip(images.chunk(batches), labels.chunk(batches), strict=True)
-    by_batch = [loss_gradients(copied, layers, x, y) for x, y in pairs]
+    by_batch = [weight_gradients(module, x, y) for x, y in pairs]
     logs = []
-    for gradients in zip(*by_batch, strict=True):
-        stacked = torch.stack(gradients).double()
+    for of_layer in zip(*by_batch, strict=True):
+        stacked = torch.stack([gradient for _, gradient in of_layer]).double()
         deviation = stacked.std(0, correction=0)
         varies = deviation > 0
         total = (stacked.abs().mean(0)[varies] / deviation[varies]).sum().item()

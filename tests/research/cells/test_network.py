@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nasfast.research.cells.gates import one_hot
 from nasfast.research.cells.network import CellStandalone, CellSupernet
 from nasfast.research.cells.operations import Style, make_transition
 from nasfast.research.cells.space import (
@@ -56,10 +55,10 @@ def random_arch(space: CellSpace, seed: int) -> tuple[int, ...]:
     return tuple(rng.choice(options) for options in space.candidates * len(space.types))
 
 
-def gates_of(space: CellSpace, arch: tuple[int, ...]) -> tuple[Tensor, list]:
-    """One-hot gates of every cell, and the columns that run."""
-    gates, runs = one_hot(torch.tensor(space.parts(arch)), len(space.ops))
-    return gates.float()[[space.type_of(i) for i in range(space.cells)]], runs
+def gates_of(space: CellSpace, arch: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """One-hot gates of every cell, and the operations that run."""
+    gates = F.one_hot(torch.tensor(space.parts(arch)), len(space.ops)).float()
+    return gates[[space.type_of(i) for i in range(space.cells)]], gates > 0
 
 
 def with_weights_of(network: CellStandalone, net: CellSupernet) -> CellStandalone:
@@ -192,16 +191,13 @@ def test_evaluation_normalises_by_the_batch_too():
     net = CellSupernet(S1, fused=False)
     x, gates = images(S1), torch.rand(net.gate_shape)
     assert torch.equal(net.train()(x, gates), net.eval()(x, gates))
-    assert not [m for m in net.modules() if isinstance(m, nn.BatchNorm2d) and m.running_mean is not None]
-    assert {name for name, m in net.named_modules() if getattr(m, "affine", False)} == {"stem.1"}
 
 
-@pytest.mark.parametrize("arch", [(4, 1, 2, 3, 5), (0, 0, 4, 0, 0), (0, 0, 0, 0, 0)])
-def test_maps_stay_channels_last(arch, fused):
+def test_maps_stay_channels_last(fused):
+    """Where nothing enters a node, too."""
     net, nodes = CellSupernet(S1, fused=fused).to(memory_format=torch.channels_last), []
-    net(images(S1), *gates_of(S1, arch), nodes=nodes)
-    for state in nodes[0]:
-        assert state.is_contiguous(memory_format=torch.channels_last)
+    net(images(S1), *gates_of(S1, (0, 0, 4, 2, 0)), nodes=nodes)
+    assert all(state.is_contiguous(memory_format=torch.channels_last) for state in nodes[0])
 
 
 # --- the standalone network
@@ -210,16 +206,12 @@ def test_maps_stay_channels_last(arch, fused):
 def test_a_cell_space_has_standalone_networks():
     arch = (4, 1, 0, 2, 5)
     network = standalone_network(S1, iter(arch))
-    assert isinstance(network, CellStandalone)
-    assert (network.space, network.arch, network.activation) == (S1, arch, "relu")
-    built = build(S1, arch, seed=3)
+    assert (type(network), network.space, network.arch, network.activation) == (CellStandalone, S1, arch, "relu")
     initialize(network, "orthogonal", seed=3)
-    assert equal(built, network)
-    assert not equal(built, build(S1, arch, seed=4))
+    assert equal(build(S1, arch, seed=3), network)
     x = images(S1)
     network.eval()
     torch.testing.assert_close(network(x), network.classifier(network.forward_features(x).mean((2, 3))))
-    assert network.forward_features(x).shape == (3, S1.features, 8, 8)
     assert all(m.affine and m.track_running_stats for m in network.modules() if isinstance(m, nn.BatchNorm2d))
 
 

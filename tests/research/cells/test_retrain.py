@@ -60,22 +60,16 @@ def test_an_architecture_that_is_none_on_every_edge_retrains(tmp_path):
     assert result.loss == pytest.approx(torch.tensor(4.0).log().item(), rel=1e-5)
 
 
-def test_a_cell_serves_networks_of_other_sizes(tmp_path):
+def test_a_cell_serves_networks_of_other_sizes():
     """DARTS searches in 8 cells of 16 channels, and trains 20 of 36."""
     searched = darts_space()
     arch = tuple(i % 8 for i in range(28))
     final = searched.replace(cells=20, channels=36, reductions=(6, 13))
-    assert final.check(arch) == searched.check(arch)
     assert final.describe(arch) == searched.describe(arch)
     with torch.device("meta"):
         network = CellStandalone(final, arch)
     assert sum(p.numel() for p in network.parameters()) == final.cost(arch).params
     assert (network.classifier.in_features, len(network.cells)) == (4 * 36 * 4, 20)
-    # smaller, so that it can be trained here
-    small = searched.replace(cells=4, channels=2, reductions=(1, 2), num_classes=4, resolution=16)
-    retrain(small, arch, batches(1), batches(1), ONE_EPOCH, run_dir=tmp_path)
-    found = load_model(tmp_path / "retrain" / "best")
-    assert (found.arch, found.space) == (arch, small)
 
 
 def test_settings_that_networks_of_cells_do_not_have(tmp_path):

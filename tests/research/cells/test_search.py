@@ -82,18 +82,33 @@ def assert_same(one: CellSearchResult, other: CellSearchResult) -> None:
         assert torch.equal(a, b)
 
 
-def test_every_method_learns_and_repeats(form, tmp_path, fused):
-    first = searched(tmp_path / "one", fused=fused, **form)
-    assert np.isfinite(first.arrays()["probabilities"]).all()
-    np.testing.assert_allclose(first.probabilities.sum(-1), 1)
-    assert np.array_equal(first.probabilities[-1], torch.tensor(first.logits).softmax(-1).numpy())
-    moved = abs(first.probabilities[-1] - first.probabilities[0]).max()
+def test_every_method_learns_and_repeats_and_its_records_add_up(form, tmp_path, fused):
+    """Eight steps in three records: steps 0 to 2, 3 to 5, and 6 and 7."""
+    found = searched(tmp_path / "one", fused=fused, records=3, **form)
+    assert np.isfinite(found.probabilities).all()
+    np.testing.assert_allclose(found.probabilities.sum(-1), 1)
+    assert np.array_equal(found.probabilities[-1], torch.tensor(found.logits).softmax(-1).numpy())
+    moved = abs(found.probabilities[-1] - found.probabilities[0]).max()
     assert moved == 0 if form["method"] == "uniform" else moved > 1e-3
-    assert first.steps.tolist() == [2, 4, 6, 8]
     lines = list(read_metrics(tmp_path / "one"))
-    assert {line["stage"] for line in lines} == {"cells"}
-    assert lines[-1]["step"] == 8
-    assert_same(searched(tmp_path / "two", fused=fused, **form), first)
+    assert ({line["stage"] for line in lines}, lines[-1]["step"]) == ({"cells"}, 8)
+    assert_same(searched(tmp_path / "two", fused=fused, records=3, **form), found)
+
+    assert found.steps.tolist() == [3, 6, 8]
+    counted = found.outputs[..., 3]
+    levels = 1 + form.get("bilevel", False)
+    assert counted[:, :levels, 0].tolist() == [[24.0] * levels, [24.0] * levels, [16.0] * levels]
+    np.testing.assert_allclose(found.outputs[:, :, 1] + found.outputs[:, :, 2], found.outputs[:, :, 0])
+    # C = L - H, section 4.2
+    np.testing.assert_allclose(found.outputs[..., 0], found.outputs[..., 1] - found.outputs[..., 2], atol=1e-5)
+    assert levels == 2 or not (found.outputs[:, SEARCH].any() or found.costs[:, SEARCH].any())
+    count = found.costs[:, :levels, 2]
+    edges, steps = 5, np.array([3, 3, 2])[:, None]
+    every = {"darts": 4, "snas": 4, "proxyless": 2 if form.get("two_path") else 4}.get(form["method"], 1)
+    assert (count.sum((2, 3, 4)) == edges * every * steps).all()
+    assert not found.costs[:, :, 0, ..., 0].any(), "None has no cost"
+    if every == 4:
+        assert (count == steps[..., None, None, None]).all()
 
 
 @pytest.mark.slow
@@ -171,12 +186,11 @@ def test_settings_that_cannot_be(form, message):
 # --- what the logits do
 
 
-@pytest.mark.parametrize("name", ["darts", "snas", "dsnas", "proxyless", "proxyless, two paths"])
-def test_what_an_edge_lacks_gets_no_probability(name, tmp_path):
+def test_what_an_edge_lacks_gets_no_probability(tmp_path):
     space = SPACE.replace(
         cell=SPACE.cell.restricted(0, 2, ("none", "sep_conv_3x3")).restricted(2, 3, ("skip_connect",))
     )
-    found = searched(tmp_path, space=space, **LEVELS[name])
+    found = searched(tmp_path, space=space, method="proxyless", two_path=True)
     assert (found.probabilities[:, 0, 0, [1, 2]] == 0).all()
     assert (found.probabilities[:, 0, 4] == np.eye(4)[1]).all()
     assert np.isfinite(found.probabilities).all()
@@ -184,16 +198,14 @@ def test_what_an_edge_lacks_gets_no_probability(name, tmp_path):
     assert derive(space, found.logits, "argmax")[4] == 1
 
 
-@pytest.mark.parametrize("method", ["uniform", "dsnas", "proxyless"])
-def test_redraw_lets_something_into_every_output(method):
+def test_redraw_lets_something_into_every_output():
     space = SPACE.replace(cell=simplified_cell(("none", "skip_connect")))
     for redraw in (True, False):
-        cfg = CellSearchConfig(method=method, redraw=redraw)
+        cfg = CellSearchConfig(method="dsnas", redraw=redraw)
         draws = [draw_gates(space, cfg, uniform_logits(space), step=i, progress=0.0).runs[0] for i in range(40)]
-        empty = [(a, b, c) for (a,), (b,), (c,) in draws if a == 0 or (b == 0 and c == 0)]
-        assert bool(empty) != redraw
-    # redraw still gives different draws
-    assert len({tuple(draw) for draw in draws}) > 3
+        picks = {tuple(runs.int().argmax(-1).tolist()) for runs in draws}
+        assert any(a == 0 or b == c == 0 for a, b, c in picks) != redraw
+        assert len(picks) > 2, "redraw still gives different draws"
 
 
 def test_redraw_ends():
@@ -204,28 +216,6 @@ def test_redraw_ends():
 
 
 # --- what is recorded
-
-
-def test_records_add_up(form, tmp_path):
-    """Eight steps in three records: steps 0 to 2, 3 to 5, and 6 and 7."""
-    found = searched(tmp_path, records=3, **form)
-    assert found.steps.tolist() == [3, 6, 8]
-    counted = found.outputs[..., 3]
-    levels = 1 + form.get("bilevel", False)
-    assert counted[:, :levels, 0].tolist() == [[24.0] * levels, [24.0] * levels, [16.0] * levels]
-    np.testing.assert_allclose(found.outputs[:, :, 1] + found.outputs[:, :, 2], found.outputs[:, :, 0])
-    # C = L - H, section 4.2
-    np.testing.assert_allclose(found.outputs[..., 0], found.outputs[..., 1] - found.outputs[..., 2], atol=1e-5)
-    if not form.get("bilevel"):
-        assert not found.outputs[:, SEARCH].any()
-        assert not found.costs[:, SEARCH].any()
-    count = found.costs[:, :levels, 2]
-    edges, steps = 5, np.array([3, 3, 2])[:, None]
-    every = {"darts": 4, "snas": 4, "proxyless": 2 if form.get("two_path") else 4}.get(form["method"], 1)
-    assert (count.sum((2, 3, 4)) == edges * every * steps).all()
-    assert not found.costs[:, :, 0, ..., 0].any(), "None has no cost"
-    if every == 4:
-        assert (count == steps[..., None, None, None]).all()
 
 
 @pytest.mark.parametrize("method", ["dsnas", "darts"])
@@ -240,10 +230,7 @@ def test_costs_of_a_record_are_those_of_its_steps(method, tmp_path):
         gates = draw.gates.float().requires_grad_()
         value = F.cross_entropy(net(x, gates), y)
         (c,) = torch.autograd.grad(value, gates)
-        ran = torch.zeros_like(gates, dtype=torch.bool)
-        for e, columns in enumerate(draw.runs[0]):
-            ran[0, e, list(columns)] = True
-        costs.append(torch.stack([c * ran, c**2 * ran, ran]).double())
+        costs.append(torch.stack([c, c**2, torch.ones_like(c)]).double() * draw.runs)
         edges.append((draw.gates * c).sum(-1))
         loss.append(value.item())
     for record, part in ((0, slice(0, 4)), (1, slice(4, 8))):
@@ -353,12 +340,11 @@ def test_both_rules_by_hand(rows, argmax, darts):
     assert derivations(SPACE, logits.numpy()) == {"argmax": argmax, "darts": darts}
 
 
-def test_both_rules_on_a_darts_cell_with_reductions():
+def test_darts_keeps_two_edges_into_every_node():
     space = darts_space()
     logits = torch.randn(2, 14, 8, generator=torch.Generator().manual_seed(0))
     for part in space.parts(derive(space, logits, "darts")):
         assert [sum(part[e] != 0 for e in space.cell.into(node)) for node in range(2, 6)] == [2] * 4
-    assert space.parts(derive(space, logits, "argmax"))[1] == tuple(logits[1].argmax(-1).tolist())
 
 
 def test_edges_without_none_cannot_be_dropped():
@@ -374,7 +360,6 @@ def test_edges_without_none_cannot_be_dropped():
 
 def test_an_edge_that_was_removed_stays_so():
     space = SPACE.replace(cell=SPACE.cell.restricted(2, 3, ("none",)))
-    logits = torch.zeros(1, 5, 4).masked_fill(uniform_logits(space) == -torch.inf, -torch.inf)
-    for rule in ("argmax", "darts"):
-        assert derive(space, logits, rule)[4] == 0
-    assert 0 not in derive(space, logits, "darts")[:4]
+    found = derivations(space, uniform_logits(space))
+    assert found["argmax"][4] == found["darts"][4] == 0
+    assert 0 not in found["darts"][:4]

@@ -8,9 +8,8 @@ import torch
 from tiny import batches, tiny_excited_space, tiny_space
 from torch.nn import functional as F
 
-from benchmarks.straight_through import gradient_of_q
 from nasfast.indicators import IndicatorTable
-from nasfast.research.nasi.search import NasiConfig, sample, search
+from nasfast.research.nasi.search import NasiConfig, search
 from nasfast.research.nasi.spaces import LayerMixture, chosen_arch, nasi_table
 from nasfast.search import search_table
 from nasfast.spaces import SKIP, Block, FixedLayer, SearchSpace, Stage
@@ -57,10 +56,8 @@ def test_a_search_gives_a_table_that_search_takes(name, gates):
     rng = np.random.default_rng(0)
     archs = [best, *(tuple(int(rng.choice(layer.options)) for layer in space.layers) for _ in range(8))]
     assert len(set(archs)) > 1
-    logits = [
-        sum(float(found.logits[0, i, space.layers[i].options.index(choice)]) for i, choice in enumerate(arch))
-        for arch in archs
-    ]
+    indices = [[layer.options.index(k) for layer, k in zip(space.layers, arch, strict=True)] for arch in archs]
+    logits = [sum(float(found.logits[0, i, k]) for i, k in enumerate(row)) for row in indices]
     scores = [table.score(arch) for arch in archs]
     assert [s - scores[0] for s in scores] == pytest.approx([x - logits[0] for x in logits], abs=1e-12)
 
@@ -74,7 +71,7 @@ def test_hard_gates_are_the_path_of_the_supernet(space):
     gates = F.one_hot(picks, mixture.allowed.shape[-1]).float()
     expected = mixture.net(x, path)
     torch.testing.assert_close(mixture(x, gates), expected, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(mixture(x, gates, [[(int(k),) for k in picks[0]]]), expected)
+    torch.testing.assert_close(mixture(x, gates, gates > 0), expected)
     assert mixture.allowed.sum() == sum(len(layer.options) for layer in space.layers)
 
 
@@ -93,14 +90,3 @@ def test_a_result_of_another_space_is_refused():
     with pytest.raises(ValueError, match=r"logits must be \(1, 4, ...\) for 'tiny', got \(1, 2, 2\)"):
         nasi_table(tiny_space(), found)
     assert SKIP not in chosen_arch(SPACES["identity"], found)
-
-
-@pytest.mark.parametrize("name", ["excited", "identity"])
-def test_a_step_that_runs_the_drawn_path_has_the_gradient_of_all_candidates(name):
-    space = SPACES[name]
-    mixture = LayerMixture(space).double()
-    record = sample(mixture, loader(space), NasiConfig(steps=3))
-    for t, (x, y) in enumerate(loader(space).epoch(0)):
-        q, gradient = gradient_of_q(mixture, x.double(), y, step=t)
-        torch.testing.assert_close(record.q[t], q, rtol=1e-10, atol=0)
-        torch.testing.assert_close(record.gradients[t], gradient, rtol=0, atol=1e-9 * float(gradient.abs().max()))

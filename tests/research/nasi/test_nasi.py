@@ -1,51 +1,32 @@
-"""NASI: the theory it rests on, the estimators of the kernel's trace, the step it takes, and whole searches."""
+"""NASI: the estimators of the kernel's trace, the step it takes, and whole searches."""
 
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from scipy import stats
+from tiny import batches, tiny_excited_space
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.straight_through import gradient_of_q, straight_through
-from nasfast.research.cells.derive import derive
-from nasfast.research.cells.gates import gumbel
+from benchmarks.straight_through import gradient_of_q
 from nasfast.research.cells.prototypes import DrawnBatches, prototypes
 from nasfast.research.cells.space import Cell, CellSpace, Edge, darts_space, nas_bench_201_space
-from nasfast.research.nasi.score import (
-    gradient_norm,
-    jacobian,
-    score,
-    score_architecture,
-    untrained,
-)
-from nasfast.research.nasi.search import (
-    LIPSCHITZ,
-    NasiConfig,
-    Record,
-    limits,
-    one_step,
-    penalised,
-    relaxed_gates,
-    sample,
-    search,
-    slope,
-    solve,
-)
-from nasfast.research.nasi.spaces import CellMixture
+from nasfast.research.nasi.score import score, score_architecture, untrained
+from nasfast.research.nasi.search import NasiConfig, NasiResult, Record, sample, search, solve
+from nasfast.research.nasi.spaces import CellMixture, mixture_of
 from nasfast.seeds import derive_seed
 from nasfast.train.batches import as_epochs
 
 OPS = ("none", "skip_connect", "conv_3x3")
 
 
-def small_space() -> CellSpace:
-    edges = tuple(Edge(i, j, OPS) for i, j in ((0, 1), (0, 2), (1, 2)))
+def small_space(ops=OPS) -> CellSpace:
+    edges = tuple(Edge(i, j, ops) for i, j in ((0, 1), (0, 2), (1, 2)))
     cell = Cell(1, 2, edges, (2,))
     return nas_bench_201_space(cells=2, channels=4, resolution=12).replace(cell=cell)
 
@@ -63,75 +44,26 @@ def mlp(dtype=torch.float64) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(432, 12), nn.ReLU(), nn.Linear(12, 10)).to(dtype)
 
 
-# --- theory -------------------------------------------------------------------------------------------------------
-
-
-def test_gradient_descent_of_a_linear_model_follows_the_closed_form_and_keeps_the_bound():
-    m, p = 6, 9
-    x = torch.randn(m, p, dtype=torch.float64)
-    x /= x.norm(dim=1, keepdim=True)
-    y = torch.rand(m, dtype=torch.float64)
-    model = nn.Linear(p, 1, bias=False, dtype=torch.float64)
-    rows = torch.cat(list(jacobian(model(x)[:, 0], [model.weight], chunk=4)))
-    kernel = rows @ rows.T
-    eigenvalues, vectors = torch.linalg.eigh(kernel)
-    assert eigenvalues[0] > 0
-    rate = 0.9 / float(eigenvalues[-1])
-    components = (vectors.T @ y).square()
-
-    def closed(t: float) -> float:
-        return float(((1 - rate * eigenvalues) ** (2 * t) * components).sum() / m)
-
-    f = torch.zeros(m, dtype=torch.float64)
-    for t in range(51):
-        assert float((y - f).square().sum() / m) == pytest.approx(closed(t), abs=1e-8)
-        f = f - rate * kernel @ (f - y)
-    mean = float(eigenvalues.mean())
-    for t in (0.1, 0.25, 0.5, 1, 5, 50):
-        q = 2 * t if t < 0.5 else 1
-        assert closed(t) <= m * (1 - rate * mean) ** q
-
-
-@pytest.mark.parametrize("labels", ["true", "random"])
-def test_the_trace_bounds_the_gradients_of_samples_and_those_bound_the_batches(images, labels):
-    x, y = images[0][:16].double(), images[1][:16]
-    if labels == "random":
-        y = torch.randint(10, y.shape)
-    net, b = mlp(), 4
-    of_samples = score(net, x, y, kind="q_sum")
-    of_batches = sum(score(net, x[i : i + b], y[i : i + b]) for i in range(0, 16, b))
-    assert score(net, x, y, kind="trace_full") >= of_samples / LIPSCHITZ**2
-    assert of_samples >= b * of_batches
-    # gamma_L itself: the loss's gradient with respect to the logits
-    logits = net(x).detach().requires_grad_()
-    (of_logits,) = torch.autograd.grad(F.cross_entropy(logits, y, reduction="sum"), logits)
-    assert float(of_logits.norm(dim=1).max()) <= LIPSCHITZ
-
-
-def test_the_trace_is_the_sum_of_squared_jacobians_sample_by_sample(images):
+def test_scores_are_sums_of_squared_gradients_sample_by_sample(images):
     x, y = images[0][:5].double(), images[1][:5]
     net = mlp()
     parameters = list(net.parameters())
-    rows = torch.cat(list(jacobian(net(x).flatten(), parameters, chunk=7)))
-    by_sample = 0.0
-    for image in x:
-        for value in net(image[None])[0]:
-            by_sample += sum(float(g.square().sum()) for g in torch.autograd.grad(value, parameters, retain_graph=True))
-    assert float(torch.trace(rows @ rows.T)) == pytest.approx(by_sample, rel=1e-8)
-    assert score(net, x, y, kind="trace_full", chunk=3) == pytest.approx(by_sample, rel=1e-8)
-    labelled = sum(
-        sum(float(g.square().sum()) for g in torch.autograd.grad(net(image[None])[0, label], parameters))
-        for image, label in zip(x, y, strict=True)
-    )
-    assert score(net, x, y, kind="trace_label") == pytest.approx(math.sqrt(labelled / 5), rel=1e-8)
+    # without influence
+    net.register_parameter("unused", nn.Parameter(torch.ones(3, dtype=torch.float64)))
 
+    def squared(value):
+        return sum(float(g.square().sum()) for g in torch.autograd.grad(value, parameters, retain_graph=True))
 
-def test_scores_take_a_parameter_without_influence_and_refuse_an_unknown_name(images):
-    x, y = images[0][:4], images[1][:4]
-    net = mlp(torch.float32)
-    before = {kind: score(net, x, y, kind=kind) for kind in ("q_batch", "q_sum", "trace_label", "trace_full")}
-    net.register_parameter("unused", nn.Parameter(torch.ones(3)))
-    assert {kind: score(net, x, y, kind=kind) for kind in before} == pytest.approx(before)
+    logits = [net(image[None])[0] for image in x]
+    labelled = sum(squared(row[label]) for row, label in zip(logits, y, strict=True)) / 5
+    losses = [F.cross_entropy(row[None], label[None]) for row, label in zip(logits, y, strict=True)]
+    expected = {
+        "q_batch": squared(sum(losses) / 5),
+        "q_sum": sum(map(squared, losses)),
+        "trace_label": math.sqrt(labelled),
+        "trace_full": sum(squared(value) for row in logits for value in row),
+    }
+    assert {kind: score(net, x, y, kind=kind, chunk=3) for kind in expected} == pytest.approx(expected, rel=1e-8)
     with pytest.raises(ValueError, match="unknown score 'q_mean'; did you mean 'q_sum'\\? valid: q_batch, q_sum"):
         score(net, x, y, kind="q_mean")
 
@@ -139,53 +71,50 @@ def test_scores_take_a_parameter_without_influence_and_refuse_an_unknown_name(im
 # --- the objective and the step -----------------------------------------------------------------------------------
 
 
+def solved(q, gradients=None, **settings) -> NasiResult:
+    q = torch.tensor(q, dtype=torch.float64)
+    gradients = torch.ones(len(q), 1, 2, 3, dtype=torch.float64) if gradients is None else gradients
+    picks = torch.zeros(len(q), 1, 2, dtype=torch.long)
+    return solve(Record(q, gradients, picks, torch.zeros(1, 2, 3), 1.0, 1.0), NasiConfig(**settings))
+
+
 @pytest.mark.parametrize("mu", [0, 0.1, 0.5, 1, 2])
 def test_the_penalty_bends_at_nu(mu):
-    q = torch.tensor([0.5, 1.5, 3.0, 7.0], dtype=torch.float64, requires_grad=True)
-    nu = 2.0
-    r = penalised(q, nu, mu)
-    expected = torch.where(q <= nu, q, (1 - mu) * q + mu * nu)
-    torch.testing.assert_close(r, expected)
-    (gradient,) = torch.autograd.grad(r.sum(), q)
-    assert gradient.tolist() == [1, 1, 1 - mu, 1 - mu]
-    assert slope(q.detach(), torch.full_like(q, nu), mu).tolist() == gradient.tolist()
+    q = torch.tensor([0.5, 1.5, 3.0, 7.0], dtype=torch.float64)
+    found = solved(q.tolist(), mu=mu, constraint="fixed", nu=2.0)
+    torch.testing.assert_close(found.r, torch.where(q <= 2, q, (1 - mu) * q + mu * 2))
+    torch.testing.assert_close(found.norms, math.sqrt(6) * torch.where(q <= 2, 1, abs(1 - mu) * torch.ones_like(q)))
+
+
+@pytest.mark.parametrize(
+    ("constraint", "nu", "limits"),
+    [("fixed", 5.0, [5, 5, 5]), ("adaptive", 5.0, [5, 3, 3]), ("quantile", 0.5, [3] * 3)],
+)
+def test_limits(constraint, nu, limits):
+    assert solved([1.0, 3.0, 8.0], constraint=constraint, nu=nu).nu.tolist() == limits
 
 
 def test_the_step_divides_by_the_largest_norm_so_far():
-    g = torch.randn(1, 2, 3, 4, dtype=torch.float64)
-    torch.testing.assert_close(one_step(g), g[0] / g.norm())
-    units = torch.randn(3, 2, 3, 4, dtype=torch.float64)
+    units = torch.randn(3, 1, 2, 3, dtype=torch.float64)
     units /= units.flatten(1).norm(dim=1)[:, None, None, None]
-    torch.testing.assert_close(one_step(units), units.mean(0))
     norms = torch.tensor([1.0, 2.0, 1.0], dtype=torch.float64)[:, None, None, None]
-    torch.testing.assert_close(one_step(units * norms), (units[0] + units[1] + units[2] / 2) / 3)
-    torch.testing.assert_close(one_step(1e6 * units * norms), one_step(units * norms))
-    for seed in range(5):
-        many = torch.randn(7, 1, 2, 3, generator=torch.Generator().manual_seed(seed)) * torch.arange(1, 8)[
-            :, None, None, None
-        ].flip(0)
-        assert float(one_step(many, xi=0.3).norm()) <= 0.3 + 1e-6
+    want = (units[0] + units[1] + units[2] / 2) / 3
+    for scale, xi in ((1.0, 1.0), (1e6, 0.3)):
+        found = solved([1.0] * 3, scale * units * norms, mu=0.0, xi=xi)
+        torch.testing.assert_close(found.delta, xi * want)
     # a gradient of 0, above nu with mu 1, counts and divides nothing
-    torch.testing.assert_close(one_step(torch.cat([torch.zeros_like(units[:1]), units[:1]])), units[0] / 2)
-
-
-def test_limits():
-    q = torch.tensor([1.0, 3.0, 8.0], dtype=torch.float64)
-    assert limits(q, "fixed", 5.0).tolist() == [5, 5, 5]
-    assert limits(q, "adaptive", 5.0).tolist() == [5, 3, 3]
-    assert limits(q, "quantile", 0.5).tolist() == [3, 3, 3]
+    found = solved([2.0, 1.0], units[:2], mu=1.0, constraint="fixed", nu=1.0)
+    torch.testing.assert_close(found.delta, units[1] / 2)
 
 
 def test_steps_that_are_not_finite_are_left_out():
-    q = torch.tensor([1.0, torch.nan, 2.0, 3.0], dtype=torch.float64)
     gradients = torch.randn(4, 1, 2, 3, dtype=torch.float64)
     gradients[3, 0, 0, 0] = torch.inf
-    record = Record(q, gradients, torch.zeros(4, 1, 2, dtype=torch.long), torch.zeros(1, 2, 3), 1.0, 1.0)
-    found = solve(record, NasiConfig(mu=1.0, constraint="fixed", nu=100.0))
+    found = solved([1.0, math.nan, 2.0, 3.0], gradients)
     assert found.skipped == 2 and found.q.tolist() == [1, 2]
-    torch.testing.assert_close(found.delta, one_step(gradients[[0, 2]]))
+    assert torch.equal(found.delta, solved([1.0, 2.0], gradients[[0, 2]]).delta)
     with pytest.raises(FloatingPointError, match="none of 1 sampled architectures"):
-        solve(replace(record, q=q[1:2], gradients=gradients[1:2]))
+        solved([math.nan], gradients[1:2])
 
 
 @pytest.mark.parametrize(
@@ -206,45 +135,19 @@ def test_settings_that_cannot_be(form, message):
 # --- gates and searches -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "space",
-    [
-        pytest.param(small_space(), id="201"),
-        pytest.param(darts_space(cells=1, channels=4, resolution=6), id="darts", marks=pytest.mark.slow),
-    ],
-)
-def test_the_double_backward_agrees_with_differences_of_q(space, images):
-    # strided cells of 6 x 6 maps have kinks close by, where a difference sees another slope
-    x, y = images[0][:6, :, : space.resolution, : space.resolution].double(), images[1][:6]
-    mixture = CellMixture(space).double()
-    parameters = list(mixture.parameters())
-    noise = gumbel(mixture.allowed.shape, torch.Generator().manual_seed(0))
+def test_soft_gates_have_the_differences_of_q(images):
+    mixture, batch = CellMixture(small_space()).double(), [(images[0][:6].double(), images[1][:6])]
+    alpha, step = torch.zeros(mixture.allowed.shape, dtype=torch.float64), 1e-6
 
-    def q(alpha):
-        gates = relaxed_gates(alpha, noise)
-        return gradient_norm(F.cross_entropy(mixture(x, gates), y), parameters, differentiable=True)
+    def at(logits):
+        return sample(mixture, batch, NasiConfig(steps=1, gates="soft"), logits=logits)
 
-    alpha = torch.zeros(mixture.allowed.shape, dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(q(alpha), alpha)
-    rng, step = np.random.default_rng(0), 1e-6
-    for i in rng.choice(alpha.numel(), 4, replace=False):
-        moved = torch.zeros(alpha.numel(), dtype=torch.float64)
-        moved[int(i)] = step
-        moved = moved.view(alpha.shape)
-        difference = (q(moved) - q(-moved)).item() / (2 * step)
-        assert float(gradient.flatten()[int(i)]) == pytest.approx(difference, rel=1e-5, abs=1e-7)
-
-
-def test_straight_through_gates_are_the_discrete_network(images):
-    space = small_space()
-    x = images[0][:8].double()
-    mixture = CellMixture(space).double()
-    picks = torch.tensor([[2, 1, 2]])
-    hard = F.one_hot(picks, len(space.ops)).double()
-    gates = straight_through(mixture, torch.zeros(mixture.allowed.shape, dtype=torch.float64), 2 * hard)
-    torch.testing.assert_close(mixture(x, gates), mixture(x, hard), atol=1e-6, rtol=0)
-    columns = [[(int(k),) for k in picks[0]]]
-    torch.testing.assert_close(mixture(x, hard, columns), mixture(x, hard), atol=1e-9, rtol=0)
+    gradient = at(alpha).gradients[0].flatten()
+    for i in np.random.default_rng(0).choice(alpha.numel(), 4, replace=False):
+        moved = alpha.clone()
+        moved.view(-1)[int(i)] = step
+        difference = float(at(moved).q - at(-moved).q) / (2 * step)
+        assert float(gradient[int(i)]) == pytest.approx(difference, rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -257,17 +160,19 @@ def test_straight_through_gates_are_the_discrete_network(images):
         pytest.param(
             small_space().replace(cell=small_space().cell.restricted(0, 1, ("conv_3x3", "none"))), 0.5, id="restricted"
         ),
+        pytest.param(tiny_excited_space(), 1.0, id="layers"),
     ],
 )
-def test_a_step_that_runs_the_drawn_path_has_the_gradient_of_all_candidates(space, temperature, images):
-    mixture = CellMixture(space).double()
-    record = sample(mixture, loader(images), NasiConfig(steps=3, temperature=temperature))
+def test_a_step_that_runs_the_drawn_path_has_the_gradient_of_all_candidates(space, temperature):
+    mixture = mixture_of(space).double()
+    drawn = batches(3, num_classes=space.num_classes, resolution=space.resolution)
+    record = sample(mixture, drawn, NasiConfig(steps=3, temperature=temperature))
     unused = 0
-    for t, (x, y) in enumerate(loader(images).epoch(0)):
+    for t, (x, y) in enumerate(drawn):
         q, gradient = gradient_of_q(mixture, x.double(), y, step=t, temperature=temperature)
         torch.testing.assert_close(record.q[t], q, rtol=1e-10, atol=0)
         torch.testing.assert_close(record.gradients[t], gradient, rtol=0, atol=1e-9 * float(gradient.abs().max()))
-        hard = F.one_hot(record.picks[t], len(space.ops)).bool()
+        hard = F.one_hot(record.picks[t], mixture.allowed.shape[-1]).bool()
         unused += int((gradient[~hard & mixture.allowed].abs() > 1e-6 * float(q)).sum())
     # candidates that did not run have a part in it
     assert unused > 3
@@ -289,45 +194,26 @@ def test_a_node_that_nothing_enters_has_gradients_for_what_could(images):
 
 
 def test_what_is_kept_for_backward_does_not_grow_with_the_candidates(images):
-    x, y = images[0][:8], images[1][:8]
-
     def kept(ops) -> int:
-        edges = tuple(Edge(i, j, ops) for i, j in ((0, 1), (0, 2), (1, 2)))
-        space = nas_bench_201_space(cells=2, channels=4, resolution=12).replace(cell=Cell(1, 2, edges, (2,)))
+        space = small_space(ops)
         mixture = CellMixture(space)
         # the first candidate of every edge is drawn
         alpha = torch.zeros(mixture.allowed.shape, dtype=torch.float64)
         alpha[..., space.ops.index("conv_1x1")] = 50.0
-        largest, held = 0, 0
-
-        def pack(tensor):
-            nonlocal largest, held
-            held += 1
-            largest = max(largest, held)
-            return Kept(tensor)
+        largest, alive = 0, weakref.WeakSet()
 
         class Kept:
             def __init__(self, tensor):
+                nonlocal largest
                 self.tensor = tensor
+                alive.add(self)
+                largest = max(largest, len(alive))
 
-            def __del__(self):
-                nonlocal held
-                held -= 1
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-            sample(mixture, as_epochs([(x, y)]), NasiConfig(steps=1), logits=alpha)
+        with torch.autograd.graph.saved_tensors_hooks(Kept, lambda kept: kept.tensor):
+            sample(mixture, loader(images), NasiConfig(steps=1), logits=alpha)
         return largest
 
     assert kept(("conv_1x1", "conv_3x3", "max_pool_3x3", "avg_pool_3x3")) <= 1.1 * kept(("conv_1x1", "conv_3x3"))
-
-
-def test_gates_are_drawn_by_the_softmax_of_the_logits():
-    alpha = torch.tensor([[[0.0, 1.0, -1.0, 0.5]]], dtype=torch.float64)
-    draws = 4000
-    noise = gumbel((draws, 1, 4), torch.Generator().manual_seed(0))
-    picks = relaxed_gates(alpha, noise).argmax(-1).flatten()
-    expected = draws * torch.softmax(alpha[0, 0], -1)
-    assert stats.chisquare(picks.bincount(minlength=4).numpy(), expected.numpy()).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("changes", [{}, {"gates": "soft"}], ids=["hard", "soft"])
@@ -365,7 +251,8 @@ def test_the_penalty_of_a_search_is_that_of_its_record(images):
     found = search(mixture, loader(images), NasiConfig(steps=4, mu=2.0, constraint="quantile", nu=0.5))
     above = found.q > float(found.q.median())
     expected = found.record.gradients * torch.where(above, -1.0, 1.0)[:, None, None, None]
-    torch.testing.assert_close(found.delta, one_step(expected))
+    want = solve(replace(found.record, gradients=expected), NasiConfig(mu=0.0)).delta
+    torch.testing.assert_close(found.delta, want)
     torch.testing.assert_close(found.r, torch.where(above, 2 * found.nu - found.q, found.q))
     start = torch.full(mixture.allowed.shape, 0.5)
     moved = search(mixture, loader(images), NasiConfig(steps=4, mu=2.0, nu=0.5), logits=start)
@@ -382,7 +269,7 @@ def test_a_search_that_prefers_nothing_says_so(images):
     mixture = CellMixture(small_space())
     with pytest.raises(ValueError, match=r"100 % of 3 lie above nu = 0 \(Q from .*larger nu"):
         search(mixture, loader(images), NasiConfig(steps=3, mu=1.0, constraint="fixed", nu=0.0))
-    with pytest.raises(ValueError, match="no batch in epoch 0"):
+    with pytest.raises(ValueError, match="a loader has no batch"):
         sample(mixture, as_epochs([]), NasiConfig(steps=1))
 
 
@@ -395,17 +282,6 @@ def test_a_gpu_samples_the_same(images, gpu):
         got = sample(CellMixture(space).double().to(gpu), drawn, cfg.replace(gates=gates), device=gpu)
         torch.testing.assert_close(got.q, want.q, rtol=1e-8, atol=0)
         torch.testing.assert_close(got.gradients, want.gradients, rtol=1e-6, atol=1e-9)
-
-
-def test_edges_without_a_candidate_never_draw_it(images):
-    space = small_space()
-    space = space.replace(cell=space.cell.restricted(0, 1, ("conv_3x3",)))
-    mixture = CellMixture(space)
-    found = search(mixture, loader(images), NasiConfig(steps=4))
-    column = space.ops.index("conv_3x3")
-    assert (found.record.picks[:, 0, 0] == column).all()
-    assert found.logits[0, 0].isfinite().tolist() == [k == column for k in range(3)]
-    assert derive(space, found.logits, "argmax")[0] == column
 
 
 def test_an_architecture_is_scored_as_a_network_of_its_own(images):

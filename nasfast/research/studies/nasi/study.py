@@ -31,9 +31,9 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.research.cells.derive import derive
 from nasfast.research.cells.prototypes import DrawnBatches, prototypes
 from nasfast.research.cells.space import Cell, CellSpace, Edge, nas_bench_201_space
+from nasfast.research.nasi.config import Gates
 from nasfast.research.nasi.score import score, score_architecture, untrained
 from nasfast.research.nasi.search import (
-    Gates,
     Mixture,
     NasiConfig,
     NasiResult,

@@ -147,9 +147,8 @@ def take_step(net: CellSupernet, gates: Tensor, images: Tensor, labels: Tensor) 
     space = net.space
     gates = gates.clone().requires_grad_()
     alive = [(gates[[space.type_of(i) == t for i in range(space.cells)]] != 0).any(0) for t in range(len(space.types))]
-    runs = [[tuple(torch.nonzero(row).flatten().tolist()) for row in kind] for kind in alive]
     nodes: list[list[Tensor]] = []
-    logits = net(images, gates, runs, nodes=nodes)
+    logits = net(images, gates, torch.stack(alive), nodes=nodes)
     flat = [x for values in nodes for x in values]
     reached = [x for x in flat if x.requires_grad]
     found = torch.autograd.grad(F.cross_entropy(logits, labels), [gates, *reached], allow_unused=True)
