@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from matplotlib import figure as mpl
 from matplotlib.axes import Axes
-from matplotlib.colors import TwoSlopeNorm
 from matplotlib.patches import PathPatch
 from matplotlib.path import Path
 from matplotlib.ticker import MaxNLocator, NullFormatter
@@ -120,7 +119,7 @@ def _draw(ax: Axes, form: Form) -> None:
         if high > 10 * low:
             # within a decade or two the labels between powers of ten would run into each other
             (ax.xaxis if axis == "x" else ax.yaxis).set_minor_formatter(NullFormatter())
-    if "x" not in form["log"] and not any(mark["mark"] in ("heat", "graph", "mesh", "ticks") for mark in form["marks"]):
+    if "x" not in form["log"] and not any(mark["mark"] in ("heat", "graph", "ticks") for mark in form["marks"]):
         ax.xaxis.set_major_locator(MaxNLocator(6, integer=_whole(form["marks"])))
     low, high = form["ylim"]
     ax.set_ylim(bottom=low, top=high)
@@ -198,18 +197,6 @@ def _heat(ax: Axes, mark: Form) -> None:
     bar.set_label("" if unit == 1 else f"in units of {unit:.0e}", fontsize=8)
 
 
-def _mesh(ax: Axes, mark: Form) -> None:
-    """Values z (len(y), len(x)) on a grid, white at 1; the curve (points, 2), and the point, are drawn on it."""
-    ax.grid(False)
-    z = numbers(mark["z"])
-    norm = TwoSlopeNorm(1, 0, max(2.0, np.nanmax(z)))
-    image = ax.pcolormesh(mark["x"], mark["y"], z, cmap="RdBu_r", norm=norm, shading="nearest", rasterized=True)
-    if len(mark["curve"]) > 1:
-        ax.plot(*np.array(mark["curve"]).T, color=ON_LIGHT, lw=1.6)
-    ax.plot(*mark["point"], "o", color=ON_LIGHT, ms=7, clip_on=False)
-    ax.figure.colorbar(image, ax=ax, label=mark["label"])
-
-
 _NODES = {"input node": ("s", "#cfe3f3"), "intermediate node": ("o", PAPER), "output": ("D", EMPTY)}
 """Kind of node -> marker and fill."""
 
@@ -265,7 +252,6 @@ _MARKS: dict[str, Callable[[Axes, Form], None]] = {
     "stairs": _stairs,
     "ticks": _ticks,
     "heat": _heat,
-    "mesh": _mesh,
     "graph": _graph,
 }
 """Kind of mark -> the function that draws it."""

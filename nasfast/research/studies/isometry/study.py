@@ -18,7 +18,7 @@ from nasfast.measure.timing import random_batch
 from nasfast.ops.modules import ConvBNAct, InvertedResidual
 from nasfast.research.analysis.fairness import channel_moments, depth_spread, fairness, without_indicator_bn
 from nasfast.research.analysis.jacobian import Isometry, applied, circular_conv_moments, frozen_copy, isometry
-from nasfast.research.analysis.meanfield import activation, normal_nodes, phase_diagram
+from nasfast.research.analysis.meanfield import activation, normal_nodes
 from nasfast.research.studies.draw import SERIES, level, line, literal, panel
 from nasfast.research.studies.inputs import initialised, reduced_space, sample_shape
 from nasfast.research.studies.isometry.config import IsometryConfig
@@ -58,7 +58,6 @@ _NEARLY_ALL = 0.95
 _NEAR = 0.1
 # Few images are enough, because variances are averaged over channels and positions.
 _DEPTH_IMAGES = 16
-_DIAGRAM_ACT = "tanh"
 _DENSITIES = 6
 _FAIRNESS = {
     "f_var": "f_var: std of log variance",
@@ -649,7 +648,7 @@ def _report(
         explanation=_EXPLANATION,
         notes=tuple(f"reduced: {text}" for text in reduced),
         tables=tuple(tables),
-        figures=(*figures, _diagram()),
+        figures=tuple(figures),
         data={
             "settings": settings,
             "rows": rows,
@@ -801,15 +800,3 @@ def _depth_figure(settings: Sequence[str], depth: Sequence[Form]) -> Figure:
         panel("largest Var(h) over smallest", *_both(settings, depth, "ratio"), x="layer", ylim=(1, None)),
     ]
     return Figure("fairness with depth", "Spread of log Var(h) over random paths, by depth." + _LINES, panels)
-
-
-def _diagram() -> Figure:
-    found = phase_diagram(_DIAGRAM_ACT, np.linspace(0.5, 3, 51), np.linspace(0, 1, 26))
-    mesh = {"mark": "mesh", "x": found.sigma_w, "y": found.sigma_b, "z": np.round(found.chi, 6)}
-    mesh |= {"curve": found.critical, "point": (1, 0), "label": "chi"}
-    caption = (
-        "chi of an infinitely wide tanh network without BatchNorm: below 1 signals merge and gradients vanish, above 1 "
-        "they explode. The black line is chi = 1; the dot is the initialisation that the theory asks for."
-    )
-    title = f"order and chaos of {_DIAGRAM_ACT}"
-    return Figure("mean field", caption, [panel(title, mesh, x="sigma_w", y="sigma_b")], width=6.4, height=3.6)
