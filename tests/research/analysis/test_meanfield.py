@@ -81,26 +81,6 @@ def network(depth: int, width: int, sigma_w: float, orthogonal: bool) -> list[to
     ]
 
 
-@pytest.mark.parametrize(
-    ("name", "sigma_w", "sigma_b", "q"),
-    [("tanh", 1.5, 0.3, 0.960844), ("tanh", 1.0, 0.3, 0.276299), ("relu", math.sqrt(2), 0.0, 1.0)],
-)
-def test_gradients_of_a_wide_network_grow_by_chi(name, sigma_w, sigma_b, q):
-    """N = 512, L = 50: ||D W v||^2 / ||v||^2 per layer for random v, geometric mean over layers, at a fixed point."""
-    assert variance_map(name, q, sigma_w, sigma_b) == pytest.approx(q, abs=1e-5)
-    act, width, depth = ACTIVATIONS[name], 512, 50
-    h = torch.randn(width, 8, dtype=torch.float64) * math.sqrt(q)
-    logs = []
-    for weight in network(depth, width, sigma_w, orthogonal=False):
-        slope = torch.tensor(act.slope(h.numpy()))
-        # one random direction per input
-        tangent = torch.randn(width, 8, dtype=torch.float64)
-        logs.append(((slope * (weight @ tangent)).square().sum(0) / tangent.square().sum(0)).log().mean().item())
-        h = weight @ reference.ACTIVATIONS[name](h) + sigma_b * torch.randn(width, 1, dtype=torch.float64)
-    measured = math.exp(sum(logs) / depth)
-    assert measured == pytest.approx(sigma_w**2 * float(slope_moment(name, q, 1)), rel=0.03)
-
-
 @pytest.mark.parametrize("orthogonal", [False, True])
 def test_moments_of_half_linear_networks(orthogonal):
     """Eq. 8 of DI-NAS (Gaussian) and its orthogonal twin, with p = 1/2 (ReLU), against sampled Jacobians."""
