@@ -3,7 +3,8 @@
 DI-NAS section 3 claims that orthogonal candidates transmit signals equally; this module measures what "equally" may
 mean. Every spread is over the candidates m of one layer on a common input, so 0 is perfect fairness:
 
-- var_m of each channel over batch and positions, averaged over channels; f_var = std_m(log var_m);
+- mean_m and var_m of each channel over batch and positions, averaged over channels; f_mean = std_m(mean_m) /
+  sqrt(mean_m var_m) and f_var = std_m(log var_m);
 - rho_m(i, j) = (||f_m(h_i) - f_m(h_j)||^2 / w_out) / (||h_i - h_j||^2 / w_in) is how much a candidate increases the
   distance of two samples; f_iso = std_m(log mean_ij rho_m), and distortion_m is the coefficient of variation of rho_m
   over pairs;
@@ -12,7 +13,7 @@ mean. Every spread is over the candidates m of one layer on a common input, so 0
 - f_phi = std_m log phi_m, where phi_m is the mean squared singular value of a candidate's Jacobian
   (`nasfast.research.analysis.jacobian.isometry`).
 
-A BatchNorm at the end makes f_var nearly 0 for any weights, so measure without it too
+A BatchNorm at the end makes f_mean and f_var nearly 0 for any weights, so measure without it too
 (`without_indicator_bn`).
 """
 
@@ -43,16 +44,22 @@ class Fairness:
     f_phi is None if no phi was given. f_var and f_iso are not finite if a candidate gives all samples one result.
 
     Attributes:
-        var: variance of the outputs of each candidate.
+        mean, var: mean and variance of the outputs of each candidate.
         rho: mean rho over pairs of samples, of each candidate.
         distortion: mean over candidates of the coefficient of variation of rho.
     """
 
+    mean: Array
     var: Array
     rho: Array
     distortion: float
     disagreement: float
     f_phi: float | None = None
+
+    @property
+    def f_mean(self) -> float:
+        """Spread of the means, relative to the deviation of the outputs."""
+        return float(self.mean.std() / math.sqrt(self.var.mean()))
 
     @property
     def f_var(self) -> float:
@@ -97,8 +104,10 @@ def fairness(candidates: Sequence[nn.Module], h: Tensor, *, phi: Sequence[float]
         if not torch.isfinite(y).all():
             raise ValueError(f"fairness: the result of candidate {i} is not finite")
     rhos = [_pair_distances(y) / distances for y in outputs]
+    means, variances = np.array([channel_moments(y) for y in outputs]).T
     return Fairness(
-        np.array([channel_variance(y) for y in outputs]),
+        means,
+        variances,
         np.array([float(rho.mean()) for rho in rhos]),
         distortion=float(np.mean([float(rho.std() / rho.mean()) for rho in rhos])),
         disagreement=float(np.mean([_disagreement(a, b) for a, b in combinations(outputs, 2)])),
@@ -106,9 +115,10 @@ def fairness(candidates: Sequence[nn.Module], h: Tensor, *, phi: Sequence[float]
     )
 
 
-def channel_variance(y: Tensor) -> float:
-    """Variance of every channel over samples and positions, averaged over channels."""
-    return float(y.double().var([d for d in range(y.ndim) if d != 1], correction=0).mean())
+def channel_moments(y: Tensor) -> tuple[float, float]:
+    """Mean and variance of every channel over samples and positions, averaged over channels."""
+    dims = [d for d in range(y.ndim) if d != 1]
+    return float(y.double().mean(dims).mean()), float(y.double().var(dims, correction=0).mean())
 
 
 def _pair_distances(h: Tensor) -> Tensor:
@@ -138,8 +148,10 @@ def without_indicator_bn(module: nn.Module) -> nn.Module:
 @torch.no_grad()
 def depth_spread(
     net: Supernet, images: Tensor, *, paths: int = 64, indicator_bn: bool = True, seed: int = 0
-) -> list[float]:
-    """For every layer the std of log Var(h_l) over random paths, with h_l the layer's output.
+) -> dict[str, list[float]]:
+    """Follow random paths through a supernet and compare the variances of their signals.
+
+    Var(h_l) is the variance of the output of layer l, averaged over channels.
 
     Args:
         net: the supernet, which is not changed; it must have plain modules (`fused=False`) if indicator_bn is off.
@@ -147,6 +159,10 @@ def depth_spread(
         paths: number of uniformly random paths, without layer indicators.
         indicator_bn: whether blocks keep their indicator BatchNorms.
         seed: seed of the paths.
+
+    Returns:
+        For every layer the `mean` and `std` of log Var(h_l) over paths, and the `ratio` of the largest Var(h_l) to the
+        smallest.
 
     Raises:
         ValueError: there are fewer than two paths, or a variance is zero or not finite.
@@ -162,8 +178,9 @@ def depth_spread(
         h = first
         for index, (candidates, choice) in enumerate(zip(layers, sampler.step()[0], strict=True)):
             h = h if choice < 0 else candidates[choice](h)
-            var = channel_variance(h)
+            var = channel_moments(h)[1]
             if not 0 < var < math.inf:
                 raise ValueError(f"depth_spread: the variance after layer {index} is {var} on path {i}")
             logs[i, index] = math.log(var)
-    return logs.std(0).tolist()
+    spread = {"mean": logs.mean(0), "std": logs.std(0), "ratio": np.exp(logs.max(0) - logs.min(0))}
+    return {name: values.tolist() for name, values in spread.items()}

@@ -2,9 +2,11 @@
 
 phi = (1 / w_out) E tr J J^T and varphi = (1 / w_out) E tr (J J^T)^2 - phi^2; isometry is phi near 1 and varphi near 0.
 DI-NAS section 3 calls the eigenvalues of J J^T singular values; here a singular value is the square root of one.
+phi_min and varphi_min divide by min(w_in, w_out) instead, which leaves out the zeros that a module with more outputs
+than inputs must have.
 
-BatchNorm couples the samples of a batch. Its statistics are taken from the given batch and then are constants, so that
-every sample has its own Jacobian.
+BatchNorm couples the samples of a batch. By default its statistics are taken from the given batch and then are
+constants, so that every sample has its own Jacobian.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from nasfast.config import nearest
 from nasfast.ops import use_backend
 from nasfast.ops.modules import (
     ConvBNAct,
@@ -37,6 +40,7 @@ from nasfast.ops.modules import (
 Array = NDArray[np.float64]
 Function = Callable[[Tensor], Tensor]
 Method = Literal["exact", "probes"]
+BNMode = Literal["constant", "coupled"]
 _Module = TypeVar("_Module", bound=nn.Module)
 
 MAX_EXACT = 4_000_000
@@ -62,20 +66,26 @@ class Isometry:
     """Moments of the eigenvalues of J J^T over samples, and the density of the singular values.
 
     Attributes:
-        phi, varphi: the moments.
+        phi, varphi: moments with the divisor w_out.
+        phi_min, varphi_min: moments with the divisor min(w_in, w_out).
         phi_error, varphi_error: standard errors over samples and probes together; nan for a single exact sample.
         values, weights: singular values in ascending order and the share of each. Shares add up to 1, with the zeros of
             a module that has more outputs than inputs. `exact` has all values of all samples, `probes` has quantiles.
-        w_in, w_out: elements of one sample's input and output.
+        largest: largest singular value over samples; with probes, a close lower bound over two samples; -inf without a
+            density.
+        w_in, w_out: elements of one sample's input and output; of the whole batch for bn_mode `coupled`.
         method: `exact` or `probes`.
     """
 
     phi: float
     varphi: float
+    phi_min: float
+    varphi_min: float
     phi_error: float
     varphi_error: float
     values: Array
     weights: Array
+    largest: float
     w_in: int
     w_out: int
     method: Method
@@ -101,6 +111,8 @@ def isometry(
     *,
     samples: int = 8,
     probes: int = 64,
+    method: Method | None = None,
+    bn_mode: BNMode = "constant",
     circular: bool = False,
     max_exact: int = MAX_EXACT,
     lanczos_steps: int = 30,
@@ -119,9 +131,12 @@ def isometry(
         x: (N, ...) floating. All of x gives BatchNorm its statistics; 64 samples or more are recommended.
         samples: number of first samples of x whose Jacobians are averaged before varphi is formed.
         probes: number of random vectors, divided over the samples.
+        method: `exact`, `probes`, or None: exact if a Jacobian has at most `max_exact` elements.
+        bn_mode: `constant` takes statistics of x as constants; `coupled` takes the Jacobian of the whole batch x,
+            through the statistics too.
         circular: whether zero-padded convolutions wrap around instead, which leaves out the loss at borders.
-        max_exact: largest number of elements of a Jacobian that is formed; 0 always probes.
-        lanczos_steps: Lanczos steps of the density from probes, their longest part; 0 leaves the density out.
+        max_exact: largest number of elements of a Jacobian for which None means exact.
+        lanczos_steps: Lanczos steps of the density from probes, their longest part; 0 leaves out density and largest.
         seed: seed of the probes.
 
     Raises:
@@ -129,78 +144,90 @@ def isometry(
             many samples; samples are coupled by more than BatchNorm; a BatchNorm with constant statistics runs several
             times; an operation has no derivative; or an output or Jacobian is not finite.
     """
+    _check(x, samples, probes, method, bn_mode)
+    generator = torch.Generator().manual_seed(seed)
+    with use_backend("reference"), warnings.catch_warnings():
+        # torch itself causes this warning in the formulas of its forward mode
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
+        function, points = _prepared(module, x, bn_mode, circular, torch.float32, samples)
+        w_in, w_out = points[0].numel(), _output_size(function, points)
+        method = method or ("exact" if w_in * w_out <= max_exact else "probes")
+        if method == "exact":
+            function, points = _prepared(module, x, bn_mode, circular, torch.float64, samples)
+            return _exact(function, points, w_in, w_out)
+        return _probed(function, points, w_in, w_out, probes, lanczos_steps, generator)
+
+
+def _check(x: Tensor, samples: int, probes: int, method: str | None, bn_mode: str) -> None:
+    """Check the arguments of `isometry`."""
     if x.ndim < 2 or x.shape[0] < 1 or x[0].numel() < 1 or not x.is_floating_point():
         raise ValueError(f"isometry: x must be floating and of shape (N, ...), N >= 1, got {x.dtype} {tuple(x.shape)}")
     if not torch.isfinite(x).all():
         raise ValueError("isometry: x has elements that are not finite")
-    if probes < 2 or not 1 <= samples <= len(x):
-        raise ValueError(f"isometry: needs 2 probes and 1 to {len(x)} samples of x, got {probes} and {samples}")
-    generator = torch.Generator().manual_seed(seed)
-    with reference_operators():
-        function, points = frozen_copy(module, x, circular=circular), x.detach().float()[:samples]
-        w_in, w_out = points[0].numel(), _output_size(function, points)
-        if w_in * w_out > max_exact:
-            return _probed(function, points, w_in, w_out, probes, lanczos_steps, generator)
-        exact = frozen_copy(module, x, circular=circular, dtype=torch.float64)
-        return _exact(exact, x.detach().double()[:samples], w_in, w_out)
+    if samples < 1 or probes < 2:
+        raise ValueError(f"isometry: needs samples >= 1 and probes >= 2, got {samples} and {probes}")
+    if bn_mode != "coupled" and samples > x.shape[0]:
+        raise ValueError(f"isometry: samples={samples}, but x has {x.shape[0]}: pass more or lower samples")
+    for name, value, valid in (("method", method, get_args(Method)), ("bn_mode", bn_mode, get_args(BNMode))):
+        if value is not None and value not in valid:
+            raise ValueError(f"isometry: unknown {name}={value!r}; {nearest(value, valid)}")
 
 
-@contextmanager
-def reference_operators() -> Iterator[None]:
-    """Operators of nasfast run on their PyTorch reference, which has derivatives of both modes."""
-    with use_backend("reference"), warnings.catch_warnings():
-        # torch itself causes this warning in the formulas of its forward mode
-        warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
-        yield
-
-
-def plain_copy(module: _Module, dtype: torch.dtype = torch.float32) -> _Module:
-    """A copy in evaluation mode without gradients of weights, whose fused units are plain ones."""
-    copied = copy.deepcopy(module).to(dtype).requires_grad_(False).eval()
-    for part in copied.modules():
-        part.__class__ = _PLAIN.get(type(part), type(part))
-    return copied
-
-
-def batch_norms(module: nn.Module) -> list[_BatchNorm]:
-    """All BatchNorms of a module."""
-    return [m for m in module.modules() if isinstance(m, _BatchNorm)]
+def _prepared(
+    module: nn.Module, x: Tensor, bn_mode: BNMode, circular: bool, dtype: torch.dtype, samples: int
+) -> tuple[Function, Tensor]:
+    """A function that works on each row of its input, and the points at which to differentiate it."""
+    frozen = frozen_copy(module, x, bn_mode=bn_mode, circular=circular, dtype=dtype)
+    x = x.detach().to(dtype)
+    if bn_mode == "coupled":
+        # the whole batch is one sample
+        return lambda rows: torch.stack([frozen(batch) for batch in rows]), x[None]
+    return frozen, x[:samples]
 
 
 @torch.no_grad()
-def frozen_copy(module: _Module, x: Tensor, *, circular: bool = False, dtype: torch.dtype = torch.float32) -> _Module:
+def frozen_copy(
+    module: _Module,
+    x: Tensor,
+    *,
+    bn_mode: BNMode = "constant",
+    circular: bool = False,
+    dtype: torch.dtype = torch.float32,
+) -> _Module:
     """A copy in evaluation mode whose BatchNorms use the statistics of the batch x, so that samples do not interact.
 
     Args:
         module: any module; it is not changed.
         x: (N, ...); it is cast to dtype.
-        circular: see `isometry`.
+        bn_mode, circular: see `isometry`; `coupled` keeps batch statistics.
         dtype: dtype of the copy.
 
     Raises:
-        ValueError: the module cannot take x; or a BatchNorm gets fewer than two values per channel or runs several
-            times.
+        ValueError: the module cannot take x; or, where statistics are constants, a BatchNorm gets fewer than two values
+            per channel or runs several times.
     """
-    frozen = plain_copy(module, dtype)
+    frozen = copy.deepcopy(module).to(dtype).requires_grad_(False).eval()
+    for part in frozen.modules():
+        part.__class__ = _PLAIN.get(type(part), type(part))
+    norms = [m for m in frozen.modules() if isinstance(m, _BatchNorm)]
     if circular:
         for conv in frozen.modules():
             if isinstance(conv, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and conv.padding_mode == "zeros":
                 conv.padding_mode = "circular"
-    norms = batch_norms(frozen)
-    statistics: dict[_BatchNorm, tuple[Tensor, Tensor]] = {}
-    handles = [norm.register_forward_pre_hook(functools.partial(_record, statistics)) for norm in norms]
     for norm in norms:
         norm.track_running_stats = False
         norm.running_mean = norm.running_var = None
         norm.train()
-    if norms:
+    if bn_mode == "constant" and norms:
+        statistics: dict[_BatchNorm, tuple[Tensor, Tensor]] = {}
+        handles = [norm.register_forward_pre_hook(functools.partial(_record, statistics)) for norm in norms]
         applied(frozen, x.to(dtype))
-    for handle in handles:
-        handle.remove()
-    for norm, (mean, var) in statistics.items():
-        norm.running_mean, norm.running_var = mean, var
-        norm.track_running_stats = True
-        norm.eval()
+        for handle in handles:
+            handle.remove()
+        for norm, (mean, var) in statistics.items():
+            norm.running_mean, norm.running_var = mean, var
+            norm.track_running_stats = True
+            norm.eval()
     return frozen
 
 
@@ -208,7 +235,7 @@ def _record(statistics: dict[_BatchNorm, tuple[Tensor, Tensor]], norm: _BatchNor
     """Record the statistics of a BatchNorm's input."""
     (x,) = inputs
     if norm in statistics:
-        raise ValueError("isometry: a BatchNorm runs several times, with other statistics: use one for each call")
+        raise ValueError("isometry: a BatchNorm runs several times, with other statistics: set bn_mode='coupled'")
     if x.numel() // x.shape[1] < 2:
         raise ValueError(
             f"isometry: BatchNorm needs two values per channel, and {tuple(x.shape)} has one: pass more samples in x"
@@ -252,7 +279,10 @@ def _output_size(function: Function, points: Tensor) -> int:
     alone = applied(function, points[:1])
     # the same arithmetic with another batch size may differ only by rounding
     if not torch.allclose(alone, y[:1], rtol=1e-2, atol=1e-3 * float(y.abs().max())):
-        raise ValueError("isometry: the result of a sample depends on other samples, and not by BatchNorm")
+        raise ValueError(
+            "isometry: the result of a sample depends on other samples, and not by BatchNorm: bn_mode='coupled' takes "
+            "the batch as one sample"
+        )
     return y[0].numel()
 
 
@@ -318,13 +348,21 @@ def circular_conv_moments(weight: Tensor, groups: int = 1) -> tuple[Array, Array
     filter this is a number. The map is of 2 k - 1 pixels, from which on the moments do not depend on its size.
 
     Args:
-        weight: (out, in / groups, k, k).
+        weight: (out, in / groups, k, k), or (out, in) for a linear layer.
         groups: number of groups of the convolution.
 
     Returns:
         Two float64 arrays (groups,), the moments of each group.
+
+    Raises:
+        ValueError: the weight has no square kernel, or the groups do not divide it.
     """
     weight = weight.detach().double()
+    weight = weight[:, :, None, None] if weight.ndim == 2 else weight
+    if weight.ndim != 4 or weight.shape[2] != weight.shape[3] or groups < 1 or weight.shape[0] % groups:
+        raise ValueError(
+            f"circular_conv_moments: weight {tuple(weight.shape)} of {groups} groups is not that of a square conv"
+        )
     size = 2 * weight.shape[-1] - 1
     spectrum = torch.fft.fft2(weight, s=(size, size)).permute(2, 3, 0, 1)
     blocks = spectrum.reshape(size * size, groups, weight.shape[0] // groups, weight.shape[1])
@@ -348,7 +386,7 @@ def _exact(function: Function, points: Tensor, w_in: int, w_out: int) -> Isometr
     weights = np.full(len(values), (1 - zeros) / len(values))
     if zeros:
         values, weights = np.append(0.0, values), np.append(zeros, weights)
-    return _summary(firsts, seconds, values, weights, w_in, w_out, "exact")
+    return _summary(firsts, seconds, values, weights, float(singular.max()), w_in, w_out, "exact")
 
 
 def _probed(
@@ -379,11 +417,15 @@ def _probed(
 
 def _density(
     function: Function, points: Tensor, w_in: int, w_out: int, steps: int, generator: torch.Generator
-) -> tuple[Array, Array]:
-    """Singular values and their weights, by Lanczos quadrature with a random start per point."""
+) -> tuple[Array, Array, float]:
+    """Singular values, their weights and the largest one, by Lanczos quadrature with a random start per point.
+
+    The largest Ritz value is nearer to the largest eigenvalue than the result of as many steps of power iteration,
+    which stays in the same Krylov space.
+    """
     if steps < 1:
-        return np.empty(0), np.empty(0)
-    values, weights = [], []
+        return np.empty(0), np.empty(0), -math.inf
+    values, weights, largest = [], [], -math.inf
     for rows in points.split(_rows(w_in, w_out)):
         products = _Products(function, rows)
         q = torch.randn(len(rows), w_out, generator=generator, dtype=torch.float64).to(rows)
@@ -408,13 +450,14 @@ def _density(
         complete = (torch.stack(beside, 1)[:, : steps - 1] == 0).any(1)
         for nodes, share, whole in zip(ritz.clamp(min=0).sqrt(), vectors[:, 0] ** 2, complete, strict=True):
             node, weight = nodes.cpu().numpy(), share.cpu().numpy()
+            largest = max(largest, float(node[weight > 1e-12].max()))
             if not whole:
                 node, weight = _smoothed(node, weight)
             values.append(node)
             weights.append(weight / len(points))
     value, weight = np.concatenate(values), np.concatenate(weights)
     order = np.argsort(value)
-    return value[order], weight[order]
+    return value[order], weight[order], largest
 
 
 def _smoothed(nodes: Array, weights: Array) -> tuple[Array, Array]:
@@ -426,18 +469,22 @@ def _smoothed(nodes: Array, weights: Array) -> tuple[Array, Array]:
 
 
 def _summary(
-    firsts: Array, seconds: Array, values: Array, weights: Array, w_in: int, w_out: int, method: Method
+    firsts: Array, seconds: Array, values: Array, weights: Array, largest: float, w_in: int, w_out: int, method: Method
 ) -> Isometry:
     """The result from (samples, estimates) of the first two moments; a single estimate per sample is exact."""
     samples, estimates = firsts.shape
     phi, second = float(firsts.mean()), float(seconds.mean())
     # the square of an estimate is too large by its variance
     bias = float((firsts.var(1, ddof=1) / estimates).sum()) / samples**2 if estimates > 1 else 0.0
+    square = phi**2 - bias
+    share = w_out / min(w_in, w_out)
     # to first order, varphi changes with seconds - 2 phi firsts
     influence = seconds - 2 * phi * firsts
-    varphi = second - (phi**2 - bias)
-    errors = _standard_error(firsts), _standard_error(influence)
-    return Isometry(phi, varphi, *errors, values, weights, w_in, w_out, method)
+    return Isometry(
+        phi, second - square, phi * share, second * share - square * share**2,
+        _standard_error(firsts), _standard_error(influence),
+        values, weights, largest, w_in, w_out, method,
+    )  # fmt: skip
 
 
 def _standard_error(estimates: Array) -> float:

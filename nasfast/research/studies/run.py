@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nasfast.measure.doctor import environment
 from nasfast.measure.timing import machine, measuring
@@ -27,8 +32,24 @@ Task = Callable[[str, int], Done]
 """Given the name of a part of a study and its size, returns its `Done`."""
 
 
-def progress(name: str, total: int) -> Done:
-    """A `Task` that logs a line at most every ten seconds."""
+@contextmanager
+def progress() -> Iterator[Task]:
+    """A bar for every task; where standard error is no terminal, a line at most every ten seconds."""
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        yield _plain_lines
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console) as bars:
+
+        def task(name: str, total: int) -> Done:
+            bar = bars.add_task(name, total=total)
+            return lambda done: bars.update(bar, completed=done)
+
+        yield task
+
+
+def _plain_lines(name: str, total: int) -> Done:
     said, last = -math.inf, -1
 
     def tell(done: int) -> None:
@@ -48,7 +69,7 @@ def no_task(name: str, total: int) -> Done:
 def run_study(
     name: str, config: Any = None, *, out: str | Path | None = None, tasks: TaskSettings | None = None
 ) -> StudyReport:
-    """Run a study of the registry with the threads of its config; progress is logged.
+    """Run a study of the registry with the threads of its config, with progress on standard error.
 
     Args:
         name: such as `isometry` or `moments quick`.
@@ -67,8 +88,9 @@ def run_study(
     device = str(torch_device(getattr(config, "device", "cpu")))
     start = time.perf_counter()
     with measuring(config.threads):
-        more = {} if tasks is None else {"tasks": tasks}
-        found: StudyReport = run(config, None if out is None else Path(out), progress, **more)
+        with progress() as task:
+            more = {} if tasks is None else {"tasks": tasks}
+            found: StudyReport = run(config, None if out is None else Path(out), task, **more)
         where = {"device": device, **machine()}
     seconds = time.perf_counter() - start
     return replace(found, name=study.files, config=config, seconds=seconds, machine=where, environment=environment())

@@ -30,7 +30,7 @@ def h() -> torch.Tensor:
 
 def test_equal_candidates_are_fair(h):
     found = fairness([Scale(2.0), Scale(2.0)], h)
-    assert (found.f_var, found.f_iso, found.disagreement) == (0, 0, 0)
+    assert (found.f_mean, found.f_var, found.f_iso, found.disagreement) == (0, 0, 0, 0)
     assert found.distortion == pytest.approx(0, abs=1e-6)
     assert found.f_phi is None
     assert list(found.rho) == pytest.approx([4, 4], rel=1e-6)
@@ -44,10 +44,11 @@ def test_spreads_of_scaled_identities(h):
     assert found.disagreement == pytest.approx((1 / 5 + 9 / 17 + 4 / 20) / 3, rel=1e-5)
 
 
-def test_variance_is_per_channel(h):
+def test_mean_and_variance_are_per_channel(h):
     offsets = torch.arange(5.0).view(1, 5, 1, 1) * 100
-    found = fairness([Scale(1.0), Scale(2.0)], h + offsets)
+    found = fairness([Scale(1.0), Scale(1.0, shift=3.0)], h + offsets)
     assert found.var[0] == pytest.approx(float(h.var((0, 2, 3), correction=0).mean()), rel=1e-3)
+    assert found.f_mean == pytest.approx(1.5 / math.sqrt(found.var[0]), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -79,15 +80,19 @@ def test_a_batchnorm_at_the_end_makes_variances_equal(net):
     bare = [without_indicator_bn(c) for c in layer.candidates]
     without = fairness(bare, h)
     assert with_bn.f_var < 1e-3 < without.f_var
+    assert with_bn.f_mean < 1e-6 < without.f_mean
     assert isinstance(bare[0].project.bn, nn.Identity) and isinstance(layer.candidates[0].project.bn, nn.BatchNorm2d)
 
 
 def test_depth_spread_follows_paths(net):
     images = torch.randn(16, 3, 16, 16)
     with_bn = depth_spread(net, images, paths=6)
+    assert {name: len(values) for name, values in with_bn.items()} == {"mean": 4, "std": 4, "ratio": 4}
     # layers 0 and 2 end in a BatchNorm without residual, so that every path has variance 1 there
-    assert len(with_bn) == 4 and with_bn[0] < 1e-3 and with_bn[2] < 1e-3 < with_bn[3]
-    assert depth_spread(net, images, paths=6, indicator_bn=False)[0] > 1e-3
+    assert with_bn["mean"][0] == pytest.approx(0, abs=1e-3) and with_bn["std"][2] < 1e-3 < with_bn["std"][3]
+    without = depth_spread(net, images, paths=6, indicator_bn=False)
+    assert without["std"][0] > 1e-3
+    assert all(r >= 1 for r in without["ratio"])
     assert depth_spread(net, images, paths=6) == with_bn
     assert isinstance(net.layers[0].candidates[0].project.bn, nn.BatchNorm2d)
     with pytest.raises(ValueError, match="needs two paths"):

@@ -15,7 +15,7 @@ from nasfast.ops.modules import BNAct2d, ConvBNAct, FusedInvertedResidual, Inver
 from nasfast.research.analysis.jacobian import circular_conv_moments, frozen_copy, isometry
 from nasfast.supernet import initialize
 
-METHODS = {"exact": {}, "probes": {"max_exact": 0}}
+METHODS = ("exact", "probes")
 
 
 def orthogonal_linear(width: int) -> nn.Linear:
@@ -38,8 +38,9 @@ def bottleneck(**changes) -> InvertedResidual:
     ids=["identity", "orthogonal", "two"],
 )
 def test_orthogonal_maps_are_isometries(module, method):
-    found = isometry(module, torch.randn(8, 24), **METHODS[method])
+    found = isometry(module, torch.randn(8, 24), method=method)
     assert abs(found.phi - 1) < 1e-5 and abs(found.varphi) < 1e-5
+    assert abs(found.largest - 1) < 1e-5
     assert found.method == method
     assert abs(found.weights.sum() - 1) < 1e-6
     assert abs(found.quantile(0.5) - 1) < 1e-5
@@ -51,9 +52,12 @@ def test_singular_values_are_those_of_the_matrix(shape):
     layer = nn.Linear(inputs, out).double()
     found = isometry(layer, torch.randn(4, inputs), samples=2)
     wanted = torch.linalg.svdvals(layer.weight.detach())
-    assert found.values[-1] == pytest.approx(float(wanted.max()), rel=1e-12)
+    assert found.largest == pytest.approx(float(wanted.max()), rel=1e-12)
     phi, second = float((wanted**2).sum() / out), float((wanted**4).sum() / out)
     assert (found.phi, found.varphi) == pytest.approx((phi, second - phi**2), rel=1e-10)
+    least = min(shape)
+    phi, second = float((wanted**2).sum() / least), float((wanted**4).sum() / least)
+    assert (found.phi_min, found.varphi_min) == pytest.approx((phi, second - phi**2), rel=1e-10)
     # an expansion has out - in zeros, and they count
     assert found.quantile(0.2) == pytest.approx(0.0 if out > inputs else float(wanted.sort()[0][1]), abs=1e-6)
     assert found.histogram(np.array([-1.0, 100.0])).sum() == pytest.approx(1)
@@ -67,7 +71,7 @@ def test_the_exact_jacobian_is_that_of_torch_func():
         torch.linalg.svdvals(torch.func.jacrev(lambda h: frozen(h[None]).flatten())(h).flatten(1))
         for h in x[:3].double()
     ]
-    found = isometry(block, x, samples=3)
+    found = isometry(block, x, samples=3, method="exact")
     np.testing.assert_allclose(found.values, np.sort(torch.cat(wanted).numpy()), rtol=1e-8, atol=1e-10)
 
 
@@ -86,11 +90,13 @@ def test_the_exact_jacobian_is_that_of_torch_func():
 def test_probes_agree_with_the_exact_moments(block):
     block = block()  # here, where the seed is fixed
     x = torch.randn(64, 8, 6, 6)
-    exact = isometry(block, x)
-    probes = isometry(block, x, max_exact=0, probes=256)
+    exact = isometry(block, x, method="exact")
+    probes = isometry(block, x, method="probes", probes=256)
     assert abs(probes.phi - exact.phi) < 4 * probes.phi_error
     assert abs(probes.varphi - exact.varphi) < 4 * probes.varphi_error
     assert probes.phi == pytest.approx(exact.phi, rel=0.03)
+    assert probes.largest == pytest.approx(exact.largest, rel=0.15)
+    assert probes.largest <= exact.largest * (1 + 1e-3)
     edges = np.linspace(0, 8, 41)
     distance = np.abs(np.cumsum(probes.histogram(edges)) - np.cumsum(exact.histogram(edges))).max()
     assert distance < 0.15
@@ -102,10 +108,25 @@ def test_the_bias_of_the_squared_mean_is_removed():
     layer = nn.Linear(6, 6, bias=False)
     exact = isometry(layer, torch.randn(1, 6), samples=1)
     found = [
-        isometry(layer, torch.randn(1, 6), samples=1, probes=2, max_exact=0, lanczos_steps=0, seed=seed).varphi
+        isometry(layer, torch.randn(1, 6), samples=1, probes=2, method="probes", lanczos_steps=0, seed=seed).varphi
         for seed in range(300)
     ]
     assert abs(np.mean(found) - exact.varphi) < 4 * np.std(found) / math.sqrt(len(found))
+
+
+@pytest.mark.parametrize(("out", "inputs"), [(60, 120), (120, 60)])
+def test_gaussian_maps_have_the_moments_of_marchenko_and_pastur(out, inputs):
+    found = []
+    for _ in range(20):
+        layer = nn.Linear(inputs, out, bias=False)
+        nn.init.normal_(layer.weight, std=1 / math.sqrt(inputs))
+        found.append(isometry(layer, torch.randn(1, inputs), samples=1))
+    for values, wanted in (
+        ([f.phi for f in found], 1.0),
+        # E tr (W W^T)^2 / out = (out + in + 1) / in
+        ([f.varphi + f.phi**2 for f in found], 1 + out / inputs + 1 / inputs),
+    ):
+        assert abs(np.mean(values) - wanted) < 4 * np.std(values, ddof=1) / math.sqrt(len(values))
 
 
 def state_of(module: nn.Module) -> list:
@@ -168,13 +189,16 @@ def test_errors_are_clear_and_leave_the_module_as_it_was(how, message):
     assert_unchanged(module, before)
 
 
+@pytest.mark.parametrize("bn_mode", ["constant", "coupled"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_module_is_left_as_it_was(method):
+def test_the_module_is_left_as_it_was(bn_mode, method):
     module = Fails("").train()
     before = state_of(module)
-    found = isometry(module, torch.randn(8, 3, 4, 4), circular=True, samples=2, **METHODS[method])
+    generator = torch.get_rng_state()
+    found = isometry(module, torch.randn(8, 3, 4, 4), bn_mode=bn_mode, method=method, circular=True, samples=2)
     assert math.isfinite(found.phi)
     assert_unchanged(module, before)
+    assert generator.shape == torch.get_rng_state().shape
 
 
 @pytest.mark.parametrize(
@@ -184,8 +208,10 @@ def test_the_module_is_left_as_it_was(method):
         (torch.randn(3), {}, r"of shape \(N, ...\)"),
         (torch.zeros(8, 3, 4, 4, dtype=torch.long), {}, "must be floating"),
         (torch.full((8, 3, 4, 4), math.nan), {}, "x has elements that are not finite"),
-        (torch.randn(8, 3, 4, 4), {"samples": 9}, "1 to 8 samples of x, got 64 and 9"),
-        (torch.randn(8, 3, 4, 4), {"probes": 1}, "needs 2 probes"),
+        (torch.randn(8, 3, 4, 4), {"samples": 9}, "samples=9, but x has 8"),
+        (torch.randn(8, 3, 4, 4), {"probes": 1}, "probes >= 2"),
+        (torch.randn(8, 3, 4, 4), {"method": "exat"}, "did you mean 'exact'"),
+        (torch.randn(8, 3, 4, 4), {"bn_mode": "x"}, "unknown bn_mode='x'; valid: constant, coupled"),
     ],
 )
 def test_wrong_arguments_are_named(x, changes, message):
@@ -199,11 +225,24 @@ def test_a_batch_too_small_for_batchnorm_is_named():
         isometry(module, torch.randn(1, 4), samples=1)
 
 
-def test_statistics_of_a_batchnorm_are_constants():
+def test_batchnorm_modes():
+    """A BatchNorm alone: constant divides by the batch's deviation, coupled projects besides."""
     x = torch.randn(64, 5) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     norm = nn.BatchNorm1d(5, eps=1e-9)
     norm.running_var.fill_(4.0)
-    assert isometry(norm, x).phi == pytest.approx(float((1 / x.double().var(0, correction=0)).mean()), rel=1e-6)
+    wanted = float((1 / x.double().var(0, correction=0)).mean())
+    assert isometry(norm, x).phi == pytest.approx(wanted, rel=1e-6)
+    # per channel I - 1 1^T / n - z z^T / n: two of 64 directions are lost
+    assert isometry(norm, x, bn_mode="coupled", method="exact").phi == pytest.approx(wanted * 62 / 64, rel=1e-6)
+
+
+def test_circular_padding_keeps_the_border():
+    layer = nn.Conv2d(6, 6, 3, padding=1, groups=6, bias=False)
+    initialize(layer, "orthogonal")
+    x = torch.randn(2, 6, 6, 6)
+    assert isometry(layer, x, samples=1, circular=True).phi == pytest.approx(1, rel=1e-6)
+    # a side of the border loses a third of the kernel's energy on average
+    assert isometry(layer, x, samples=1).phi == pytest.approx((1 - 2 / 18) ** 2, rel=0.1)
 
 
 @pytest.mark.parametrize(
@@ -227,24 +266,25 @@ def test_fused_blocks_are_measured_as_their_plain_twins():
     fused = FusedInvertedResidual(8, 8, kernel_size=3, stride=1, expand=2)
     fused.load_state_dict(plain.state_dict())
     x = torch.randn(64, 8, 6, 6)
-    assert isometry(fused, x, max_exact=0).phi == pytest.approx(isometry(plain, x, max_exact=0).phi, rel=1e-6)
+    assert isometry(fused, x, method="probes").phi == pytest.approx(isometry(plain, x, method="probes").phi, rel=1e-6)
     assert type(fused) is FusedInvertedResidual
-    assert isometry(BNAct2d(8, act="relu"), x, max_exact=0).phi == pytest.approx(0.5, abs=0.1)
+    assert isometry(BNAct2d(8, act="relu"), x, method="probes").phi == pytest.approx(0.5, abs=0.1)
 
 
 def test_the_same_seed_gives_the_same_numbers_and_json():
     x = torch.randn(64, 8, 6, 6)
-    first, second = (isometry(bottleneck(), x, max_exact=0, seed=5) for _ in range(2))
+    first, second = (isometry(bottleneck(), x, method="probes", seed=5) for _ in range(2))
     assert first.to_dict() == second.to_dict()
     form = json.loads(json.dumps(first.to_dict(), allow_nan=False))
     assert form["phi"] == first.phi and form["quantiles"]["0.5"] == first.quantile(0.5)
     one = isometry(nn.Identity(), torch.randn(1, 3), samples=1)
     assert math.isnan(one.phi_error) and one.to_dict()["phi_error"] is None
-    without = isometry(bottleneck(), x, max_exact=0, lanczos_steps=0).to_dict()
-    assert without["quantiles"] == {}
+    without = isometry(bottleneck(), x, method="probes", lanczos_steps=0).to_dict()
+    assert without["largest"] is None and without["quantiles"] == {}
 
 
-def test_a_norm_that_runs_several_times_has_no_constant_statistics():
+@pytest.mark.parametrize("bn_mode", ["constant", "coupled"])
+def test_a_norm_that_runs_several_times_has_no_constant_statistics(bn_mode):
     """Those of its last input once served all of its inputs."""
 
     class Twice(nn.Module):
@@ -255,5 +295,9 @@ def test_a_norm_that_runs_several_times_has_no_constant_statistics():
         def forward(self, x):
             return self.norm(10 * self.norm(x))
 
-    with pytest.raises(ValueError, match="a BatchNorm runs several times"):
-        isometry(Twice(), torch.randn(16, 4))
+    module, x = Twice(), torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    if bn_mode == "constant":
+        with pytest.raises(ValueError, match="a BatchNorm runs several times"):
+            isometry(module, x, bn_mode=bn_mode)
+    else:
+        assert isometry(module, x, bn_mode=bn_mode).phi > 0

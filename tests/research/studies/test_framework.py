@@ -34,17 +34,20 @@ REPORT = StudyReport(
 
 
 def test_checks():
-    assert Check("", 0, 1, 1).passed and Check("", 4, math.inf, 1e9).passed
+    assert Check("", 0, 1, 0.5).passed and Check("", 0, 1, 1).passed and Check("", 4, math.inf, 1e9).passed
     assert not Check("", 0, 1, 1.01).passed and not Check("", 0, 1, math.nan).passed
     check = Check.near("a", 1.0, 0.1, 1.15)
     assert check.to_dict() == {"name": "a", "low": 0.9, "high": 1.1, "measured": 1.15, "passed": False}
 
 
-def test_numbers_as_json_and_as_cells():
+def test_plain_is_json():
     value = {"a": np.array([1.0, math.nan]), "b": (np.float32(0.5), np.int64(2), np.bool_(True)), "c": [-math.inf, "x"]}
     assert plain(value) == {"a": [1.0, None], "b": [0.5, 2, True], "c": [None, "x"]}
+
+
+def test_cells_of_a_table():
     table = Table.of("t", {"": "", "x": ".2f"}, [("a", 1.234), ("b", None), ("c", math.nan), ("d", "told")])
-    assert table.rows == (("a", "1.23"), ("b", "-"), ("c", "-"), ("d", "told"))
+    assert table == Table("t", ("", "x"), (("a", "1.23"), ("b", "-"), ("c", "-"), ("d", "told")))
 
 
 def test_a_report_as_text_and_files(tmp_path):
@@ -71,13 +74,21 @@ def test_a_report_as_text_and_files(tmp_path):
     assert "pass marks" not in str(bare) and "pass marks" not in bare.save(tmp_path).read_text().lower()
 
 
-def test_progress_is_lines(caplog):
+def test_progress_is_lines_without_a_terminal_and_bars_on_one(monkeypatch, caplog, capsys):
     caplog.set_level("INFO", "nasfast")
-    done = progress("part", 3)
-    for count in (1, 2, 3, 3):
-        done(count)
+    with progress() as task:
+        done = task("part", 3)
+        for count in (1, 2, 3, 3):
+            done(count)
     # at most one every ten seconds, but the end once
     assert caplog.messages == ["part: 1 of 3", "part: 3 of 3"]
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with progress() as task:
+        task("one", 3)(3)
+        task("two", 4)(1)
+    shown = capsys.readouterr().err
+    assert "one" in shown and "two" in shown and "3/3" in shown and "1/4" in shown
+    assert len(caplog.messages) == 2
 
 
 def test_every_study_of_the_registry_can_be_run():

@@ -14,7 +14,7 @@ from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.research.studies.inputs import reduced_space
 from nasfast.research.studies.isometry.config import IsometryConfig
-from nasfast.research.studies.isometry.study import measure_convolutions, measure_supernet
+from nasfast.research.studies.isometry.study import block_marks, measure_convolutions, measure_supernet
 from nasfast.research.studies.moments.config import ModuleConfig
 from nasfast.research.studies.run import run_study
 from nasfast.spaces import Block, Stage, mobilenet_v2
@@ -108,9 +108,9 @@ def test_files(report, tmp_path):
     form = json.loads((tmp_path / "deep" / "isometry.json").read_text())
     assert form == json.loads(json.dumps(report.to_dict(), allow_nan=False))
     text = page.read_text()
-    assert text.count("<figure>") == 2
+    assert text.count("<figure>") == 5
     assert "http" not in text.replace("http-equiv", "")
-    for title in ("What the paper says", "singular values", "fairness, mean over layers", "Pass marks"):
+    for title in ("What the paper says", "singular values", "fairness with depth", "Pass marks"):
         assert title in text
 
 
@@ -155,6 +155,19 @@ def test_a_module_itself_is_copied_for_every_setting():
     found = run_study("isometry", IsometryConfig(module=f"{__name__}:INSTANCE", input="4"))
     assert {row.setting for row in found.data["rows"]} == {"as it is", "orthogonal", "gaussian"}
     assert all(torch.equal(value, before[name]) for name, value in INSTANCE.state_dict().items())
+
+
+def test_a_module_that_cannot_be_imported_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "half_written.py").write_text("x = 1 +\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["isometry", "--module", "half_written:make", "--input", "4"]) == 1
+    assert "cannot import half_written: SyntaxError" in capsys.readouterr().err
+
+
+def test_the_marks_of_blocks_are_met():
+    marks = block_marks("relu")
+    assert [mark.name for mark in marks if not mark.passed] == []
+    assert len(marks) == 5
 
 
 def test_closed_forms_of_a_whole_space():

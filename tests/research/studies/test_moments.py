@@ -41,7 +41,7 @@ def test_quick_measures_every_family(small):
     report = run_study("moments quick", QuickConfig(seed=1))
     families = [f"{kind}, {f}" for kind in ("FC", "conv") for f in ("vanilla", "BN feed-forward", "BN resnet")]
     assert list(report.verdicts) == families
-    assert [len(f.panels) for f in report.figures] == [2, *[2, 3, 3] * 2]
+    assert [len(f.panels) for f in report.figures] == [2, *[2, 4, 4] * 2]
     text = str(report)
     for words in ("pass marks", "FC, BN resnet: exponent minus tau", "layer norm", "conv, BN feed-forward"):
         assert words in text
@@ -180,6 +180,13 @@ def test_without_images_only_slope_and_exponent_are_compared(tmp_path, monkeypat
     assert [check.name for check in report.checks] == ["bn_ff: slope of log chi, l > 100"]
 
 
+def test_data_checks(tmp_path):
+    z = np.full(5, 0.7)
+    np.savez(tmp_path / "bn_ff_x.npz", nu1abs_z_mean=z, inc_phi_mean=(1 - z**2 / 2) ** -0.5 + 0.004)
+    np.savez(tmp_path / "bn_ff_y.npz", nu1abs_z_mean=z, inc_phi_mean=(1 - z**2 / 2) ** -0.5 + 0.008)
+    assert [check.passed for check in study.data_checks(tmp_path)] == [True, False]
+
+
 @pytest.fixture(scope="module")
 def space(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("space") / "tiny.yaml"
@@ -191,9 +198,10 @@ def test_a_space(space, tmp_path):
     report = run_study("moments module", ModuleConfig(space=space, batch=8, paths=3, candidate_paths=2))
     settings = ("orthogonal, tanh", "gaussian, tanh", "orthogonal, relu6", "gaussian, relu6")
     assert tuple(report.verdicts) == settings
-    paths, stages, candidates, comparable = report.tables
+    paths, layers, stages, candidates, comparable = report.tables
     assert [row[0] for row in stages.rows] == ["reduction", "1 later", "whole stage"]
     assert [row[0] for row in paths.rows] == list(settings)
+    assert [row[0] for row in layers.rows] == ["0 reduction", "1", "2 reduction", "3"]
     assert [row[0] for row in candidates.rows] == [f"{i} {n}" for i in range(4) for n in ("k3 e2", "k5 e1", "k3 e3")]
     assert all(0.8 < float(cell) < 3 for row in candidates.rows for cell in row[1:])
     assert len(comparable.rows) == 4

@@ -40,13 +40,13 @@ def test_quick_tells_marks_and_tables(tmp_path):
         "Q, random images",
         "parameters",
     ]
-    assert len(table(report, "searches").rows) == 7
+    assert len(table(report, "searches").rows) == 10
     closed = {row[0]: row for row in table(report, "one step").rows}
     assert closed["closed form, exact gradient"][1] == "1.000"
     assert float(closed["largest E[Q] of norm 1, ascent"][2]) >= float(closed["closed form, exact gradient"][2]) - 1e-6
     page = report.save(tmp_path)
     assert page.name == "nasi-quick.html" and "pass marks met" in page.read_text(encoding="utf-8")
-    assert len(list((tmp_path / "nasi-quick").glob("*.svg"))) == 2
+    assert len(list((tmp_path / "nasi-quick").glob("*.svg"))) == 4
 
 
 def test_the_gradient_by_enumeration_is_that_of_the_expectation_and_the_closed_form_is_its_best_direction():
@@ -96,7 +96,9 @@ def test_a_layer_wise_search_writes_a_table_for_the_other_stages(tmp_path):
         "standard and random labels, same seed",
         "two random architectures",
     ]
-    assert len(report.figures[0].panels[0]["marks"]) == 1
+    report.save(tmp_path)
+    figures = json.loads((tmp_path / "nasi-search.json").read_text(encoding="utf-8"))["figures"]
+    assert [mark["label"] for mark in figures[0]["panels"][0]["marks"]] == ["Q", "R", "nu"]
 
 
 @pytest.mark.parametrize("space", ["nas_bench_201", "digits_mini"])
@@ -146,6 +148,9 @@ def test_batches_are_of_the_size_that_is_told(tmp_path):
     with pytest.raises(ConfigError, match="batch must be at most 8, the number of images, got 16"):
         run_study("nasi search", NasiSearchConfig(**{**CELLS, "batch": 16}, images=images), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+    # twice the batch is more than there are
+    report = run_study("nasi search", NasiSearchConfig(**{**CELLS, "batch": 8}, images=images, sensitivity=True))
+    assert [row[0] for row in table(report, "sensitivity").rows if "batch" in row[0]] == ["batch 2", "batch 4"]
 
 
 def published(space: SearchSpace) -> dict:

@@ -10,12 +10,14 @@ from torch.nn import functional as F
 from nasfast.research.cells.space import Cell, CellSpace, Edge, minimal_cell
 from nasfast.research.studies.wiring.theorems import (
     EXACT,
+    STATISTICS,
     Step,
     check_theorems,
     chosen_gates,
     make_batch,
     make_net,
     mixed_gates,
+    norm_residual,
     take_step,
     theorem_3,
 )
@@ -46,6 +48,47 @@ def test_they_hold(form):
 def test_one_cell_has_none_before_the_last():
     with pytest.raises(ValueError, match="the theorems need at least 2 cells, got 1"):
         check_theorems(cells=1)
+
+
+# --- what the rows are made of
+
+
+def test_a_step_is_that_of_the_network():
+    """Gradients of gates and nodes by finite differences and by hand."""
+    net, gates = make_net(SMALL), mixed_gates(SMALL, 0)
+    x, y = make_batch(SMALL, 16, 0)
+    step = take_step(net, gates, x, y)
+    for at in ((0, 0, 4), (1, 4, 1), (1, 2, 7)):
+        moved = []
+        for sign in (1, -1):
+            other = gates.clone()
+            other[at] += sign * 1e-6
+            moved.append(F.cross_entropy(net(x, other), y).item())
+        assert step.costs[at].item() == pytest.approx((moved[0] - moved[1]) / 2e-6, rel=1e-5, abs=1e-9)
+    # the cost of a node is that of what enters it
+    for i, nodes in enumerate(step.nodes):
+        for j in (2, 3):
+            of_node = (step.gradients[i][j] * nodes[j]).sum()
+            entering = (step.gates * step.costs)[i, list(SMALL.cell.into(j))].sum()
+            torch.testing.assert_close(of_node, entering, rtol=0, atol=1e-14)
+    assert step.scale == pytest.approx((gates * step.costs).sum(-1).abs().max().item())
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("kind", list(STATISTICS))
+def test_residual_of_a_norm(kind, affine):
+    norm = SMALL.replace(norm=kind)
+    module = make_net(norm.replace(affine=affine), eps=0.1).cells[0].preprocess[0].norm
+    x = torch.randn(5, 4, 3, 3, dtype=torch.float64, requires_grad=True)
+    out = module(x)
+    gradient = torch.randn(out.shape, dtype=torch.float64)
+    (of_x,) = torch.autograd.grad(out, x, gradient)
+    measured = (of_x * x).sum().item()
+    assert norm_residual(module, kind, x, out, gradient).item() == pytest.approx(measured, abs=1e-12)
+    assert abs(measured) > 1e-3
+
+
+# --- that the measurements can fail
 
 
 def test_paths_without_a_norm_do_not_block():

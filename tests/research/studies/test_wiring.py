@@ -18,7 +18,8 @@ from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.data import DataError
 from nasfast.research.cells.search import TRAIN, CellSearchEngine
-from nasfast.research.studies.report import StudyReport
+from nasfast.research.studies.draw import figure_of
+from nasfast.research.studies.report import StudyReport, plain
 from nasfast.research.studies.run import run_study
 from nasfast.research.studies.wiring.config import CollapseConfig, CostConfig, GrowthConfig, TheoremsConfig, WidthConfig
 from nasfast.spaces import load_arch, read_space
@@ -138,7 +139,7 @@ def test_searches_as_tasks_have_the_same_bytes(reports, steps, kind, tmp_path, m
     run_tasks_here(monkeypatch)
     steps.take()
     told_of = []
-    monkeypatch.setattr("nasfast.research.studies.run.progress", lambda name, total: told_of.append)
+    monkeypatch.setattr("nasfast.research.studies.run._plain_lines", lambda name, total: told_of.append)
     assert main(["wiring", kind, *flags(STUDIES[kind][1]), "--out", str(tmp_path), "--attempts", "2"]) == 0
     folders = {path.parent for path in tmp_path.glob("*/task.json")}
     assert folders == {path.parent for path in tmp_path.glob("*/search.npz")} and len(folders) == 6
@@ -168,10 +169,10 @@ def test_a_search_that_fails_as_a_task_is_named_with_its_log(tmp_path, monkeypat
 
 
 def test_tables_hold_the_measures_of_every_seed(reports):
-    _, found, _ = reports
+    out, found, _ = reports
     table = found["p1"].tables[0]
     assert table.header == ("", "seed 0", "seed 1", "mean, 95 %")
-    forms = list(found["p1"].data["measures"].values())
+    forms = [json.loads((out / f"dsnas-s{seed}" / "measures.json").read_text(encoding="utf-8")) for seed in (0, 1)]
     values = {row[0]: row[1:] for row in table.rows}
     assert len(values) == len(forms[0])
     one, other = (form["q_int_end"] for form in forms)
@@ -205,23 +206,51 @@ def test_other_methods(tmp_path, method, name):
     arrays = np.load(tmp_path / f"{method}-s0" / "search.npz")
     # these three measure every operation in every step
     assert (arrays["costs"][:, TRAIN, 2, 0, :, 1:] == 2).all()
+    own = [row[1] for row in report.tables[1].rows if "its own" in row[1]]
+    assert own == ["darts (its own)" if method == "darts" else "argmax (its own)"]
 
 
-def test_reduction_cells_are_averaged_with_the_others(tmp_path):
+def test_reduction_cells_have_figures_of_their_own(tmp_path):
     cfg = GrowthConfig(**{**TINY, "seeds": 1}, cells=3, reductions=True)
     report = run_study("wiring p1", cfg, out=tmp_path)
     p = np.load(tmp_path / "dsnas-s0" / "search.npz")["probabilities"]
     assert p.shape == (4, 2, 5, 8)
-    (figure,) = report.figures
-    np.testing.assert_allclose(figure.panels[1]["marks"][0]["y"], p[:, :, :4, 0].mean((1, 2)))
+    figures = {figure.title: figure for figure in report.figures}
+    for t, kind in enumerate(("normal", "reduction")):
+        edges = figures[f"seed 0, {kind} cell: probabilities"].panels
+        assert np.array_equal([[mark["y"] for mark in edge["marks"]] for edge in edges], p[:, t].transpose(1, 2, 0))
+        steps = [panel["title"] for panel in figures[f"seed 0, {kind} cell: wiring"].panels]
+        assert steps == ["step 0", "step 2", "step 4", "step 6"]
+        figure_of(plain(figures[f"seed 0, {kind} cell: wiring"]))
+    np.testing.assert_allclose(figures["P1"].panels[1]["marks"][0]["y"], p[:, :, :4, 0].mean((1, 2)))
     arch = load_arch(tmp_path / "dsnas-s0" / "arch_argmax.json", read_space(tmp_path / "dsnas-s0" / "space.yaml"))
     assert len(arch) == 10
+    text = report.tables[1].rows[0][2]
+    assert text.startswith("normal:") and "; reduction:" in text
 
 
 def test_without_a_directory_nothing_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     report = run_study("wiring p1", GrowthConfig(**{**TINY, "seeds": 1, "steps": 1}))
     assert report.tables and not list(tmp_path.iterdir())
+
+
+def test_other_tables_of_local_costs(reports):
+    _, found, _ = reports
+    sums, variants = found["cost"].tables[1:]
+    before, last = (float(row[1]) for row in sums.rows)
+    # corollary 1.2: what is not the last cell costs nothing
+    assert abs(before) < 0.02 * abs(last)
+    assert [row[0] for row in variants.rows] == [
+        "as above",
+        "order conv_relu_norm",
+        "order conv_norm_relu",
+        "norm layer",
+        "norm instance",
+    ]
+    cost = {row[0]: float(row[3]) for row in variants.rows}
+    # theorem 5: without scale and shift an instance norm leaves nothing
+    assert cost["norm instance"] == pytest.approx(0, abs=1e-5) and abs(cost["norm layer"]) > 1e-4
 
 
 # --- settings and images ------------------------------------------------------------------------------------------

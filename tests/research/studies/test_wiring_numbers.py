@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import numpy as np
@@ -151,13 +152,13 @@ def test_measures(name, bilevel):
 class Fabricating:
     """Replaces the runner: every search ends at once, and its arguments are recorded."""
 
-    device = "cpu"
+    device, prepare = "cpu", staticmethod(list)
 
     def __init__(self, records: int | None = None) -> None:
         self.records, self.found, self.asked = records, {}, {}
 
-    def all(self, *groups) -> list[dict[int, CellSearchResult]]:
-        return [{key: self._made(search) for key, search in group.items()} for group in groups]
+    def all(self, searches) -> dict[int, CellSearchResult]:
+        return {key: self._made(search) for key, search in searches.items()}
 
     def _made(self, search) -> CellSearchResult:
         cfg, how, seed = search.cfg, search.how, 100 * search.cfg.seed + len(search.name)
@@ -167,23 +168,28 @@ class Fabricating:
         return made
 
 
-def marks_of(found: StudyReport) -> dict[str, float]:
-    """Name -> what was measured, of the marks of seed 1."""
-    return {c.name.replace("seed 1: ", ""): c.measured for c in found.checks if "seed 1" in c.name}
+def assert_marks(found: StudyReport, expected: Mapping[str, tuple[float, float, float]]) -> None:
+    """Name -> from, to, measured."""
+    assert sorted(check.name for check in found.checks) == sorted(expected)
+    for check in found.checks:
+        assert (check.low, check.high, check.measured) == pytest.approx(expected[check.name], abs=1e-12), check.name
 
 
 def test_marks_of_growing():
     runner = Fabricating()
     found = study._growth(GrowthConfig(seeds=2), runner)
-    m = measures(runner.found["dsnas", 1])
-    assert marks_of(found) == {
-        "C of the first part": m["C_first"],
-        "C of the last part": m["C_last"],
-        "peak of q of input edges": m["q_in_peak"],
-        "q of input edges at the end": m["q_in_end"],
-        "input edges kept": m["kept_in"],
-    }
-    assert found.notes == () and len(found.checks) == 10
+    expected = {}
+    for seed in (0, 1):
+        m = measures(runner.found["dsnas", seed])
+        expected |= {
+            f"seed {seed}: C of the first part": (0, INF, m["C_first"]),
+            f"seed {seed}: C of the last part": (-INF, 0, m["C_last"]),
+            f"seed {seed}: peak of q of input edges": (0.13, 1, m["q_in_peak"]),
+            f"seed {seed}: q of input edges at the end": (0, 0.06, m["q_in_end"]),
+            f"seed {seed}: input edges kept": (8, 8, m["kept_in"]),
+        }
+    assert_marks(found, expected)
+    assert found.notes == ()
     verdict = found.verdicts["P1, seed 0"]
     missing = [sign for sign, seen in verdict.evidence.items() if not seen]
     assert verdict.names == (f"not seen: {', '.join(missing)}",)
@@ -193,30 +199,37 @@ def test_marks_of_growing():
 def test_marks_of_width_and_of_its_control():
     runner = Fabricating()
     found = study._width(WidthConfig(seeds=2), runner)
-    m = measures(runner.found["dsnas", 1])
-    expected = {
-        "intermediate edges kept": m["kept_int"],
-        "input edges kept": m["kept_in"],
-        "cost of intermediate minus input edges of a node": m["intermediate_minus_input_cost"],
-    }
+    expected = {}
+    for seed in (0, 1):
+        m = measures(runner.found["dsnas", seed])
+        cost = m["intermediate_minus_input_cost"]
+        expected |= {
+            f"seed {seed}: intermediate edges kept": (0, 2, m["kept_int"]),
+            f"seed {seed}: input edges kept": (8, 8, m["kept_in"]),
+            f"seed {seed}: cost of intermediate minus input edges of a node": (0, INF, cost),
+        }
     control = {}
     labels = dict(zip(CONTROLS, ("simplified", "modified, sampled", "modified, (0,1) fixed"), strict=True))
     for name, label in labels.items():
-        early, late = (
-            [mean_cost(runner.found[name, 1], e, part) for e in range(3)] for part in (range(6), range(9, 12))
-        )
-        control[f"{label}, cost of (1,2) minus (0,2), last quarter"] = late[2] - late[1]
-        if name == CONTROLS[1]:
-            control[f"{label}, cost of (1,2) minus (0,1), first half"] = early[2] - early[0]
-        row = next(r for r in found.tables[1].rows if r[:2] == (label, "seed 1"))
-        assert list(row[2:]) == [f"{v:+.3f}" for v in (*early, *late)]
-    assert marks_of(found) == pytest.approx(expected | control, abs=1e-12)
-    signs = {check.name: check.low for check in found.checks if "last quarter" in check.name}
-    assert [low for name, low in signs.items() if "seed 1" in name] == [0, 0, -INF]
+        for seed in (0, 1):
+            f = runner.found[name, seed]
+            late = [mean_cost(f, e, range(9, 12)) for e in range(3)]
+            early = [mean_cost(f, e, range(6)) for e in range(3)]
+            between = (-INF, 0) if name == CONTROLS[2] else (0, INF)
+            control[f"{label}, seed {seed}: cost of (1,2) minus (0,2), last quarter"] = (*between, late[2] - late[1])
+            if name == CONTROLS[1]:
+                control[f"{label}, seed {seed}: cost of (1,2) minus (0,1), first half"] = (0, INF, early[2] - early[0])
+            row = next(r for r in found.tables[2].rows if r[:2] == (label, f"seed {seed}"))
+            assert list(row[2:]) == [f"{v:+.3f}" for v in (*early, *late)]
+    assert_marks(found, expected | control)
     # the control has its own marks, which do not depend on the search
-    other = study._width(WidthConfig(seeds=2, cell="minimal"), runner)
-    assert marks_of(other) == pytest.approx(control, abs=1e-12)
+    assert_marks(study._width(WidthConfig(seeds=2, cell="minimal"), runner), control)
     assert study._width(WidthConfig(seeds=2, control_steps=599), runner).checks == ()
+    marks = found.figures[-1].panels[0]["marks"]
+    # of each edge two runs and their mean, which has the label
+    assert [mark["label"] for mark in marks[2::3]] == ["(0,1)", "(0,2)", "(1,2)"]
+    one = [[mean_cost(runner.found[CONTROLS[0], 1], e, range(r, r + 1)) for r in range(12)] for e in range(3)]
+    np.testing.assert_allclose([mark["y"] for mark in marks[1:-1:3]], one)
 
 
 def test_the_control_is_that_of_section_6():
@@ -238,29 +251,32 @@ def test_the_control_is_that_of_section_6():
 def test_marks_of_collapse_and_signs_of_the_gates():
     runner = Fabricating()
     found = study._collapse(CollapseConfig(seeds=2), runner)
-    run, single, gates = (runner.found[name, 1] for name in ("dsnas-bilevel", "dsnas", "table"))
-    m = measures(run)
-    dropped = [int((r.probabilities[-1, 0].argmax(-1) == 0).sum()) for r in (run, single)]
-    # the third quarter of twelve records, by hand
-    sums = gates.outputs[6] + gates.outputs[7] + gates.outputs[8]
-    c, ell, h = (sums[..., q] / sums[..., 3] for q in range(3))
-    held_out = gates.outputs[:, SEARCH, 0, 0] / gates.outputs[:, SEARCH, 0, 3]
-    expected = {
-        "edges that are None": dropped[0],
-        "held-out C, smallest part": m["search_C_smallest"],
-        "held-out minus training C, smallest part": m["search_minus_train_C"],
-        "edges that are None on one level": dropped[1],
-        "table, correct C, training": c[TRAIN, 1],
-        "table, correct C, held out": c[SEARCH, 1],
-        "table, wrong L, held out minus training": ell[SEARCH, 2] - ell[TRAIN, 2],
-        "table, wrong H, held out minus training": h[SEARCH, 2] - h[TRAIN, 2],
-        "table, wrong C, held out minus training": c[SEARCH, 2] - c[TRAIN, 2],
-        "table, held-out C, second half minus first": held_out[6:].mean() - held_out[:6].mean(),
-    }
-    assert marks_of(found) == pytest.approx(expected, abs=1e-12)
-    row = next(r for r in found.tables[2].rows if r[0] == "wrong, seed 1")
-    shown = [q[which, 2] for q in (c, ell, h) for which in (TRAIN, SEARCH)]
-    assert list(row[1:]) == [f"{v:+.2f}" for v in shown]
+    expected = {}
+    for seed in (0, 1):
+        run, single, gates = (runner.found[name, seed] for name in ("dsnas-bilevel", "dsnas", "table"))
+        m = measures(run)
+        dropped = [int((r.probabilities[-1, 0].argmax(-1) == 0).sum()) for r in (run, single)]
+        # the third quarter of twelve records, by hand
+        sums = gates.outputs[6] + gates.outputs[7] + gates.outputs[8]
+        c, ell, h = (sums[..., q] / sums[..., 3] for q in range(3))
+        held_out = gates.outputs[:, SEARCH, 0, 0] / gates.outputs[:, SEARCH, 0, 3]
+        table = f"table, seed {seed}:"
+        expected |= {
+            f"seed {seed}: edges that are None": (13, 14, dropped[0]),
+            f"seed {seed}: held-out C, smallest part": (0, INF, m["search_C_smallest"]),
+            f"seed {seed}: held-out minus training C, smallest part": (0, INF, m["search_minus_train_C"]),
+            f"seed {seed}: edges that are None on one level": (0, 6, dropped[1]),
+            f"{table} correct C, training": (-INF, 0, c[TRAIN, 1]),
+            f"{table} correct C, held out": (-INF, 0, c[SEARCH, 1]),
+            f"{table} wrong L, held out minus training": (0, INF, ell[SEARCH, 2] - ell[TRAIN, 2]),
+            f"{table} wrong H, held out minus training": (-INF, 0, h[SEARCH, 2] - h[TRAIN, 2]),
+            f"{table} wrong C, held out minus training": (0.5, INF, c[SEARCH, 2] - c[TRAIN, 2]),
+            f"{table} held-out C, second half minus first": (0, INF, held_out[6:].mean() - held_out[:6].mean()),
+        }
+        row = next(r for r in found.tables[3].rows if r[0] == f"wrong, seed {seed}")
+        shown = [q[which, 2] for q in (c, ell, h) for which in (TRAIN, SEARCH)]
+        assert list(row[1:]) == [f"{v:+.2f}" for v in shown]
+    assert_marks(found, expected)
     cfg, search = runner.asked["table"]
     # row W4 of section 9: probabilities stay, held-out batches are measured
     assert (search.method, search.bilevel, search.alpha_lr) == ("darts", True, 0.0)

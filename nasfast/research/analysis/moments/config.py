@@ -9,7 +9,7 @@ from typing import Literal
 from nasfast.config import ConfigBase
 
 Padding = Literal["periodic", "shifted", "zero", "reflective"]
-Act = Literal["relu", "tanh"]
+Act = Literal["relu", "relu6", "tanh", "identity"]
 Norm = Literal["none", "batch", "layer"]
 
 
@@ -20,14 +20,14 @@ class NetConfig(ConfigBase):
     Attributes:
         norm: normalisation before the activation: `none` (vanilla), `batch`, `layer`.
         residual: feed-forward units per residual (H); 0 for a feed-forward network.
-        act: activation: `relu`, `tanh`.
+        act: activation: `relu`, `relu6`, `tanh`, `identity`.
         kernel: kernel size of the convolutions; 0 for fully connected layers.
         width: number of channels.
         depth: number of layers, or of residuals in a residual network.
         batch: number of samples, B.
         every: number of layers between records.
-        sigma_w, sigma_b: Var(omega) = sigma_w^2 / fan-in and Var(beta) = sigma_b^2; sigma_w null takes sqrt(2) for
-            ReLU and 1 for tanh, as He's initialisation.
+        sigma_w, sigma_b: Var(omega) = sigma_w^2 / fan-in and Var(beta) = sigma_b^2; sigma_w null takes sqrt(2) for ReLU
+            and ReLU6, otherwise 1.
         padding: `periodic`, `zero`, `reflective`, or `shifted`, which is periodic with the whole border above and left,
             as in the paper's code. It shifts every output by a pixel, which matters only to residual networks, because
             their skip connections are not shifted.
@@ -66,6 +66,9 @@ class NetConfig(ConfigBase):
     @property
     def std(self) -> float:
         """sigma_w, also where it is null."""
-        if self.sigma_w is not None:
-            return self.sigma_w
-        return math.sqrt(2) if self.act == "relu" else 1.0
+        return gain(self.act) if self.sigma_w is None else self.sigma_w
+
+
+def gain(name: Act) -> float:
+    """sigma_w of He's initialisation: sqrt(2) for ReLU and ReLU6; 1 for tanh and the identity."""
+    return math.sqrt(2) if name in ("relu", "relu6") else 1.0

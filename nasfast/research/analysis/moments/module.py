@@ -6,7 +6,9 @@ BatchNorms use the statistics of the current batch and treat them as constants f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,7 +18,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from nasfast.config import nearest
-from nasfast.research.analysis.jacobian import Array, applied, batch_norms, plain_copy, reference_operators
+from nasfast.ops import use_backend
+from nasfast.research.analysis.jacobian import Array, applied, frozen_copy
 from nasfast.research.analysis.moments.pairs import Pair, energies, ranks, shape
 
 Function = Callable[[Tensor], Tensor]
@@ -28,10 +31,12 @@ def held(module: _Module) -> _Module:
 
     One forward pass is enough, because every BatchNorm takes its statistics from its input just before it uses them.
     """
-    copy = plain_copy(module)
-    for norm in batch_norms(copy):
-        norm.track_running_stats = True
-        norm.register_forward_pre_hook(_hold)
+    copy = frozen_copy(module, torch.empty(0), bn_mode="coupled")
+    for norm in copy.modules():
+        if isinstance(norm, nn.modules.batchnorm._BatchNorm):
+            norm.track_running_stats = True
+            norm.eval()
+            norm.register_forward_pre_hook(_hold)
     return copy
 
 
@@ -44,6 +49,15 @@ def _hold(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     norm.running_var, norm.running_mean = torch.var_mean(x, over, correction=0)
 
 
+@contextmanager
+def _differentiating() -> Iterator[None]:
+    """Context for forward-mode derivatives on the reference operators."""
+    with use_backend("reference"), torch.no_grad(), warnings.catch_warnings(), forward_ad.dual_level():
+        # torch itself causes this warning in the formulas of its forward mode
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
+        yield
+
+
 def push(function: Function, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """(f(x), J dx) in one forward pass; J dx is zero if f does not depend on x.
 
@@ -54,7 +68,7 @@ def push(function: Function, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tenso
     Raises:
         ValueError: the function cannot take x, returns no tensor, or has an operation without derivative.
     """
-    with reference_operators(), torch.no_grad(), forward_ad.dual_level():
+    with _differentiating():
         y, dy = forward_ad.unpack_dual(applied(function, forward_ad.make_dual(*pair)))
         return y, torch.zeros_like(y) if dy is None else dy
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,10 +202,12 @@ class Run:
         cfg: the network.
         values: statistic_place -> (realisations, records), such as `log_mu2_signal_act`; nan from the record on where
             a signal is lost in rounding. `log_ratio_0` (realisations, 1) is log mu_2(dx) - log mu_2(x) of the inputs.
+        seconds: computing time, without realisations that were read from a file.
     """
 
     cfg: NetConfig
     values: dict[str, Array]
+    seconds: float = 0.0
 
     @property
     def depth(self) -> Array:
@@ -306,7 +309,7 @@ def run(
             stopped continues, and a run with more realisations adds to it.
         progress: called with the number of realisations done.
     """
-    size = chunk_size(cfg, source)
+    size, start = chunk_size(cfg, source), time.perf_counter()
     # sources are functions without a name, so a sample of what they draw identifies them
     inputs = source(2, torch.Generator().manual_seed(0)).numpy().tobytes()
     key = hashlib.sha256(json.dumps([cfg.to_dict(), seed, size]).encode() + inputs).hexdigest()[:16]
@@ -325,4 +328,4 @@ def run(
                 write_atomic(file, buffer.getvalue())
         parts.append(values)
         progress(ids.stop)
-    return Run(cfg, {name: np.concatenate([p[name] for p in parts]) for name in parts[0]})
+    return Run(cfg, {name: np.concatenate([p[name] for p in parts]) for name in parts[0]}, time.perf_counter() - start)

@@ -114,15 +114,18 @@ def _tanh(x: Tensor) -> tuple[Tensor, Tensor]:
     return y, 1 - y * y
 
 
-_ACTIVATIONS: dict[Act, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
-    # the slope takes phi'(0) = 0
+_ACTIVATIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    # the slopes take phi'(0) = 0
     "relu": lambda x: (x.clamp_min(0), x > 0),
+    "relu6": lambda x: (x.clamp(0, 6), (x > 0) & (x < 6)),
     "tanh": _tanh,
 }
 
 
 def act(pair: Pair, name: Act) -> Pair:
     """x = phi(y) and dx = phi'(y) dy."""
+    if name == "identity":
+        return replace(pair, v=pair.v.clone())
     y = torch.empty_like(pair.v)
     y[0], slope = _ACTIVATIONS[name](pair.x)
     torch.mul(pair.dx, slope, out=y[1])

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from nasfast.measure.timing import random_batch
 from nasfast.ops.modules import ConvBNAct, InvertedResidual
-from nasfast.research.analysis.fairness import channel_variance, depth_spread, fairness, without_indicator_bn
+from nasfast.research.analysis.fairness import channel_moments, depth_spread, fairness, without_indicator_bn
 from nasfast.research.analysis.jacobian import Isometry, applied, circular_conv_moments, frozen_copy, isometry
-from nasfast.research.analysis.meanfield import activation, normal_nodes
+from nasfast.research.analysis.meanfield import activation, normal_nodes, phase_diagram
 from nasfast.research.studies.draw import SERIES, level, line, literal, panel
 from nasfast.research.studies.inputs import initialised, reduced_space, sample_shape
 from nasfast.research.studies.isometry.config import IsometryConfig
@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 EDGES = np.linspace(0, 5, 51)
 """Bins of the singular value histograms."""
-SPREADS = ("f_var", "f_iso", "f_phi", "distortion", "disagreement")
+SPREADS = ("f_mean", "f_var", "f_iso", "f_phi", "distortion", "disagreement")
 """The spreads of `nasfast.research.analysis.fairness.Fairness` that a row of fairness has."""
 
 # Up to this many elements it is cheaper to form a Jacobian than to probe it.
@@ -58,13 +58,21 @@ _NEARLY_ALL = 0.95
 _NEAR = 0.1
 # Few images are enough, because variances are averaged over channels and positions.
 _DEPTH_IMAGES = 16
+_DIAGRAM_ACT = "tanh"
 _DENSITIES = 6
+_FAIRNESS = {
+    "f_var": "f_var: std of log variance",
+    "f_iso": "f_iso: std of log distance ratio",
+    "distortion": "distortion of distances within a candidate",
+    "disagreement": "disagreement of the candidates' outputs",
+}
 _EXPLANATION = (
     "phi is the mean and varphi the variance of the squared singular values of a Jacobian; an isometry has 1 and 0. "
     "The branch is the candidate without skip connection or bypass. Gain: phi Var(in) / Var(out), how much faster "
     "small differences grow than the signal."
 )
 _MOMENTS = {"phi": ".3f", "varphi": ".3f", "gain": ".3f"}
+_LINES = " Solid: with indicator BN. Dotted: without it."
 
 
 @dataclass(frozen=True)
@@ -144,7 +152,7 @@ def measure(
 
 
 def _variance(y: Tensor) -> float:
-    return channel_variance(y) if y.ndim > 1 else float(y.double().var(correction=0))
+    return channel_moments(y)[1] if y.ndim > 1 else float(y.double().var(correction=0))
 
 
 def measure_supernet(
@@ -358,7 +366,7 @@ def block_marks(act: str, *, seed: int = 0) -> list[Check]:
                 f"orthogonal: branch with BatchNorm, {name}: phi Var(h)",
                 expected,
                 _GAIN_MARK * expected,
-                branch.phi * channel_variance(h),
+                branch.phi * channel_moments(h)[1],
             )
         )
     return marks
@@ -585,8 +593,8 @@ def _space(cfg: IsometryConfig, task: Task) -> StudyReport:
         rows += of_setting
         spreads += spreads_of_setting
         for indicator_bn in (True, False):
-            std = depth_spread(net, few, paths=cfg.paths, indicator_bn=indicator_bn, seed=cfg.seed)
-            depth.append({"setting": setting, "indicator_bn": indicator_bn, "std": std})
+            found = depth_spread(net, few, paths=cfg.paths, indicator_bn=indicator_bn, seed=cfg.seed)
+            depth.append({"setting": setting, "indicator_bn": indicator_bn, **found})
         if act == own:
             kinds, of_convolutions = measure_convolutions(net, setting=setting, scheme=init)
             convolutions += kinds
@@ -627,10 +635,12 @@ def _report(
     convolutions: Sequence[Form] = (),
 ) -> StudyReport:
     """The report without marks and claims; what there is none of has neither table nor figure."""
+    figures = [_moments_figure("candidates" if fairness else "parts", settings, rows), _densities(settings, rows)]
     tables = [_medians_table(settings, rows), _rows_table(rows)]
     if convolutions:
         tables.append(_convolutions_table(convolutions))
     if fairness:
+        figures += [_fairness_figure(settings, fairness), _depth_figure(settings, depth)]
         tables.append(_fairness_table(spread_means(fairness)))
     if depth:
         tables.append(_depth_table(depth))
@@ -639,10 +649,7 @@ def _report(
         explanation=_EXPLANATION,
         notes=tuple(f"reduced: {text}" for text in reduced),
         tables=tuple(tables),
-        figures=(
-            _moments_figure("candidates" if fairness else "parts", settings, rows),
-            _densities(settings, rows),
-        ),
+        figures=(*figures, _diagram()),
         data={
             "settings": settings,
             "rows": rows,
@@ -766,3 +773,43 @@ def _densities(settings: Sequence[str], rows: Sequence[Row]) -> Figure:
         "be one spike at 1. The bin at 0 is cut off."
     )
     return Figure("singular values", caption, panels, columns=3, height=2.4)
+
+
+def _both(settings: Sequence[str], found: Sequence[Form], y: str) -> list[Form]:
+    """A line for every setting: solid with indicator BatchNorms, dotted without; one number for each row, or a list."""
+    marks = []
+    for colour, setting in zip(SERIES, settings, strict=False):
+        for indicator_bn in (True, False):
+            rows = [f for f in found if (f["setting"], f["indicator_bn"]) == (setting, indicator_bn)]
+            values = rows[0][y] if rows and "layer" not in rows[0] else [row[y] for row in rows]
+            x = [row.get("layer", 0) for row in rows] if len(rows) == len(values) else range(len(values))
+            label = setting if indicator_bn else ""
+            marks.append(line(list(x), values, colour, label, ls="-" if indicator_bn else ":"))
+    return marks
+
+
+def _fairness_figure(settings: Sequence[str], fairness: Sequence[Form]) -> Figure:
+    panels = [
+        panel(title, *_both(settings, fairness, key), x="layer", ylim=(0, None)) for key, title in _FAIRNESS.items()
+    ]
+    return Figure("fairness", "Spread over the candidates of a layer; 0 is fair." + _LINES, panels)
+
+
+def _depth_figure(settings: Sequence[str], depth: Sequence[Form]) -> Figure:
+    panels = [
+        panel("std of log Var(h) over paths", *_both(settings, depth, "std"), x="layer", ylim=(0, None)),
+        panel("largest Var(h) over smallest", *_both(settings, depth, "ratio"), x="layer", ylim=(1, None)),
+    ]
+    return Figure("fairness with depth", "Spread of log Var(h) over random paths, by depth." + _LINES, panels)
+
+
+def _diagram() -> Figure:
+    found = phase_diagram(_DIAGRAM_ACT, np.linspace(0.5, 3, 51), np.linspace(0, 1, 26))
+    mesh = {"mark": "mesh", "x": found.sigma_w, "y": found.sigma_b, "z": np.round(found.chi, 6)}
+    mesh |= {"curve": found.critical, "point": (1, 0), "label": "chi"}
+    caption = (
+        "chi of an infinitely wide tanh network without BatchNorm: below 1 signals merge and gradients vanish, above 1 "
+        "they explode. The black line is chi = 1; the dot is the initialisation that the theory asks for."
+    )
+    title = f"order and chaos of {_DIAGRAM_ACT}"
+    return Figure("mean field", caption, [panel(title, mesh, x="sigma_w", y="sigma_b")], width=6.4, height=3.6)

@@ -320,6 +320,7 @@ def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
         title = f"figure {number}: {name}"
         if number == 2:
             drawn.append(histograms(title, found, reference))
+            notes.append(f"figure 2 took {found.seconds:.1f} s")
         else:
             runs[name] = found
             drawn.append(curves_of(title, found, reference))
@@ -335,6 +336,8 @@ def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
     if compared:
         header = ("against the published arrays", "largest deviation", "at l", "measured", "published", "/ allowed")
         shown.append(Table("agreement", header, tuple(compared)))
+    if cfg.reference is not None:
+        checks += data_checks(Path(cfg.reference))
     kind = f"{cfg.kernel} x {cfg.kernel} convolutions, {cfg.padding} borders" if cfg.kernel else "fully connected"
     inputs = "synthetic inputs" if cfg.images is None else f"images of {Path(cfg.images).name}"
     return StudyReport(
@@ -385,6 +388,7 @@ def _space(cfg: ModuleConfig, task: Task) -> StudyReport:
         ),
         tables=(
             path_table(found, verdicts),
+            layer_table(found, space),
             stage_table(found, reductions),
             candidate_table(found),
             comparability_table(found),
@@ -432,9 +436,9 @@ def summary_table(title: str, runs: Mapping[str, Run]) -> Table:
             # networks without BatchNorm have no parts and no normalised signal
             left_out = () if "inc_bn" in mean else ("inc_bn", "inc_phi", "mu4_z")
             values = [None if key in left_out else mean[key][i] for key in keys]
-            first = (name, str(found.realisations)) if i == 0 else ("", "")
-            rows.append((first[0], found.depth[i], chi, _DB * chi, *values, first[1]))
-    return Table.of(title, {**columns, "networks": ""}, rows)
+            size = (str(found.realisations), f"{found.seconds:.1f}") if i == 0 else ("", "")
+            rows.append((name if i == 0 else "", found.depth[i], chi, _DB * chi, *values, *size))
+    return Table.of(title, {**columns, "networks": "", "seconds": ""}, rows)
 
 
 def fit_table(runs: Mapping[str, Run], verdicts: Mapping[str, Verdict]) -> Table:
@@ -463,6 +467,20 @@ def path_table(found: Mapping[str, Paths], verdicts: Mapping[str, Verdict]) -> T
         values = (*(e[key] for key in judged), last["reff_noise"], e["share"], last["pseudo_linear"])
         rows.append((name, *values, str(verdicts[name])))
     return Table.of("from the stem to the last layer", {**columns, "pseudo-linear": ".3f", "verdict": ""}, rows)
+
+
+def layer_table(found: Mapping[str, Paths], space: SearchSpace) -> Table:
+    """The averages over random paths, layer by layer."""
+    columns = {"layer": ""}
+    for name in found:
+        columns |= {f"{name}: delta chi": ".3f", f"{name}: log chi": ".3f", f"{name}: r_eff": ".1f"}
+    rows: list[list[str | float]] = []
+    for index, layer in enumerate(space.layers):
+        rows.append([f"{index} {'' if layer.normal else 'reduction'}".strip()])
+        for paths in found.values():
+            chi, rank = (paths.curves[key].mean(0) for key in ("logchi", "reff_signal"))
+            rows[-1] += [math.exp(chi[index] - (chi[index - 1] if index else 0.0)), chi[index], rank[index]]
+    return Table.of("averages over paths (increments: geometric)", columns, rows)
 
 
 def stage_table(found: Mapping[str, Paths], reductions: Sequence[int]) -> Table:
@@ -600,11 +618,26 @@ def curves_of(title: str, found: Run, reference: Published) -> Figure:
             marks.append(line(reference["depth"], reference["chi_mean"], INK, lw=1, ls="--"))
         chi = panel(r"$\chi^l$", *marks, x="l", log="xy", legend=True)
     rank = panel("effective rank", *shown({**ranks, "reff_noise": "noise"}), x="l", log="y", legend=True)
+    absolute = _curve(depth, curves, "nu1abs_z", SERIES[1], r"$\nu_1(|z^l|)$", reference)
+    gauss = level(math.sqrt(2 / math.pi), colour=SERIES[1])
+    tails = panel(
+        "the normalised signal",
+        *_curve(depth, curves, "mu4_z", SERIES[0], r"$\mu_4(z^l)$", reference),
+        level(3, colour=SERIES[0]),
+        x="l",
+        y=r"$\mu_4$",
+        log="y",
+        # there is nothing to see below a Gaussian's 3
+        ylim=(2, None),
+        legend=True,
+        twin=panel("", *absolute, gauss, y=r"$\nu_1(|z|)$", ylim=(0, 1)),
+    )
     caption = (
         "Increments of the sensitivity (of a resnet: of the first unit of every residual) and their two parts, the "
-        "sensitivity (of a resnet with the power law predicted from the increments), and effective ranks." + _BANDS
+        "sensitivity (of a resnet with the power law predicted from the increments), effective ranks, and fourth "
+        "moment and mean absolute value of the normalised signal (dotted: those of a Gaussian)." + _BANDS
     )
-    return Figure(title, caption, [increments, chi, rank], columns=3, legend=False)
+    return Figure(title, caption, [increments, chi, rank, tails], legend=False)
 
 
 def space_curves(
@@ -740,3 +773,19 @@ def agreement(
         tau = published_law(reference).tau
         checks.append(Check(f"{name}: tau", tau - 0.02, tau + 0.02, power_law_of(found).tau))
     return rows, checks
+
+
+def data_checks(folder: Path) -> list[Check]:
+    """Marks of the published arrays alone: the ReLU part of theorem 3, and the published fit of figure 5."""
+    checks = []
+    for file in sorted(folder.glob("bn_ff_*.npz")):
+        with np.load(file, allow_pickle=False) as arrays:
+            predicted = (1 - arrays["nu1abs_z_mean"] ** 2 / 2) ** -0.5
+            distance = float(np.abs(predicted - arrays["inc_phi_mean"]).max())
+        checks.append(Check(f"{file.stem}: ReLU part against theorem 3, largest distance", 0, 0.006, distance))
+    if (file := folder / "bn_res_conv.npz").exists():
+        with np.load(file, allow_pickle=False) as arrays:
+            law = published_law(arrays)
+        checks.append(Check("bn_res_conv: tau of the published arrays", 0.548, 0.550, law.tau))
+        checks.append(Check("bn_res_conv: C of the published arrays", 1.1037, 1.1057, law.c))
+    return checks

@@ -126,6 +126,7 @@ class NasiSearchConfig(StudyConfig):
         temperature: temperature of the gates' softmax.
         modes: which data a search gets, comma-separated: `standard`, `random labels`, `random images`.
         seeds: number of searches in every mode; their seeds begin with `seed`.
+        sensitivity: whether to measure also how the result depends on mu, nu, T, batch and gates.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         seed: the first of the seeds.
     """
@@ -144,6 +145,7 @@ class NasiSearchConfig(StudyConfig):
     temperature: float = 1.0
     modes: str = "standard"
     seeds: int = 1
+    sensitivity: bool = False
     device: str = "cpu"
     seed: int = 0
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +17,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
 from scipy import stats
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,14 +28,15 @@ from nasfast.data.datasets import split_source
 from nasfast.research.analysis.moments.detect import Verdict
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.costs import NONE
+from nasfast.research.cells.derive import derivations
 from nasfast.research.cells.gates import uniform_logits
 from nasfast.research.cells.network import CellSupernet
 from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs
 from nasfast.research.cells.prototypes import DrawnBatches, prototypes
 from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult, draw_gates, search_cells
 from nasfast.research.cells.space import CELLS, DARTS_OPS, Cell, CellSpace
-from nasfast.research.studies.draw import SERIES, heat, level, line, panel
-from nasfast.research.studies.report import Check, Figure, Form, StudyReport, Table, checks_of
+from nasfast.research.studies.draw import INK, SERIES, heat, level, line, panel
+from nasfast.research.studies.report import Check, Figure, Form, StudyReport, Table, checks_of, plain
 from nasfast.research.studies.run import Task
 from nasfast.research.studies.wiring.config import (
     CollapseConfig,
@@ -45,6 +49,7 @@ from nasfast.research.studies.wiring.config import (
 )
 from nasfast.research.studies.wiring.theorems import check_theorems
 from nasfast.runtime.device import torch_device
+from nasfast.runtime.files import write_atomic
 from nasfast.settings import TaskSettings
 from nasfast.tasks import Task as WorkerTask
 from nasfast.tasks import TaskRunner, check_done, gpus_for
@@ -88,7 +93,7 @@ class Search:
         return f"{self.name}-s{self.cfg.seed}"
 
     def run(self, folder: Path, device: str, task: Task | None = None) -> CellSearchResult:
-        """Search, or continue what is in `folder`.
+        """Search, or continue what is in `folder`, which gets the files and the measures of section 6.
 
         Args:
             folder: directory of this search.
@@ -115,6 +120,7 @@ class Search:
         )
         if done is not None:
             done(steps)  # also where the search had ended before
+        write_atomic(folder / "measures.json", (json.dumps(plain(measures(found)), indent=1) + "\n").encode())
         return found
 
     def apart(self, device: str) -> WorkerTask:
@@ -150,21 +156,22 @@ class Runner:
     def __init__(self, out: Path, task: Task, device: str, tasks: TaskSettings | None = None) -> None:
         self._out, self._task, self.device, self._tasks = out, task, device, tasks
 
-    def all(self, *groups: Mapping[int, Search]) -> list[dict[int, CellSearchResult]]:
-        """The results of groups of searches, by the same keys; as tasks, all of them run side by side.
+    def prepare(self, searches: Iterable[Search]) -> None:
+        """Carry out searches in processes of their own if the study was asked to; `all` then finds them finished.
 
         Raises:
-            TaskError: some tasks have failed or were stopped; the others are finished.
+            TaskError: some have failed or were stopped; the others are finished.
         """
-        if self._tasks is not None:
-            searches = [search.apart(self.device) for group in groups for search in group.values()]
-            with TaskRunner(self._out, self._tasks) as runner:
-                results = runner.run(searches)
-            check_done(results, "searches are not finished; the same command continues")
-        return [
-            {key: search.run(self._out / search.folder, self.device, self._task) for key, search in group.items()}
-            for group in groups
-        ]
+        if self._tasks is None:
+            return
+        with TaskRunner(self._out, self._tasks) as runner:
+            results = runner.run([search.apart(self.device) for search in searches])
+        check_done(results, "searches are not finished; the same command continues")
+
+    def all(self, searches: Mapping[int, Search]) -> dict[int, CellSearchResult]:
+        """The results of searches, by the same keys."""
+        self.prepare(searches.values())
+        return {key: s.run(self._out / s.folder, self.device, self._task) for key, s in searches.items()}
 
 
 def _data_of(cfg: ExperimentConfig) -> dict[str, Any]:
@@ -500,7 +507,9 @@ def _pattern_report(
     cfg: LearntConfig,
     runs: Runs,
     *,
+    between: Sequence[Table] = (),
     tables: Sequence[Table] = (),
+    figures: Callable[[CellSearchResult], Sequence[Figure]],
     marks: Callable[[int], Mapping[str, Mark]] = lambda seed: {},
     checks: Sequence[Check] = (),
 ) -> StudyReport:
@@ -510,7 +519,9 @@ def _pattern_report(
         key: key of PATTERNS.
         cfg: its settings.
         runs: its searches.
-        tables: further tables.
+        between: tables that follow the measures.
+        tables: tables that follow the derived cells.
+        figures: of the first search, besides its patterns and architecture.
         marks: further marks of a seed.
         checks: further marks, whatever the settings of the search.
     """
@@ -532,30 +543,39 @@ def _pattern_report(
         subject=f"{key}, {pattern.title}: {subject}",
         explanation=_EXPLANATION,
         notes=_notes(cfg),
-        tables=(measures_table(key, runs), *tables),
-        figures=(patterns(key, runs),),
+        tables=(measures_table(key, runs), *between, derivation_table(runs), *tables),
+        figures=(patterns(key, runs), *architecture_figures(f"seed {cfg.seed}", first), *figures(first)),
         verdicts=verdicts,
         checks=(*own, *checks),
-        data={"measures": {f"seed {seed}": measures(found) for seed, found in runs.items()}},
     )
 
 
 def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
     """P1."""
-    (runs,) = runner.all(searches_of(cfg, cfg.method))
-    return _pattern_report("P1", cfg, runs)
+    name = f"seed {cfg.seed}"
+    return _pattern_report(
+        "P1",
+        cfg,
+        runner.all(searches_of(cfg, cfg.method)),
+        figures=lambda first: (
+            edge_costs(f"{name}: cost and loss", first),
+            output_cost_figure(f"{name}: C = L - H", first),
+        ),
+    )
 
 
 def _width(cfg: WidthConfig, runner: Runner) -> StudyReport:
     """P2."""
-    controlled = _control_searches(cfg)
-    runs, *found = runner.all(searches_of(cfg, cfg.method), *controlled.values())
-    controls = dict(zip(controlled, found, strict=True))
+    searches, controlled = searches_of(cfg, cfg.method), _control_searches(cfg)
+    runner.prepare(search for of_seeds in (searches, *controlled.values()) for search in of_seeds.values())
+    runs = runner.all(searches)
+    controls = {label: runner.all(of_seeds) for label, of_seeds in controlled.items()}
     return _pattern_report(
         "P2",
         cfg,
         runs,
         tables=(control_table(controls),),
+        figures=lambda first: (control("control for the cause (figures 8 and 9)", controls),),
         checks=control_checks(controls) if cfg.control_steps == WidthConfig().control_steps else (),
     )
 
@@ -580,16 +600,23 @@ def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
         samples=300, steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
     )
     tabled = searches_of(fixed, "table", method="darts", bilevel=True, alpha_lr=0.0)
-    runs, single, gates = runner.all(two, one, tabled)
+    runner.prepare(search for of_seeds in (two, one, tabled) for search in of_seeds.values())
+    runs, single, gates = (runner.all(of_seeds) for of_seeds in (two, one, tabled))
     windows = {seed: sign_window(found) for seed, found in gates.items()}
     checks: list[Check] = []
     if cfg.control_steps == CollapseConfig().control_steps:
         checks = [c for seed, found in gates.items() for c in sign_checks(seed, found, windows[seed])]
+    first_gates = next(iter(gates.values()))
     return _pattern_report(
         "P3",
         cfg,
         runs,
-        tables=(measures_table("the same search on one level", single), signs_table(windows)),
+        between=(measures_table("the same search on one level", single),),
+        tables=(signs_table(windows),),
+        figures=lambda first: (
+            output_cost_figure("DARTS's gates, probabilities fixed (figure 10)", first_gates),
+            edge_costs("DARTS's gates: costs of training batches", first_gates),
+        ),
         marks=lambda seed: {
             "edges that are None on one level": (0, 6, float((kept_edges(single[seed])[-1] == 0).sum()))
         },
@@ -601,7 +628,7 @@ def _cost(cfg: CostConfig, runner: Runner) -> StudyReport:
     """Local costs."""
     space = cfg.space()
     initial, mean_cost = initial_costs(cfg, runner, space, range(cfg.seed, cfg.seed + cfg.nets))
-    (trained,) = runner.all(searches_of(cfg, "uniform"))
+    trained = runner.all(searches_of(cfg, "uniform"))
     late = []
     for seed, found in trained.items():
         loader, _ = loaders(cfg.replace(seed=seed), bilevel=False)
@@ -615,12 +642,20 @@ def _cost(cfg: CostConfig, runner: Runner) -> StudyReport:
             Check("initialisation: share of costs > 0", 0.6, 1, share),
         ]
     panels = {label: last_cell(tables_of).mean[0].numpy() for label, tables_of in costs.items()}
+    first = next(iter(trained.values()))
     return StudyReport(
         subject=f"local costs of {cfg.cells} {cfg.cell} cell(s), operations sampled uniformly",
         explanation=_EXPLANATION,
         notes=_notes(cfg),
-        tables=(local_costs_table(space, costs),),
-        figures=(cost_heatmap(space, "local costs (figure 4)", panels),),
+        tables=(
+            local_costs_table(space, costs),
+            sums_table(cfg, runner),
+            variants_table(cfg, runner),
+        ),
+        figures=(
+            cost_heatmap(space, "local costs (figure 4)", panels),
+            edge_costs(f"seed {cfg.seed}: operations sampled uniformly", first),
+        ),
         checks=tuple(checks),
     )
 
@@ -675,6 +710,25 @@ def measures_table(title: str, runs: Runs) -> Table:
     return Table.of(title, columns, rows)
 
 
+def derivation_table(runs: Runs) -> Table:
+    """The cells derived by argmax with None (the rule of SNAS, DSNAS and ProxylessNAS) and by DARTS's rule."""
+    rows = []
+    for seed, found in runs.items():
+        own = "darts" if found.cfg.method == "darts" else "argmax"
+        for rule, arch in derivations(found.space, found.logits).items():
+            text = "; ".join(
+                f"{kind}: "
+                + " ".join(
+                    f"{e.name}={found.space.ops[k]}"
+                    for e, k in zip(found.space.cell.edges, part, strict=True)
+                    if found.space.ops[k] != NONE
+                )
+                for kind, part in zip(found.space.types, found.space.parts(arch), strict=True)
+            )
+            rows.append((f"seed {seed}", rule + (" (its own)" if rule == own else ""), text))
+    return Table("cells derived; edges that are None are left out", ("", "rule", "operations"), tuple(rows))
+
+
 def control_table(controls: Mapping[str, Runs]) -> Table:
     """The costs of the edges early and late, for every control and seed."""
     rows = []
@@ -702,12 +756,171 @@ def signs_table(windows: Mapping[int, Mapping[int, Any]]) -> Table:
 
 def local_costs_table(space: CellSpace, costs: Mapping[str, Sequence[LocalCosts]]) -> Table:
     """The costs of the last cell, for every state of the networks."""
-    columns = {"last cell": "", "networks": "", "costs > 0": ".2f", "mean cost": "+.4f"}
+    columns = {"last cell": "", "networks": "", "costs > 0": ".2f", "of single networks": ".2f"}
+    columns |= {"mean cost": "+.4f", "error over batches": ".4f", "clearly + / -": ""}
     live, rows = live_operations(space), []
     for label, tables in costs.items():
         joined = last_cell(tables)
-        rows.append((label, len(tables), joined.positive(live), np.nanmean(joined.mean[0][:, live].numpy())))
+        shares = [last_cell([t]).positive(live) for t in tables]
+        mean, error = (v[0][:, live].numpy() for v in (joined.mean, joined.error))
+        clear = np.abs(mean) > 2 * error
+        signs = f"{(clear & (mean > 0)).sum()} / {(clear & (mean < 0)).sum()}"
+        share = joined.positive(live)
+        rows.append((label, len(tables), share, np.mean(shares), np.nanmean(mean), np.nanmean(error), signs))
     return Table.of("local costs", columns, rows)
+
+
+def sums_table(cfg: CostConfig, runner: Runner) -> Table:
+    """Figure 19: without the skip term, the costs of the cells before the last add up to next to nothing."""
+    two = cfg.replace(cells=2, reductions=False, no_skip_on_intermediate=True)
+    tables, _ = initial_costs(two, runner, two.space(), [cfg.seed])
+    sums = tables[0].total.sum((1, 2)) / cfg.batches
+    columns = {"": "", "C": "+.2e"}
+    rows = zip(("second last cell", "last cell"), sums.tolist(), strict=True)
+    return Table.of("sum of the edges' costs, two cells without skip on intermediate edges", columns, list(rows))
+
+
+def variants_table(cfg: CostConfig, runner: Runner) -> Table:
+    """Figures 29 to 31: other orders of convolution, norm and ReLU, and other norms, at initialisation."""
+    rows = []
+    variants: list[dict[str, Any]] = [{"order": "conv_relu_norm"}, {"order": "conv_norm_relu"}, {"norm": "layer"}]
+    for changes in [{}, *variants, {"norm": "instance"}]:
+        other = cfg.replace(**changes)
+        space = other.space()
+        tables, mean = initial_costs(other, runner, space, range(cfg.seed, cfg.seed + max(1, cfg.nets // 3)))
+        joined, live = last_cell(tables), live_operations(space)
+        name = ", ".join(f"{k} {v}" for k, v in changes.items()) or "as above"
+        rows.append((name, mean, joined.positive(live), float(np.nanmean(joined.mean[0][:, live]))))
+    return Table.of("at initialisation", {"": "", "C": "+.4f", "costs > 0": ".2f", "mean cost": "+.5f"}, rows)
+
+
+_OPERATIONS = {
+    NONE: ("none", INK),
+    "skip_connect": ("skip", "#CF6BA0"),
+    "max_pool_3x3": ("max 3", "#B3202A"),
+    "avg_pool_3x3": ("avg 3", "#E08E00"),
+    "sep_conv_3x3": ("sep 3", "#00558C"),
+    "dil_conv_3x3": ("dil 3", "#00734F"),
+    "dil_conv_5x5": ("dil 5", "#45B97C"),
+    "sep_conv_5x5": ("sep 5", "#3DA5E0"),
+    "conv_1x1": ("conv 1", "#7A3FA0"),
+    "conv_3x3": ("conv 3", "#8C5A2B"),
+}
+"""Operation -> short name and colour, the same in every figure; the sizes of a kind share a hue."""
+
+# Panels whose largest values differ by more would leave the smaller ones without a visible difference.
+_SCALES_APART = 5
+
+
+def architecture_figures(title: str, found: CellSearchResult) -> list[Figure]:
+    """Probabilities per edge, and the graph at five steps, for every type of cell (figures 3 and 12 to 14)."""
+    space, steps = found.space, [0, *found.steps.tolist()]
+    figures = []
+    for t, kind in enumerate(space.types):
+        name = title if len(space.types) == 1 else f"{title}, {kind} cell"
+        # nan where an edge has no such candidate
+        p = np.where(np.isfinite(found.logits[t]), found.probabilities[:, t], np.nan)
+        figures += [
+            _probabilities(f"{name}: probabilities", space, steps, p),
+            _wiring(f"{name}: wiring", space, steps, p),
+        ]
+    return figures
+
+
+def _probabilities(title: str, space: CellSpace, steps: Sequence[int], p: np.ndarray) -> Figure:
+    panels, top = [], min(1.02, 1.05 * np.nanmax(p))
+    for e, edge in enumerate(space.cell.edges):
+        marks = []
+        for k, op in enumerate(space.ops):
+            bold = {"lw": 2.4, "zorder": 3} if op == NONE else {"lw": 1.2}
+            if not np.isnan(p[:, e, k]).all():
+                marks.append(line(steps, p[:, e, k], _OPERATIONS[op][1], op, **bold))
+        tint = "#fdf0e6" if space.cell.is_intermediate(edge) else ""
+        panels.append(panel(edge.name, *marks, x="step", ylim=(0, top), tint=tint))
+    caption = (
+        "Probability of every candidate of every edge. Bold black: None. Shaded: edges between intermediate nodes."
+    )
+    return Figure(title, caption, panels, columns=5 if len(panels) > 6 else 3, height=2.1)
+
+
+def _wiring(title: str, space: CellSpace, steps: Sequence[int], p: np.ndarray) -> Figure:
+    cell, panels = space.cell, []
+    for i in np.unique(np.linspace(0, len(steps) - 1, 5).round().astype(int)):
+        edges = []
+        for edge, chances in zip(cell.edges, p[i], strict=True):
+            if np.isnan(chances).all():
+                continue
+            op = space.ops[int(np.nanargmax(chances))]
+            short, colour = _OPERATIONS[op]
+            none = np.nan_to_num(chances[space.ops.index(NONE)]) if NONE in space.ops else 0.0
+            edges.append([edge.source, edge.target, "" if op == NONE else short, colour, 1 - none])
+        shape = {"inputs": cell.inputs, "nodes": cell.nodes, "outputs": cell.outputs}
+        panels.append(panel(f"step {steps[i]}", {"mark": "graph", "edges": edges, **shape}))
+    caption = (
+        "The most probable operation of every edge; the line is the wider the less probable None is. Dashed grey: None "
+        "is the most probable. Arcs above the nodes come from inputs (squares), those below from intermediate nodes; "
+        "thin light arcs lead to the output."
+    )
+    return Figure(title, caption, panels, columns=2 if len(cell.edges) > 6 else 3, height=2.9)
+
+
+def _edge_colours(space: CellSpace) -> list[str]:
+    """Blues and greens for input edges, yellow to red for intermediate ones, each in order."""
+    maps = {False: (colormaps["viridis"], 0.1, 0.72), True: (colormaps["YlOrRd"], 0.4, 0.95)}
+    kinds, colours = space.cell.intermediate, []
+    for e, kind in enumerate(kinds):
+        colour_map, low, high = maps[kind]
+        colours.append(to_hex(colour_map(low + (high - low) * kinds[:e].count(kind) / max(1, kinds.count(kind) - 1))))
+    return colours
+
+
+def edge_costs(title: str, found: CellSearchResult) -> Figure:
+    """Edge costs of the last cell and their sum, beside loss and accuracy (figures 7 and 10)."""
+    steps, cost, count = found.steps, found.edge_costs[:, TRAIN, -1], found.outputs[:, TRAIN, :, -1]
+    space, inner = found.space, intermediate_edges(found.space)
+    edges = zip(space.cell.edges, _edge_colours(space), cost.T, strict=True)
+    marks = [line(steps, values, colour, edge.name, lw=1.1) for edge, colour, values in edges]
+    for colour, name, same in ((SERIES[0], "mean, input", ~inner), (SERIES[1], "mean, intermediate", inner)):
+        # two lines need no mean
+        if same.sum() > 2:
+            marks.append(line(steps, _mean(cost[:, same].T), colour, name, lw=2.6))
+    accuracy = 100 * count[:, GROUPS.index("correct")] / count[:, 0]
+    panels = [
+        panel("mean cost per edge", *marks, level(0), y="cost"),
+        panel("sum over the edges", line(steps, cost.sum(1), INK, lw=1.8), level(0), y="cost"),
+        panel(
+            "loss and accuracy",
+            line(steps, found.means(quantity="L"), SERIES[0], "loss"),
+            x="step",
+            y="cross-entropy (nats)",
+            ylim=(0, None),
+            twin=panel("", line(steps, accuracy, SERIES[1], "accuracy"), y="top-1 (%)", ylim=(0, 101)),
+        ),
+    ]
+    caption = (
+        "Mean cost of every edge, bold the means over input and over intermediate edges; their sum; the training loss "
+        "and accuracy of the same steps."
+    )
+    return Figure(title, caption, panels, columns=1, height=2.4)
+
+
+def output_cost_figure(title: str, found: CellSearchResult) -> Figure:
+    """C, L and H of the output by group of samples."""
+    names = {"C": "cost C = L - H", "L": "loss L", "H": "entropy H"}
+    titles = {"all": "all samples", "correct": "correctly classified", "wrong": "wrongly classified"}
+    panels = []
+    for group, text in titles.items():
+        marks = []
+        for which, ls in ((TRAIN, "-"), (SEARCH, "--")) if found.cfg.bilevel else ((TRAIN, "-"),):
+            for colour, (key, label) in zip(SERIES, names.items(), strict=False):
+                values, lw = found.means(which, group, key), 2.2 if key == "C" else 1.3
+                marks.append(line(found.steps, values, colour, label if which == TRAIN else "", lw=lw, ls=ls))
+        panels.append(panel(text, *marks, level(0), x="step", y="nats"))
+    caption = (
+        "Cost, loss and entropy of the output, averaged over the samples of each kind. Solid: training batches; "
+        "dashed: search batches."
+    )
+    return Figure(title, caption, panels, columns=3, height=3.5)
 
 
 def _mean(curves: Any) -> np.ndarray:
@@ -752,21 +965,51 @@ def patterns(title: str, runs: Runs) -> Figure:
     return Figure(title, f"Growth, width preference and collapse. {_THIN}", panels, legend=False)
 
 
+def _limits(groups: Sequence[np.ndarray]) -> list[float]:
+    """Largest magnitude of each group; the largest of all where they are near enough to share a scale."""
+    limits = [float(np.abs(group[np.isfinite(group)]).max(initial=0)) or 1.0 for group in groups]
+    return [max(limits)] * len(limits) if max(limits) <= _SCALES_APART * min(limits) else limits
+
+
 def cost_heatmap(space: CellSpace, title: str, costs: Mapping[str, np.ndarray]) -> Figure:
     """Figure 4: mean local costs (edges, ops) of the last cell by label, nan where they are not known."""
-    live, panels, rows = live_operations(space), [], [edge.name for edge in space.cell.edges]
-    for label, values in costs.items():
+    live, panels = live_operations(space), []
+    rows, columns = [edge.name for edge in space.cell.edges], [_OPERATIONS[op][0] for op in space.ops]
+    # the costs of None are zero by definition
+    shown = [np.where([op == NONE for op in space.ops], np.nan, values) for values in costs.values()]
+    for label, values, limit in zip(costs, shown, _limits(shown), strict=True):
         known = values[:, live][np.isfinite(values[:, live])]
-        # the costs of None are zero by definition
-        shown = np.where([op == NONE for op in space.ops], np.nan, values)
-        grid = heat(shown, rows, space.ops, limit=float(np.abs(known).max(initial=0)) or 1.0, numbers=True)
+        unit = 10.0 ** math.floor(math.log10(limit)) if limit < 0.01 else 1.0
+        grid = heat(values, rows, columns, limit=limit, unit=unit, bold=space.cell.intermediate, numbers=True)
         panels.append(panel(f"{label}: {(known > 0).mean():.0%} of the costs > 0", grid))
     caption = (
         "Mean cost of every operation on every edge: red above zero, blue below. Grey: None, which costs nothing, and "
-        "what is no candidate or was not measured."
+        "what is no candidate or was not measured. Bold, coloured: edges between intermediate nodes."
     )
     # this many panels side by side leave room for numbers of six characters in the cells of ten operations
-    return Figure(title, caption, panels, columns=2 if len(space.ops) > 5 else 3, height=1.2 + 0.24 * len(rows))
+    return Figure(title, caption, panels, columns=2 if len(columns) > 5 else 3, height=1.2 + 0.24 * len(rows))
+
+
+def control(title: str, controls: Mapping[str, Runs]) -> Figure:
+    """Figures 8 and 9: the costs (records, edges) of every run of every control."""
+    panels = []
+    costs = {
+        label: [np.stack([edge_means(run, slice(r, r + 1)) for r in range(len(run.steps))]) for run in runs.values()]
+        for label, runs in controls.items()
+    }
+    limits = _limits([np.array(each) for each in costs.values()])
+    same = 1.1 * limits[0] if len(set(limits)) == 1 else None
+    for label, runs in controls.items():
+        first = next(iter(runs.values()))
+        edges = zip(SERIES, first.space.cell.edges, strict=False)
+        marks = [
+            m
+            for e, (colour, edge) in enumerate(edges)
+            for m in _runs(first.steps, [run[:, e] for run in costs[label]], colour, edge.name)
+        ]
+        ylim = (None if same is None else -same, same)
+        panels.append(panel(label, *marks, level(0), x="step", y="mean cost", ylim=ylim))
+    return Figure(title, f"Mean cost of every edge in each setting. {_THIN}", panels, columns=3, height=2.9)
 
 
 def control_checks(controls: Mapping[str, Runs]) -> list[Check]:
