@@ -234,13 +234,13 @@ class CacheBackend:
                 finally:
                     temporary.unlink(missing_ok=True)
                 write_atomic(path.with_suffix(".json"), (json.dumps(described, indent=1) + "\n").encode())
+                return _mapped(path), described["unreadable"]
         except OSError as error:
             raise DataError(
                 f"cannot write the image cache {path} of {size_text(self._bytes)}: "
                 f"{error.strerror or error}. Make room or the folder writable, "
                 "set data.cache_dir to another place, or data.loader=torchvision"
             ) from error
-        return _mapped(path), described["unreadable"]
 
     def _write(self, path: Path) -> dict[str, Any]:
         """Decode all images into a file; the description of the cache."""

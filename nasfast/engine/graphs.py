@@ -54,7 +54,8 @@ class GraphEngine:
 
     It runs the same kernels in the same order as `EagerEngine`, so results are equal bit for bit if the kernels are
     deterministic. Only where a chain of the CUDA kernels begins the backward of the chain before, sums have another
-    order, and gradients differ by roundings. A candidate is captured when a step first needs it. Afterwards the network
+    order, and gradients differ by roundings. A candidate is captured when a step first needs it, and only then it
+    shows whether its graphs fit into the memory. Afterwards the network
     must not be moved, and the set of trainable parameters must not change.
 
     Args:
@@ -65,7 +66,8 @@ class GraphEngine:
         strict: raise if a candidate cannot be captured; otherwise warn once and continue eagerly.
 
     Raises:
-        EngineError: the network is not on a CUDA device (without `capture`), or does not run on fake tensors.
+        EngineError: the network is not on a CUDA device (without `capture`), or does not run on fake tensors. A step
+            raises it, if `strict`, where a candidate cannot be captured.
     """
 
     net: Supernet
@@ -198,7 +200,8 @@ class GraphEngine:
             )
             segment.set_replays(self._capture.capture(segment.functions(), self._pools[i]))
         except Exception as error:  # an error that is not from the capture is raised again by the eager engine
-            raise EngineError(f"{self._name(i, choice)} could not be captured: {error}") from error
+            advice = ": use a smaller batch, or the eager engine" if isinstance(error, torch.OutOfMemoryError) else ""
+            raise EngineError(f"{self._name(i, choice)} could not be captured: {error}{advice}") from error
         self._segments[i][key] = segment
         return segment
 

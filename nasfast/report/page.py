@@ -120,4 +120,6 @@ def interval_of(form: Mapping[str, float | None]) -> str:
     """An estimate with its interval, as `rank.json` has it."""
     if form["value"] is None:
         return "undefined"
+    if form["low"] == form["high"]:  # one observation, such as the only pair of two seeds, has no interval
+        return f"{form['value']:+.3f}"
     return f"{form['value']:+.3f} [{form['low']:+.3f}, {form['high']:+.3f}]"

@@ -40,10 +40,12 @@ class History:
         self.scores: dict[Arch, float] = {}
         header = {"format": _FORMAT, "space": space.name, "fingerprint": space.fingerprint, "scorer": scorer}
         lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
-        if lines and not lines[-1].endswith(b"\n"):  # of a process that was killed
+        cut_off = bool(lines) and not lines[-1].endswith(b"\n")  # by the end of a process that was killed
+        if cut_off:
             lines.pop()
-            os.truncate(self.path, sum(map(len, lines)))
         if not lines:
+            if cut_off:
+                os.truncate(self.path, 0)
             self._append(header)
             return
         try:
@@ -59,6 +61,8 @@ class History:
                     f"{self.path} has {key} {saved.get(key)!r}, this search has {header[key]!r}: "
                     "delete the file to start again, or give another path"
                 )
+        if cut_off:
+            os.truncate(self.path, sum(map(len, lines)))
         for number, line in enumerate(lines[1:], 2):
             try:
                 form = unseal(line.decode())

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from nasfast.spaces import Branch, ModuleChoice, ModuleSpace
 
@@ -227,4 +226,8 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 def _shapes(value: Any) -> Any:
     """A nested value with shapes in place of tensors, and types in place of what else is in it."""
-    return pytree.tree_map(lambda leaf: tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__, value)
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    if isinstance(value, Mapping):
+        return {key: _shapes(part) for key, part in value.items()}
+    return [_shapes(part) for part in value] if isinstance(value, (list, tuple)) else type(value).__name__

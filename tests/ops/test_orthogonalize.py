@@ -19,7 +19,7 @@ EXACTNESS = {torch.float32: 2e-6, torch.float64: 1e-12}
 # max |Q - Q in float64|: rounding of the input's type, times the condition of the worst Gaussian matrix here
 SAME_Q = {torch.float32: 2e-4, torch.float64: 1e-11}
 
-# around the borders of panels (16) and tiles (64); the last does not stay in the shared memory of a GPU
+# around the borders of panels (16) and tiles (64)
 SHAPES = [
     (7, 7),
     (12, 5),
@@ -42,7 +42,6 @@ SHAPES = [
     (130, 129),
     (300, 257),
     (257, 400),
-    (1728, 40),
 ]
 # batches, as depthwise filters come
 BATCHES = [(130, 3, 3), (65, 5, 5), (40, 7, 7), (2, 3, 9, 20), (3, 2, 4), (3, 40, 24)]
@@ -92,6 +91,10 @@ DRAWN = [
 ]
 
 
+# shapes of the 6^20 supernet, one of each size class
+SUPERNET = [(24, 40), (144, 24), (56, 336), (336, 112), (128, 768), (768, 256), (256, 1536), (1728, 432), (2592, 432)]
+
+
 def emulated(matrices: list[torch.Tensor], backwards: bool = False) -> list[torch.Tensor]:
     return orthogonal.in_blocks(matrices, partial(torch.ops.nasfast.householder_emulated, backwards=backwards))
 
@@ -124,6 +127,16 @@ def runner(request):
 def test_columns_are_orthonormal_and_q_is_that_of_qr(runner, dtype):
     backend, device = runner
     check(lambda matrices: run(backend, matrices), SHAPES + BATCHES, dtype, device)
+
+
+def test_shapes_of_the_supernet_in_float32(runner):
+    backend, device = runner
+    matrices = [gaussian(shape, device=device) for shape in SUPERNET]
+    for z, q in zip(matrices, run(backend, matrices), strict=True):
+        assert departure(q) <= EXACTNESS[torch.float32], z.shape
+        raw, r = torch.linalg.qr(tall(z))
+        want = raw * r.diagonal().sign()
+        assert (tall(q) - want).abs().max() <= 2e-5, z.shape
 
 
 @needs_emulation
@@ -388,6 +401,21 @@ def test_drawn_matrices_of_the_supernet_are_orthogonal():
     tensors = [torch.empty(shape, dtype=torch.float64) for shape in shapes]
     for q in nasfast.orthogonalize_(tensors, seed=5):
         assert departure(q) <= EXACTNESS[torch.float64], q.shape
+
+
+def test_autograd_sees_that_a_tensor_was_filled():
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    loss = weight.square().sum()
+    nasfast.orthogonalize_([weight])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_of_tensors_that_share_memory_the_last_one_counts():
+    # the first one has less work, so the operator would do it last
+    weight, alone = torch.empty(64, 64), torch.empty(64, 64)
+    nasfast.orthogonalize_([weight.view(32, 128), weight], names=["first", "last"])
+    assert torch.equal(weight, *nasfast.orthogonalize_([alone], names=["last"]))
 
 
 def targets():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -144,10 +144,14 @@ simplified_cell = partial(full_cell, inputs=1, nodes=2)
 modified_cell = partial(full_cell, inputs=1, nodes=2, outputs=(2,))
 # 14 edges (DARTS, arXiv 1806.09055)
 darts_cell = partial(full_cell, inputs=2, nodes=4)
-# six edges (NAS-Bench-201, arXiv 2001.00326)
-nas_bench_201_cell = partial(full_cell, NAS_BENCH_201_OPS, inputs=1, nodes=3, outputs=(3,))
 
-CELLS = {
+
+def nas_bench_201_cell(ops: Iterable[str] = NAS_BENCH_201_OPS) -> Cell:
+    """Six edges (NAS-Bench-201, arXiv 2001.00326)."""
+    return full_cell(ops, inputs=1, nodes=3, outputs=(3,))
+
+
+CELLS: dict[str, Callable[..., Cell]] = {
     "minimal": minimal_cell,
     "simplified": simplified_cell,
     "modified": modified_cell,
