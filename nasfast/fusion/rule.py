@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,14 +34,25 @@ from nasfast.ops.reference import ConvBNParams, Stage
 # The instruction sets of the operator's kernels for which the rule holds; it was measured with each but avx512.
 _KNOWN = {"amx", "avx512bf16", "avx512"}
 
-# The least results per thread from which a chain pays, by type and whether a convolution trains: of pointwise
-# convolutions without stride and depthwise ones, and of chains with another convolution, for which the operator gathers
-# patches or pixels, or which PyTorch runs.
+
+class _Least(NamedTuple):
+    """The least results per thread from which a chain pays.
+
+    Attributes:
+        own: of pointwise convolutions without stride and depthwise ones.
+        other: of chains with another convolution: the operator gathers patches or pixels for it, or PyTorch runs it.
+    """
+
+    own: int
+    other: int
+
+
+# by type and whether a convolution trains
 _LEAST = {
-    (torch.float32, False): (100_000, 2_000_000),
-    (torch.float32, True): (1_200_000, 1_200_000),
-    (torch.bfloat16, False): (100_000, 2_000_000),
-    (torch.bfloat16, True): (1_000_000, 1_500_000),
+    (torch.float32, False): _Least(100_000, 2_000_000),
+    (torch.float32, True): _Least(1_200_000, 1_200_000),
+    (torch.bfloat16, False): _Least(100_000, 2_000_000),
+    (torch.bfloat16, True): _Least(1_000_000, 1_500_000),
 }
 # Input channels from which PyTorch's pointwise convolution in bfloat16 is as fast as the operator's. A chain of such
 # convolutions counts as one of other convolutions, unless a depthwise one, where PyTorch is slow, is in it.
@@ -111,7 +122,7 @@ def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool, recorded:
     )
     if dtype == torch.bfloat16 and Kind.DEPTHWISE not in kinds:
         own &= all(s.params.conv_weight.shape[1] < _DEEP for s in stages)
-    results = least[0] if own else least[1]
+    results = least.own if own else least.other
     return max(results, LEAST_RECORDED * len(stages)) if recorded else results
 
 

@@ -92,7 +92,7 @@ def test_darts_and_snas_are_autograd_through_the_softmax(space, method, step):
     gates = torch.softmax((logits + (noise if method == "snas" else 0)) / temperature, -1)
     F.cross_entropy(search.net(x, of_cells(space, gates)), y).backward()
     torch.testing.assert_close(gradient, logits.grad, rtol=0, atol=1e-10)
-    assert logits.grad.abs().amax((1, 2)).min() > 1e-6, "nothing to compare"
+    assert logits.grad.abs().amax((1, 2)).min() > 1e-5, "nothing to compare"
     assert torch.allclose(gates, (search.logits / temperature).softmax(-1), atol=0.1) == (method == "darts")
 
 
