@@ -85,7 +85,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(nasfast, m) {
   //   added: is added to the result, or null.
   //   before: empty if x is there. Otherwise the output of the convolution before x and its fold (channels, 2), float32,
   //     from which x is made and written, x = fold[:, 0] y + fold[:, 1], and perhaps a tensor that is added to it.
-  //   left: empty if y is wanted. Otherwise seven tensors for what is left instead (Left in nasfast/ops/destinations.py),
+  //   left: empty if y is wanted. Otherwise the seven tensors of DeferredNorm in nasfast/ops/cuda/deferred.py,
   //     of which all but the last two are written. `saved` then ends before the output of the last convolution.
   m.def("conv_bn_act_chain_gpu_counters(Tensor x, int[] plan) -> int");
   m.def(

@@ -13,11 +13,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from benchmarks.captures import begun_by_launches
 from nasfast import ops
 from nasfast.ops import ConvBNParams, Stage, cuda_times, reference
 from nasfast.ops import plan as planning
 from nasfast.ops.cuda_times import Chain, Schedule
-from nasfast.ops.destinations import Offer
 from nasfast.spaces import Arch
 
 if TYPE_CHECKING:
@@ -150,13 +150,6 @@ def _compare_in(bench: Bench, chain: Chain, images: int, dtype: torch.dtype, sch
 
 
 # ---- bits
-
-
-@contextmanager
-def begun_by_launches() -> Iterator[None]:
-    """No chain begins the backward of the chain before: a launch does, whose bits are those of the eager engine."""
-    with patch.object(Offer, "begin_backward", lambda self, dx: None):
-        yield
 
 
 def bench_bits(bench: Bench) -> None:

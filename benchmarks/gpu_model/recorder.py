@@ -24,8 +24,9 @@ from benchmarks.captures import EagerCapture
 from benchmarks.gpu_model import cuda
 from benchmarks.steps import train_batch_norms
 from nasfast.engine import GraphEngine
-from nasfast.ops import cuda_times, destinations, plan, use_backend
+from nasfast.ops import cuda_times, plan, use_backend
 from nasfast.ops.cuda import conv as conv_cuda
+from nasfast.ops.cuda import deferred
 from nasfast.ops.cuda_times import Chain, Schedule
 from nasfast.ops.plan import read_plan
 from nasfast.spaces import get_space, mean_path
@@ -70,7 +71,7 @@ def as_on(arch: int, schedule: Schedule | None = None) -> Iterator[None]:
         use_backend("cuda"),
         patch.dict(os.environ, NASFAST_EMULATE_CUDA="1"),
         patch.object(plan, "modelled_gpu", lambda x: gpu),
-        *(patch.object(module, "zeros", _counters) for module in (conv_cuda, destinations)),
+        *(patch.object(module, "zeros", _counters) for module in (conv_cuda, deferred)),
     ]
     if schedule is not None:
         changes.append(patch.object(cuda_times, "schedule", lambda gpu, chain: schedule))
@@ -89,23 +90,20 @@ class _CountLaunches(TorchDispatchMode):
     def __init__(self, step: Step, arch: int) -> None:
         super().__init__()
         self.step, self.arch = step, arch
-        self.chain: Chain | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         if func._opname in cuda.OPERATORS:
-            result, launches = cuda.record_call(func, given, self.arch, self.chain)
+            chain = read_plan(given["plan"]).modelled if given.get("plan") else None
+            if chain is not None:
+                self.step.chains[chain] += func._opname.endswith("_fwd")
+            result, launches = cuda.record_call(func, given, self.arch, chain)
             self.step.launches += launches
             return result
         if func.namespace.startswith("nasfast"):
-            if "plan" in given:
-                self.chain = read_plan(given["plan"]).modelled
-                self.step.chains[self.chain] += func._opname.endswith("_fwd")
             with self:  # count the operators that the launcher calls, not the launcher itself
-                out = func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
-            self.chain = None
-            return out
+                return func._op_dk(torch._C.DispatchKey.CPU, *args, **kwargs)
         out = func(*args, **kwargs)
         touched = {t.data_ptr(): t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor) and t.numel()}
         if touched and not func.is_view and not func._opname.startswith(_NO_LAUNCH):

@@ -98,7 +98,7 @@ uint16_t* output_of(const Tensor& saved, const StagePlan& stage) {
   return stage.saved_at < 0 ? nullptr : bits(saved) + stage.saved_at;
 }
 
-// What a chain leaves of its result to the chain behind, in the order of Left in nasfast/ops/destinations.py.
+// What a chain leaves of its result to the chain behind, in the order of DeferredNorm in nasfast/ops/cuda/deferred.py.
 struct Left {
   uint16_t* y;  // output of the last convolution
   Fold* fold;

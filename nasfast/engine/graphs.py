@@ -6,10 +6,9 @@ The candidates of a layer share this pool, because only one of them runs on a pa
 per layer and path, without allocations and without Python for each kernel. Whole paths are not captured, because
 every step has other paths.
 
-A candidate may leave its output to the next layer, whose first kernel then makes it while it reads it. Which graphs the
-next candidate replays depends on that: it is captured once for every way in which it gets its input, of which there
-are at most three. All of them compute the same numbers. In backward, the candidate that made the input also begins the
-backward of the one that left it.
+A candidate that is one chain of the CUDA kernels defers its last BatchNorm to the next layer, which applies it while it
+reads its input (nasfast/ops/cuda/deferred.py). Which graphs the next candidate replays depends on that: it is captured
+once for every way in which it gets its input, of which there are at most three. All of them compute the same numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +27,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.engine.eager import EagerEngine, Engine, StepResult, result_of
-from nasfast.engine.segments import Head, Segment
-from nasfast.ops.destinations import Remains, Unmade
-from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual, has_forward_hooks, run_in_order
+from nasfast.engine.segments import ChainSegment, Classifier, Segment
+from nasfast.ops.conv import cuda_plan
+from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
+from nasfast.ops.cuda.static import StaticChain
+from nasfast.ops.modules import FusedConvBNAct, begin_stages, chain_of, has_forward_hooks, run_in_order
 from nasfast.ops.nhwc import pixel_mean
-from nasfast.ops.plan import stage_kind
+from nasfast.ops.plan import stage_kind, storage_dtype
 from nasfast.ops.rounded import Rounded
-from nasfast.spaces import Arch
+from nasfast.spaces import SKIP, Arch
 from nasfast.supernet import ModuleSupernet, Supernet
 from nasfast.supernet.supernet import ChoiceLayer
 
@@ -93,22 +94,20 @@ class GraphEngine:
 
     # ---- buffers
 
-    def _modules(self) -> list[tuple[list[nn.Module], dict[int | None, Callable[[Tensor], Tensor]]]]:
-        """For each layer, stem first and head last: the modules whose parameters it may use, a function per choice."""
+    def _modules(self) -> list[tuple[nn.Module, dict[int | None, _Part]]]:
+        """Module and choices of each layer, from stem to classifier; None is the choice where there is no other."""
         net = self.net
-        layers: list[tuple[list[nn.Module], dict]] = [([net.stem], {None: partial(run_in_order, net.stem)})]
-        for layer in net.layers:
-            choices = dict.fromkeys(range(len(layer.candidates)))
-            if layer.layer.indicator_choice is not None:
-                choices[layer.layer.indicator_choice] = None
-            layers.append(([layer], {choice: _Chosen(layer, choice) for choice in choices}))
-        layers.append(([net.head, net.classifier], {None: partial(_classify, net, self._rounded)}))
-        return layers
+        layers: list[tuple[nn.Module, dict[int | None, _Part]]] = [(net.stem, {None: _in_order(net.stem)})]
+        layers += [(layer, {choice: _chosen(layer, choice) for choice in layer.layer.legal}) for layer in net.layers]
+        if len(net.head):
+            layers.append((net.head, {None: _in_order(net.head)}))
+        classify = partial(_classify, net, self._rounded)
+        return [*layers, (net.classifier, {None: _Part(classify, [net.classifier])})]
 
     def _name(self, i: int, choice: int | None) -> str:
         """What users call the choice of a layer of `_modules`."""
         if choice is None:
-            return "the stem" if i == 0 else "the head"
+            return "the stem" if i == 0 else "the classifier" if i == len(self._layers) - 1 else "the head"
         return f"layer {i - 1} choice {choice} ({self.net.space.label(i - 1, choice)})"
 
     def _autocast(self) -> Any:
@@ -121,16 +120,16 @@ class GraphEngine:
         return torch.bfloat16 if self.bf16 and stem and stem[0].choices[0].kind == "conv" else torch.float32
 
     def _boundaries(self) -> list[tuple[torch.Size, torch.dtype]]:
-        """Shape and type of what each layer but the head gives, from a run on fake tensors, which need no memory."""
+        """Shape and type of what each layer but the last gives, from a run on fake tensors, which need no memory."""
         boundaries = []
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(self.batch, dtype=self._image_type(), device=self.device, memory_format=torch.channels_last)
             for i, (_, choices) in enumerate(self._layers[:-1]):
                 results = []
-                for choice, function in choices.items():
+                for choice, part in choices.items():
                     try:
                         with torch.no_grad(), self._autocast():
-                            results.append(function(x))
+                            results.append(part.run(x))
                     except Exception as error:
                         raise EngineError(
                             f"{self._name(i, choice)} does not run on fake tensors, which give the shapes of the "
@@ -153,57 +152,103 @@ class GraphEngine:
         self.images = empty(self.batch, self._image_type())
         self.labels = torch.zeros(self.batch[0], dtype=torch.long, device=self.device)
         # a boundary's gradient is needed if something before it trains
-        trains = [any(p.requires_grad for m in modules for p in m.parameters()) for modules, _ in self._layers]
+        trains = [any(p.requires_grad for p in module.parameters()) for module, _ in self._layers]
         self._activations = [self.images, *(empty(*b) for b in boundaries)]
         self._gradients = [empty(*b) if any(trains[: i + 1]) else None for i, b in enumerate(boundaries)]
-        self._remains = [Remains(b) for b in self._activations]
+        self._deferred: dict[int, DeferredNorm] = {}  # by boundary, for those that a candidate does not write
         self._segments: list[dict[_Key, Segment]] = [{} for _ in self._layers]
         self._pools = [self._capture.pool() for _ in self._layers]
 
     def buffers(self) -> Iterator[Tensor]:
         """Every static buffer that a step writes before it reads it, for tests that fill them with NaN."""
         yield from (b for b in self._activations[1:] + self._gradients if b is not None)
-        yield from (tensor for remains in self._remains for tensor in remains.tensors or ())
+        yield from (tensor for norm in self._deferred.values() for tensor in norm)
         yield from (segment.gradients for choices in self._segments for segment in choices.values())
 
     # ---- steps
 
-    def _segment(self, i: int, choice: int | None, unmade: Unmade | None = None) -> Segment:
-        """The captured segment of a layer's choice, whose input is there or made from `unmade`."""
-        key = choice, None if unmade is None else unmade.added is not None
+    def _segment(self, i: int, choice: int | None, made_from: DeferredResult | None = None) -> Segment:
+        """The captured segment of a layer's choice, whose input is there or made from what was deferred."""
+        key = choice, None if made_from is None else made_from.added is not None
         if key in self._segments[i]:
             return self._segments[i][key]
-        modules, choices = self._layers[i]
-        function = choices[choice]
-        used = function.parameters() if isinstance(function, _Chosen) else [p for m in modules for p in m.parameters()]
-        last = i == len(self._layers) - 1
-        parts = function.parts() if isinstance(function, _Chosen) else modules[0].children()
-        # a chain may make its input and leave its output, unless a hook reads them
-        hooked = any(map(has_forward_hooks, modules))
-        chains = [_is_chain(part) and not hooked for part in parts] or [False]
-        twins = [segment for (other, _), segment in self._segments[i].items() if other == choice]
-        make = partial(Head, labels=self.labels, label_smoothing=self.label_smoothing) if last else Segment
         try:
-            segment = make(
-                module=function,
-                source=self._activations[i],
-                target=None if last else self._activations[i + 1],
-                unmade=unmade,
-                makes=chains[0],
-                remains=self._remains[i + 1] if chains[-1] and not last else None,
-                source_grad=self._gradients[i - 1] if i > 0 else None,
-                target_grad=None if last else self._gradients[i],
-                parameters=[p for p in used if p.requires_grad],
-                autocast=self._autocast,
-                rounded=self._rounded,
-                memory=twins[0].gradients if twins else None,
-            )
+            segment = self._new_segment(i, choice, made_from)
             segment.set_replays(self._capture.capture(segment.functions(), self._pools[i]))
         except Exception as error:  # an error that is not from the capture is raised again by the eager engine
             advice = ": use a smaller batch, or the eager engine" if isinstance(error, torch.OutOfMemoryError) else ""
             raise EngineError(f"{self._name(i, choice)} could not be captured: {error}{advice}") from error
         self._segments[i][key] = segment
         return segment
+
+    def _new_segment(self, i: int, choice: int | None, made_from: DeferredResult | None) -> Segment:
+        module, choices = self._layers[i]
+        part = choices[choice]
+        last = i == len(self._layers) - 1
+        gradients, slots = self._gradient_memory(i, choice, part.trainable())
+        buffers: dict[str, Any] = {
+            "module": part.run,
+            "source": self._activations[i],
+            "target": None if last else self._activations[i + 1],
+            "made_from": made_from,
+            "source_grad": self._gradients[i - 1] if i > 0 else None,
+            "target_grad": None if last else self._gradients[i],
+            "gradients": gradients,
+            "slots": slots,
+            "autocast": self._autocast,
+        }
+        if last:
+            return Classifier(**buffers, labels=self.labels, label_smoothing=self.label_smoothing)
+        # hooks read the input and the output, and those of units what lies between
+        chain = None if has_forward_hooks(module) else self._chain(i, part.modules, made_from, slots)
+        return Segment(**buffers) if chain is None else ChainSegment(**buffers, chain=chain)
+
+    def _gradient_memory(
+        self, i: int, choice: int | None, parameters: list[nn.Parameter]
+    ) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+        """Memory for the gradients of a choice's parameters, and the slot of each, with its strides."""
+        for (other, _), segment in self._segments[i].items():
+            if other == choice:
+                return segment.gradients, segment.slots
+        sizes = [p.numel() for p in parameters]
+        memory = torch.empty(sum(sizes), device=self.device)
+        pieces = zip(parameters, memory.split(sizes), strict=True)
+        return memory, {p: piece.as_strided(p.shape, p.stride()) for p, piece in pieces}
+
+    def _chain(
+        self,
+        i: int,
+        modules: list[nn.Module],
+        made_from: DeferredResult | None,
+        slots: dict[nn.Parameter, Tensor],
+    ) -> StaticChain | None:
+        """The modules as one chain of the CUDA kernels from boundary i to the next; None if they are no such chain."""
+        units, adds_input = chain_of(modules)
+        parameters = [p for unit in units for p in unit.parameters()]
+        if len(set(parameters)) < len(parameters):
+            return None
+        source, target = self._activations[i], self._activations[i + 1]
+        source_grad = self._gradients[i - 1] if i > 0 else None
+        x = source.detach().requires_grad_(source_grad is not None)
+        with self._autocast():
+            plan = cuda_plan(x, [unit.stage() for unit in units]) if units else None
+            if plan is None or plan.subsample > 1 or not source.dtype == target.dtype == storage_dtype(x):
+                return None
+        defers = units[-1].act_name == "identity"
+        if defers and i + 1 not in self._deferred:
+            self._deferred[i + 1] = DeferredNorm.empty(target)
+        return StaticChain(
+            stages=partial(begin_stages, units),
+            plan=plan,
+            x=source,
+            y=target,
+            adds_input=adds_input,
+            dx=source_grad,
+            gradients=slots,
+            made_from=made_from,
+            deferred=self._deferred[i + 1] if defers else None,
+            rounded=self._rounded,
+        )
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
         """See `Engine`. A batch of another shape than `batch`, such as the last of an epoch, runs eagerly."""
@@ -225,16 +270,16 @@ class GraphEngine:
                 raise
             _logger.warning("goes on without CUDA graphs: %s", error)
         # free the memory of graphs and buffers for the eager engine
-        self._segments, self._layers, self._activations, self._gradients, self._remains = [], [], [], [], []
+        self._segments, self._layers, self._activations, self._gradients, self._deferred = [], [], [], [], {}
         self._rounded = None
         del self.images
         return None
 
     def _path(self, path: Arch) -> list[Segment]:
-        """The captured segments of a path, stem first and head last."""
+        """The captured segments of a path, from stem to classifier."""
         segments: list[Segment] = []
-        for i, choice in enumerate([None, *path, None]):
-            segments.append(self._segment(i, choice, segments[-1].left if segments else None))
+        for i, choice in enumerate([None, *path, *[None] * (len(self._layers) - 1 - len(path))]):
+            segments.append(self._segment(i, choice, segments[-1].result if segments else None))
         return segments
 
     def _replay(self, x: Tensor, y: Tensor, paths: list[list[Segment]]) -> StepResult:
@@ -253,9 +298,9 @@ class GraphEngine:
                 ran[id(segment.gradients)] = segment
                 if not segment.passes_on:
                     break
-            head = segments[-1]
-            assert isinstance(head, Head)
-            outcomes.append(head.outcome.clone())
+            classifier = segments[-1]
+            assert isinstance(classifier, Classifier)
+            outcomes.append(classifier.outcome.clone())
         self._set_gradients(ran.values())
         return result_of(outcomes)
 
@@ -278,48 +323,46 @@ class GraphEngine:
 
 
 def _classify(net: Supernet, rounded: Rounded | None, x: Tensor) -> Tensor:
-    """Head, mean over the pixels and classifier; the numbers are those of `Supernet.forward`.
-
-    Only where the CUDA kernels run the head as one chain, gradients differ by roundings.
+    """Mean over the pixels and classifier; the numbers are those of `Supernet.forward`.
 
     Args:
         net: the supernet.
         rounded: copies of frozen parameters, which a linear classifier without hooks takes; None: as they are.
-        x: what the last layer gives.
+        x: what the head gives.
     """
-    features = pixel_mean(run_in_order(net.head, x))
-    linear = net.classifier
+    features, linear = pixel_mean(x), net.classifier
     if rounded is None or type(linear) is not nn.Linear or has_forward_hooks(linear):
         return linear(features)
     weight, bias = (p if p is None or p.requires_grad else rounded.of(p) for p in (linear.weight, linear.bias))
     return F.linear(features, weight, bias)
 
 
-class _Chosen:
-    """One choice of a layer as a function."""
+class _Part(NamedTuple):
+    """One choice of a layer.
 
-    def __init__(self, layer: ChoiceLayer, choice: int) -> None:
-        self.layer, self.choice = layer, choice
+    Attributes:
+        run: the choice as a function.
+        modules: what it calls, in this order.
+    """
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.layer(x, self.choice)
+    run: Callable[[Tensor], Tensor]
+    modules: list[nn.Module]
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Parameters of the candidate, or of the layer indicator that replaces it."""
-        layer = self.layer
-        if self.choice == layer.layer.indicator_choice and layer.layer_indicator is not None:
-            return list(layer.layer_indicator.parameters())
-        return [] if self.choice < 0 else list(layer.candidates[self.choice].parameters())
-
-    def parts(self) -> list[nn.Module]:
-        """The module of the candidate; none for a layer that is skipped."""
-        skipped = self.choice < 0 or self.choice == self.layer.layer.indicator_choice
-        return [] if skipped else [self.layer.candidates[self.choice]]
+    def trainable(self) -> list[nn.Parameter]:
+        """The parameters that train, each once."""
+        return list(dict.fromkeys(p for module in self.modules for p in module.parameters() if p.requires_grad))
 
 
-def _is_chain(module: nn.Module) -> bool:
-    """Whether a call of this module is one chain."""
-    return type(module) is FusedConvBNAct or (type(module) is FusedInvertedResidual and module.se is None)
+def _in_order(modules: nn.Sequential) -> _Part:
+    return _Part(partial(run_in_order, modules), list(modules))
+
+
+def _chosen(layer: ChoiceLayer, choice: int) -> _Part:
+    if choice == layer.layer.indicator_choice and layer.layer_indicator is not None:
+        modules: list[nn.Module] = [layer.layer_indicator]
+    else:
+        modules = [] if choice == SKIP else [layer.candidates[choice]]
+    return _Part(partial(layer, choice=choice), modules)
 
 
 def _lay_out(net: Supernet) -> None:

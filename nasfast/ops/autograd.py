@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nasfast.ops import destinations
+from nasfast.ops.plan import ChainPlan
 
 
 def autograd_kernel(
@@ -42,7 +42,6 @@ def autograd_kernel(
         ctx.set_materialize_grads(False)
         if isinstance(output, tuple):
             ctx.mark_non_differentiable(*output[1:])
-        ctx.offer = destinations.current()
         setup_context(ctx, args, output)
         return output
 
@@ -50,8 +49,7 @@ def autograd_kernel(
         wants = ctx.needs_input_grad
         if grad is None or not any(wants):
             return (None,) * len(wants)
-        with destinations.offered(ctx.offer):
-            found = _flat(backward(ctx, grad, _nested(wants[:-2], lists, ctx.lengths)), lists)
+        found = _flat(backward(ctx, grad, _nested(wants[:-2], lists, ctx.lengths)), lists)
         gradients = [None] * len(wants)
         gradients[: len(found)] = found
         gradients = [gradient if want else None for gradient, want in zip(gradients, wants, strict=True)]
@@ -99,6 +97,24 @@ def check_device(*tensors: Tensor | None) -> None:
     """
     devices = {str(tensor.device) for tensor in tensors if tensor is not None}
     torch._check(len(devices) <= 1, lambda: f"all tensors must be on one device, got {', '.join(sorted(devices))}")
+
+
+def empty_gradients(
+    plan: ChainPlan, saved: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], wants: Sequence[bool]
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Memory for dx, dweights and dbiases of a chain; empty where `wants` (csrc/library.cpp) is false.
+
+    Args:
+        plan: the plan of the chain.
+        saved: what forward saved, which has the type and device of dx.
+        weights, biases: those of the BatchNorms.
+    """
+    dx = saved.new_empty(0)
+    if wants[0]:
+        dx = torch.empty(plan.in_shape, dtype=saved.dtype, device=saved.device, memory_format=torch.channels_last)
+    dweights = [w.new_empty(w.shape[0] if want else 0) for w, want in zip(weights, wants[1::2], strict=True)]
+    dbiases = [b.new_empty(b.shape[0] if want else 0) for b, want in zip(biases, wants[2::2], strict=True)]
+    return dx, dweights, dbiases
 
 
 def let_recomputation_reach(y: Tensor) -> None:

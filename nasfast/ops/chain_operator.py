@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native, reference
-from nasfast.ops.autograd import check_device, let_recomputation_reach
+from nasfast.ops.autograd import check_device, empty_gradients, let_recomputation_reach
 from nasfast.ops.nhwc import subsample
 from nasfast.ops.plan import ChainPlan, read_plan, storage_dtype
 from nasfast.ops.reference import Stage
@@ -51,12 +51,13 @@ def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: 
         add_input=add_input,
         keep=torch.is_grad_enabled() and any(t.requires_grad for p in params for t in (x, p.bn_weight, p.bn_bias)),
     )
-    _update_running(stages, plan, statistics)
+    update_running(stages, plan, statistics)
     let_recomputation_reach(y)
     return y if residual is None or add_input or fused is not None else y + residual
 
 
-def _update_running(stages: Sequence[Stage], plan: ChainPlan, statistics: Tensor) -> None:
+def update_running(stages: Sequence[Stage], plan: ChainPlan, statistics: Tensor) -> None:
+    """Move the running statistics of stages in training mode towards those of the batch, which a forward wrote."""
     for stage, planned in zip(stages, plan.stages, strict=True):
         params = stage.params
         if stage.training and params.running_mean is not None:
@@ -82,11 +83,7 @@ def _bwd_fake(
     grad, x, saved, statistics, conv_weights, bn_weights, bn_biases, batch_statistics, plan, eps, add_input, wants
 ):
     check_device(grad, x, saved, statistics, *conv_weights, *bn_weights, *bn_biases)
-    shape = read_plan(map(int, plan)).in_shape
-    dx = torch.empty(shape, dtype=saved.dtype, device=saved.device, memory_format=torch.channels_last)
-    dweights = [w.new_empty(w.shape[0] if want else 0) for w, want in zip(bn_weights, wants[1::2], strict=True)]
-    dbiases = [b.new_empty(b.shape[0] if want else 0) for b, want in zip(bn_biases, wants[2::2], strict=True)]
-    return dx if wants[0] else saved.new_empty(0), dweights, dbiases
+    return empty_gradients(read_plan(map(int, plan)), saved, bn_weights, bn_biases, wants)
 
 
 def _setup_context(ctx, inputs, output):

@@ -11,7 +11,7 @@ from nasfast.ops.autograd import let_recomputation_reach
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.bn import bn_act
 from nasfast.ops.chain_operator import run_chain
-from nasfast.ops.plan import Refusal, cuda_refusal, plan_chain, stage_fields, storage_dtype
+from nasfast.ops.plan import ChainPlan, Refusal, cuda_refusal, plan_chain, stage_fields, storage_dtype
 from nasfast.ops.reference import ConvBNParams, Stage
 
 
@@ -100,9 +100,12 @@ def conv_bn_act_chain(
     return _run("conv_bn_act_chain", x, stages, residual, backend, shuffle=shuffle)
 
 
-def runs_on_cuda_kernels(x: Tensor, stages: Sequence[Stage]) -> bool:
-    """Whether `conv_bn_act_chain` runs all of these stages as one chain of the CUDA kernels."""
-    return resolve_backend("conv_bn_act_chain", x, refusal=_refusal(x, stages, stage_fields(stages))).name == "cuda"
+def cuda_plan(x: Tensor, stages: Sequence[Stage]) -> ChainPlan | None:
+    """The plan by which `conv_bn_act_chain` runs all of these stages as one chain of the CUDA kernels; None if not."""
+    fields = stage_fields(stages)
+    name = resolve_backend("conv_bn_act_chain", x, refusal=_refusal(x, stages, fields)).name
+    plan = plan_chain(name, x, fields) if name == "cuda" else None
+    return plan if plan is not None and len(plan.stages) == len(stages) else None
 
 
 def _refusal(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.ops.bn import bn_act
-from nasfast.ops.conv import conv_bn_act_chain, runs_on_cuda_kernels
+from nasfast.ops.conv import conv_bn_act_chain, cuda_plan
 from nasfast.ops.reference import ConvBNParams, Stage
 from nasfast.ops.squeeze import is_faster, squeeze_excite
 
@@ -84,7 +84,7 @@ class FusedConvBNAct(ConvBNAct):
     """ConvBNAct as one call of `nasfast.ops.conv_bn_act_chain`, and a stage of longer chains."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return conv_bn_act_chain(x, _begin_stages([self]), residual=residual)
+        return conv_bn_act_chain(x, begin_stages([self]), residual=residual)
 
     def stage(self) -> Stage:
         """This unit as a stage of a chain, in its present mode."""
@@ -111,7 +111,7 @@ class FusedConvBNActSequential(ConvBNActSequential):
     """ConvBNActSequential as one call of `nasfast.ops.conv_bn_act_chain`."""
 
     def forward(self, x: Tensor, residual: Tensor | None = None, *, shuffle: bool = False) -> Tensor:
-        stages = _begin_stages(self)  # type: ignore[arg-type]  # nn.Sequential does not say which modules it has
+        stages = begin_stages(self)  # type: ignore[arg-type]  # nn.Sequential does not say which modules it has
         return conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
 
 
@@ -258,9 +258,9 @@ class FusedInvertedResidual(InvertedResidual):
         residual = x if self.has_residual else None
         units = [self.depthwise] if self.expand is None else [self.expand, self.depthwise]
         if self.se is not None:
-            x = self.se(conv_bn_act_chain(x, _begin_stages(units)))
+            x = self.se(conv_bn_act_chain(x, begin_stages(units)))
             units = []
-        return conv_bn_act_chain(x, _begin_stages([*units, self.project]), residual=residual)
+        return conv_bn_act_chain(x, begin_stages([*units, self.project]), residual=residual)
 
 
 class BNAct2d(nn.BatchNorm2d):
@@ -319,26 +319,31 @@ def run_in_order(modules: nn.Sequential, x: Tensor) -> Tensor:
 
     Hooks of the modules inside are not called then, so modules that have any are called as they are.
     """
-    units = _units_of(modules)
-    if units and not has_forward_hooks(modules) and runs_on_cuda_kernels(x, [unit.stage() for unit in units]):
-        return conv_bn_act_chain(x, _begin_stages(units))
+    units, adds_input = chain_of(modules)
+    if units and not has_forward_hooks(modules) and cuda_plan(x, [unit.stage() for unit in units]) is not None:
+        return conv_bn_act_chain(x, begin_stages(units), residual=x if adds_input else None)
     return modules(x)
 
 
-def _units_of(modules: Iterable[nn.Module]) -> list[FusedConvBNAct]:
-    """The units of modules that could be one chain, in which nothing is added; empty for others."""
+def chain_of(modules: Iterable[nn.Module]) -> tuple[list[FusedConvBNAct], bool]:
+    """The units of modules that could be one chain, and whether it adds its input at the end; no units of others."""
     found: list[FusedConvBNAct] = []
-    for module in modules:
+    blocks = list(modules)
+    adds_input = False
+    for module in blocks:
         if type(module) is FusedConvBNAct:
             found.append(module)
-        elif type(module) is FusedInvertedResidual and module.se is None and not module.has_residual:
-            found += [unit for unit in (module.expand, module.depthwise, module.project) if unit is not None]
-        else:
-            return []
-    return found
+            continue
+        if type(module) is not FusedInvertedResidual or module.se is not None:
+            return [], False
+        adds_input = module.has_residual
+        if adds_input and len(blocks) > 1:
+            return [], False
+        found += [unit for unit in (module.expand, module.depthwise, module.project) if unit is not None]
+    return found, adds_input
 
 
-def _begin_stages(units: Iterable[FusedConvBNAct]) -> list[Stage]:
+def begin_stages(units: Iterable[FusedConvBNAct]) -> list[Stage]:
     """The stages of one forward through these units; their BatchNorms count its batch."""
     stages = []
     for unit in units:

@@ -12,11 +12,11 @@ from kernel_cases.cuda import needs_emulation
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.captures import EagerCapture
-from benchmarks.gpu.launches import noted_launches
+from benchmarks.gpu.launches import CHAIN_OPERATORS, noted_launches
 from nasfast import spaces, use_backend
 from nasfast.engine import GraphEngine
 from nasfast.ops import _triton
-from nasfast.ops.destinations import Unmade
+from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
 from nasfast.supernet import Supernet
 
 pytestmark = pytest.mark.skipif(
@@ -40,7 +40,7 @@ class Rules(TorchDispatchMode):
     """Refuses operators that a CUDA graph cannot record, those that launchers call included.
 
     Attributes:
-        seen: namespaces whose launchers were called.
+        seen: namespaces whose launchers were called, and the operators that launch CUDA kernels.
     """
 
     def __init__(self):
@@ -54,7 +54,8 @@ class Rules(TorchDispatchMode):
             self.seen.add(namespace)
             with self:  # inside an operator the mode does not hold by itself
                 return launchers(namespace)[name](*args, **kwargs)
-        if name in [f"conv_bn_act_chain_gpu_{which}" for which in ("fwd", "make", "reduce", "bwd")]:
+        if name in CHAIN_OPERATORS:
+            self.seen.add(name)
             return None  # it only launches kernels, whose emulation would take long
         if torch.Tag.data_dependent_output in func.tags:
             raise Refused(f"{func} reads a number on the host")
@@ -131,10 +132,10 @@ def checked_engine(net, rules, *, bf16=False):
     return GraphEngine(net, shape, 0.1, bf16, CheckedCapture(rules))
 
 
-def record_every_candidate(engine, space, *, unmade=False):
+def record_every_candidate(engine, space, *, deferred=False):
     """Record each kind of candidate once: two layers with the same blocks, stride and kind of layer record the same.
 
-    unmade: whether the layer before leaves them their input unmade.
+    deferred: whether the layer before defers its last BatchNorm to them.
     """
     seen = set()
     for i, (_, choices) in enumerate(engine._layers):
@@ -143,7 +144,8 @@ def record_every_candidate(engine, space, *, unmade=False):
             kind = (layer.choices[choice], layer.stride, layer.normal) if layer else i
             if kind not in seen:
                 seen.add(kind)
-                engine._segment(i, choice, Unmade(engine._remains[i].take()) if unmade and i > 0 else None)
+                norm = DeferredNorm.empty(engine._activations[i])
+                engine._segment(i, choice, DeferredResult(norm) if deferred and i > 0 else None)
     assert engine.capture.count > len(seen)
 
 
@@ -165,11 +167,11 @@ def test_every_candidate_can_be_recorded(name, trainable, rules):
 
 
 @needs_emulation
-@pytest.mark.parametrize(("trainable", "unmade"), [("indicators", False), ("bn", False), ("bn", True)])
-def test_every_candidate_on_the_cuda_kernels_can_be_recorded(trainable, unmade, rules, monkeypatch):
+@pytest.mark.parametrize(("trainable", "deferred"), [("indicators", False), ("bn", False), ("bn", True)])
+def test_every_candidate_on_the_cuda_kernels_can_be_recorded(trainable, deferred, rules, monkeypatch):
     monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
     space = spaces.digits_mini()
     with use_backend("cuda"):
         engine = checked_engine(supernet(space, trainable), rules, bf16=True)
-        record_every_candidate(engine, space, unmade=unmade)
-    assert rules.seen == {"nasfast_cuda"}
+        record_every_candidate(engine, space, deferred=deferred)
+    assert rules.seen == (set(CHAIN_OPERATORS) if deferred else set(CHAIN_OPERATORS[::3]))

@@ -11,10 +11,11 @@ from kernel_cases.cuda import ON_GPU, needs_kernels
 from tiny import tiny_space
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.captures import begun_by_launches
 from nasfast.engine import EagerEngine, GraphEngine
+from nasfast.engine.segments import ChainSegment, Classifier
 from nasfast.measure.timing import random_batch
-from nasfast.ops import backends, conv_bn_act_chain, modules
-from nasfast.ops.destinations import Offer
+from nasfast.ops import backends
 from nasfast.ops.plan import Kind, read_plan, storage_dtype
 from nasfast.spaces import Block, FixedLayer, Stage
 
@@ -34,54 +35,62 @@ def emulated(monkeypatch):
     yield
 
 
-@pytest.fixture
-def begun_by_launches(monkeypatch):
-    """No chain begins the backward of the chain before: a launch does, whose bits are those of the eager engine."""
-    monkeypatch.setattr(Offer, "begin_backward", lambda self, dx: None)
+class Copies(TorchDispatchMode):
+    """Counts the operators that copy numbers or add gradients up."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        self.found[name] += name in ("copy_", "_foreach_copy_", "clone", "add", "add_", "cat")
+        return func(*args, **(kwargs or {}))
 
 
-def test_cuda_operators_write_into_boundaries_and_gradients(emulated, begun_by_launches, monkeypatch):
-    taken = Counter()
-
-    def counted(take, what):
-        def taking(self, *arguments):
-            buffer = take(self, *arguments)
-            # the launchers of this machine's other backend ask for none
-            taken[what] += buffer is not None
-            return buffer
-
-        return taking
-
-    for name in ("take_image", "take_parameter_gradient"):
-        monkeypatch.setattr(Offer, name, counted(getattr(Offer, name), name))
-    blocks = Block("mbconv", 3, 2), Block("mbconv", 5, 1), Block("identity")
-    space = tiny_space(resolution=8, stages=(Stage(16, 1, 2, blocks[:2]), Stage(16, 1, 1, blocks)))
-    compare(space, "bn", [[(0, 0)], [(1, 1), (0, 2)]], batch=2, bf16=True, layer_indicators=False)
-    # three BatchNorms of each first candidate, two of each second; result and input gradient of every candidate
-    assert taken["take_parameter_gradient"] >= 2 * (3 + 3 + 2 + 2) and taken["take_image"] >= 4, taken
+@emulates
+def test_chains_write_into_boundaries_and_gradients(emulated):
+    space = tiny_space(resolution=8, stages=(Stage(16, 1, 2, (Block("mbconv", 3, 2),)),) * 2)
+    with begun_by_launches():
+        graphs = compare(space, "bn", [[(0, 0)]], batch=2, bf16=True, layer_indicators=False)
+    with Copies() as copies:
+        graphs.forward_backward(*random_batch(space, 2, device=DEVICE), [(0, 0)])
+    assert [type(segment) for choices in graphs._segments for segment in choices.values()] == [
+        *[ChainSegment] * 4,
+        Classifier,
+    ]
+    # images and labels; the gradient of the features and those of the classifier; the loss, which is smoothed, its
+    # backward and its copy
+    assert {name: count for name, count in copies.found.items() if count} == {
+        "copy_": 3,
+        "_foreach_copy_": 1,
+        "add": 2,
+        "clone": 1,
+    }
 
 
 @pytest.mark.parametrize("layer_indicators", [False, True])
-def test_a_candidate_makes_what_the_layer_before_has_left(layer_indicators, emulated, begun_by_launches):
-    """A reduction leaves a result to which nothing is added, a normal block one with its input, an identity none."""
+def test_a_candidate_makes_what_the_layer_before_has_deferred(layer_indicators, emulated):
+    """A reduction defers a result to which nothing is added, a normal block one with its input, an identity none."""
     blocks = Block("mbconv", 3, 2), Block("mbconv", 3, 1), Block("identity")
     space = tiny_space(resolution=8, stages=(Stage(16, 3, 2, blocks),))
     # in the last step a candidate gets its input in two ways, and its gradients add up in the order of the paths
     steps = [[(0, 0, 0)], [(1, 2, 1), (2, 1, 2)], [(0, 0, 0), (0, 2, 0), (0, 1, 0)]]
-    graphs = compare(space, "bn", steps, batch=2, bf16=True, layer_indicators=layer_indicators)
+    with begun_by_launches():
+        graphs = compare(space, "bn", steps, batch=2, bf16=True, layer_indicators=layer_indicators)
     # by choice, and how it gets its input: it is there, it is made, something is added to make it
-    stem, first, second, third, head = graphs._segments
+    stem, first, second, third, head, _ = graphs._segments
     assert set(stem) == {(None, None)} and set(first) == {(0, None), (1, None), (2, None)}
     assert set(second) == {(0, False), (1, False), (2, False), (1, None)}
     assert set(third) == {(0, True), (1, None), (2, True), (0, None)}
     assert set(head) == {(None, True), (None, None)}
-    assert first[0, None].left.added is None and second[0, False].left.added is graphs._activations[2]
+    assert first[0, None].result.added is None and second[0, False].result.added is graphs._activations[2]
     # an identity reads its input by no chain, so a launch of its own makes it
-    assert second[0, False].makes and not second[2, False].makes
+    assert isinstance(second[0, False], ChainSegment) and not isinstance(second[2, False], ChainSegment)
 
 
 class Reductions(TorchDispatchMode):
-    """Counts the launches that begin the backward of what another chain has left."""
+    """Counts the launches that begin the backward of a deferred BatchNorm."""
 
     count = 0
 
@@ -91,15 +100,8 @@ class Reductions(TorchDispatchMode):
 
 
 @emulates
-def test_a_candidate_begins_the_backward_of_the_layer_before(emulated, monkeypatch):
+def test_a_candidate_begins_the_backward_of_the_layer_before(emulated):
     """So does the head, which is one chain. Its sums have another order than in the eager engine."""
-    stages = set()
-
-    def counted(x, chain, **options):
-        stages.add(len(chain))
-        return conv_bn_act_chain(x, chain, **options)
-
-    monkeypatch.setattr(modules, "conv_bn_act_chain", counted)
     blocks = Block("mbconv", 3, 2), Block("mbconv", 3, 1), Block("identity")
     head = FixedLayer(Block("mbconv", 3, 3), 24), FixedLayer(Block("conv", 1), 32)
     space = tiny_space(resolution=8, stages=(Stage(16, 3, 2, blocks),), head=head)
@@ -107,7 +109,7 @@ def test_a_candidate_begins_the_backward_of_the_layer_before(emulated, monkeypat
     images, labels = random_batch(space, 2, device=DEVICE)
     eager = EagerEngine(eager_net, 0.1, bf16=True)
     graphs = GraphEngine(net, tuple(images.shape), 0.1, True, capture())
-    # the second time, what an earlier step has left there is NaN
+    # the second time, what an earlier step has deferred is NaN
     for paths, launches in [([(0, 0, 1)], 0), ([(0, 2, 1), (2, 1, 2)], 2)] * 2:
         want = eager.forward_backward(images, labels, paths)
         graphs.forward_backward(images, labels, paths)
@@ -117,14 +119,16 @@ def test_a_candidate_begins_the_backward_of_the_layer_before(emulated, monkeypat
             got = graphs.forward_backward(images, labels, paths)
         assert torch.equal(want.loss, got.loss) and reductions.count == launches
         expected, found = gradients(eager_net), gradients(net)
-        assert expected.keys() == found.keys() and 4 in stages
+        assert expected.keys() == found.keys()
         size = sum(float(gradient.norm()) ** 2 for gradient in expected.values()) ** 0.5
         for name, gradient in found.items():
             assert float((gradient - expected[name]).norm()) <= 2**-9 * size, name
+    (head_segment,) = {len(segment.chain.plan.stages) for segment in graphs._segments[4].values()}
+    assert head_segment == 4
 
 
 @emulates
-def test_a_candidate_with_a_hook_neither_leaves_nor_makes(emulated, begun_by_launches):
+def test_a_candidate_with_a_hook_is_no_chain(emulated):
     space = tiny_space(resolution=8, stages=(Stage(16, 3, 2, (Block("mbconv", 3, 2), Block("mbconv", 3, 1))),))
 
     seen = []
@@ -136,11 +140,12 @@ def test_a_candidate_with_a_hook_neither_leaves_nor_makes(emulated, begun_by_lau
             net.layers[1].candidates[0].register_forward_hook(lambda module, given, y: seen.append(y.isnan()))
         return nets
 
-    graphs = compare(space, "bn", [[(0, 0, 0)]] * 2, batch=2, bf16=True, make=hooked, layer_indicators=False)
+    with begun_by_launches():
+        graphs = compare(space, "bn", [[(0, 0, 0)]] * 2, batch=2, bf16=True, make=hooked, layer_indicators=False)
     # what the hooks read in the second step, of both engines; before, buffers are not filled
     assert not any(nans.any() for nans in seen[-4:])
-    assert graphs._segments[1][0, None].left is not None
-    assert graphs._segments[2][0, False].left is None and not graphs._segments[2][0, False].makes
+    assert graphs._segments[1][0, None].result is not None
+    assert not isinstance(graphs._segments[2][0, False], ChainSegment)
 
 
 @pytest.mark.parametrize("name", ["classifier", "layers.0.candidates.0.expand.conv"])

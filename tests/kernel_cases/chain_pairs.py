@@ -1,4 +1,4 @@
-"""Pairs of chains, of which the first may leave its result to the second: see nasfast/ops/destinations.py."""
+"""Pairs of chains, of which the first may defer its last BatchNorm to the second: see nasfast/ops/cuda/deferred.py."""
 
 from dataclasses import replace
 
@@ -6,10 +6,12 @@ import torch
 
 from kernel_cases.chain import ChainCase, Drawn
 from kernel_cases.cuda import moved
-from nasfast import ops
-from nasfast.ops.destinations import Offer, Remains, Unmade, offered
+from nasfast import ops, use_backend
+from nasfast.ops.conv import cuda_plan
+from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
+from nasfast.ops.cuda.static import StaticChain
 
-# what leaves: with and without a residual; what makes: the expansion stored and computed again, several groups of
+# what defers: with and without a residual; what makes: the expansion stored and computed again, several groups of
 # columns, tiles of several kinds, no expansion, a single convolution; what keeps launches of its own in backward: a
 # first kernel that is depthwise and adds, a last convolution that is depthwise
 PAIRS = [
@@ -37,63 +39,64 @@ def nan_like(x: torch.Tensor) -> torch.Tensor:
     return torch.full_like(x, torch.nan)
 
 
-def offer(source, *, unmade=None, result=None, remains=None, input_gradient=None):
-    images = {"result": result, "input_gradient": input_gradient, "parameter_gradients": {}}
-    return Offer(source=source, unmade=unmade, remains=remains, **images)
-
-
-def remains_of(x: torch.Tensor) -> Remains:
-    remains = Remains(x)
-    for tensor in remains.take():
-        tensor.fill_(torch.nan)
-    return remains
+def static_chain(drawn: Drawn, x: torch.Tensor, y: torch.Tensor, **options) -> StaticChain:
+    """The chain of a case on these buffers, with buffers for the gradients of its BatchNorms."""
+    stages = [with_gradients(stage) for stage in drawn.stages]
+    plan = cuda_plan(x.detach().requires_grad_(options.get("dx") is not None), stages)
+    parameters = [p for stage in stages for p in (stage.params.bn_weight, stage.params.bn_bias)]
+    adds_input = drawn.residual is drawn.x
+    return StaticChain(
+        lambda: stages, plan, x, y, adds_input, gradients={p: nan_like(p) for p in parameters}, **options
+    )
 
 
 def run_two(
-    first: Drawn, second: Drawn, *, leaving: bool, begins: bool = True, trains: bool = True
-) -> tuple[dict[str, torch.Tensor], Unmade | None]:
-    """Results and gradients of one chain behind another, whose input is between them, and what the first one left.
-
-    As in an engine, the input of the second chain is memory that belongs to nobody's graph.
+    first: Drawn, second: Drawn, *, defers: bool, trains: bool = True
+) -> tuple[dict[str, torch.Tensor], DeferredResult | None]:
+    """Results and gradients of one chain behind another, whose input is between them, and what the first one deferred.
 
     Args:
-        leaving: whether the first chain leaves its result.
-        begins: whether the second chain then begins the first one's backward; otherwise a launch of its own does.
+        defers: whether the first chain defers its last BatchNorm to the second.
         trains: whether anything in front of the first chain trains.
     """
-    results, between, gradient = {}, nan_like(second.x), nan_like(second.x)
-    remains = remains_of(between) if leaving else None
-    left, inputs, outputs = None, [first.x, between], []
-    for i, drawn in enumerate((first, second)):
-        x = inputs[i].detach().requires_grad_(trains or i > 0)
-        if i == 0:
-            made = offer(inputs[i], result=between, remains=remains)
-        else:
-            made = offer(inputs[i], unmade=left, input_gradient=gradient if begins else None)
+    between, grad, dx, y = (nan_like(like) for like in (second.x, second.x, first.x, second.grad))
+    norm = DeferredNorm(*map(nan_like, DeferredNorm.empty(between))) if defers else None
+    with use_backend("cuda"):
+        one = static_chain(first, first.x, between, dx=dx if trains else None, deferred=norm)
+        two = static_chain(second, between, y, dx=grad, made_from=one.result)
+    one.forward()
+    assert bool(between.isnan().all()) == defers
+    two.forward()
+    results = {"between": between, "y": y}
+    two.backward(second.grad)
+    one.backward(grad)
+    results |= {"dx of 1": grad} | ({"dx of 0": dx} if trains else {})
+    for i, chain in enumerate((one, two)):
+        for j, stage in enumerate(chain.stages()):
+            results |= {
+                f"dgamma{j} of {i}": chain.gradients[stage.params.bn_weight],
+                f"dbeta{j} of {i}": chain.gradients[stage.params.bn_bias],
+            }
+    return results, one.result
+
+
+def run_both(first: Drawn, second: Drawn, *, trains: bool = True) -> dict[str, torch.Tensor]:
+    """The same results by autograd, from two calls of `conv_bn_act_chain`."""
+    results, calls = {}, []
+    x = first.x.detach().requires_grad_(trains)
+    for drawn in (first, second):
         stages = [with_gradients(stage) for stage in drawn.stages]
-        residual = x if drawn.residual is drawn.x else drawn.residual
-        with offered(made):
-            y = ops.conv_bn_act_chain(x, stages, residual=residual, backend="cuda")
-        outputs.append((x, stages, y))
-        if i == 0:
-            assert y.data_ptr() == between.data_ptr()
-            assert (made.left is not None) == leaving and bool(between.isnan().all()) == leaving
-            left = made.left
-        else:
-            assert made.made == leaving
-    results |= {"between": between, "y": outputs[1][2].detach()}
-    for i, grad in ((1, second.grad), (0, None)):
-        x, stages, y = outputs[i]
-        y.backward(outputs[1][0].grad if grad is None else grad)
-        if i == 1:
-            assert made.begun == (leaving and begins)
-            if leaving and not begins:
-                left.begin_backward(x.grad)
-        if x.requires_grad:
-            results[f"dx of {i}"] = x.grad
+        y = ops.conv_bn_act_chain(x, stages, residual=x if drawn.residual is drawn.x else None, backend="cuda")
+        calls.append((x, stages, y))
+        x = y.detach().requires_grad_()
+    calls[1][2].backward(second.grad)
+    calls[0][2].backward(calls[1][0].grad)
+    results |= {"between": calls[0][2].detach(), "y": calls[1][2].detach()}
+    for i, (x, stages, _) in enumerate(calls):
+        results |= {f"dx of {i}": x.grad} if x.requires_grad else {}
         for j, stage in enumerate(stages):
             results |= {f"dgamma{j} of {i}": stage.params.bn_weight.grad, f"dbeta{j} of {i}": stage.params.bn_bias.grad}
-    return results, left
+    return results
 
 
 def with_gradients(stage: ops.Stage) -> ops.Stage:

@@ -1,14 +1,14 @@
-"""Chains that leave their result to the next chain: both together against the same chains with a result in between."""
+"""Chains on static buffers, also with a last BatchNorm that is deferred to the next, against calls of the operator."""
 
 import pytest
 import torch
-from kernel_cases.chain import ChainCase, Drawn, backward_arguments
-from kernel_cases.chain_pairs import PAIRS, drawn_pair, nan_like, offer, run_two
-from kernel_cases.cuda import moved, needs_kernels
+from kernel_cases.chain import ChainCase, Drawn
+from kernel_cases.chain_pairs import PAIRS, drawn_pair, nan_like, run_both, run_two
+from kernel_cases.cuda import needs_kernels
 
-from nasfast import ops
+from benchmarks.captures import begun_by_launches
 from nasfast.ops import plan as planning
-from nasfast.ops.destinations import Left, Remains, Unmade, offered
+from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
 
 pytestmark = needs_kernels
 TYPES = [torch.bfloat16, torch.float16]
@@ -21,7 +21,7 @@ def assert_same(results, expected):
         assert torch.equal(results[name], value), name
 
 
-def assert_begun(results, expected, first: Drawn, left: Left):
+def assert_begun(results, expected, first: Drawn, norm: DeferredNorm):
     """The sums that the second chain takes of its own gradient differ from those of a launch by roundings."""
     rounding = ROUNDING[first.x.dtype]
     for name, value in expected.items():
@@ -32,7 +32,7 @@ def assert_begun(results, expected, first: Drawn, left: Left):
         size = max(float(v.double().norm()) for k, v in expected.items() if k[:5] == name[:5])
         assert float((results[name] - value).double().norm()) <= 4 * rounding * size, name
     # against float64, from the gradient that the second chain has stored
-    dz, y, (gamma, _, eps) = results["dx of 1"].double(), left.y.double(), last_norm(first)
+    dz, y, (gamma, _, eps) = results["dx of 1"].double(), norm.y.double(), last_norm(first)
     mean, var = y.mean((0, 2, 3), keepdim=True), y.var((0, 2, 3), correction=0, keepdim=True)
     xhat, last, count = (y - mean) / (var + eps).sqrt(), len(first.stages) - 1, y.numel() // y.shape[1]
     dgamma, dbeta = (dz * xhat).sum((0, 2, 3)), dz.sum((0, 2, 3))
@@ -40,7 +40,7 @@ def assert_begun(results, expected, first: Drawn, left: Left):
         # what is added up is not rounded yet, or is what was stored
         allowed = 2 * rounding * float(terms.norm()) + 1e-6 * float(terms.abs().sum())
         assert float((results[f"{name}{last} of 0"] - want).norm()) <= allowed, name
-    a, b, c = (left.back[:, i].double().view(-1, 1, 1) for i in range(3))
+    a, b, c = (norm.back[:, i].double().view(-1, 1, 1) for i in range(3))
     a_dz = gamma.view(-1, 1, 1) / (var + eps).sqrt() * dz
     parts = (dbeta.view(-1, 1, 1) + xhat * dgamma.view(-1, 1, 1)) / count
     dy = a_dz - gamma.view(-1, 1, 1) / (var + eps).sqrt() * parts
@@ -54,15 +54,16 @@ def test_results_and_gradients_are_the_same_bits(pair, dtype, again, emulation, 
     if not again:
         monkeypatch.setattr(planning, "MAX_RECOMPUTED_CUDA_CHANNELS", 0)
     first, second = drawn_pair(pair, dtype)
-    expected, _ = run_two(first, second, leaving=False)
-    by_launch, _ = run_two(first, second, leaving=True, begins=False)
-    assert_same(by_launch, expected)
-    results, left = run_two(first, second, leaving=True)
+    expected = run_both(first, second)
+    assert_same(run_two(first, second, defers=False)[0], expected)
+    with begun_by_launches():
+        assert_same(run_two(first, second, defers=True)[0], expected)
+    results, made_from = run_two(first, second, defers=True)
     assert not any(result.isnan().any() for result in results.values())
-    assert_begun(results, expected, first, left.left)
-    assert (left.added is None) == (first.residual is None)
+    assert_begun(results, expected, first, made_from.norm)
+    assert (made_from.added is None) == (first.residual is None)
     # against float64, from the output that the first chain has stored
-    y, (gamma, beta, eps) = left.left.y.double(), last_norm(first)
+    y, (gamma, beta, eps) = made_from.norm.y.double(), last_norm(first)
     mean, var = y.mean((0, 2, 3), keepdim=True), y.var((0, 2, 3), correction=0, keepdim=True)
     x = (y - mean) / (var + eps).sqrt() * gamma.view(-1, 1, 1) + beta.view(-1, 1, 1)
     if first.residual is not None:
@@ -78,13 +79,13 @@ def last_norm(drawn):
 @pytest.mark.parametrize("multiprocessors", [1, 7, 132])
 def test_a_result_does_not_depend_on_the_order_of_threads_and_blocks(multiprocessors, emulation):
     first, second = drawn_pair(PAIRS[0], torch.bfloat16)
-    expected, _ = run_two(first, second, leaving=False)
+    between, expected = run_both(first, second)["between"], None
     for backwards, order in [(False, 0), (True, 0), (False, 1), (True, 29)]:
         emulation(multiprocessors, backwards, order)
-        results, left = run_two(first, second, leaving=True)
-        assert torch.equal(results["between"], expected["between"])
-        if order == 0 and not backwards:
-            assert_begun(results, run_two(first, second, leaving=False)[0], first, left.left)
+        results, made_from = run_two(first, second, defers=True)
+        assert torch.equal(results["between"], between)
+        if expected is None:
+            assert_begun(results, run_both(first, second), first, made_from.norm)
             expected = results
         assert_same(results, expected)
 
@@ -92,60 +93,41 @@ def test_a_result_does_not_depend_on_the_order_of_threads_and_blocks(multiproces
 def test_nan_reaches_the_input_that_is_made(emulation):
     first, second = drawn_pair(PAIRS[0], torch.bfloat16)
     first.stages[-1].params.bn_weight[5] = torch.nan
-    expected, _ = run_two(first, second, leaving=False)
-    results, _ = run_two(first, second, leaving=True)
+    expected = run_both(first, second)
+    results, _ = run_two(first, second, defers=True)
     assert results["between"].isnan().sum((0, 2, 3)).bool().nonzero().tolist() == [[5]]
     for name, value in expected.items():
         assert torch.equal(results[name].isnan(), value.isnan()), name
 
 
-@pytest.mark.parametrize("units", ["pw16/identity", "dw3/relu6 pw16/relu"])
-def test_a_chain_that_must_write_its_result_writes_it(units, emulation):
-    """What is added is not the input, or an activation comes last."""
-    drawn = moved(ChainCase((2, 16, 5, 4), units, "tensor", dtype=torch.bfloat16).draw_once())
-    want = ops.conv_bn_act_chain(drawn.x, drawn.stages, residual=drawn.residual, backend="cuda")
-    target = nan_like(want)
-    with offered(offer(drawn.x, result=target, remains=Remains(target))):
-        ops.conv_bn_act_chain(drawn.x, drawn.stages, residual=drawn.residual, backend="cuda")
-    assert torch.equal(target, want)
-
-
 def test_an_input_may_be_made_by_itself(emulation):
     first, second = drawn_pair(PAIRS[0], torch.bfloat16)
-    expected, _ = run_two(first, second, leaving=False)
-    _, left = run_two(first, second, leaving=True)
+    _, made_from = run_two(first, second, defers=True)
     x = nan_like(second.x)
-    left.make(x)
-    assert torch.equal(x, expected["between"])
+    made_from.write(x)
+    assert torch.equal(x, run_both(first, second)["between"])
 
 
 def test_tensors_of_another_shape_are_refused(emulation):
     first, second = drawn_pair(PAIRS[0], torch.bfloat16)
-    _, left = run_two(first, second, leaving=True)
-    x = nan_like(second.x)
+    _, made_from = run_two(first, second, defers=True)
+    norm, x = made_from.norm, nan_like(second.x)
     for bad, message in [
-        (with_left(left, y=left.left.y[:1]), "y must be channels_last"),
-        (left._replace(added=left.left.y.half()), "what is added must be channels_last, of the type"),
-        (with_left(left, fold=left.left.fold[:-1]), "fold must be contiguous and have 48 elements"),
+        (DeferredResult(norm._replace(y=norm.y[:1]), made_from.added), "y must be channels_last"),
+        (DeferredResult(norm, norm.y.half()), "what is added must be channels_last, of the type"),
+        (DeferredResult(norm._replace(fold=norm.fold[:-1])), "fold must be contiguous and have 48 elements"),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            bad.make(x)
-    for bad, message in [
-        (with_left(left, y=left.left.y[:1]), "the output that is left must be channels_last"),
-        (
-            with_left(left, statistics=left.left.statistics.float()),
-            "statistics must be contiguous and have 48 elements",
-        ),
-        (with_left(left, back=left.left.back[:-1]), "back must be contiguous and have 96 elements"),
+            bad.write(x)
+    for changed, message in [
+        ({"y": norm.y[:1]}, "the output that is left must be channels_last"),
+        ({"statistics": norm.statistics.float()}, "statistics must be contiguous and have 48 elements"),
+        ({"back": norm.back[:-1]}, "back must be contiguous and have 96 elements"),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            bad.begin_backward(second.x)
+            norm._replace(**changed).begin_backward(second.x)
     with pytest.raises(RuntimeError, match="x is made from y, its fold|multiples of 8 is made from y, its fold"):
-        torch.ops.nasfast.conv_bn_act_chain_gpu_make(x, [left.left.y])
-
-
-def with_left(unmade: Unmade, **changed) -> Unmade:
-    return unmade._replace(left=unmade.left._replace(**changed))
+        torch.ops.nasfast.conv_bn_act_chain_gpu_make(x, [norm.y])
 
 
 @pytest.mark.parametrize("units", ["pw16/identity", "pw48/relu6 dw3/relu6 pw16/identity"])
@@ -153,16 +135,9 @@ def test_a_chain_with_nothing_in_front_that_trains(units, emulation):
     """Without kernels of its own in backward, it begins itself."""
     pair = ChainCase((2, 16, 5, 4), units), "pw32/relu6", ""
     first, second = drawn_pair(pair, torch.bfloat16)
-    expected, _ = run_two(first, second, leaving=False, trains=False)
-    results, left = run_two(first, second, leaving=True, trains=False)
+    expected = run_both(first, second, trains=False)
+    results, made_from = run_two(first, second, defers=True, trains=False)
     if len(first.stages) == 1:
         assert_same(results, expected)
     else:
-        assert_begun(results, expected, first, left.left)
-
-
-def test_backward_of_a_chain_that_left_its_result_needs_what_it_left(emulation):
-    drawn = moved(ChainCase((2, 16, 5, 4), "pw16/identity", dtype=torch.bfloat16).draw_once())
-    arguments = backward_arguments(drawn, torch.ops.nasfast_cuda) | {"saved": drawn.grad.new_empty(0)}
-    with pytest.raises(RuntimeError, match="needs the offer of its forward"):
-        torch.ops.nasfast_cuda.conv_bn_act_chain_bwd(**arguments)
+        assert_begun(results, expected, first, made_from.norm)

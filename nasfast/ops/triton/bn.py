@@ -13,7 +13,6 @@ from nasfast._triton import bn
 from nasfast._triton.common import GROUP
 from nasfast._triton.configs import FAMILIES, Config, pass_tiles
 from nasfast.ops.arrivals import zeros
-from nasfast.ops.destinations import new_image, new_parameter_gradient
 
 
 def rows_of(image: Tensor) -> Tensor:
@@ -272,7 +271,7 @@ def bn_act_fwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean, var; see csrc/library.cpp."""
     batch = running_mean is None
-    y = new_image("result", x.shape, x, _layout(x))
+    y = torch.empty_like(x, memory_format=_layout(x))
     norm = Norm(
         gamma=weight,
         beta=bias,
@@ -313,12 +312,12 @@ def bn_act_bwd(
         statistics=statistics,
         gamma=weight,
         eps=eps,
-        dgamma=new_parameter_gradient(weight, wanted=want_weight),
-        dbeta=new_parameter_gradient(bias, wanted=want_bias),
+        dgamma=weight.new_empty(channels if want_weight else 0),
+        dbeta=bias.new_empty(channels if want_bias else 0),
         back=fold.new_empty((2, channels)),
         rows=x.numel() // channels if batch_statistics else None,
     )
-    dx = new_image("input_gradient", x.shape, x, _layout(x)) if want_x else x.new_empty(0)
+    dx = torch.empty_like(x, memory_format=_layout(x)) if want_x else x.new_empty(0)
     with on_device_of(x):
         fold_known(norm)
         reduce_gradient(grad, x, fold, act, gradient)

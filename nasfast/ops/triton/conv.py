@@ -26,7 +26,7 @@ from nasfast._triton.configs import (
     product_tiles,
     stencil_tile,
 )
-from nasfast.ops.destinations import new_gradients, new_image
+from nasfast.ops.autograd import empty_gradients
 from nasfast.ops.plan import ChainPlan, Kind, StagePlan, read_plan
 from nasfast.ops.triton import bn as bn_triton
 from nasfast.ops.triton.bn import Norm, NormGradient, cdiv, on_device_of, options, rows_of
@@ -336,7 +336,7 @@ def conv_bn_act_chain_fwd(
     saved = x.new_empty(chain.saved_size if keep else 0)
     size = chain.statistics_size
     statistics = x.new_empty(chain.statistics_elements("triton"), dtype=torch.float64)
-    out = new_image("result", chain.out_shape, x)
+    out = torch.empty(chain.out_shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     rows = rows_of(x)
     given = _Rows(rows[:, 1:], x.shape[1], 2) if chain.shuffle else _Rows(rows, x.shape[1])
     fold, act = None, "identity"
@@ -389,7 +389,7 @@ def conv_bn_act_chain_bwd(
     _check(chain, images, conv_weights, bn_weights, bn_biases, add_input=add_input)
     stages = chain.stages
     want_x, want_weights, want_biases = wants[0], wants[1::2], wants[2::2]
-    dx, dweights, dbiases = new_gradients(chain.in_shape, saved, bn_weights, bn_biases, wants)
+    dx, dweights, dbiases = empty_gradients(chain, saved, bn_weights, bn_biases, wants)
     # the first stage whose BatchNorm backward has to reach
     reached = [i for i, pair in enumerate(zip(want_weights, want_biases, strict=True)) if any(pair)]
     stop = 0 if want_x else reached[0] if reached else len(stages)
