@@ -6,16 +6,17 @@ The candidates of a layer share this pool, because only one of them runs on a pa
 per layer and path, without allocations and without Python for each kernel. Whole paths are not captured, because
 every step has other paths.
 
-A candidate that is one chain of the CUDA kernels defers its last BatchNorm to the next layer, which applies it while it
-reads its input (nasfast/ops/cuda/deferred.py). Which graphs the next candidate replays depends on that: it is captured
-once for every way in which it gets its input, of which there are at most three. All of them compute the same numbers.
+A candidate that is one chain of the CUDA kernels and ends in a BatchNorm defers this to the next layer, which applies
+it while it reads its input (nasfast/ops/cuda/deferred.py). Which graphs the next candidate replays depends on that: it
+is captured once for every way in which it gets its input, of which there are at most three. All of them compute the
+same numbers.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -54,10 +55,10 @@ class GraphEngine:
     """Forward and backward of a supernet's sampled paths as replays of graphs captured per (layer, candidate).
 
     It runs the same kernels in the same order as `EagerEngine`, so results are equal bit for bit if the kernels are
-    deterministic. Only where a chain of the CUDA kernels begins the backward of the chain before, sums have another
-    order, and gradients differ by roundings. A candidate is captured when a step first needs it, and only then it
-    shows whether its graphs fit into the memory. Afterwards the network
-    must not be moved, and the set of trainable parameters must not change.
+    deterministic. Only on the CUDA kernels gradients differ by roundings: a chain begins the backward of the chain
+    before, and stem and head are one chain each. A candidate is captured when a step first needs it, and only then it
+    shows whether its graphs fit into the memory. Afterwards the network must not be moved, and hooks and the set of
+    trainable parameters must not change.
 
     Args:
         net: a supernet on its device, in training mode.
@@ -86,7 +87,7 @@ class GraphEngine:
         self._trainable = [p for p in self.net.parameters() if p.requires_grad]
         self._rounded = Rounded(torch.bfloat16) if self.bf16 else None
         # the parameters with a gradient from the last step: a path has few of a supernet's thousands
-        self._graded = self._trainable
+        self._graded: list[Tensor] = list(self._trainable)
         self._capture = self.capture or CudaCapture(self.device)
         self._layers = self._modules()
         self._allocate(self._boundaries())
@@ -199,13 +200,12 @@ class GraphEngine:
         }
         if last:
             return Classifier(**buffers, labels=self.labels, label_smoothing=self.label_smoothing)
-        # hooks read the input and the output, and those of units what lies between
-        chain = None if has_forward_hooks(module) else self._chain(i, part.modules, made_from, slots)
+        chain = None if _has_hooks(module) else self._chain(i, part.modules, made_from, slots)
         return Segment(**buffers) if chain is None else ChainSegment(**buffers, chain=chain)
 
     def _gradient_memory(
         self, i: int, choice: int | None, parameters: list[nn.Parameter]
-    ) -> tuple[Tensor, dict[nn.Parameter, Tensor]]:
+    ) -> tuple[Tensor, dict[Tensor, Tensor]]:
         """Memory for the gradients of a choice's parameters, and the slot of each, with its strides."""
         for (other, _), segment in self._segments[i].items():
             if other == choice:
@@ -220,18 +220,22 @@ class GraphEngine:
         i: int,
         modules: list[nn.Module],
         made_from: DeferredResult | None,
-        slots: dict[nn.Parameter, Tensor],
+        slots: Mapping[Tensor, Tensor],
     ) -> StaticChain | None:
         """The modules as one chain of the CUDA kernels from boundary i to the next; None if they are no such chain."""
         units, adds_input = chain_of(modules)
-        parameters = [p for unit in units for p in unit.parameters()]
-        if len(set(parameters)) < len(parameters):
+        stages = [unit.stage() for unit in units]
+        norms = [p for stage in stages for p in (stage.params.bn_weight, stage.params.bn_bias)]
+        # one place for each gradient; others are computed from what trains, as by parametrizations
+        if len(set(norms)) < len(norms) or {p for p in norms if p.requires_grad} != set(slots):
+            return None
+        if not all(isinstance(stage.params.conv_weight, nn.Parameter) for stage in stages):
             return None
         source, target = self._activations[i], self._activations[i + 1]
         source_grad = self._gradients[i - 1] if i > 0 else None
         x = source.detach().requires_grad_(source_grad is not None)
         with self._autocast():
-            plan = cuda_plan(x, [unit.stage() for unit in units]) if units else None
+            plan = cuda_plan(x, stages) if stages else None
             if plan is None or plan.subsample > 1 or not source.dtype == target.dtype == storage_dtype(x):
                 return None
         defers = units[-1].act_name == "identity"
@@ -307,7 +311,7 @@ class GraphEngine:
     def _set_gradients(self, segments: Iterable[Segment]) -> None:
         """Set `grad` of the parameters that these segments reached; clear those that the step before has set."""
         parts = [segment.reached for segment in segments]
-        gradients: dict[nn.Parameter, Tensor] = {}
+        gradients: dict[Tensor, Tensor] = {}
         for part in parts:
             gradients.update(part)  # much faster than parameter by parameter, and this runs at every step
         if len(gradients) < sum(map(len, parts)):
@@ -363,6 +367,12 @@ def _chosen(layer: ChoiceLayer, choice: int) -> _Part:
     else:
         modules = [] if choice == SKIP else [layer.candidates[choice]]
     return _Part(partial(layer, choice=choice), modules)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether hooks see what is inside a module, which a chain on static buffers does not call."""
+    backward = any(m._backward_hooks or m._backward_pre_hooks for m in module.modules())
+    return backward or has_forward_hooks(module) or any(p._backward_hooks for p in module.parameters())
 
 
 def _lay_out(net: Supernet) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nasfast.engine.capture import Replay
 from nasfast.engine.eager import loss_and_gradient
@@ -41,14 +42,15 @@ class Segment:
     source_grad: Tensor | None
     target_grad: Tensor | None
     gradients: Tensor
-    slots: dict[nn.Parameter, Tensor]
+    slots: dict[Tensor, Tensor]
     autocast: Callable[[], Any]
-    reached: dict[nn.Parameter, Tensor] = field(init=False, default_factory=dict)
+    reached: dict[Tensor, Tensor] = field(init=False, default_factory=dict)
     passes_on: bool = field(init=False, default=True)
     forward_replay: Replay | None = field(init=False, default=None)
     backward_replay: Replay | None = field(init=False, default=None)
     _x: Tensor | None = field(init=False, default=None)
-    _y: Tensor | None = field(init=False, default=None)
+    # of the result, which nothing reads behind its copy
+    _edge: GradientEdge | None = field(init=False, default=None)
 
     def functions(self) -> list[Replay]:
         """The functions to capture, in this order; the last one is backward if the segment has one."""
@@ -71,8 +73,9 @@ class Segment:
 
     def forward(self) -> None:
         assert self.target is not None
-        self._y = self.run()
-        self.target.copy_(self._y.detach())
+        y = self.run()
+        self.target.copy_(y.detach())
+        self._edge = get_gradient_edge(y) if y.requires_grad else None
 
     def run(self) -> Tensor:
         """Run the module on the source."""
@@ -83,19 +86,24 @@ class Segment:
             return self.module(self._x)
 
     def backward(self) -> None:
-        if self._y is None:
-            raise RuntimeError("the backward of a segment needs the result of its forward: call forward first")
-        self.differentiate(self._y, self.target_grad)
+        if self._x is None:
+            raise RuntimeError("the backward of a segment needs what its forward keeps: call forward first")
+        self.differentiate(self._edge, self.target_grad)
         self.release()
 
-    def differentiate(self, y: Tensor, grad: Tensor | None) -> None:
-        """Compute the gradients of y, and write them to source_grad and to the slots of the parameters."""
+    def differentiate(self, edge: GradientEdge | None, grad: Tensor | None) -> None:
+        """Write the gradients of a result to source_grad and to the slots of the parameters.
+
+        Args:
+            edge: that of the result; None if nothing in front of it trains.
+            grad: gradient of the result.
+        """
         wanted = [*([self._x] if self._x is not None and self.source_grad is not None else []), *self.slots]
         if not wanted:
             return
         computed: list[Tensor | None] = [None] * len(wanted)
-        if y.requires_grad:
-            computed = list(torch.autograd.grad(y, wanted, grad, allow_unused=True))
+        if edge is not None:
+            computed = list(torch.autograd.grad(edge, wanted, grad, allow_unused=True))
         if self.source_grad is not None:
             dx = computed.pop(0)
             self.passes_on = dx is not None
@@ -109,7 +117,7 @@ class Segment:
             torch._foreach_copy_(list(self.reached.values()), list(found.values()))
 
     def release(self) -> None:
-        self._x = self._y = None
+        self._x = self._edge = None
 
     def replay_backward(self, *, adds: bool) -> None:
         """Replay backward; with `adds`, add to the gradients of an earlier path of this step."""
@@ -174,5 +182,5 @@ class Classifier(Segment):
         logits = self.run()
         # static too: a graph writes a result to the same memory at every replay, as long as someone holds the result
         self.outcome, gradient = loss_and_gradient(logits, self.labels, self.label_smoothing)
-        self.differentiate(logits, gradient)
+        self.differentiate(get_gradient_edge(logits) if logits.requires_grad else None, gradient)
         self.release()

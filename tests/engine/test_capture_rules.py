@@ -9,6 +9,7 @@ from importlib import import_module
 import pytest
 import torch
 from kernel_cases.cuda import needs_emulation
+from tiny import tiny_space
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.captures import EagerCapture
@@ -17,6 +18,7 @@ from nasfast import spaces, use_backend
 from nasfast.engine import GraphEngine
 from nasfast.ops import _triton
 from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
+from nasfast.spaces import Block, SqueezeExcite, Stage
 from nasfast.supernet import Supernet
 
 pytestmark = pytest.mark.skipif(
@@ -144,8 +146,8 @@ def record_every_candidate(engine, space, *, deferred=False):
             kind = (layer.choices[choice], layer.stride, layer.normal) if layer else i
             if kind not in seen:
                 seen.add(kind)
-                norm = DeferredNorm.empty(engine._activations[i])
-                engine._segment(i, choice, DeferredResult(norm) if deferred and i > 0 else None)
+                x = engine._activations[i]
+                engine._segment(i, choice, DeferredResult(DeferredNorm.empty(x)) if deferred and i > 0 else None)
     assert engine.capture.count > len(seen)
 
 
@@ -175,3 +177,12 @@ def test_every_candidate_on_the_cuda_kernels_can_be_recorded(trainable, deferred
         engine = checked_engine(supernet(space, trainable), rules, bf16=True)
         record_every_candidate(engine, space, deferred=deferred)
     assert rules.seen == (set(CHAIN_OPERATORS) if deferred else set(CHAIN_OPERATORS[::3]))
+
+
+@needs_emulation
+def test_chains_inside_of_other_candidates_can_be_recorded(rules, monkeypatch):
+    monkeypatch.setenv("NASFAST_EMULATE_CUDA", "1")
+    space = tiny_space(resolution=8, stages=(Stage(16, 2, 2, (Block("mbconv", 3, 2, se=SqueezeExcite(0.25)),)),))
+    with use_backend("cuda"):
+        record_every_candidate(checked_engine(supernet(space), rules, bf16=True), space)
+    assert "nasfast_cuda" in rules.seen

@@ -9,6 +9,7 @@ from devices import DEVICE
 from engines import capture, compare, gradients, networks
 from kernel_cases.cuda import ON_GPU, needs_kernels
 from tiny import tiny_space
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.captures import begun_by_launches
@@ -146,6 +147,81 @@ def test_a_candidate_with_a_hook_is_no_chain(emulated):
     assert not any(nans.any() for nans in seen[-4:])
     assert graphs._segments[1][0, None].result is not None
     assert not isinstance(graphs._segments[2][0, False], ChainSegment)
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def _parametrise(block):
+    parametrize.register_parametrization(block.depthwise.bn, "weight", Doubled())
+
+
+def _parametrise_frozen(block):
+    parametrize.register_parametrization(block.project.conv, "weight", Doubled())
+
+
+def _hook_parameter(block):
+    block.depthwise.bn.weight.register_hook(lambda grad: 3 * grad)
+
+
+def _hook_backward(block):
+    block.register_full_backward_hook(lambda module, dx, dy: (3 * dx[0],))
+
+
+def _tie(block):
+    block.depthwise.bn.bias = block.depthwise.bn.weight
+
+
+def _have_unused(block):
+    block.register_parameter("unused", torch.nn.Parameter(torch.ones(3, device=DEVICE)))
+
+
+def _replace_forward(block):
+    forward = block.forward
+    block.forward = lambda x: 2 * forward(x)
+
+
+@emulates
+@pytest.mark.parametrize(
+    "change",
+    [_parametrise, _parametrise_frozen, _hook_parameter, _hook_backward, _tie, _have_unused, _replace_forward],
+)
+def test_a_candidate_that_is_more_than_a_chain_is_called(change, emulated):
+    def changed(*arguments, **options):
+        nets = networks(*arguments, **options)
+        for net in nets:
+            change(net.layers[1].candidates[0])
+        return nets
+
+    space = tiny_space(resolution=8, stages=(Stage(16, 3, 2, (Block("mbconv", 3, 2), Block("mbconv", 3, 1))),))
+    with begun_by_launches():
+        graphs = compare(space, "bn", [[(0, 0, 0)]] * 2, batch=2, bf16=True, make=changed, layer_indicators=False)
+    assert isinstance(graphs._segments[1][0, None], ChainSegment)
+    assert not isinstance(graphs._segments[2][0, False], ChainSegment)
+
+
+@emulates
+def test_frozen_weights_may_lie_anywhere(emulated):
+    """Kernels read 16 bytes at a time."""
+
+    def moved(*arguments, **options):
+        nets = networks(*arguments, **options)
+        for net in nets:
+            for module in net.layers[1].candidates[0].modules():
+                if isinstance(module, torch.nn.Conv2d):
+                    weight = module.weight
+                    flat = torch.empty(weight.numel() + 1, device=DEVICE)[1:]
+                    weight.data = flat.view(weight.shape).copy_(weight)
+                if isinstance(module, torch.nn.BatchNorm2d):
+                    module.weight = torch.nn.Parameter(torch.ones(1).expand(module.num_features), requires_grad=False)
+        return nets
+
+    space = tiny_space(resolution=8, stages=(Stage(16, 3, 2, (Block("mbconv", 3, 2), Block("mbconv", 3, 1))),))
+    with begun_by_launches():
+        graphs = compare(space, "bn", [[(0, 0, 0)]], batch=2, bf16=True, make=moved, layer_indicators=False)
+    assert isinstance(graphs._segments[2][0, False], ChainSegment)
 
 
 @pytest.mark.parametrize("name", ["classifier", "layers.0.candidates.0.expand.conv"])

@@ -41,7 +41,7 @@ def only_rounds_weight(stage: StagePlan) -> bool:
     return stage.kind == Kind.POINTWISE and stage.saved_at is not None
 
 
-def _aligned(tensor: Tensor) -> Tensor:
+def aligned(tensor: Tensor) -> Tensor:
     """The tensor, or a copy where it begins between two multiples of 16 bytes, as a slice of a larger one may.
 
     The kernels read 16 bytes at a time.
@@ -73,16 +73,16 @@ def conv_bn_act_chain_fwd(
     """y, saved, statistics; see csrc/library.cpp."""
     chain = read_plan(plan)
     _refuse_running_statistics([mean.numel() == 0 for mean in running_means])
-    x = _aligned(x)
+    x = aligned(x)
     y = torch.empty(chain.out_shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     saved = x.new_empty(chain.saved_size if keep else 0)
     statistics = x.new_empty(chain.statistics_elements("cuda"), dtype=torch.float64)
     torch.ops.nasfast.conv_bn_act_chain_gpu_fwd(
         x=x,
-        conv_weights=list(map(_aligned, conv_weights)),
+        conv_weights=list(map(aligned, conv_weights)),
         bn_weights=bn_weights,
         bn_biases=bn_biases,
-        added=x if add_input else None if residual is None else _aligned(residual),
+        added=x if add_input else None if residual is None else aligned(residual),
         y=y,
         saved=saved,
         statistics=statistics,
@@ -114,11 +114,11 @@ def conv_bn_act_chain_bwd(
     dx, dweights, dbiases = empty_gradients(read_plan(plan), saved, bn_weights, bn_biases, wants)
     if any(wants):
         torch.ops.nasfast.conv_bn_act_chain_gpu_bwd(
-            grad=_aligned(grad),
-            x=None if x is None else _aligned(x),
+            grad=aligned(grad),
+            x=None if x is None else aligned(x),
             saved=saved,
             statistics=statistics,
-            conv_weights=list(map(_aligned, conv_weights)),
+            conv_weights=list(map(aligned, conv_weights)),
             bn_weights=bn_weights,
             add_input=add_input,
             dx=dx if wants[0] else None,

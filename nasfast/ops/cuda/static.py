@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from nasfast.ops.chain_operator import update_running
-from nasfast.ops.cuda.conv import counters, only_rounds_weight
+from nasfast.ops.cuda.conv import aligned, counters, only_rounds_weight
 from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
 from nasfast.ops.plan import ChainPlan
 from nasfast.ops.reference import Stage
@@ -22,14 +21,15 @@ class StaticChain:
     """One chain whose kernels read and write the same memory at every call, as a CUDA graph needs it.
 
     Attributes:
-        stages: begins a forward: counts the batch, and gives the stages of the plan. Weights of convolutions are
-            frozen, BatchNorms use the statistics of the batch.
+        stages: gives the stages of the plan, and counts the batch; called once per forward. Weights of convolutions
+            are frozen, BatchNorms use the statistics of the batch.
         plan: the chain's plan for the CUDA kernels.
         x: (N, C, H, W), the input, channels_last, of the plan's type.
         y: the result, alike.
         adds_input: whether x is added to the result.
         dx: buffer of the gradient of x; None if that is not wanted.
-        gradients: a contiguous buffer for the gradient of each weight and bias of the BatchNorms that trains.
+        gradients: a contiguous buffer for the gradient of each weight and bias of a BatchNorm that trains, by this
+            tensor itself.
         made_from: what the chain makes x from, which nothing has written; it then begins the backward of what was
             deferred. None if x is there.
         deferred: memory for the last BatchNorm, if its result is not written to y; no activation may follow it. None
@@ -43,7 +43,7 @@ class StaticChain:
     y: Tensor
     adds_input: bool = False
     dx: Tensor | None = None
-    gradients: Mapping[Any, Tensor] = field(default_factory=dict)
+    gradients: Mapping[Tensor, Tensor] = field(default_factory=dict)
     made_from: DeferredResult | None = None
     deferred: DeferredNorm | None = None
     rounded: Rounded | None = None
@@ -67,8 +67,8 @@ class StaticChain:
         torch.ops.nasfast.conv_bn_act_chain_gpu_fwd(
             x=self.x,
             conv_weights=self._weights(),
-            bn_weights=[p.bn_weight for p in params],
-            bn_biases=[p.bn_bias for p in params],
+            bn_weights=[p.bn_weight.contiguous() for p in params],
+            bn_biases=[p.bn_bias.contiguous() for p in params],
             added=self.x if self.adds_input and self.deferred is None else None,
             y=self.y,
             saved=saved,
@@ -96,7 +96,7 @@ class StaticChain:
             saved=saved,
             statistics=statistics,
             conv_weights=self._weights(),
-            bn_weights=[p.bn_weight for p in params],
+            bn_weights=[p.bn_weight.contiguous() for p in params],
             add_input=self.adds_input,
             dx=self.dx,
             dweights=[self.gradients.get(p.bn_weight, unwanted) for p in params],
@@ -113,13 +113,16 @@ class StaticChain:
         self._begun, self._kept = (), None
 
     def _saved_size(self) -> int:
+        if self.deferred is None:
+            return self.plan.saved_size
         # the output of the last convolution is the last of what is saved, and a deferred BatchNorm has it
         last = self.plan.stages[-1].saved_at
-        return self.plan.saved_size if self.deferred is None or last is None else last
+        assert last is not None
+        return last
 
     def _weights(self) -> list[Tensor]:
         """The weights, in 16 bits where the kernels would only round them and there are such copies."""
-        weights = [stage.params.conv_weight.contiguous() for stage in self._begun]
+        weights = [aligned(stage.params.conv_weight.contiguous()) for stage in self._begun]
         if self.rounded is None or self.rounded.dtype != self.x.dtype:
             return weights
         pairs = zip(weights, self.plan.stages, strict=True)
