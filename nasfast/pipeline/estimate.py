@@ -151,7 +151,7 @@ def _notes(cfg: RunConfig, trial: Trial, quick: Sequence[str]) -> tuple[str, ...
         f"{space.name}: {len(space)} layers, {space.cardinality:.3g} architectures of {macs[0]:,} to {macs[1]:,} MACs",
         f"{len(trial.loader.source):,} training images of {space.num_classes} classes; limits of the search: {given}",
     ]
-    notes += limits.met_by_all(space, allow_identity=cfg.search.allow_identity)
+    notes += limits.met_by_all(space)
     if quick:
         notes.append(f"Not timed, because they take seconds: {', '.join(quick)}. Networks are timed at the most MACs.")
     if (cfg.run_dir / "checkpoints").exists():

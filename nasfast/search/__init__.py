@@ -114,8 +114,7 @@ def run_search(
             f"{space.name!r} ({space.fingerprint}): score again, or load the space of the table"
         )
     if config.method != "evolution":
-        limits = read_limits(config, space)
-        return top_k(table, space, limits, k=config.top_k, allow_identity=config.allow_identity)
+        return top_k(table, space, read_limits(config, space), k=config.top_k)
     scores = option_scores(table, allow_identity=config.allow_identity)
     record = None
     if history is not None:

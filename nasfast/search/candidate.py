@@ -162,7 +162,7 @@ def save_candidates(
     space: LayerSpace,
     candidates: Sequence[Candidate],
     *,
-    limits: Limits | None = None,
+    limits: Limits = Limits(),
     pareto: Sequence[ParetoPoint] = (),
     table_fronts: Sequence[Sequence[ParetoPoint]] = (),
     settings: SearchConfig | None = None,
@@ -174,12 +174,11 @@ def save_candidates(
         path: the file.
         space: the space of the search.
         candidates: the best architectures, best first.
-        limits: the limits of the search; None for none.
+        limits: the limits of the search.
         pareto: the Pareto front, fewest MACs first.
         table_fronts: for each table of the limits its Pareto front; none by default.
         settings, scored_with: see `SearchResult`.
     """
-    limits = limits or Limits()
     tables = tuple(
         TableLimit(table.quantity, table.unit, table.about, maximum, tuple(front))
         for (table, maximum), front in zip(limits.tables, table_fronts or [()] * len(limits.tables), strict=True)

@@ -55,7 +55,7 @@ def evolve(
         ValueError: `score` returned NaN.
     """
     limits = read_limits(config, space)
-    limits.check(space, allow_identity=config.allow_identity)
+    limits.check(space)
     evolution = _Evolution(space, config, limits)
     for generation in range(config.generations):
         population = evolution.next_population()
@@ -90,7 +90,7 @@ class _Evolution:
 
     def __init__(self, space: LayerSpace, config: SearchConfig, limits: Limits) -> None:
         self.space, self.config, self.limits, self.rng = space, config, limits, random.Random(config.seed or 0)
-        self.options = [tuple(row) for row in option_costs(space, allow_identity=config.allow_identity)]
+        self.options = [tuple(row) for row in option_costs(space, allow_identity=limits.allow_identity)]
         self.evaluated: dict[Arch, Candidate] = {}
 
     def best(self, count: int) -> list[Candidate]:
@@ -114,7 +114,7 @@ class _Evolution:
             self._extend(population, "crossover", config.crossovers, child)
 
         def stranger() -> Arch:
-            return sample_under(self.space, rng, self.limits, allow_identity=config.allow_identity)
+            return sample_under(self.space, rng, self.limits)
 
         self._extend(population, "random", config.population - len(population), stranger)
         return list(population.items())

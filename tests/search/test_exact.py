@@ -64,8 +64,8 @@ def test_identity_only_when_allowed(small_space, make_table, seed):
         (SKIP, *layer.options) if layer.indicator_choice == SKIP else layer.options for layer in small_space.layers
     ]
     archs = list(itertools.product(*options))
-    limits = Limits(max_macs=sorted(small_space.cost(a).macs for a in archs)[len(archs) // 3])
-    found = top_k(table, small_space, limits, k=5, allow_identity=True)
+    limits = Limits(max_macs=sorted(small_space.cost(a).macs for a in archs)[len(archs) // 3], allow_identity=True)
+    found = top_k(table, small_space, limits, k=5)
     assert [c.arch for c in found] == brute_force(table, small_space, limits, archs)[:5]
     assert any(SKIP in c.arch for c in found)
     assert not any(SKIP in c.arch for c in top_k(table, small_space, Limits(), k=5))
@@ -75,7 +75,7 @@ def test_allow_identity_without_layer_indicators_is_refused(small_space, make_ta
     table = make_table(small_space, 0)
     bare = type(table)(small_space, table.block, (None,) * len(small_space))
     with pytest.raises(TableError, match="layer 1 has no layer indicator"):
-        top_k(bare, small_space, Limits(), allow_identity=True)
+        top_k(bare, small_space, Limits(allow_identity=True))
 
 
 def test_table_of_another_space_is_refused(small_space, make_table):
