@@ -13,8 +13,7 @@ from torchvision.models import mobilenet_v2, resnet18
 from nasfast.indicators.isometry import largest_singular_value, mean_channel_jacobian, random_signs
 from nasfast.indicators.registry import ScoreError
 from nasfast.research.cells.space import nas_bench_201_space
-from nasfast.research.zero_cost import expressivity, progressivity, trainability
-from nasfast.research.zero_cost.az_nas import blocks
+from nasfast.research.zero_cost import blocks, expressivity, progressivity, trainability
 from nasfast.supernet import build, untrained
 
 EVERY = (expressivity, progressivity, trainability)
