@@ -75,15 +75,7 @@ def _record(candidate: Candidate, costs: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ParetoPoint(ConfigBase):
-    """A non-dominated architecture: no other has at most its cost and a higher score.
-
-    Attributes:
-        arch: one value per layer.
-        score: its score.
-        macs: MACs per image of the standalone network.
-        params: number of parameters of the standalone network.
-        values: its cost by each table of the search.
-    """
+    """A non-dominated architecture: no other has at most its cost and a higher score. Its fields are `Candidate`'s."""
 
     arch: Arch
     score: float
@@ -172,12 +164,8 @@ def save_candidates(
 
     Args:
         path: the file.
-        space: the space of the search.
-        candidates: the best architectures, best first.
-        limits: the limits of the search.
-        pareto: the Pareto front, fewest MACs first.
+        space, candidates, limits, pareto, settings, scored_with: see `SearchResult`.
         table_fronts: for each table of the limits its Pareto front; none by default.
-        settings, scored_with: see `SearchResult`.
     """
     tables = tuple(
         TableLimit(table.quantity, table.unit, table.about, maximum, tuple(front))

@@ -187,12 +187,7 @@ def arch_sum(table: Sequence[Mapping[int, float]], arch: Arch) -> float:
 
 
 def read_limits(config: SearchConfig, space: LayerSpace) -> Limits:
-    """The limits of a search in a space, with its tables read.
-
-    Raises:
-        ConfigError: a table cannot be read or does not fit the space; or that of latencies has another unit, device or
-            batch.
-    """
+    """The limits of a search in a space, with its tables read."""
     tables: list[tuple[CostTable, float | None]] = []
     if config.latency_table is not None:
         tables.append((_read_latencies(config, config.latency_table, space), config.max_latency_ms))

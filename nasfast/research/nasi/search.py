@@ -157,9 +157,6 @@ def sample(
         logits: (kinds, edges, ops) alpha_0; None means 0.
         device: where to compute.
         progress: called with the number of steps done.
-
-    Raises:
-        ValueError: alpha_0 of another shape, or a loader without batches.
     """
     start, cpu = time.perf_counter(), time.process_time()
     alpha = _start(mixture, logits)

@@ -135,9 +135,6 @@ def nasi_table(space: SearchSpace, result: NasiResult, *, meta: dict[str, Any] |
         space: the space that was searched, with a `LayerMixture`.
         result: the result of the search.
         meta: kept in the table besides the method.
-
-    Raises:
-        ValueError: a result of another shape.
     """
     if result.logits.shape[:2] != (1, len(space)):
         raise ValueError(f"logits must be (1, {len(space)}, ...) for {space.name!r}, got {tuple(result.logits.shape)}")
@@ -152,11 +149,7 @@ def nasi_table(space: SearchSpace, result: NasiResult, *, meta: dict[str, Any] |
 
 
 def _layers(space: ArchSpace) -> SearchSpace:
-    """The layer-wise space that every other kind is.
-
-    Raises:
-        TypeError: NASI has no implementation for this kind of space.
-    """
+    """The layer-wise space that every other kind is."""
     if not isinstance(space, SearchSpace):
         raise TypeError(f"NASI searches spaces of layers and of cells, got a {type(space).__name__}")
     return space
