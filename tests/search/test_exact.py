@@ -9,7 +9,6 @@ import pytest
 
 from nasfast.indicators.table import TableError
 from nasfast.search import InfeasibleConstraintError, Limits, option_scores, search_table, top_k
-from nasfast.search.milp import ChoiceProgram
 from nasfast.spaces import SKIP, mobilenet_v2, nas_bench_macro, shufflenet_v2
 
 
@@ -121,13 +120,3 @@ def test_limits_impossible_only_together(make_table):
 def test_limits_refuse_meaningless_values(value):
     with pytest.raises(ValueError, match="max_macs must be positive and finite"):
         Limits(max_macs=value)
-
-
-def test_a_program_without_a_solution_says_so():
-    program, costs = ChoiceProgram([(0, 1), (0, 1)]), [{0: 1, 1: 2}, {0: 2, 1: 1}]
-    program.limit(costs, 2)
-    assert program.minimiser(costs) == (0, 1)
-    program.limit(costs, 1)
-    assert program.minimise(costs) is None
-    with pytest.raises(RuntimeError, match="infeasible"):
-        program.minimiser(costs)
