@@ -386,7 +386,8 @@ def _architectures(space: LayerSpace, cfg: LatencyConfig) -> list[Arch]:
             "lower --calibrate or --validate"
         )
     extremes = (
-        tuple(extreme(row, key=lambda choice: row[choice].macs) for row in space.cost_table) for extreme in (min, max)
+        tuple(extreme(row, key=lambda choice: row[choice].macs) for row in space.option_costs())
+        for extreme in (min, max)
     )
     found = dict.fromkeys(list(extremes)[: cfg.calibrate])
     sampler = UniformSampler(space, seed=cfg.seed)

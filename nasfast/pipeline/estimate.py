@@ -142,7 +142,7 @@ def _notes(cfg: RunConfig, trial: Trial, quick: Sequence[str]) -> tuple[str, ...
     """What is planned, and what the times leave out."""
     space = trial.space
     macs = [
-        sum(extreme(cost.macs for cost in row.values()) for row in space.cost_table) + space.fixed_cost.macs
+        sum(extreme(cost.macs for cost in row.values()) for row in space.option_costs()) + space.fixed_cost.macs
         for extreme in (min, max)
     ]
     limits = read_limits(cfg.search, space)
@@ -213,7 +213,7 @@ class Trial:
     def network_seconds(self) -> float:
         """Seconds of the retraining of the largest network."""
         _LOG.info("timing a few steps of retraining the largest network")
-        arch = tuple(max(row, key=lambda choice: row[choice].macs) for row in self.space.cost_table)
+        arch = tuple(max(row, key=lambda choice: row[choice].macs) for row in self.space.option_costs())
         return network_seconds(self.cfg, self.space, arch)
 
     def _path_seconds(self, evidence: Evidence) -> float:

@@ -22,7 +22,7 @@ from nasfast.search.candidate import (
 from nasfast.search.evolution import evolve
 from nasfast.search.exact import option_scores, top_k
 from nasfast.search.history import History
-from nasfast.search.limits import InfeasibleConstraintError, Limits, arch_sum, option_costs, read_limits
+from nasfast.search.limits import InfeasibleConstraintError, Limits, arch_sum, read_limits
 from nasfast.search.pareto import pareto_front
 from nasfast.search.sampling import equal_cost_peers, equal_cost_random, sample_under, stratified_sample
 from nasfast.settings import SearchConfig
@@ -42,7 +42,6 @@ __all__ = [
     "equal_cost_random",
     "evolve",
     "load_candidates",
-    "option_costs",
     "option_scores",
     "pareto_front",
     "run_search",

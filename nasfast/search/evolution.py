@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from nasfast.search.candidate import Candidate
 from nasfast.search.history import History
-from nasfast.search.limits import Limits, option_costs, read_limits
+from nasfast.search.limits import Limits, read_limits
 from nasfast.search.sampling import sample_under
 from nasfast.settings import SearchConfig
 from nasfast.spaces import Arch, LayerSpace
@@ -90,7 +90,7 @@ class _Evolution:
 
     def __init__(self, space: LayerSpace, config: SearchConfig, limits: Limits) -> None:
         self.space, self.config, self.limits, self.rng = space, config, limits, random.Random(config.seed or 0)
-        self.options = [tuple(row) for row in option_costs(space, allow_identity=limits.allow_identity)]
+        self.options = [tuple(row) for row in space.option_costs(allow_identity=limits.allow_identity)]
         self.evaluated: dict[Arch, Candidate] = {}
 
     def best(self, count: int) -> list[Candidate]:

@@ -54,7 +54,7 @@ class LayerCosts:
 
 def layer_costs(space: LayerSpace, cost: CostName | CostTable, *, allow_identity: bool = False) -> LayerCosts:
     """MACs, parameters or a table of the user's, for every option of every layer."""
-    options = option_costs(space, allow_identity=allow_identity)
+    options = space.option_costs(allow_identity=allow_identity)
     if isinstance(cost, CostTable):
         rows = tuple({v: row[v] for v in values} for row, values in zip(cost.integers, options, strict=True))
         return LayerCosts(cost.quantity, cost.unit, rows, cost.fixed_steps, cost.decimals)
@@ -124,7 +124,7 @@ class Limits:
 
     def program(self, space: LayerSpace, *, without: str | None = None) -> ChoiceProgram:
         """The integer program of the architectures within the limits, or within all but one, by its name."""
-        program = ChoiceProgram([tuple(row) for row in option_costs(space, allow_identity=self.allow_identity)])
+        program = ChoiceProgram([tuple(row) for row in space.option_costs(allow_identity=self.allow_identity)])
         for name, costs, maximum in self.costs(space):
             if name != without:
                 program.limit(costs.rows, maximum)
@@ -171,14 +171,6 @@ class Limits:
             f"{together} cannot {'both' if len(limits) == 2 else 'all'} be met in space {space.name!r}: "
             f"{'; '.join(attainable) or 'nor without any one of them'}; raise one of them"
         )
-
-
-def option_costs(space: LayerSpace, *, allow_identity: bool = False) -> tuple[dict[int, Cost], ...]:
-    """For each layer a dict from value to cost, values ascending; `allow_identity` adds the skip, which is free."""
-    return tuple(
-        {value: row[value].cost for value in sorted(layer.legal if allow_identity else layer.options)}
-        for row, layer in zip(space.operators, space.layers, strict=True)
-    )
 
 
 def arch_sum(table: Sequence[Mapping[int, float]], arch: Arch) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nasfast.search.limits import InfeasibleConstraintError, Limits, option_costs
+from nasfast.search.limits import InfeasibleConstraintError, Limits
 from nasfast.spaces import Arch, Cost, LayerSpace
 
 # Bins of the budget per dimension, by the number of limits. With one limit, bins are finer than the greatest common
@@ -46,7 +46,7 @@ class _Completions:
     def __init__(self, space: LayerSpace, limits: Limits) -> None:
         limits.check(space)
         self.space = space
-        self.costs = option_costs(space, allow_identity=limits.allow_identity)
+        self.costs = space.option_costs(allow_identity=limits.allow_identity)
         self.options = [tuple(row) for row in self.costs]
         rows = limits.costs(space)
         bins = _MAX_BINS.get(len(rows)) or max(1, int(_MAX_COUNTS ** (1 / len(rows))) - 1)

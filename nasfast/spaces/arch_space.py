@@ -192,12 +192,11 @@ class LayerSpace(ArchSpace):
         """See `ArchSpace`: the options of every layer."""
         return tuple(layer.options for layer in self.layers)
 
-    @cached_property
-    def cost_table(self) -> tuple[dict[int, Cost], ...]:
-        """Per layer: option -> cost."""
+    def option_costs(self, *, allow_identity: bool = False) -> tuple[dict[int, Cost], ...]:
+        """Per layer: option -> cost, options ascending; `allow_identity` adds the skip, which is free."""
         return tuple(
-            {choice: row[choice].cost for choice in options}
-            for row, options in zip(self.operators, self.options, strict=True)
+            {value: row[value].cost for value in sorted(layer.legal if allow_identity else layer.options)}
+            for row, layer in zip(self.operators, self.layers, strict=True)
         )
 
     @cached_property

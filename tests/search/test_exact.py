@@ -51,7 +51,7 @@ def test_top_k_equals_enumeration(small_space, all_archs, make_table, levels, qu
 
 def test_limit_equal_to_the_minimum_is_met_in_a_large_space(make_table):
     space = mobilenet_v2()
-    least = sum(min(c.macs for c in row.values()) for row in space.cost_table) + space.fixed_cost.macs
+    least = sum(min(c.macs for c in row.values()) for row in space.option_costs()) + space.fixed_cost.macs
     (only,) = top_k(make_table(space, 0), space, Limits(max_macs=least), k=2)
     assert only.macs == least
 
@@ -101,7 +101,7 @@ def test_limits_impossible_only_together(make_table):
     space = shufflenet_v2()
     # fewest MACs and fewest parameters are different architectures here
     floor = {
-        f: sum(min(getattr(c, f) for c in row.values()) for row in space.cost_table) + getattr(space.fixed_cost, f)
+        f: sum(min(getattr(c, f) for c in row.values()) for row in space.option_costs()) + getattr(space.fixed_cost, f)
         for f in ("macs", "params")
     }
     limits = Limits(max_macs=floor["macs"], max_params=floor["params"])

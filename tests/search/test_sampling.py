@@ -21,7 +21,7 @@ SPACES = {"mobilenet_v2": mobilenet_v2(), "bnnas": mobilenet_v2(variant="bnnas")
 
 
 def ends(space, field):
-    rows = [[getattr(c, field) for c in row.values()] for row in space.cost_table]
+    rows = [[getattr(c, field) for c in row.values()] for row in space.option_costs()]
     fixed = getattr(space.fixed_cost, field)
     return fixed + sum(map(min, rows)), fixed + sum(map(max, rows))
 
