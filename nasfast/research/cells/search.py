@@ -365,7 +365,6 @@ def search_cells(
     *,
     held_out: object | None = None,
     run_dir: str | Path,
-    name: str = "cells",
     resume: bool = False,
     device: str = "cpu",
     settings: dict[str, Any] | None = None,
@@ -382,7 +381,6 @@ def search_cells(
         held_out: loader of the held-out images. With `cfg.bilevel` the architecture learns from them; without, it must
             be None.
         run_dir: gets checkpoints, metrics.jsonl, tensorboard events, and the files of `CellSearchResult.save`.
-        name: name of the stage in checkpoints and metrics.
         resume: continue from the newest good checkpoint.
         device: where to search.
         settings: whatever else the result depends on, such as the data, as JSON; a checkpoint with others is refused.
@@ -408,7 +406,7 @@ def search_cells(
         loader,
         train_cfg,
         TrainStage(
-            name,
+            "cells",
             run_dir,
             space.fingerprint,
             settings={"search": cfg.to_dict(), **(settings or {})},

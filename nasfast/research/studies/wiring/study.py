@@ -112,7 +112,6 @@ class Search:
             cfg.weights.replace(epochs=epochs),
             held_out=held_out,
             run_dir=folder,
-            name="cells",
             resume=True,
             device=device,
             settings={"data": _data_of(cfg)},
