@@ -27,14 +27,12 @@ class LayerCosts:
     """One cost of the architectures of a space: integers that add up over the layers.
 
     Attributes:
-        name: `macs`, `params`, or the quantity of a table.
         unit: for texts.
         rows: for each layer, option -> integer; options ascending.
         fixed: integer of stem, head and classifier together.
         decimals: the cost in its unit is the integer / 10^decimals.
     """
 
-    name: str
     unit: str
     rows: tuple[dict[int, int], ...]
     fixed: int
@@ -57,9 +55,9 @@ def layer_costs(space: LayerSpace, cost: CostName | CostTable, *, allow_identity
     options = space.option_costs(allow_identity=allow_identity)
     if isinstance(cost, CostTable):
         rows = tuple({v: row[v] for v in values} for row, values in zip(cost.integers, options, strict=True))
-        return LayerCosts(cost.quantity, cost.unit, rows, cost.fixed_steps, cost.decimals)
+        return LayerCosts(cost.unit, rows, cost.fixed_steps, cost.decimals)
     rows = tuple({choice: getattr(value, cost) for choice, value in row.items()} for row in options)
-    return LayerCosts(cost, {"macs": "MACs", "params": "parameters"}[cost], rows, getattr(space.fixed_cost, cost))
+    return LayerCosts({"macs": "MACs", "params": "parameters"}[cost], rows, getattr(space.fixed_cost, cost))
 
 
 @dataclass(frozen=True)
@@ -103,11 +101,10 @@ class Limits:
 
     def admits(self, cost: Cost, arch: Arch) -> bool:
         """Whether an architecture, whose network has this cost, is within all limits."""
-        for _, which, maximum in self._costs:
-            within = which.admits(arch, maximum) if isinstance(which, CostTable) else getattr(cost, which) <= maximum
-            if not within:
-                return False
-        return True
+        return all(
+            which.admits(arch, maximum) if isinstance(which, CostTable) else getattr(cost, which) <= maximum
+            for _, which, maximum in self._costs
+        )
 
     def values(self, arch: Arch) -> tuple[float, ...]:
         """The cost of an architecture by each table."""
