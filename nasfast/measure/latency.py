@@ -178,7 +178,6 @@ class LatencyReport:
 
     Attributes:
         form: the content of the file, which `nasfast.spaces.read_cost_table` reads.
-        space: the space.
     """
 
     form: dict[str, Any]

@@ -163,7 +163,6 @@ def save_candidates(
     """Write `archs.json`; an older one is replaced atomically.
 
     Args:
-        path: the file.
         space, candidates, limits, pareto, settings, scored_with: see `SearchResult`.
         table_fronts: for each table of the limits its Pareto front; none by default.
     """
@@ -189,7 +188,6 @@ def load_candidates(path: str | Path, space: LayerSpace | None = None) -> Search
     """Read `archs.json`.
 
     Args:
-        path: the file.
         space: if given, the space the file must belong to.
 
     Raises:

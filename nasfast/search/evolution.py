@@ -44,7 +44,6 @@ def evolve(
     no new architecture within the limits. Ties go to fewer MACs, then to the lexicographically first.
 
     Args:
-        space: the search space.
         score: called once per architecture; higher is better.
         config: settings; the same seed and scores give the same result.
         history: gives the scores that are known, and gets the new ones. A search that was killed resumes when it is run

@@ -155,7 +155,6 @@ def equal_cost_random(
     `arch` by at most `tolerance`.
 
     Args:
-        space: the search space.
         rng: source of randomness.
         arch: the architecture to match.
         tolerance: largest difference, as a fraction of the MACs of `arch`.
@@ -224,7 +223,6 @@ def stratified_sample(space: LayerSpace, count: int, *, limits: Limits = Limits(
     end of the list.
 
     Args:
-        space: the search space.
         count: number of architectures.
         limits: which architectures may be drawn.
         seed: seed of the draws and of the shift.

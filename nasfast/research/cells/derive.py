@@ -19,7 +19,6 @@ def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Rule) -> Arch:
     """The architecture of given logits.
 
     Args:
-        space: the space of cells.
         logits: (types, edges, ops), as in `CellSearchResult`.
         rule: `argmax` (SNAS, DSNAS, ProxylessNAS) takes the most probable candidate of every edge, None included.
             `darts` takes the most probable candidate other than None; only the two edges into every node on which that

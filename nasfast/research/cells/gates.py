@@ -73,7 +73,6 @@ def draw_once(cfg: CellSearchConfig, logits: Tensor, generator: torch.Generator,
     others too, or with `two_path` one other. `uniform` draws like dsnas, from logits that stay 0, and learns nothing.
 
     Args:
-        cfg: the settings of the search.
         logits: (types, edges, ops), -inf where an edge has no such candidate.
         generator: draws noise and operations.
         progress: share of the search that is done, in [0, 1].

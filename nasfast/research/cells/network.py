@@ -38,7 +38,6 @@ class CellModule(nn.Module):
     """One cell.
 
     Args:
-        space: the space of cells.
         index: index of the cell in the network.
         options: per edge, the columns of `space.ops` that exist.
         style: how its operations are built.
@@ -195,7 +194,6 @@ class CellSupernet(_Skeleton):
     of one mixture say nothing about another.
 
     Args:
-        space: the space of cells.
         fused: use the operators of `nasfast.ops`, which have no second derivatives.
         seed: seed of the weights, which PyTorch's modules initialise.
     """

@@ -42,7 +42,6 @@ class CellSearchResult:
 
     Attributes:
         net: the supernet as the search left it.
-        cfg: the settings of the search.
         steps: (records,) the step that ends each record.
         logits: (types, edges, ops) at the end, -inf where an edge has no such candidate.
         probabilities: (records + 1, types, edges, ops), the first before the search.
@@ -92,8 +91,6 @@ class CellSearch(nn.Module):
     All but the network's weights are buffers, so that the checkpoints of the training loop hold them.
 
     Args:
-        space: the space of cells.
-        cfg: the settings.
         steps: how many steps the search has.
         fused: whether the network uses the operators of `nasfast.ops`.
     """
@@ -374,7 +371,6 @@ def search_cells(
     """Search an architecture of cells, with the package's training loop, logs and checkpoints.
 
     Args:
-        space: the space of cells.
         loader: loader of the training images; see `nasfast.train.train`.
         cfg: how the architecture learns.
         train_cfg: how the weights learn.

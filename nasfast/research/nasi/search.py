@@ -32,7 +32,6 @@ class Mixture(nn.Module):
     Every operator in it must have second derivatives.
 
     Args:
-        net: the supernet.
         allowed: (kinds, edges, ops) bool: whether there is such a candidate.
         num_classes: outputs of the classifier.
     """

@@ -72,7 +72,6 @@ class CellMixture(Mixture):
     """The supernet of a space of cells, of which those of one type share their gates.
 
     Args:
-        space: the space of cells.
         seed: seed of the weights, which PyTorch's modules initialise.
     """
 
