@@ -189,7 +189,6 @@ class LayerSpace(ArchSpace):
 
     @cached_property
     def options(self) -> tuple[tuple[int, ...], ...]:
-        """See `ArchSpace`: the options of every layer."""
         return tuple(layer.options for layer in self.layers)
 
     def option_costs(self, *, allow_identity: bool = False) -> tuple[dict[int, Cost], ...]:
@@ -205,16 +204,13 @@ class LayerSpace(ArchSpace):
         return tuple({choice: layer.operator(choice) for choice in layer.legal} for layer in self.layers)
 
     def place(self, index: int) -> str:
-        """See `ArchSpace`."""
         return f"layer {index}"
 
     def label(self, index: int, value: int) -> str:
-        """See `ArchSpace`."""
         return self.layers[index].label(value)
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """See `ArchSpace`: the indices of the layers."""
         return tuple(map(str, range(len(self))))
 
     @property

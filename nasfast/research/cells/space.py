@@ -316,12 +316,10 @@ class CellSpace(ArchSpace):
         return tuple(arch[t * edges : (t + 1) * edges] for t in range(len(self.types)))
 
     def place(self, index: int) -> str:
-        """See `ArchSpace`."""
         kind, edge = divmod(index, len(self.cell.edges))
         return f"{self.types[kind]} cell, edge {self.cell.edges[edge].name}"
 
     def label(self, index: int, value: int) -> str:
-        """See `ArchSpace`: the name of the operation."""
         return self.ops[value]
 
     @property
@@ -331,7 +329,6 @@ class CellSpace(ArchSpace):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """See `ArchSpace`: the operations."""
         return self.ops
 
     def format(self, arch: Arch) -> str:

@@ -61,7 +61,6 @@ class LayerMixture(Mixture):
         return net.classifier(net.head(x).mean((2, 3)))
 
     def outputs(self, nodes: Sequence[Tensor], which: Tensor) -> Iterator[Output]:
-        """See `Mixture`."""
         (columns,) = columns_of(which)
         for i, (layer, module) in enumerate(zip(self.space.layers, self.net.layers, strict=True)):
             for k in columns[i]:
@@ -93,7 +92,6 @@ class CellMixture(Mixture):
         return logits
 
     def outputs(self, nodes: Sequence[Tensor], which: Tensor) -> Iterator[Output]:
-        """See `Mixture`."""
         start, columns = 0, columns_of(which)
         for kind, module in zip(self._types, self.net.cells, strict=True):
             cell = module.cell
