@@ -18,14 +18,13 @@ from torch.optim.adam import adam
 
 from nasfast.engine import StepResult
 from nasfast.research.cells.config import CellSearchConfig
-from nasfast.research.cells.costs import NONE
 from nasfast.research.cells.derive import derivations
-from nasfast.research.cells.gates import Draw, draw_once, keep_pair_share, logits_gradient, uniform_logits
+from nasfast.research.cells.gates import Draw, draw_gates, keep_pair_share, logits_gradient, uniform_logits
 from nasfast.research.cells.network import CellSupernet, columns_of
 from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs
 from nasfast.research.cells.space import CellSpace
 from nasfast.runtime.files import write_atomic
-from nasfast.seeds import CELL_GATES, CELL_LOGITS, FOR_LOGITS, FOR_WEIGHTS, derive_seed
+from nasfast.seeds import CELL_LOGITS, FOR_LOGITS, FOR_WEIGHTS, derive_seed
 from nasfast.spaces import arch_to_json
 from nasfast.spaces.arch import Arch
 from nasfast.train import TrainConfig, TrainStage
@@ -192,33 +191,6 @@ class CellSearch(nn.Module):
             self.edge_costs.cpu().numpy() / batches,
             self.outputs.cpu().numpy(),
         )
-
-
-_MAX_DRAWS = 1000
-
-
-def draw_gates(
-    space: CellSpace, cfg: CellSearchConfig, logits: Tensor, *, step: int, progress: float, purpose: int = FOR_LOGITS
-) -> Draw:
-    """The gates of a step, see `draw_once`; they depend on the seed, the step and the purpose alone.
-
-    `purpose` is `FOR_LOGITS` or `FOR_WEIGHTS` of `nasfast.seeds`.
-    """
-    generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_GATES, step, purpose))
-    for _ in range(_MAX_DRAWS):
-        draw = draw_once(cfg, logits, generator, progress)
-        if not cfg.redraw or reaches_outputs(space, draw.runs):
-            return draw
-    raise RuntimeError(
-        f"redraw: in each of {_MAX_DRAWS} draws some output node had no operation but None; the architecture has "
-        "collapsed, or the cell has no such operation: search without redraw"
-    )
-
-
-def reaches_outputs(space: CellSpace, runs: Tensor) -> bool:
-    """Whether every output node has an edge into it that is not None; `runs` is (types, edges, ops)."""
-    live = runs[..., [op != NONE for op in space.ops]].any(-1)
-    return all(bool(live[:, list(space.cell.into(node))].any(1).all()) for node in space.cell.outputs)
 
 
 def endless(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nasfast.research.cells.derive import derivations, derive
-from nasfast.research.cells.gates import uniform_logits
+from nasfast.research.cells.gates import draw_gates, uniform_logits
 from nasfast.research.cells.network import CellSupernet
 from nasfast.research.cells.search import (
     SEARCH,
@@ -21,7 +21,6 @@ from nasfast.research.cells.search import (
     CellSearchConfig,
     CellSearchEngine,
     CellSearchResult,
-    draw_gates,
     search_cells,
 )
 from nasfast.research.cells.space import CellSpace, darts_space, minimal_cell, simplified_cell
