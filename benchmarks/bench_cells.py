@@ -8,7 +8,8 @@ contiguous and channels_last, with equal weights. `difference` is the largest di
 of nasfast and of the peer, relative to the largest gradient.
 
 Memory is the bytes that one forward pass keeps for backward: those of the step, and those of each method on spaces
-whose edges have 2, 4 and 8 operations. Methods that sample one operation must need the same memory on all of them.
+whose edges have 2, 4 and 8 operations; those of ProxylessNAS include the nodes, on which it measures operations that do
+not run. Methods that sample one operation must need the same memory on all of these spaces.
 """
 
 from __future__ import annotations
@@ -213,7 +214,14 @@ def memory(args: argparse.Namespace, method: str, ops: tuple[str, ...]) -> int:
     draw = draw_once(CellSearchConfig(method=method), logits, torch.Generator().manual_seed(0), 0.0)
     gates = draw.gates.expand(args.cells, -1, -1).float().requires_grad_()
     x = torch.randn(args.batch, 3, 32, 32).contiguous(memory_format=torch.channels_last)
-    return saved_bytes(lambda x: net(x, gates, draw.runs), [x], exclude=net.parameters())
+
+    def forward(x: Tensor) -> list[Tensor]:
+        nodes: list[list[Tensor]] = []
+        logits = net(x, gates, draw.runs, nodes=nodes)
+        # operations that do not run are measured on the nodes after backward; a square keeps its node and nothing else
+        return [logits, *(node.square() for cell in nodes if draw.measures.any() for node in cell)]
+
+    return saved_bytes(forward, [x], exclude=net.parameters())
 
 
 def kept(args: argparse.Namespace) -> dict[str, int]:

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def saved_bytes(
-    function: Callable[..., torch.Tensor], inputs: Iterable[torch.Tensor] = (), *, exclude: Iterable[torch.Tensor] = ()
+    function: Callable[..., object], inputs: Iterable[torch.Tensor] = (), *, exclude: Iterable[torch.Tensor] = ()
 ) -> int:
     """Count the bytes of the distinct storages that one forward pass keeps for backward.
 

@@ -43,13 +43,7 @@ class StepTimesConfig(ConfigBase):
         check_device(self.device)
 
     def resolve(self) -> tuple[SearchSpace, Arch]:
-        """The space and the path.
-
-        Raises:
-            ConfigError: the space is unknown, its YAML file cannot be read, or batch and resolution are too small for
-                BatchNorm.
-            ArchError: the path does not belong to the space.
-        """
+        """The space and the path."""
         space = get_space(self.space, resolution=self.resolution)
         last = [*space.stem_layers, *space.layers, *space.head_layers][-1]
         side = output_size(last.size, last.stride)
@@ -118,9 +112,5 @@ class LatencyConfig(ConfigBase):
             )
 
     def resolve(self) -> SearchSpace:
-        """The space.
-
-        Raises:
-            ConfigError: the space is unknown, is one of cells, or its YAML file cannot be read.
-        """
+        """The space."""
         return get_space(self.space, num_classes=self.num_classes, resolution=self.resolution)

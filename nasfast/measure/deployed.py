@@ -32,9 +32,6 @@ def deployed(module: nn.Module, images: Tensor, cfg: LatencyConfig) -> Timed:
         module: the network or a part of one, on the CPU. It is put into eval mode, and PyTorch folds its BatchNorms.
         images: (batch, C, H, W), the input.
         cfg: device, number type, threads and clock.
-
-    Raises:
-        RuntimeError: the extra `onnx` is not installed, or the network cannot be exported or compiled.
     """
     module = module.eval()
     clock = _CLOCKS[cfg.clock]

@@ -107,12 +107,7 @@ def space_parts(space: SearchSpace, *, seed: int = 0) -> Parts:
 
 
 def module_parts(net: ModuleSupernet) -> Parts:
-    """The candidates of a supernet of a module, as they are in its networks.
-
-    Raises:
-        ConfigError: the module takes something else than square images, or a choice something else than one map
-            (N, C, H, W) in one forward.
-    """
+    """The candidates of a supernet of a module, as they are in its networks."""
     space = net.space
     if not space.in_channels:
         raise ConfigError(f"{space.name} was not traced with square images (N, C, H, H), so it is not timed")
@@ -162,9 +157,6 @@ class Fit:
             sums: for each network, the sum of the times of its parts in ms.
             counts: for each network, the number of its parts.
             measured: its time in ms.
-
-        Raises:
-            RuntimeError: the times of networks do not grow with those of their parts.
         """
         rows = np.array([sums, counts], float).T / np.array(measured)[:, None]
         scale, per_part = map(float, np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0])
@@ -186,7 +178,6 @@ class LatencyReport:
 
     Attributes:
         form: the content of the file, which `nasfast.spaces.read_cost_table` reads.
-        space: the space.
     """
 
     form: dict[str, Any]
@@ -198,11 +189,7 @@ class LatencyReport:
         return table_of(self.form, self.space)
 
     def save(self, path: str | Path) -> None:
-        """Write the file; an older one of the same space and settings of the runtime is replaced.
-
-        Raises:
-            ConfigError: there is one of another.
-        """
+        """Write the file; an older one of the same space and settings of the runtime is replaced."""
         check_replaceable(path, self.form)
         write_atomic(Path(path), (json.dumps(self.form, indent=1) + "\n").encode())
 
@@ -281,11 +268,7 @@ def _validation_lines(form: Mapping[str, Any], least: float) -> list[str]:
 
 
 def check_replaceable(path: str | Path, form: Mapping[str, Any]) -> None:
-    """Refuse to replace a table of another space, device, runtime, dtype, number of threads or batch.
-
-    Raises:
-        ConfigError: the file is such a table, or is no table at all.
-    """
+    """Refuse to replace a table of another space, device, runtime, dtype, number of threads or batch."""
     if not Path(path).exists():
         return
     try:
@@ -402,7 +385,8 @@ def _architectures(space: LayerSpace, cfg: LatencyConfig) -> list[Arch]:
             "lower --calibrate or --validate"
         )
     extremes = (
-        tuple(extreme(row, key=lambda choice: row[choice].macs) for row in space.cost_table) for extreme in (min, max)
+        tuple(extreme(row, key=lambda choice: row[choice].macs) for row in space.option_costs())
+        for extreme in (min, max)
     )
     found = dict.fromkeys(list(extremes)[: cfg.calibrate])
     sampler = UniformSampler(space, seed=cfg.seed)

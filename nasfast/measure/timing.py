@@ -55,11 +55,7 @@ class TrainingStep:
         self._arguments = () if path is None else (path,)
 
     def loss(self) -> Tensor:
-        """Run only the forward; the loss.
-
-        Raises:
-            ValueError: nothing on the path trains.
-        """
+        """Run only the forward; the loss."""
         with torch.autocast(self.images.device.type, torch.bfloat16, enabled=self.bf16):
             logits = self.model(self.images, *self._arguments)
         loss = F.cross_entropy(logits.float(), self.labels)

@@ -98,16 +98,13 @@ class Agreement:
         return max(1, math.ceil(GOAL * (1 - r) / (r * (1 - GOAL)) - 1e-9)) if r < 1 else 1
 
 
-def agreement(
-    tables: Sequence[IndicatorTable], limits: Limits, *, k: int, allow_identity: bool = False, seed: int = 0
-) -> Agreement:
+def agreement(tables: Sequence[IndicatorTable], limits: Limits, *, k: int, seed: int = 0) -> Agreement:
     """Compare the tables of several seeds.
 
     Args:
         tables: one for each seed, at least two, of one space.
         limits: limits of the search; architectures outside do not count.
         k: number of best architectures.
-        allow_identity: whether architectures may skip normal layers.
         seed: seed of the random architectures and of the bootstrap.
 
     Raises:
@@ -117,8 +114,8 @@ def agreement(
     if len(tables) < 2:
         raise ValueError(f"agreement needs the tables of at least two seeds, got {len(tables)}")
     space = tables[0].space
-    archs = random_architectures(space, limits, allow_identity=allow_identity, seed=seed)
-    rows = [option_scores(table, allow_identity=allow_identity) for table in tables]
+    archs = random_architectures(space, limits, seed=seed)
+    rows = [option_scores(table, allow_identity=limits.allow_identity) for table in tables]
     scores = np.array([[arch_sum(row, arch) for arch in archs] for row in rows])
     rng = np.random.default_rng(seed)
     picks = rng.integers(len(archs), size=(_RESAMPLES, len(archs)))
@@ -127,7 +124,7 @@ def agreement(
     if weight := tables[0].meta.get("structure"):
         # the first part, of weight 0, only says which skips have a score
         structure = z_sum([(tables[0], 0.0), (structure_table(space, "sqrt_size"), weight)], meta={})
-        part = option_scores(structure, allow_identity=allow_identity)
+        part = option_scores(structure, allow_identity=limits.allow_identity)
         own = scores - np.array([arch_sum(part, arch) for arch in archs])
         learned = mean_tau(own, weights)
     return Agreement(
@@ -136,14 +133,14 @@ def agreement(
         tau=mean_tau(scores, weights),
         learned=learned,
         correlation=_correlation(own),
-        top=_top(tables, rows, limits, k, allow_identity=allow_identity),
+        top=_top(tables, rows, limits, k),
     )
 
 
-def random_architectures(space: LayerSpace, limits: Limits, *, allow_identity: bool, seed: int) -> list[Arch]:
+def random_architectures(space: LayerSpace, limits: Limits, *, seed: int) -> list[Arch]:
     """Up to 1000 different architectures within the limits."""
     rng = random.Random(seed)
-    drawn = (sample_under(space, rng, limits, allow_identity=allow_identity) for _ in range(_SAMPLE))
+    drawn = (sample_under(space, rng, limits) for _ in range(_SAMPLE))
     return list(dict.fromkeys(drawn))
 
 
@@ -186,24 +183,19 @@ def _correlation(scores: np.ndarray) -> float:
     return float(matrix[np.triu_indices(len(scores), 1)].mean())
 
 
-def _top(
-    tables: Sequence[IndicatorTable], rows: Sequence[Rows], limits: Limits, k: int, *, allow_identity: bool
-) -> tuple[Placed, ...]:
+def _top(tables: Sequence[IndicatorTable], rows: Sequence[Rows], limits: Limits, k: int) -> tuple[Placed, ...]:
     """The K architectures of the lowest mean rank among the K best of each seed and of the mean of the seeds.
 
     The seeds' tables are divided by their standard deviations before the mean, so that none outweighs the others.
     """
     space = tables[0].space
     mean = z_sum([(table, 1.0) for table in tables], meta={})
-    best = [
-        [found.arch for found in top_k(table, space, limits, k=k, allow_identity=allow_identity)]
-        for table in (*tables, mean)
-    ]
+    best = [[found.arch for found in top_k(table, space, limits, k=k)] for table in (*tables, mean)]
     pool = list(dict.fromkeys(itertools.chain(*best)))
     scores = np.array([[arch_sum(row, arch) for arch in pool] for row in rows])
     ranks = stats.rankdata(-scores, method="min", axis=1).mean(axis=0)
     # of equal mean ranks, the one of the higher mean score comes first
-    means = [arch_sum(option_scores(mean, allow_identity=allow_identity), arch) for arch in pool]
+    means = [arch_sum(option_scores(mean, allow_identity=limits.allow_identity), arch) for arch in pool]
     order = sorted(range(len(pool)), key=lambda i: (ranks[i], -means[i], pool[i]))[:k]
     counts = Counter(itertools.chain(*best[:-1]))
     costs = [space.cost(arch) for arch in pool]

@@ -134,4 +134,4 @@ def check_search(cfg: RunConfig, space: SearchSpace) -> None:
                 "search.refine=null"
             )
         read_accuracies(cfg.search.refine, space)
-    read_limits(cfg.search, space).check(space, allow_identity=cfg.search.allow_identity)
+    read_limits(cfg.search, space).check(space)

@@ -142,7 +142,7 @@ def _notes(cfg: RunConfig, trial: Trial, quick: Sequence[str]) -> tuple[str, ...
     """What is planned, and what the times leave out."""
     space = trial.space
     macs = [
-        sum(extreme(cost.macs for cost in row.values()) for row in space.cost_table) + space.fixed_cost.macs
+        sum(extreme(cost.macs for cost in row.values()) for row in space.option_costs()) + space.fixed_cost.macs
         for extreme in (min, max)
     ]
     limits = read_limits(cfg.search, space)
@@ -151,7 +151,7 @@ def _notes(cfg: RunConfig, trial: Trial, quick: Sequence[str]) -> tuple[str, ...
         f"{space.name}: {len(space)} layers, {space.cardinality:.3g} architectures of {macs[0]:,} to {macs[1]:,} MACs",
         f"{len(trial.loader.source):,} training images of {space.num_classes} classes; limits of the search: {given}",
     ]
-    notes += limits.met_by_all(space, allow_identity=cfg.search.allow_identity)
+    notes += limits.met_by_all(space)
     if quick:
         notes.append(f"Not timed, because they take seconds: {', '.join(quick)}. Networks are timed at the most MACs.")
     if (cfg.run_dir / "checkpoints").exists():
@@ -213,7 +213,7 @@ class Trial:
     def network_seconds(self) -> float:
         """Seconds of the retraining of the largest network."""
         _LOG.info("timing a few steps of retraining the largest network")
-        arch = tuple(max(row, key=lambda choice: row[choice].macs) for row in self.space.cost_table)
+        arch = tuple(max(row, key=lambda choice: row[choice].macs) for row in self.space.option_costs())
         return network_seconds(self.cfg, self.space, arch)
 
     def _path_seconds(self, evidence: Evidence) -> float:

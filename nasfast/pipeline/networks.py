@@ -325,11 +325,11 @@ def to_retrain(
 
 def random_peers(cfg: RunConfig, space: LayerSpace, arch: Arch) -> dict[str, Arch]:
     """The random architectures of the cost of `arch` that the settings ask for: `random`, `random-2`, ..."""
-    limits, identity = read_limits(cfg.search, space), cfg.search.allow_identity
+    limits = read_limits(cfg.search, space)
     if cfg.retrain.random_architectures:
-        limits.check(space, allow_identity=identity)
+        limits.check(space)
     count, rng = cfg.retrain.random_architectures, random.Random(cfg.seed)
-    peers = equal_cost_peers(space, rng, arch, count, limits=limits, allow_identity=identity)
+    peers = equal_cost_peers(space, rng, arch, count, limits=limits)
     return {"random" if i == 0 else f"random-{i + 1}": peer for i, peer in enumerate(peers)}
 
 

@@ -147,9 +147,7 @@ def _run(cfg: RunConfig, seeds: int, runner: TaskRunner) -> Path:
     good = [result.name for result in scored if result.status == "done"]
     if len(good) >= LEAST_SEEDS:
         tables = [IndicatorTable.load(cfg.run_dir / name / TABLE_FILE) for name in good]
-        search = cfg.search
-        limits = read_limits(search, tables[0].space)
-        found = agreement(tables, limits, k=search.top_k, allow_identity=search.allow_identity)
+        found = agreement(tables, read_limits(cfg.search, tables[0].space), k=cfg.search.top_k)
         answer, space = found.top[0].arch, tables[0].space
         others = rivals(cfg, space, answer)
         trained = _retrain(cfg, runner, networks(answer, others, seeds), space)
@@ -250,10 +248,9 @@ def rivals(cfg: RunConfig, space: LayerSpace, answer: Arch) -> dict[str, Arch]:
     `structure` has the highest `sqrt_size` (`nasfast.indicators.structure`) within the limits and at most 1 % more MACs
     than the answer. It may be the answer itself. It skips no layer, so there is none if only skips are so cheap.
     """
-    search = cfg.search
     macs = space.cost(answer).macs * (1 + EQUAL_COST_TOLERANCE)
-    given = read_limits(search, space)
-    limits = dataclasses.replace(given, max_macs=min(macs, given.max_macs or macs))
+    given = read_limits(cfg.search, space)
+    limits = dataclasses.replace(given, max_macs=min(macs, given.max_macs or macs), allow_identity=False)
     table = structure_table(space, "sqrt_size")
     found = {}
     try:

@@ -283,7 +283,7 @@ def search(cfg: RunConfig) -> list[Candidate]:
     space, run_dir, settings = saved_space(cfg), cfg.run_dir, cfg.search
     check_search(cfg, space)
     limits, front, fronts = read_limits(settings, space), [], []
-    for sentence in limits.met_by_all(space, allow_identity=settings.allow_identity):
+    for sentence in limits.met_by_all(space):
         _LOG.info("%s", sentence)
     scoring = cfg.score
     if not gives_table(scoring):
@@ -302,10 +302,8 @@ def search(cfg: RunConfig) -> list[Candidate]:
         kept = run_dir / "history.jsonl" if settings.method == "evolution" else None
         candidates = run_search(table, space, settings, history=kept)
         # the fronts are of the whole space, and their points have the costs by all tables, as candidates have
-        free = Limits(tables=tuple((cost, None) for cost, _ in limits.tables))
-        front_against = functools.partial(
-            pareto_front, table, space, limits=free, allow_identity=settings.allow_identity
-        )
+        free = Limits(tables=tuple((cost, None) for cost, _ in limits.tables), allow_identity=limits.allow_identity)
+        front_against = functools.partial(pareto_front, table, space, limits=free)
         front = front_against()
         fronts = [front_against(against=cost) for cost, _ in limits.tables]
     save_candidates(

@@ -125,8 +125,7 @@ def plan_sample(cfg: RunConfig, count: int, *, epochs: int | None = None) -> lis
             f"--train {count}: at least {MIN_ARCHITECTURES} architectures are needed to compare rankings"
         )
     space = space_of(cfg)
-    limits = read_limits(cfg.search, space)
-    archs = stratified_sample(space, count, limits=limits, allow_identity=cfg.search.allow_identity, seed=cfg.seed)
+    archs = stratified_sample(space, count, limits=read_limits(cfg.search, space), seed=cfg.seed)
     # a folder is named after its architecture
     before = [space.parse(path.parent.name) for path in _finished(cfg)]
     given = _sample_settings(cfg, _shared_settings(cfg, count, epochs))

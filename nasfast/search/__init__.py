@@ -22,7 +22,7 @@ from nasfast.search.candidate import (
 from nasfast.search.evolution import evolve
 from nasfast.search.exact import option_scores, top_k
 from nasfast.search.history import History
-from nasfast.search.limits import InfeasibleConstraintError, Limits, arch_sum, option_costs, read_limits
+from nasfast.search.limits import InfeasibleConstraintError, Limits, arch_sum, read_limits
 from nasfast.search.pareto import pareto_front
 from nasfast.search.sampling import equal_cost_peers, equal_cost_random, sample_under, stratified_sample
 from nasfast.settings import SearchConfig
@@ -42,7 +42,6 @@ __all__ = [
     "equal_cost_random",
     "evolve",
     "load_candidates",
-    "option_costs",
     "option_scores",
     "pareto_front",
     "run_search",
@@ -114,8 +113,7 @@ def run_search(
             f"{space.name!r} ({space.fingerprint}): score again, or load the space of the table"
         )
     if config.method != "evolution":
-        limits = read_limits(config, space)
-        return top_k(table, space, limits, k=config.top_k, allow_identity=config.allow_identity)
+        return top_k(table, space, read_limits(config, space), k=config.top_k)
     scores = option_scores(table, allow_identity=config.allow_identity)
     record = None
     if history is not None:

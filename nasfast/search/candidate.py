@@ -75,15 +75,7 @@ def _record(candidate: Candidate, costs: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ParetoPoint(ConfigBase):
-    """A non-dominated architecture: no other has at most its cost and a higher score.
-
-    Attributes:
-        arch: one value per layer.
-        score: its score.
-        macs: MACs per image of the standalone network.
-        params: number of parameters of the standalone network.
-        values: its cost by each table of the search.
-    """
+    """A non-dominated architecture: no other has at most its cost and a higher score. Its fields are `Candidate`'s."""
 
     arch: Arch
     score: float
@@ -162,7 +154,7 @@ def save_candidates(
     space: LayerSpace,
     candidates: Sequence[Candidate],
     *,
-    limits: Limits | None = None,
+    limits: Limits = Limits(),
     pareto: Sequence[ParetoPoint] = (),
     table_fronts: Sequence[Sequence[ParetoPoint]] = (),
     settings: SearchConfig | None = None,
@@ -171,15 +163,9 @@ def save_candidates(
     """Write `archs.json`; an older one is replaced atomically.
 
     Args:
-        path: the file.
-        space: the space of the search.
-        candidates: the best architectures, best first.
-        limits: the limits of the search; None for none.
-        pareto: the Pareto front, fewest MACs first.
+        space, candidates, limits, pareto, settings, scored_with: see `SearchResult`.
         table_fronts: for each table of the limits its Pareto front; none by default.
-        settings, scored_with: see `SearchResult`.
     """
-    limits = limits or Limits()
     tables = tuple(
         TableLimit(table.quantity, table.unit, table.about, maximum, tuple(front))
         for (table, maximum), front in zip(limits.tables, table_fronts or [()] * len(limits.tables), strict=True)
@@ -202,7 +188,6 @@ def load_candidates(path: str | Path, space: LayerSpace | None = None) -> Search
     """Read `archs.json`.
 
     Args:
-        path: the file.
         space: if given, the space the file must belong to.
 
     Raises:

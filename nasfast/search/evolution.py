@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from nasfast.search.candidate import Candidate
 from nasfast.search.history import History
-from nasfast.search.limits import Limits, option_costs, read_limits
+from nasfast.search.limits import Limits, read_limits
 from nasfast.search.sampling import sample_under
 from nasfast.settings import SearchConfig
 from nasfast.spaces import Arch, LayerSpace
@@ -44,7 +44,6 @@ def evolve(
     no new architecture within the limits. Ties go to fewer MACs, then to the lexicographically first.
 
     Args:
-        space: the search space.
         score: called once per architecture; higher is better.
         config: settings; the same seed and scores give the same result.
         history: gives the scores that are known, and gets the new ones. A search that was killed resumes when it is run
@@ -55,7 +54,7 @@ def evolve(
         ValueError: `score` returned NaN.
     """
     limits = read_limits(config, space)
-    limits.check(space, allow_identity=config.allow_identity)
+    limits.check(space)
     evolution = _Evolution(space, config, limits)
     for generation in range(config.generations):
         population = evolution.next_population()
@@ -90,7 +89,7 @@ class _Evolution:
 
     def __init__(self, space: LayerSpace, config: SearchConfig, limits: Limits) -> None:
         self.space, self.config, self.limits, self.rng = space, config, limits, random.Random(config.seed or 0)
-        self.options = [tuple(row) for row in option_costs(space, allow_identity=config.allow_identity)]
+        self.options = [tuple(row) for row in space.option_costs(allow_identity=limits.allow_identity)]
         self.evaluated: dict[Arch, Candidate] = {}
 
     def best(self, count: int) -> list[Candidate]:
@@ -114,7 +113,7 @@ class _Evolution:
             self._extend(population, "crossover", config.crossovers, child)
 
         def stranger() -> Arch:
-            return sample_under(self.space, rng, self.limits, allow_identity=config.allow_identity)
+            return sample_under(self.space, rng, self.limits)
 
         self._extend(population, "random", config.population - len(population), stranger)
         return list(population.items())

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.search.candidate import Candidate
-from nasfast.search.limits import Limits, arch_sum, option_costs
+from nasfast.search.limits import Limits, arch_sum, layer_costs
 from nasfast.search.milp import ChoiceProgram
 from nasfast.spaces import SKIP, Arch, LayerSpace
 
@@ -18,9 +18,6 @@ def option_scores(table: IndicatorTable, *, allow_identity: bool = False) -> tup
     """For each layer a dict from value to combined score, values ascending.
 
     With `allow_identity` a normal layer may also be skipped; it then scores its layer indicator (docs/method.md 2).
-
-    Raises:
-        TableError: `allow_identity` is set, and the table has no layer indicators.
     """
     scores = []
     for i, (row, layer) in enumerate(zip(table.scores, table.space.layers, strict=True)):
@@ -36,9 +33,7 @@ def option_scores(table: IndicatorTable, *, allow_identity: bool = False) -> tup
     return tuple(scores)
 
 
-def top_k(
-    table: IndicatorTable, space: LayerSpace, limits: Limits, *, k: int = 5, allow_identity: bool = False
-) -> list[Candidate]:
+def top_k(table: IndicatorTable, space: LayerSpace, limits: Limits, *, k: int = 5) -> list[Candidate]:
     """The `k` architectures with the highest scores within the limits, best first, each with its proof.
 
     Scores within 1e-8 of the span of the scores are a tie; ties are ordered by MACs, then lexicographically. Each
@@ -47,12 +42,12 @@ def top_k(
     Raises:
         InfeasibleConstraintError: no architecture meets the limits.
     """
-    limits.check(space, allow_identity=allow_identity)
-    scores = option_scores(table, allow_identity=allow_identity)
-    macs = [{v: cost.macs for v, cost in row.items()} for row in option_costs(space, allow_identity=allow_identity)]
+    limits.check(space)
+    scores = option_scores(table, allow_identity=limits.allow_identity)
+    macs = layer_costs(space, "macs", allow_identity=limits.allow_identity).rows
     losses = [{v: -score for v, score in row.items()} for row in scores]
     tie = _TIE * sum(max(row.values()) - min(row.values()) for row in scores)
-    program = limits.program(space, allow_identity=allow_identity)
+    program = limits.program(space)
     found: list[Candidate] = []
     best = program.minimise(losses)
     while best is not None and len(found) < k:

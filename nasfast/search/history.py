@@ -24,11 +24,9 @@ class History:
 
     Args:
         path: JSONL file; created if absent.
-        space: the search space.
         scorer: names what computes the scores (a checkpoint, a table), so that another scorer's scores are not reused.
 
     Attributes:
-        path: the file.
         scores: the known scores by architecture.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Cost limits of a search; limits that no architecture meets are refused."""
+"""Which architectures of a space a search may give; limits that no architecture meets are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 from nasfast.config import ConfigError
 from nasfast.search.milp import ChoiceProgram
 from nasfast.settings import SearchConfig
-from nasfast.spaces import SKIP, Arch, Cost, CostTable, LayerSpace, read_cost_table
+from nasfast.spaces import Arch, Cost, CostTable, LayerSpace, read_cost_table
 
 CostName = Literal["macs", "params"]
 
@@ -27,14 +27,12 @@ class LayerCosts:
     """One cost of the architectures of a space: integers that add up over the layers.
 
     Attributes:
-        name: `macs`, `params`, or the quantity of a table.
         unit: for texts.
         rows: for each layer, option -> integer; options ascending.
         fixed: integer of stem, head and classifier together.
         decimals: the cost in its unit is the integer / 10^decimals.
     """
 
-    name: str
     unit: str
     rows: tuple[dict[int, int], ...]
     fixed: int
@@ -54,27 +52,29 @@ class LayerCosts:
 
 def layer_costs(space: LayerSpace, cost: CostName | CostTable, *, allow_identity: bool = False) -> LayerCosts:
     """MACs, parameters or a table of the user's, for every option of every layer."""
-    options = option_costs(space, allow_identity=allow_identity)
+    options = space.option_costs(allow_identity=allow_identity)
     if isinstance(cost, CostTable):
         rows = tuple({v: row[v] for v in values} for row, values in zip(cost.integers, options, strict=True))
-        return LayerCosts(cost.quantity, cost.unit, rows, cost.fixed_steps, cost.decimals)
+        return LayerCosts(cost.unit, rows, cost.fixed_steps, cost.decimals)
     rows = tuple({choice: getattr(value, cost) for choice, value in row.items()} for row in options)
-    return LayerCosts(cost, {"macs": "MACs", "params": "parameters"}[cost], rows, getattr(space.fixed_cost, cost))
+    return LayerCosts({"macs": "MACs", "params": "parameters"}[cost], rows, getattr(space.fixed_cost, cost))
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Upper limits of the standalone network's cost.
+    """Upper limits of the standalone network's cost, and whether it may skip layers.
 
     Attributes:
         max_macs: largest MACs per image; None for no limit.
         max_params: largest number of parameters; None for no limit.
         tables: tables of the user's with the largest cost of each; None for a cost that is only reported.
+        allow_identity: whether normal layers may be skipped.
     """
 
     max_macs: float | None = None
     max_params: float | None = None
     tables: tuple[tuple[CostTable, float | None], ...] = ()
+    allow_identity: bool = False
 
     def __post_init__(self) -> None:
         for name, value in self.given.items():
@@ -101,33 +101,36 @@ class Limits:
 
     def admits(self, cost: Cost, arch: Arch) -> bool:
         """Whether an architecture, whose network has this cost, is within all limits."""
-        for _, which, maximum in self._costs:
-            within = which.admits(arch, maximum) if isinstance(which, CostTable) else getattr(cost, which) <= maximum
-            if not within:
-                return False
-        return True
+        return all(
+            which.admits(arch, maximum) if isinstance(which, CostTable) else getattr(cost, which) <= maximum
+            for _, which, maximum in self._costs
+        )
 
     def values(self, arch: Arch) -> tuple[float, ...]:
         """The cost of an architecture by each table."""
         return tuple(table.cost(arch) for table, _ in self.tables)
 
-    def costs(self, space: LayerSpace, *, allow_identity: bool = False) -> list[tuple[str, LayerCosts, int]]:
+    def costs(self, space: LayerSpace) -> list[tuple[str, LayerCosts, int]]:
         """For each limit its name, the costs, and the largest sum over the searchable layers."""
         found = []
         for name, which, value in self._costs:
-            costs = layer_costs(space, which, allow_identity=allow_identity)
+            costs = layer_costs(space, which, allow_identity=self.allow_identity)
             top = which.largest_sum(value) if isinstance(which, CostTable) else math.floor(value) - costs.fixed
             found.append((name, costs, top))
         return found
 
-    def program(self, space: LayerSpace, *, allow_identity: bool = False) -> ChoiceProgram:
-        """The integer program of the architectures within the limits."""
-        return _program(space, self.costs(space, allow_identity=allow_identity), allow_identity)
+    def program(self, space: LayerSpace, *, without: str | None = None) -> ChoiceProgram:
+        """The integer program of the architectures within the limits, or within all but one, by its name."""
+        program = ChoiceProgram([tuple(row) for row in space.option_costs(allow_identity=self.allow_identity)])
+        for name, costs, maximum in self.costs(space):
+            if name != without:
+                program.limit(costs.rows, maximum)
+        return program
 
-    def met_by_all(self, space: LayerSpace, *, allow_identity: bool = False) -> list[str]:
+    def met_by_all(self, space: LayerSpace) -> list[str]:
         """A sentence for each limit that every architecture of the space meets, with the range of its cost."""
         found = []
-        for name, costs, maximum in self.costs(space, allow_identity=allow_identity):
+        for name, costs, maximum in self.costs(space):
             least, most = (sum(extreme(row.values()) for row in costs.rows) for extreme in (min, max))
             if most <= maximum:
                 ends = " to ".join(costs.text(end + costs.fixed) for end in sorted({least, most}))
@@ -137,13 +140,13 @@ class Limits:
                 )
         return found
 
-    def check(self, space: LayerSpace, *, allow_identity: bool = False) -> None:
+    def check(self, space: LayerSpace) -> None:
         """Refuse limits that no architecture meets.
 
         Raises:
             InfeasibleConstraintError: no architecture meets the limits; the text gives the smallest attainable values.
         """
-        limits, given = self.costs(space, allow_identity=allow_identity), self.given
+        limits, given = self.costs(space), self.given
         for name, costs, maximum in limits:
             least = sum(min(row.values()) for row in costs.rows)
             if least > maximum:
@@ -152,15 +155,13 @@ class Limits:
                     f"{name}={given[name]:,.10g} cannot be met: the smallest architecture of space {space.name!r} "
                     f"has {costs.text(least + costs.fixed)}; raise {which} to at least that"
                 )
-        if len(limits) < 2 or _program(space, limits, allow_identity).minimise(limits[0][1].rows) is not None:
+        if len(limits) < 2 or self.program(space).minimise(limits[0][1].rows) is not None:
             return
         attainable = []
-        for limit in limits:
-            name, costs, _ = limit
-            others = [other for other in limits if other is not limit]
-            solution = _program(space, others, allow_identity).minimise(costs.rows)
+        for name, costs, _ in limits:
+            solution = self.program(space, without=name).minimise(costs.rows)
             if solution is not None:
-                under = " and ".join(f"{other}={given[other]:,.10g}" for other, _, _ in others)
+                under = " and ".join(f"{other}={value:,.10g}" for other, value in given.items() if other != name)
                 attainable.append(f"under {under} the smallest is {costs.text(costs.total(solution.arch))}")
         together = " and ".join(f"{name}={value:,.10g}" for name, value in given.items())
         raise InfeasibleConstraintError(
@@ -169,38 +170,18 @@ class Limits:
         )
 
 
-def _program(space: LayerSpace, limits: Sequence[tuple[str, LayerCosts, int]], allow_identity: bool) -> ChoiceProgram:
-    program = ChoiceProgram([tuple(row) for row in option_costs(space, allow_identity=allow_identity)])
-    for _, costs, maximum in limits:
-        program.limit(costs.rows, maximum)
-    return program
-
-
-def option_costs(space: LayerSpace, *, allow_identity: bool = False) -> tuple[dict[int, Cost], ...]:
-    """For each layer a dict from value to cost, values ascending; `allow_identity` adds the skip, which is free."""
-    return tuple(
-        dict(sorted(({**row, SKIP: Cost()} if allow_identity and layer.indicator_choice == SKIP else row).items()))
-        for row, layer in zip(space.cost_table, space.layers, strict=True)
-    )
-
-
 def arch_sum(table: Sequence[Mapping[int, float]], arch: Arch) -> float:
     """Sum over layers of the entries of `table` that `arch` chooses."""
     return sum(row[choice] for row, choice in zip(table, arch, strict=True))
 
 
 def read_limits(config: SearchConfig, space: LayerSpace) -> Limits:
-    """The limits of a search in a space, with its tables read.
-
-    Raises:
-        ConfigError: a table cannot be read or does not fit the space; or that of latencies has another unit, device or
-            batch.
-    """
+    """The limits of a search in a space, with its tables read."""
     tables: list[tuple[CostTable, float | None]] = []
     if config.latency_table is not None:
         tables.append((_read_latencies(config, config.latency_table, space), config.max_latency_ms))
     tables += [(read_cost_table(file, space), maximum) for file, maximum in config.table_limits]
-    return Limits(config.max_macs, config.max_params, tuple(tables))
+    return Limits(config.max_macs, config.max_params, tuple(tables), config.allow_identity)
 
 
 def _read_latencies(config: SearchConfig, path: str, space: LayerSpace) -> CostTable:

@@ -84,11 +84,7 @@ class ChoiceProgram:
         self._add(self._indicator(dict(enumerate(arch))), upper=len(arch) - 1)
 
     def minimise(self, weights: Sequence[Mapping[int, float]]) -> Solution | None:
-        """The feasible architecture with the smallest weight sum; None if there is none.
-
-        Raises:
-            RuntimeError: the solver stopped without a solution.
-        """
+        """The feasible architecture with the smallest weight sum; None if there is none."""
         # imported here, because it takes most of the time that the import of nasfast.search would take
         from scipy.optimize import Bounds, LinearConstraint, milp
 
@@ -116,11 +112,7 @@ class ChoiceProgram:
             self.exclude(arch)
 
     def minimiser(self, weights: Sequence[Mapping[int, float]]) -> Arch:
-        """The architecture of `minimise`, of a program that is known to have one.
-
-        Raises:
-            RuntimeError: the solver found the program infeasible, or stopped without a solution.
-        """
+        """The architecture of `minimise`, of a program that is known to have one."""
         solution = self.minimise(weights)
         if solution is None:
             raise RuntimeError("the integer program should have a solution, but the solver found it infeasible")

@@ -25,9 +25,8 @@ def pareto_front(
     table: IndicatorTable,
     space: LayerSpace,
     *,
-    limits: Limits | None = None,
+    limits: Limits = Limits(),
     against: CostName | CostTable = "macs",
-    allow_identity: bool = False,
 ) -> list[ParetoPoint]:
     """The non-dominated architectures within the limits, smallest cost first; of equal score and cost only one.
 
@@ -38,19 +37,17 @@ def pareto_front(
     Args:
         table: scores per layer and choice.
         space: the space of the table.
-        limits: limits on costs; None for none.
+        limits: which architectures count.
         against: the cost: MACs, parameters, or a table. `values` of a point has the costs by the tables of `limits`,
             then by this table if it is not among them.
-        allow_identity: whether normal layers may be skipped.
 
     Raises:
         InfeasibleConstraintError: no architecture meets the limits.
     """
-    limits = limits or Limits()
-    limits.check(space, allow_identity=allow_identity)
-    scores = option_scores(table, allow_identity=allow_identity)
-    axis = layer_costs(space, against, allow_identity=allow_identity)
-    limited = [(costs, min(top, _NO_LIMIT)) for _, costs, top in limits.costs(space, allow_identity=allow_identity)]
+    limits.check(space)
+    scores = option_scores(table, allow_identity=limits.allow_identity)
+    axis = layer_costs(space, against, allow_identity=limits.allow_identity)
+    limited = [(costs, min(top, _NO_LIMIT)) for _, costs, top in limits.costs(space)]
     span = sum(max(row.values()) - min(row.values()) for row in scores)
     scale = 2**_SCORE_BITS / span if span else 0.0
 

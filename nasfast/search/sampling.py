@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nasfast.search.limits import InfeasibleConstraintError, Limits, option_costs
+from nasfast.search.limits import InfeasibleConstraintError, Limits
 from nasfast.spaces import Arch, Cost, LayerSpace
 
 # Bins of the budget per dimension, by the number of limits. With one limit, bins are finer than the greatest common
@@ -43,12 +43,12 @@ class _Completions:
     fill layers i, i+1, ... with at most b bins of each cost. Rounding down keeps every feasible architecture possible.
     """
 
-    def __init__(self, space: LayerSpace, limits: Limits, *, allow_identity: bool) -> None:
-        limits.check(space, allow_identity=allow_identity)
+    def __init__(self, space: LayerSpace, limits: Limits) -> None:
+        limits.check(space)
         self.space = space
-        self.costs = option_costs(space, allow_identity=allow_identity)
+        self.costs = space.option_costs(allow_identity=limits.allow_identity)
         self.options = [tuple(row) for row in self.costs]
-        rows = limits.costs(space, allow_identity=allow_identity)
+        rows = limits.costs(space)
         bins = _MAX_BINS.get(len(rows)) or max(1, int(_MAX_COUNTS ** (1 / len(rows))) - 1)
         steps, self.budget, self.floors, self.units, self.exact = [], [], [], [], True
         for _, costs, maximum in rows:
@@ -116,13 +116,11 @@ class _Completions:
 
 
 @functools.lru_cache(maxsize=2)
-def _completions(space: LayerSpace, limits: Limits, allow_identity: bool) -> _Completions:
-    return _Completions(space, limits, allow_identity=allow_identity)
+def _completions(space: LayerSpace, limits: Limits) -> _Completions:
+    return _Completions(space, limits)
 
 
-def sample_under(
-    space: LayerSpace, rng: random.Random, limits: Limits | None = None, *, allow_identity: bool = False
-) -> Arch:
+def sample_under(space: LayerSpace, rng: random.Random, limits: Limits = Limits()) -> Arch:
     """Draw an architecture uniformly from all within the limits.
 
     With no limit, or one limit that 131072 bins resolve (MACs or parameters of every built-in space), the count is
@@ -131,23 +129,16 @@ def sample_under(
     200 in a row are rejected (two limits that leave a handful of architectures, or many limits), the result is the
     feasible architecture of smallest random weight, which is not uniform.
 
-    Args:
-        space: the search space.
-        rng: source of randomness.
-        limits: limits on costs; None for none.
-        allow_identity: whether normal layers may be skipped.
-
     Raises:
         InfeasibleConstraintError: no architecture meets the limits.
     """
-    limits = limits or Limits()
-    completions = _completions(space, limits, allow_identity)
+    completions = _completions(space, limits)
     for _ in range(_MAX_TRIES):
         arch = completions.draw(rng)
         if arch is not None and limits.admits(completions.cost(arch), arch):
             return arch
     weights = [{v: rng.random() for v in values} for values in completions.options]
-    return limits.program(space, allow_identity=allow_identity).minimiser(weights)
+    return limits.program(space).minimiser(weights)
 
 
 def equal_cost_random(
@@ -156,8 +147,7 @@ def equal_cost_random(
     arch: Sequence[int],
     *,
     tolerance: float = EQUAL_COST_TOLERANCE,
-    limits: Limits | None = None,
-    allow_identity: bool = False,
+    limits: Limits = Limits(),
 ) -> Arch:
     """A random architecture with about the MACs of `arch`: the baseline that a search result is compared with.
 
@@ -165,21 +155,19 @@ def equal_cost_random(
     `arch` by at most `tolerance`.
 
     Args:
-        space: the search space.
         rng: source of randomness.
         arch: the architecture to match.
         tolerance: largest difference, as a fraction of the MACs of `arch`.
-        limits: limits of the search that gave `arch`; None for none.
-        allow_identity: whether normal layers may be skipped.
+        limits: limits of the search that gave `arch`.
 
     Raises:
         InfeasibleConstraintError: 2000 tries gave no such architecture, or no architecture meets the limits.
         ValueError: the tolerance is negative.
     """
-    arch, limits = tuple(arch), limits or Limits()
+    arch = tuple(arch)
     if tolerance < 0:
         raise ValueError(f"equal_cost_random: tolerance must not be negative, got {tolerance}")
-    limits.check(space, allow_identity=allow_identity)
+    limits.check(space)
     target = space.cost(arch).macs
     low, high = math.ceil(target * (1 - tolerance)), math.floor(target * (1 + tolerance))
     if limits.max_macs is not None:
@@ -190,7 +178,7 @@ def equal_cost_random(
             f"{limits.max_macs:,.0f}: raise max_macs or tolerance"
         )
     # a count under both limits has too few bins for a narrow range of MACs, so the limit on parameters is tried
-    completions = _completions(space, Limits(max_macs=high), allow_identity)
+    completions = _completions(space, Limits(max_macs=high, allow_identity=limits.allow_identity))
     least = math.ceil((low - space.fixed_cost.macs - completions.floors[0]) / completions.units[0])
     if not completions.exact:
         # rounding took less than one bin from each layer's excess
@@ -208,21 +196,14 @@ def equal_cost_random(
     )
 
 
-def equal_cost_peers(
-    space: LayerSpace, rng: random.Random, arch: Arch, count: int, *, limits: Limits, allow_identity: bool
-) -> list[Arch]:
-    """Different random architectures with about the MACs of `arch`; a warning says so if there are fewer than `count`.
-
-    Args:
-        count: number of architectures.
-        space, rng, arch, limits, allow_identity: see `equal_cost_random`.
-    """
+def equal_cost_peers(space: LayerSpace, rng: random.Random, arch: Arch, count: int, *, limits: Limits) -> list[Arch]:
+    """Up to `count` different results of `equal_cost_random`; a warning says so if there are fewer."""
     peers: dict[Arch, None] = {}
     try:
         for _ in range(_PEER_TRIES * count):
             if len(peers) == count:
                 break
-            peers[equal_cost_random(space, rng, arch, limits=limits, allow_identity=allow_identity)] = None
+            peers[equal_cost_random(space, rng, arch, limits=limits)] = None
     except InfeasibleConstraintError as error:
         _LOG.warning("no random architecture to compare with: %s", error)
     if 0 < len(peers) < count:
@@ -234,9 +215,7 @@ def equal_cost_peers(
     return list(peers)
 
 
-def stratified_sample(
-    space: LayerSpace, count: int, *, limits: Limits | None = None, allow_identity: bool = False, seed: int = 0
-) -> list[Arch]:
+def stratified_sample(space: LayerSpace, count: int, *, limits: Limits = Limits(), seed: int = 0) -> list[Arch]:
     """Different random architectures within the limits, spread evenly over their MACs.
 
     Of 4096 uniform draws, ordered by MACs, those at the quantiles of a van der Corput sequence (with a random shift)
@@ -244,17 +223,15 @@ def stratified_sample(
     end of the list.
 
     Args:
-        space: the search space.
         count: number of architectures.
-        limits: limits on costs; None for none.
-        allow_identity: whether normal layers may be skipped.
+        limits: which architectures may be drawn.
         seed: seed of the draws and of the shift.
 
     Raises:
         InfeasibleConstraintError: the draws have fewer different architectures, or none meets the limits.
     """
     rng = random.Random(seed)
-    draws = {sample_under(space, rng, limits, allow_identity=allow_identity) for _ in range(_POOL)}
+    draws = {sample_under(space, rng, limits) for _ in range(_POOL)}
     if len(draws) < count:
         raise InfeasibleConstraintError(
             f"{count} architectures are wanted, {_POOL} draws from space {space.name!r} within the limits have "

@@ -124,11 +124,7 @@ class ArchSpace(Tabular, ConfigBase, ABC):
         return tuple(map(int, arch))
 
     def parse(self, text: str) -> Arch:
-        """Architecture of a text form that `nasfast.spaces.parse_arch` reads.
-
-        Raises:
-            ArchError: not such a form, or not an architecture of this space.
-        """
+        """Architecture of a text form that `nasfast.spaces.parse_arch` reads."""
         return self.check(parse_arch(text))
 
     @property
@@ -154,11 +150,7 @@ class ArchSpace(Tabular, ConfigBase, ABC):
         return [self.label(i, value) for i, value in enumerate(self.check(arch))]
 
     def cost(self, arch: Iterable[int]) -> Cost:
-        """MACs per image and parameters of the standalone network of `arch`, whose norms have scale and shift.
-
-        Raises:
-            ArchError: `arch` does not belong to this space.
-        """
+        """MACs per image and parameters of the standalone network of `arch`, whose norms have scale and shift."""
         parts = (values[k].cost for values, k in zip(self.operators, self.check(arch), strict=True))
         return sum(parts, self.fixed_cost)
 
@@ -177,9 +169,6 @@ class SearchableLayer(Protocol):
     @property
     def indicator_choice(self) -> int | None:
         """The value that means the identity; None where there is none."""
-
-    def cost(self, choice: int) -> Cost:
-        """What a legal value adds to the cost of a network."""
 
     def operator(self, choice: int) -> Operator:
         """What a legal value stands for."""
@@ -200,13 +189,14 @@ class LayerSpace(ArchSpace):
 
     @cached_property
     def options(self) -> tuple[tuple[int, ...], ...]:
-        """See `ArchSpace`: the options of every layer."""
         return tuple(layer.options for layer in self.layers)
 
-    @cached_property
-    def cost_table(self) -> tuple[dict[int, Cost], ...]:
-        """Per layer: option -> cost."""
-        return tuple({choice: layer.cost(choice) for choice in layer.options} for layer in self.layers)
+    def option_costs(self, *, allow_identity: bool = False) -> tuple[dict[int, Cost], ...]:
+        """Per layer: option -> cost, options ascending; `allow_identity` adds the skip, which is free."""
+        return tuple(
+            {value: row[value].cost for value in sorted(layer.legal if allow_identity else layer.options)}
+            for row, layer in zip(self.operators, self.layers, strict=True)
+        )
 
     @cached_property
     def operators(self) -> tuple[dict[int, Operator], ...]:
@@ -214,16 +204,13 @@ class LayerSpace(ArchSpace):
         return tuple({choice: layer.operator(choice) for choice in layer.legal} for layer in self.layers)
 
     def place(self, index: int) -> str:
-        """See `ArchSpace`."""
         return f"layer {index}"
 
     def label(self, index: int, value: int) -> str:
-        """See `ArchSpace`."""
         return self.layers[index].label(value)
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """See `ArchSpace`: the indices of the layers."""
         return tuple(map(str, range(len(self))))
 
     @property
@@ -247,11 +234,7 @@ def arch_to_json(arch: Arch, space: ArchSpace) -> str:
 
 
 def arch_from_json(text: str, space: ArchSpace) -> Arch:
-    """Inverse of `arch_to_json`.
-
-    Raises:
-        ArchError: not that JSON form, written for another space, or not an architecture of `space`.
-    """
+    """Inverse of `arch_to_json`."""
     try:
         form = json.loads(text)
         arch, fingerprint = parse_arch(form["arch"]), form["fingerprint"]
@@ -268,11 +251,7 @@ def arch_from_json(text: str, space: ArchSpace) -> Arch:
 
 
 def load_arch(path: str | Path, space: ArchSpace) -> Arch:
-    """Read a file that has the JSON form of an architecture.
-
-    Raises:
-        ArchError: see `arch_from_json`; the file is named.
-    """
+    """Read a file that has the JSON form of an architecture."""
     try:
         return arch_from_json(Path(path).read_text(encoding="utf-8"), space)
     except ValueError as error:  # bytes that are not text raise one too

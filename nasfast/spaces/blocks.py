@@ -78,13 +78,19 @@ class Block(ConfigBase):
     se: SqueezeExcite | None = None
 
     def _check_values(self) -> None:
-        check_kind(self.kind)
+        if self.kind not in _BLOCK_COSTS:
+            own = "a kind of your own needs its module: --import FILE, or import it in Python (docs/spaces.md)"
+            raise ValueError(f"unknown block kind {self.kind!r}; {nearest(self.kind, _BLOCK_COSTS)}; {own}")
         if self.se is not None and self.kind in _WITHOUT_SE:
             raise ValueError(f"block {self.kind}: only mbconv has squeeze-and-excitation: leave out se")
         if self.kernel < 1 or self.kernel % 2 == 0:
             raise ValueError(f"block {self.kind}: kernel must be odd and positive, got {self.kernel}")
         if not 1 <= self.expand < math.inf:
             raise ValueError(f"block {self.kind}: expand must be at least 1 and finite, got {self.expand}")
+
+    def cost(self, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
+        """Its cost on a `size` x `size` input."""
+        return _BLOCK_COSTS[self.kind](self, in_channels, out_channels, stride, size)
 
     def hidden_channels(self, in_channels: int) -> int:
         """Channels of the depthwise convolution of an `mbconv`, and of the expansion of a `fused_mbconv`."""
@@ -121,9 +127,6 @@ def block_cost(kind: str) -> Callable[[BlockCost], BlockCost]:
     """Decorator that gives a block kind its closed-form cost.
 
     Users add their own kind with this and `nasfast.supernet.block_builder`.
-
-    Raises:
-        KeyError: the kind has a cost already.
     """
 
     def register(function: BlockCost) -> BlockCost:
@@ -133,19 +136,6 @@ def block_cost(kind: str) -> Callable[[BlockCost], BlockCost]:
         return function
 
     return register
-
-
-def check_kind(kind: str) -> None:
-    """Raise ValueError naming the known kinds unless `kind` has a cost."""
-    if kind not in _BLOCK_COSTS:
-        own = "a kind of your own needs its module: --import FILE, or import it in Python (docs/spaces.md)"
-        raise ValueError(f"unknown block kind {kind!r}; {nearest(kind, _BLOCK_COSTS)}; {own}")
-
-
-def cost_of(block: Block, in_channels: int, out_channels: int, stride: int, size: int) -> Cost:
-    """Cost of one block on a `size` x `size` input."""
-    check_kind(block.kind)
-    return _BLOCK_COSTS[block.kind](block, in_channels, out_channels, stride, size)
 
 
 def refusal(block: Block, in_channels: int, out_channels: int, stride: int, *, last: bool) -> str | None:

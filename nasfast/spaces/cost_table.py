@@ -121,11 +121,7 @@ def read_cost_table(path: str | Path, space: LayerSpace) -> CostTable:
 
 
 def table_of(form: Any, space: LayerSpace) -> CostTable:
-    """The table of a file's content.
-
-    Raises:
-        ConfigError: see `read_cost_table`.
-    """
+    """The table of a file's content."""
     if not isinstance(form, Mapping) or not isinstance(form.get("entries"), list):
         raise ConfigError('expected {"quantity", "unit", "entries": [{"layer", "choice", "value"}, ...]}')
     if form.get("format", FORMAT) != FORMAT:

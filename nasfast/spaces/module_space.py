@@ -58,11 +58,9 @@ class ModuleChoice(ConfigBase):
         """The index of the identity, if it is a candidate."""
         return next((i for i, branch in enumerate(self.branches) if branch.identity), None)
 
-    def cost(self, choice: int) -> Cost:
-        return Cost(self.branches[choice].macs, self.branches[choice].params)
-
     def operator(self, choice: int) -> Operator:
-        return Operator(self.cost(choice), tuple(map(math.prod, self.inputs)), self.branches[choice].macs > 0)
+        branch = self.branches[choice]
+        return Operator(Cost(branch.macs, branch.params), tuple(map(math.prod, self.inputs)), branch.macs > 0)
 
     def label(self, choice: int) -> str:
         return self.branches[choice].label
@@ -103,21 +101,17 @@ class ModuleSpace(LayerSpace):
 
     @property
     def layers(self) -> tuple[ModuleChoice, ...]:
-        """See `LayerSpace`: the choices."""
         return self.choices
 
     @property
     def fixed_cost(self) -> Cost:
-        """See `ArchSpace`: the cost outside of the choices."""
         return Cost(self.fixed_macs, self.fixed_params)
 
     def place(self, index: int) -> str:
-        """See `ArchSpace`."""
         return f"choice {self.choices[index].name!r}"
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """See `ArchSpace`: the names of the choices."""
         return tuple(choice.name for choice in self.choices)
 
     @property

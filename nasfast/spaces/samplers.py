@@ -27,7 +27,7 @@ class Sampler(ABC):
         candidates: per layer, every value a path can take.
     """
 
-    def __init__(self, space: LayerSpace, *, seed: int = 0, layer_indicators: bool) -> None:
+    def __init__(self, space: LayerSpace, *, seed: int = 0, layer_indicators: bool = False) -> None:
         self.space = space
         self.layer_indicators = layer_indicators
         self._rng = random.Random(seed)
@@ -48,11 +48,7 @@ class Sampler(ABC):
         return {"kind": type(self).__name__, "rng": [version, list(internal), gauss]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`.
-
-        Raises:
-            ValueError: the state is of another kind of sampler.
-        """
+        """Continue from `state_dict`."""
         if state["kind"] != type(self).__name__:
             raise ValueError(f"sampler state is of a {state['kind']}, this is a {type(self).__name__}")
         version, internal, gauss = state["rng"]
@@ -61,9 +57,6 @@ class Sampler(ABC):
 
 class UniformSampler(Sampler):
     """Every layer independent and uniform (Single Path One-Shot, section 3.3)."""
-
-    def __init__(self, space: LayerSpace, *, seed: int = 0, layer_indicators: bool = False) -> None:
-        super().__init__(space, seed=seed, layer_indicators=layer_indicators)
 
     def step(self) -> list[Arch]:
         return [tuple(self._rng.choice(values) for values in self.candidates)]

@@ -13,7 +13,7 @@ from typing import ClassVar
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.spaces.arch import SKIP
 from nasfast.spaces.arch_space import LayerSpace
-from nasfast.spaces.blocks import Activation, Block, cost_of, refusal
+from nasfast.spaces.blocks import Activation, Block, refusal
 from nasfast.spaces.cost import Cost, Operator, linear_cost, output_size
 
 
@@ -102,7 +102,7 @@ class Layer:
     def cost(self, choice: int) -> Cost:
         if choice == SKIP:
             return Cost()
-        return cost_of(self.choices[choice], self.in_channels, self.out_channels, self.stride, self.size)
+        return self.choices[choice].cost(self.in_channels, self.out_channels, self.stride, self.size)
 
     def operator(self, choice: int) -> Operator:
         works = choice != SKIP and self.choices[choice].kind != "identity"

@@ -72,7 +72,7 @@ def test_the_top_has_the_ranks_of_an_enumeration():
 def test_limits_hold_for_the_answer_and_for_what_tau_is_measured_on():
     limits = Limits(max_macs=sorted(SPACE.cost(a).macs for a in EVERY)[20])
     found = agreement(noisy_tables(0.3, 2), limits, k=3)
-    archs = random_architectures(SPACE, limits, allow_identity=False, seed=0)
+    archs = random_architectures(SPACE, limits, seed=0)
     assert sorted(archs) == sorted(a for a in EVERY if SPACE.cost(a).macs <= limits.max_macs)
     assert found.architectures == len(archs) == 21
     assert all(place.macs <= limits.max_macs for place in found.top)

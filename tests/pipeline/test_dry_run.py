@@ -39,7 +39,7 @@ def test_the_plan_of_a_run(config, tmp_path, capfd):
         "networks (retraining)": 3,  # the best with two seeds, a random one with one
     }
     space = tiny_space(num_classes=10)
-    costs = [[cost.macs for cost in row.values()] for row in space.cost_table]
+    costs = [[cost.macs for cost in row.values()] for row in space.option_costs()]
     least, most = (sum(map(extreme, costs)) + space.fixed_cost.macs for extreme in (min, max))
     assert f"tiny: 4 layers, 81 architectures of {least:,} to {most:,} MACs" in said
     assert "training images of 10 classes; limits of the search: max_macs 70,000" in said

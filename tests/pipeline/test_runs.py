@@ -200,7 +200,7 @@ def test_random_architectures_differ_and_cost_the_same(run_dir, caplog):
     near = {a for a in every if abs(space.cost(a).macs - target) <= 0.01 * target}
 
     def draw(count: int) -> list[Arch]:
-        return equal_cost_peers(space, random.Random(0), best, count, limits=Limits(), allow_identity=False)
+        return equal_cost_peers(space, random.Random(0), best, count, limits=Limits())
 
     peers = draw(3)
     assert len(set(peers)) == len(peers) == min(3, len(near)) and set(peers) <= near

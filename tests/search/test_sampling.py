@@ -21,7 +21,7 @@ SPACES = {"mobilenet_v2": mobilenet_v2(), "bnnas": mobilenet_v2(variant="bnnas")
 
 
 def ends(space, field):
-    rows = [[getattr(c, field) for c in row.values()] for row in space.cost_table]
+    rows = [[getattr(c, field) for c in row.values()] for row in space.option_costs()]
     fixed = getattr(space.fixed_cost, field)
     return fixed + sum(map(min, rows)), fixed + sum(map(max, rows))
 
@@ -78,7 +78,7 @@ def test_many_limits_need_little_memory(small_space, number):
     ]
     tables = [CostTable(f"cost {i}", "unit", table) for i, table in enumerate(rows)]
     limits = Limits(tables=tuple((table, 9.5) for table in tables))
-    completions = module._Completions(small_space, limits, allow_identity=False)
+    completions = module._Completions(small_space, limits)
     assert max(counts.size for counts in completions.counts) <= 1 << 18
     arch = sample_under(small_space, random.Random(0), limits)
     assert all(table.cost(arch) <= 9.5 for table in tables)

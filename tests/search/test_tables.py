@@ -93,8 +93,8 @@ def test_a_skipped_layer_costs_nothing_unless_the_table_says_so(small_space, mak
         arch = (0, SKIP, 0, 0, SKIP, 0)
         assert table.cost(arch) == pytest.approx(float(exact_cost(form, arch)) + cost, abs=1e-12)
         least = min(table.cost((i, SKIP, SKIP, j, SKIP, SKIP)) for i in range(3) for j in range(3))
-        limits = Limits(tables=((table, least),))
-        (only,) = top_k(scores, small_space, limits, k=2, allow_identity=True)
+        limits = Limits(tables=((table, least),), allow_identity=True)
+        (only,) = top_k(scores, small_space, limits, k=2)
         assert only.values == (least,)
 
 

@@ -95,21 +95,12 @@ def test_state_of_another_sampler_is_refused():
         FairSampler(space).load_state_dict(FairSampler(nas_bench_macro()).state_dict())
 
 
-# the path of measurements
-
-
-def test_kernels_and_expansions_of_the_mean_path_cycle():
+def test_the_mean_path_cycles_through_candidates():
+    """Kernels and expansions each, where they are pairs; pinned layers stay."""
     path = mean_path(mobilenet_v2())
     assert path == (0, 3, 4, 1, 2, 5) * 3 + (0, 3)
     assert mobilenet_v2().describe(path)[:4] == ["k3 e3", "k5 e6", "k7 e3", "k3 e6"]
-
-
-def test_candidates_of_the_mean_path_cycle_where_they_are_no_pairs():
     assert mean_path(nas_bench_macro()) == (0, 1, 2, 0, 1, 2, 0, 1)
     assert mean_path(shufflenet_v2()) == (0, 1, 2, 3) * 5
-
-
-def test_pinned_layers_stay_on_the_mean_path():
-    space = mobilenet_v2(variant="bnnas")
-    path = space.check(mean_path(space))
-    assert [i for i, choice in enumerate(path) if choice == -1] == [1, 5, 6, 9]
+    pinned = mobilenet_v2(variant="bnnas")
+    assert [i for i, choice in enumerate(pinned.check(mean_path(pinned))) if choice == -1] == [1, 5, 6, 9]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import get_args
 
 import numpy as np
@@ -18,14 +19,10 @@ def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Rule) -> Arch:
     """The architecture of given logits.
 
     Args:
-        space: the space of cells.
         logits: (types, edges, ops), as in `CellSearchResult`.
         rule: `argmax` (SNAS, DSNAS, ProxylessNAS) takes the most probable candidate of every edge, None included.
             `darts` takes the most probable candidate other than None; only the two edges into every node on which that
             candidate is most probable keep it, and the others become None.
-
-    Raises:
-        ValueError: unknown rule, or an edge that must be dropped and has no candidate None.
     """
     p = torch.softmax(torch.as_tensor(logits).double(), -1)
     if rule == "argmax":
@@ -53,9 +50,7 @@ def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Rule) -> Arch:
 
 def derivations(space: CellSpace, logits: Tensor | np.ndarray) -> dict[str, Arch]:
     """Rule -> architecture; the rule `darts` is missing where it would have to drop an edge that has no None."""
-    none = space.ops.index(NONE) if NONE in space.ops else None
-    nodes = range(space.cell.inputs, space.cell.inputs + space.cell.nodes)
-    droppable = all(
-        len(edges := space.cell.into(node)) <= 2 or all(none in space.candidates[e] for e in edges) for node in nodes
-    )
-    return {rule: derive(space, logits, rule) for rule in ("argmax", *(("darts",) if droppable else ()))}
+    found = {"argmax": derive(space, logits, "argmax")}
+    with suppress(ValueError):
+        found["darts"] = derive(space, logits, "darts")
+    return found

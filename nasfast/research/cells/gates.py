@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nasfast.research.cells.config import CellSearchConfig
+from nasfast.research.cells.costs import NONE
 from nasfast.research.cells.space import CellSpace
+from nasfast.seeds import CELL_GATES, FOR_LOGITS, derive_seed
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def uniform_logits(space: CellSpace) -> Tensor:
 
 # Largest magnitude of an edge's cost, and largest norm of the gradient of all logits, in DSNAS.
 _CLAMP, _CLIP = 5.0, 10.0
+_MAX_DRAWS = 1000
 
 
 def draw_once(cfg: CellSearchConfig, logits: Tensor, generator: torch.Generator, progress: float) -> Draw:
@@ -73,7 +76,6 @@ def draw_once(cfg: CellSearchConfig, logits: Tensor, generator: torch.Generator,
     others too, or with `two_path` one other. `uniform` draws like dsnas, from logits that stay 0, and learns nothing.
 
     Args:
-        cfg: the settings of the search.
         logits: (types, edges, ops), -inf where an edge has no such candidate.
         generator: draws noise and operations.
         progress: share of the search that is done, in [0, 1].
@@ -95,6 +97,30 @@ def draw_once(cfg: CellSearchConfig, logits: Tensor, generator: torch.Generator,
     index = torch.multinomial(rows, 1, generator=generator).view(p.shape[:2]).to(logits.device)
     gates = F.one_hot(index, logits.shape[-1]).double()
     return Draw(gates, gates > 0, allowed & (gates == 0) if cfg.method == "proxyless" else nothing, p)
+
+
+def draw_gates(
+    space: CellSpace, cfg: CellSearchConfig, logits: Tensor, *, step: int, progress: float, purpose: int = FOR_LOGITS
+) -> Draw:
+    """The gates of a step, see `draw_once`; they depend on the seed, the step and the purpose alone.
+
+    `purpose` is `FOR_LOGITS` or `FOR_WEIGHTS` of `nasfast.seeds`.
+    """
+    generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_GATES, step, purpose))
+    for _ in range(_MAX_DRAWS):
+        draw = draw_once(cfg, logits, generator, progress)
+        if not cfg.redraw or reaches_outputs(space, draw.runs):
+            return draw
+    raise RuntimeError(
+        f"redraw: in each of {_MAX_DRAWS} draws some output node had no operation but None; the architecture has "
+        "collapsed, or the cell has no such operation: search without redraw"
+    )
+
+
+def reaches_outputs(space: CellSpace, runs: Tensor) -> bool:
+    """Whether every output node has an edge into it that is not None; `runs` is (types, edges, ops)."""
+    live = runs[..., [op != NONE for op in space.ops]].any(-1)
+    return all(bool(live[:, list(space.cell.into(node))].any(1).all()) for node in space.cell.outputs)
 
 
 def logits_gradient(cfg: CellSearchConfig, draw: Draw, cost: Tensor) -> Tensor:

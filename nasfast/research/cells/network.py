@@ -25,6 +25,8 @@ Columns = Sequence[Sequence[Sequence[int]]]
 """Columns of `CellSpace.ops`, by type of cell and then by edge."""
 Shared = dict[tuple[int, int, int] | int, Tensor]
 """What operations on one source have in common: a result by (source, stride, column), the ReLU by the source alone."""
+Term = tuple[int, int, Tensor, Operation | None]
+"""Edge, column and output of an operation, and the operation itself if its `finish` is still to be applied."""
 
 
 def columns_of(mask: Tensor) -> Columns:
@@ -36,7 +38,6 @@ class CellModule(nn.Module):
     """One cell.
 
     Args:
-        space: the space of cells.
         index: index of the cell in the network.
         options: per edge, the columns of `space.ops` that exist.
         style: how its operations are built.
@@ -80,14 +81,7 @@ class CellModule(nn.Module):
             states = [module(x) for module, x in zip(self.preprocess, inputs, strict=True)]
         shared: Shared = {}
         for node in range(self.cell.inputs, self.cell.inputs + self.cell.nodes):
-            terms = []
-            for e in self.cell.into(node):
-                source = self.cell.edges[e].source
-                for k in runs[e]:
-                    operation = self.operation(e, k)
-                    if operation is not None:
-                        key = source, self.strides[e], k
-                        terms.append((e, k, *self._term(operation, states[source], key, shared)))
+            terms = list(self._terms(node, states, runs, shared))
             total = self._sum(terms, gates) if terms else self._zeros(states, node)
             if gates is not None and not terms:
                 # a backward pass, from which local costs follow, reaches this node only if its value depends on a gate
@@ -96,21 +90,28 @@ class CellModule(nn.Module):
         outputs = [states[i] for i in self.cell.outputs]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1), states
 
-    def _term(
-        self, operation: Operation, x: Tensor, key: tuple[int, int, int], shared: Shared
-    ) -> tuple[Tensor, Operation | None]:
-        """An operation's output, and the operation itself if its `finish` is still to be applied."""
-        if operation.shared:
-            if key not in shared:
-                shared[key] = operation(x)
-            return shared[key], None
-        if operation.activates:
-            if key[0] not in shared:
-                shared[key[0]] = F.relu(x)
-            x = shared[key[0]]
-        return operation.body(x), operation
+    def _terms(
+        self, node: int, states: Sequence[Tensor], columns: Sequence[Sequence[int]], shared: Shared
+    ) -> Iterator[Term]:
+        """Compute operations into a node, one at a time; see `outputs`."""
+        for e in self.cell.into(node):
+            source, stride = self.cell.edges[e].source, self.strides[e]
+            for k in columns[e]:
+                operation, x = self.operation(e, k), states[source]
+                if operation is None:
+                    continue
+                if operation.shared:
+                    if (source, stride, k) not in shared:
+                        shared[source, stride, k] = operation(x)
+                    yield e, k, shared[source, stride, k], None
+                    continue
+                if operation.activates:
+                    if source not in shared:
+                        shared[source] = F.relu(x)
+                    x = shared[source]
+                yield e, k, operation.body(x), operation
 
-    def _sum(self, terms: list[tuple[int, int, Tensor, Operation | None]], gates: Tensor | None) -> Tensor:
+    def _sum(self, terms: list[Term], gates: Tensor | None) -> Tensor:
         if gates is None:
             return reduce(torch.add, [y if operation is None else operation.finish(y) for *_, y, operation in terms])
         columns = gates.shape[1]
@@ -142,13 +143,8 @@ class CellModule(nn.Module):
             columns: per edge, the columns of the operations.
             shared: keeps intermediate results that operations on the same source have in common.
         """
-        for e in self.cell.into(node):
-            source = self.cell.edges[e].source
-            for k in columns[e]:
-                operation = self.operation(e, k)
-                if operation is not None:
-                    y, unfinished = self._term(operation, states[source], (source, self.strides[e], k), shared)
-                    yield e, k, y if unfinished is None else unfinished.finish(y)
+        for e, k, y, unfinished in self._terms(node, states, columns, shared):
+            yield e, k, y if unfinished is None else unfinished.finish(y)
 
 
 def _ends_in_plain_norm(operation: Operation) -> bool:
@@ -198,7 +194,6 @@ class CellSupernet(_Skeleton):
     of one mixture say nothing about another.
 
     Args:
-        space: the space of cells.
         fused: use the operators of `nasfast.ops`, which have no second derivatives.
         seed: seed of the weights, which PyTorch's modules initialise.
     """
@@ -228,9 +223,6 @@ class CellSupernet(_Skeleton):
                 run have no influence.
             runs: (types, edges, ops) bool: the candidates that are computed; None for all.
             nodes: gets a list per cell: the values of its nodes in order, and then its output.
-
-        Raises:
-            ValueError: gates of another shape.
         """
         if tuple(gates.shape) != self.gate_shape:
             raise ValueError(f"gates must be {self.gate_shape} (cells, edges, ops), got {tuple(gates.shape)}")
@@ -242,10 +234,6 @@ class CellStandalone(_Skeleton, ArchNetwork):
     """The network of one architecture; its norms have scale, shift and running statistics.
 
     Input (N, in_channels, resolution, resolution), output logits (N, num_classes).
-
-    Raises:
-        ArchError: `arch` does not belong to `space`.
-        ValueError: an activation other than ReLU.
     """
 
     space: CellSpace

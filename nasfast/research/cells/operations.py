@@ -215,9 +215,6 @@ def make_operation(op: str, channels: int, stride: int, style: Style) -> Operati
         channels: channels of its input and of its output.
         stride: 1 or 2.
         style: how it is built.
-
-    Raises:
-        ValueError: unknown operation, or a strided skip with an odd number of channels.
     """
     if op == NONE:
         return None

@@ -68,10 +68,10 @@ class LocalCosts:
             cost: (cells, edges, ops).
             measured: (cells, edges, ops) bool: which of the costs were measured.
         """
-        values = torch.where(measured, cost.detach().double().cpu(), 0.0)
+        values = torch.where(measured, cost.detach().double(), 0.0).to(self.total.device)
         self.total += values
         self.squares += values**2
-        self.count += measured
+        self.count += measured.to(self.count.device)
 
     @property
     def mean(self) -> Tensor:

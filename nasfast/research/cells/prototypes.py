@@ -27,9 +27,6 @@ def prototypes(noise: float, n_train: int, n_test: int, seed: int = 0) -> tuple[
         noise: standard deviation of the normal noise on every pixel.
         n_train, n_test: numbers of images in the two splits.
         seed: seed of prototypes, labels, windows and noise.
-
-    Raises:
-        ValueError: negative noise, or an empty split.
     """
     if noise < 0 or min(n_train, n_test) < 1:
         raise ValueError(f"prototypes: needs noise >= 0 and images in both splits, got {noise}, {n_train}, {n_test}")
@@ -61,9 +58,6 @@ class DrawnBatches:
         steps: number of batches in an epoch.
         batch: number of images in a batch.
         seed: seed of the draws.
-
-    Raises:
-        ValueError: no steps, no images or an empty batch.
     """
 
     def __init__(self, x: Tensor, y: Tensor, *, steps: int, batch: int = 64, seed: int = 0) -> None:

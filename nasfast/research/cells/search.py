@@ -18,14 +18,13 @@ from torch.optim.adam import adam
 
 from nasfast.engine import StepResult
 from nasfast.research.cells.config import CellSearchConfig
-from nasfast.research.cells.costs import NONE
 from nasfast.research.cells.derive import derivations
-from nasfast.research.cells.gates import Draw, draw_once, keep_pair_share, logits_gradient, uniform_logits
+from nasfast.research.cells.gates import Draw, draw_gates, keep_pair_share, logits_gradient, uniform_logits
 from nasfast.research.cells.network import CellSupernet, columns_of
-from nasfast.research.cells.probe import GROUPS, QUANTITIES, grouped_costs
+from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs
 from nasfast.research.cells.space import CellSpace
 from nasfast.runtime.files import write_atomic
-from nasfast.seeds import CELL_GATES, CELL_LOGITS, FOR_LOGITS, FOR_WEIGHTS, derive_seed
+from nasfast.seeds import CELL_LOGITS, FOR_LOGITS, FOR_WEIGHTS, derive_seed
 from nasfast.spaces import arch_to_json
 from nasfast.spaces.arch import Arch
 from nasfast.train import TrainConfig, TrainStage
@@ -42,7 +41,6 @@ class CellSearchResult:
 
     Attributes:
         net: the supernet as the search left it.
-        cfg: the settings of the search.
         steps: (records,) the step that ends each record.
         logits: (types, edges, ops) at the end, -inf where an edge has no such candidate.
         probabilities: (records + 1, types, edges, ops), the first before the search.
@@ -92,8 +90,6 @@ class CellSearch(nn.Module):
     All but the network's weights are buffers, so that the checkpoints of the training loop hold them.
 
     Args:
-        space: the space of cells.
-        cfg: the settings.
         steps: how many steps the search has.
         fused: whether the network uses the operators of `nasfast.ops`.
     """
@@ -109,6 +105,7 @@ class CellSearch(nn.Module):
     costs: Tensor
     edge_costs: Tensor
     outputs: Tensor
+    type_of_cell: Tensor
 
     def __init__(self, space: CellSpace, cfg: CellSearchConfig, steps: int, *, fused: bool = True) -> None:
         super().__init__()
@@ -135,7 +132,8 @@ class CellSearch(nn.Module):
         buffer("edge_costs", records, 2, *self.net.gate_shape[:2])
         buffer("outputs", records, 2, len(GROUPS), len(QUANTITIES))
         self.probabilities[0] = self.logits.softmax(-1)
-        self._of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
+        types = torch.tensor([space.type_of(i) for i in range(space.cells)])
+        self.register_buffer("type_of_cell", types, persistent=False)
 
     @property
     def logits(self) -> Tensor:
@@ -149,13 +147,12 @@ class CellSearch(nn.Module):
 
     def spread(self, gates: Tensor) -> Tensor:
         """Repeat (types, ...) values for every cell, as a leaf that autograd follows."""
-        cells = gates[self._of_type.to(gates.device)]
-        return cells.to(next(self.net.parameters()).dtype).requires_grad_()
+        return gates[self.type_of_cell].to(next(self.net.parameters()).dtype).requires_grad_()
 
     def collect(self, cost: Tensor) -> Tensor:
         """Sum (cells, edges, ops) costs over the cells of each type: (types, edges, ops), float64."""
         total = cost.new_zeros(len(self.space.types), *cost.shape[1:], dtype=torch.float64)
-        return total.index_add_(0, self._of_type.to(cost.device), cost.double())
+        return total.index_add_(0, self.type_of_cell, cost.double())
 
     def update(self, gradient: Tensor, draw: Draw) -> None:
         """Take one step of Adam on the logits, from their gradient."""
@@ -174,10 +171,9 @@ class CellSearch(nn.Module):
     def note(self, which: int, draw: Draw, cost: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch to the current record."""
         at = self.record()
-        measured = (draw.runs | draw.measures)[self._of_type.to(cost.device)]
-        cost = cost.double()
-        self.costs[at, which] += torch.stack([cost, cost**2, torch.ones_like(cost)]) * measured
-        self.edge_costs[at, which] += (draw.gates[self._of_type.to(cost.device)] * cost).sum(-1)
+        # the sums are views of the buffer
+        LocalCosts(*self.costs[at, which]).add(cost, (draw.runs | draw.measures)[self.type_of_cell])
+        self.edge_costs[at, which] += (draw.gates[self.type_of_cell] * cost.double()).sum(-1)
         self.outputs[at, which] += grouped_costs(logits, labels).to(cost.device)
 
     def result(self) -> CellSearchResult:
@@ -195,42 +191,6 @@ class CellSearch(nn.Module):
             self.edge_costs.cpu().numpy() / batches,
             self.outputs.cpu().numpy(),
         )
-
-
-_MAX_DRAWS = 1000
-
-
-def draw_gates(
-    space: CellSpace, cfg: CellSearchConfig, logits: Tensor, *, step: int, progress: float, purpose: int = FOR_LOGITS
-) -> Draw:
-    """The gates of a step; they depend on the seed, the step and the purpose alone.
-
-    Args:
-        space: the space of cells.
-        cfg: the settings of the search.
-        logits: (types, edges, ops), -inf where an edge has no such candidate.
-        step: index of the step.
-        progress: share of the search that is done, in [0, 1).
-        purpose: `FOR_LOGITS` or `FOR_WEIGHTS` of `nasfast.seeds`.
-
-    Raises:
-        RuntimeError: with `cfg.redraw`, if in every draw some output node has only None.
-    """
-    generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_GATES, step, purpose))
-    for _ in range(_MAX_DRAWS):
-        draw = draw_once(cfg, logits, generator, progress)
-        if not cfg.redraw or reaches_outputs(space, draw.runs):
-            return draw
-    raise RuntimeError(
-        f"redraw: in each of {_MAX_DRAWS} draws some output node had no operation but None; the architecture has "
-        "collapsed, or the cell has no such operation: search without redraw"
-    )
-
-
-def reaches_outputs(space: CellSpace, runs: Tensor) -> bool:
-    """Whether every output node has an edge into it that is not None; `runs` is (types, edges, ops)."""
-    live = runs[..., [op != NONE for op in space.ops]].any(-1)
-    return all(bool(live[:, list(space.cell.into(node))].any(1).all()) for node in space.cell.outputs)
 
 
 def endless(
@@ -366,18 +326,14 @@ WEIGHTS = TrainConfig(
 """How weights learn in the published settings (arXiv 2009.01272, section 7): 150 epochs, SGD from 0.025 to 0.001."""
 
 
-_DSNAS = CellSearchConfig()
-
-
 def search_cells(
     space: CellSpace,
     loader: object,
-    cfg: CellSearchConfig = _DSNAS,
-    train_cfg: TrainConfig | None = None,
+    cfg: CellSearchConfig = CellSearchConfig(),
+    train_cfg: TrainConfig = WEIGHTS,
     *,
     held_out: object | None = None,
     run_dir: str | Path,
-    name: str = "cells",
     resume: bool = False,
     device: str = "cpu",
     settings: dict[str, Any] | None = None,
@@ -387,14 +343,12 @@ def search_cells(
     """Search an architecture of cells, with the package's training loop, logs and checkpoints.
 
     Args:
-        space: the space of cells.
         loader: loader of the training images; see `nasfast.train.train`.
         cfg: how the architecture learns.
-        train_cfg: how the weights learn; None means `WEIGHTS`.
+        train_cfg: how the weights learn.
         held_out: loader of the held-out images. With `cfg.bilevel` the architecture learns from them; without, it must
             be None.
         run_dir: gets checkpoints, metrics.jsonl, tensorboard events, and the files of `CellSearchResult.save`.
-        name: name of the stage in checkpoints and metrics.
         resume: continue from the newest good checkpoint.
         device: where to search.
         settings: whatever else the result depends on, such as the data, as JSON; a checkpoint with others is refused.
@@ -402,13 +356,11 @@ def search_cells(
         progress: called with the number of steps done, instead of progress on the screen.
 
     Raises:
-        ValueError: `held_out` without `cfg.bilevel`, or the reverse; a loader without batches; label smoothing or bf16.
         TrainingDivergedError, CheckpointError, RunDirectoryError, FileExistsError, Terminated: see
             `nasfast.train.train`.
     """
     if cfg.bilevel != (held_out is not None):
         raise ValueError(f"bilevel={cfg.bilevel} needs {'a' if cfg.bilevel else 'no'} held_out loader")
-    train_cfg = train_cfg or WEIGHTS
     if train_cfg.label_smoothing or train_cfg.precision != "fp32":
         raise ValueError(
             "a search of cells needs label_smoothing=0 and precision='fp32', in which local costs are defined, got "
@@ -422,7 +374,7 @@ def search_cells(
         loader,
         train_cfg,
         TrainStage(
-            name,
+            "cells",
             run_dir,
             space.fingerprint,
             settings={"search": cfg.to_dict(), **(settings or {})},

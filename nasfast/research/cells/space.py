@@ -106,11 +106,7 @@ class Cell(ConfigBase):
         return tuple(i for i, edge in enumerate(self.edges) if edge.target == node)
 
     def restricted(self, source: int, target: int, ops: Iterable[str]) -> Cell:
-        """The cell with other candidates on one edge; a single candidate is fixed, and `("none",)` removes the edge.
-
-        Raises:
-            ValueError: no such edge.
-        """
+        """The cell with other candidates on one edge; a single candidate is fixed, and `("none",)` removes the edge."""
         if not any((e.source, e.target) == (source, target) for e in self.edges):
             raise ValueError(
                 f"the cell has no edge ({source},{target}); it has {', '.join(e.name for e in self.edges)}"
@@ -275,9 +271,6 @@ class CellSpace(ArchSpace):
         Names are in the form of NAS-Bench-201, `|conv_3x3~0|+|none~0|skip_connect~1|`: for each target node, the
         operation and the source of every edge; `nor_conv_3x3` means `conv_3x3`. The cells of the space must all be of
         one type.
-
-        Raises:
-            ArchError: neither form, or not an architecture of this space.
         """
         return self.check(self._named(text) if "|" in text else parse_arch(text))
 
@@ -301,11 +294,7 @@ class CellSpace(ArchSpace):
         return [found[edge] for edge in edges]
 
     def random(self, rng: np.random.Generator) -> Arch:
-        """A uniform architecture among those in which operations other than None lead from an input to every output.
-
-        Raises:
-            ValueError: there is none, because some edges have no other operation.
-        """
+        """A uniform architecture among those in which operations other than None lead from an input to every output."""
         if not self._connected([max(values, key=lambda k: self.ops[k] != NONE) for values in self.candidates]):
             raise ValueError(f"space {self.name!r}: no operation other than {NONE} leads to some output of its cell")
         while True:
@@ -327,12 +316,10 @@ class CellSpace(ArchSpace):
         return tuple(arch[t * edges : (t + 1) * edges] for t in range(len(self.types)))
 
     def place(self, index: int) -> str:
-        """See `ArchSpace`."""
         kind, edge = divmod(index, len(self.cell.edges))
         return f"{self.types[kind]} cell, edge {self.cell.edges[edge].name}"
 
     def label(self, index: int, value: int) -> str:
-        """See `ArchSpace`: the name of the operation."""
         return self.ops[value]
 
     @property
@@ -342,7 +329,6 @@ class CellSpace(ArchSpace):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """See `ArchSpace`: the operations."""
         return self.ops
 
     def format(self, arch: Arch) -> str:

@@ -79,9 +79,6 @@ def score(network: nn.Module, x: Tensor, y: Tensor, *, kind: str = "q_batch", ch
         y: labels (N,) int64.
         kind: one of `KINDS`.
         chunk: how many backward passes are done at once.
-
-    Raises:
-        ValueError: unknown kind.
     """
     if kind not in KINDS:
         raise ValueError(f"unknown score {kind!r}; {nearest(kind, KINDS)}")

@@ -32,7 +32,6 @@ class Mixture(nn.Module):
     Every operator in it must have second derivatives.
 
     Args:
-        net: the supernet.
         allowed: (kinds, edges, ops) bool: whether there is such a candidate.
         num_classes: outputs of the classifier.
     """
@@ -40,6 +39,11 @@ class Mixture(nn.Module):
     def __init__(self, net: nn.Module, allowed: Tensor, num_classes: int) -> None:
         super().__init__()
         self.net, self.allowed, self.num_classes = net, allowed, num_classes
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The parameters that count: those that require a gradient."""
+        return [p for p in self.parameters() if p.requires_grad]
 
     def forward(
         self, x: Tensor, gates: Tensor, runs: Tensor | None = None, *, nodes: list[Tensor] | None = None
@@ -157,51 +161,38 @@ def sample(
         logits: (kinds, edges, ops) alpha_0; None means 0.
         device: where to compute.
         progress: called with the number of steps done.
-
-    Raises:
-        ValueError: alpha_0 of another shape, or a loader without batches.
     """
     start, cpu = time.perf_counter(), time.process_time()
     alpha = _start(mixture, logits)
-    parameters: list[Tensor] = [p for p in mixture.parameters() if p.requires_grad]
     q, gradients, picks = [], [], []
     batches = endless(to_learn_from(loader), device)
     step = _soft if cfg.gates == "soft" else _straight_through
     for t in range(cfg.steps):
         x, y = _visible(*next(batches), cfg, mixture.num_classes, t)
-        x = x.to(parameters[0].dtype)
-        noise = gumbel(alpha.shape, torch.Generator().manual_seed(derive_seed(cfg.seed, NASI_GATES, t)))
-        value, gradient, pick = step(mixture, parameters, alpha, noise, x, y, cfg.temperature)
-        q.append(value)
+        noisy = alpha + gumbel(alpha.shape, torch.Generator().manual_seed(derive_seed(cfg.seed, NASI_GATES, t)))
+        value, gradient = step(mixture, noisy, x.to(mixture.weights[0].dtype), y, cfg.temperature)
+        q.append(value.detach().double().cpu())
         gradients.append(gradient)
-        picks.append(pick)
+        picks.append(noisy.argmax(-1))
         if progress is not None:
             progress(t + 1)
     seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
     return Record(torch.stack(q), torch.stack(gradients), torch.stack(picks), alpha, seconds, cpu_seconds)
 
 
-Sampled = tuple[Tensor, Tensor, Tensor]
-"""Q, its gradient with respect to the logits, and the columns of the largest gates."""
-
-
-def _soft(
-    mixture: Mixture, parameters: list[Tensor], alpha: Tensor, noise: Tensor, x: Tensor, y: Tensor, temperature: float
-) -> Sampled:
-    """Run all candidates, and differentiate the norm of the gradient."""
-    alpha = alpha.clone().requires_grad_()
-    gates = torch.softmax((alpha + noise) / temperature, -1)
-    loss = F.cross_entropy(mixture(x, gates.to(x)), y)
-    value = gradient_norm(loss, parameters, differentiable=True)
-    (gradient,) = torch.autograd.grad(value, alpha, allow_unused=True)
-    gradient = torch.zeros_like(alpha) if gradient is None else gradient
-    return value.detach().double().cpu(), gradient, (alpha + noise).detach().argmax(-1)
+def _soft(mixture: Mixture, noisy: Tensor, x: Tensor, y: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Q and its gradient by the logits, from all candidates; `noisy` are the logits with Gumbel noise."""
+    noisy = noisy.clone().requires_grad_()
+    gates = torch.softmax(noisy / temperature, -1)
+    value = gradient_norm(F.cross_entropy(mixture(x, gates.to(x)), y), mixture.weights, differentiable=True)
+    (gradient,) = torch.autograd.grad(value, noisy, materialize_grads=True)
+    return value, gradient
 
 
 def _straight_through(
-    mixture: Mixture, parameters: list[Tensor], alpha: Tensor, noise: Tensor, x: Tensor, y: Tensor, temperature: float
-) -> Sampled:
-    """Run the drawn candidates; then compute the gradients of the other gates one at a time, which saves memory.
+    mixture: Mixture, noisy: Tensor, x: Tensor, y: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """As `_soft`, in less memory: runs the drawn candidates, then computes the other gates' gradients one at a time.
 
     The gradient of the loss by the gate z of a candidate O is <L_t, O(X_s)>, with X_s the node it starts from and
     L_t = dL/dX of the node it ends in. With g the gradient by the weights and D the derivative in the direction g,
@@ -212,23 +203,22 @@ def _straight_through(
     because the weights of candidates that did not run are not in g. Two backward passes of the drawn path give D X and
     D L at all nodes.
     """
-    picks = (alpha + noise).argmax(-1)
-    hard = F.one_hot(picks, alpha.shape[-1])
+    weights, hard = mixture.weights, F.one_hot(noisy.argmax(-1), noisy.shape[-1])
     gates = hard.to(x).requires_grad_()
     nodes: list[Tensor] = []
     logits = mixture(x, gates, hard > 0, nodes=nodes)
     # the gradient of Q by a term added to dL/dX (here: by z in the loss) is 2 D X, and its gradient by X is 2 D dL/dX
     zeros = [torch.zeros_like(node, requires_grad=True) for node in nodes]
     loss = F.cross_entropy(logits, y) + sum((z * node).sum() for z, node in zip(zeros, nodes, strict=True))
-    first = torch.autograd.grad(loss, [*parameters, *nodes], create_graph=True, allow_unused=True)
-    node_gradients = [g.detach() for g in first[len(parameters) :]]
-    value = squared_length(first[: len(parameters)], loss)
+    first = torch.autograd.grad(loss, [*weights, *nodes], create_graph=True, allow_unused=True)
+    node_gradients = [g.detach() for g in first[len(weights) :]]
+    value = squared_length(first[: len(weights)], loss)
     gate_gradients, *second = torch.autograd.grad(value, [gates, *nodes, *zeros], materialize_grads=True)
     d_gradients, d_nodes = second[: len(nodes)], second[len(nodes) :]
     # the graph is not needed any more, and its memory is
     del logits, loss, first
     gate_gradients = gate_gradients.double().cpu()
-    others = (alpha > -torch.inf) & (hard == 0)
+    others = (noisy > -torch.inf) & (hard == 0)
     leaves = [node.detach().requires_grad_() for node in nodes]
     which, costs = [], []
     for candidate, source, target, out in mixture.outputs(leaves, others):
@@ -239,8 +229,7 @@ def _straight_through(
     if which:
         # all costs are read at once, because a GPU would have to wait for each
         gate_gradients.index_put_(tuple(torch.tensor(which).T), torch.stack(costs).double().cpu(), accumulate=True)
-    relaxed = torch.softmax((alpha + noise) / temperature, -1)
-    return value.detach().double().cpu(), softmax_gradient(relaxed, gate_gradients, temperature), picks
+    return value, softmax_gradient(torch.softmax(noisy / temperature, -1), gate_gradients, temperature)
 
 
 def solve(record: Record, cfg: NasiConfig = NasiConfig()) -> NasiResult:

@@ -61,7 +61,6 @@ class LayerMixture(Mixture):
         return net.classifier(net.head(x).mean((2, 3)))
 
     def outputs(self, nodes: Sequence[Tensor], which: Tensor) -> Iterator[Output]:
-        """See `Mixture`."""
         (columns,) = columns_of(which)
         for i, (layer, module) in enumerate(zip(self.space.layers, self.net.layers, strict=True)):
             for k in columns[i]:
@@ -72,7 +71,6 @@ class CellMixture(Mixture):
     """The supernet of a space of cells, of which those of one type share their gates.
 
     Args:
-        space: the space of cells.
         seed: seed of the weights, which PyTorch's modules initialise.
     """
 
@@ -94,7 +92,6 @@ class CellMixture(Mixture):
         return logits
 
     def outputs(self, nodes: Sequence[Tensor], which: Tensor) -> Iterator[Output]:
-        """See `Mixture`."""
         start, columns = 0, columns_of(which)
         for kind, module in zip(self._types, self.net.cells, strict=True):
             cell = module.cell
@@ -135,9 +132,6 @@ def nasi_table(space: SearchSpace, result: NasiResult, *, meta: dict[str, Any] |
         space: the space that was searched, with a `LayerMixture`.
         result: the result of the search.
         meta: kept in the table besides the method.
-
-    Raises:
-        ValueError: a result of another shape.
     """
     if result.logits.shape[:2] != (1, len(space)):
         raise ValueError(f"logits must be (1, {len(space)}, ...) for {space.name!r}, got {tuple(result.logits.shape)}")
@@ -152,11 +146,7 @@ def nasi_table(space: SearchSpace, result: NasiResult, *, meta: dict[str, Any] |
 
 
 def _layers(space: ArchSpace) -> SearchSpace:
-    """The layer-wise space that every other kind is.
-
-    Raises:
-        TypeError: NASI has no implementation for this kind of space.
-    """
+    """The layer-wise space that every other kind is."""
     if not isinstance(space, SearchSpace):
         raise TypeError(f"NASI searches spaces of layers and of cells, got a {type(space).__name__}")
     return space

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from nasfast.research.cells.config import CellSearchConfig
-from nasfast.research.cells.gates import Draw, draw_once, gumbel, keep_pair_share, logits_gradient
-from nasfast.research.cells.search import CellSearch, CellSearchEngine, draw_gates
+from nasfast.research.cells.gates import Draw, draw_gates, draw_once, gumbel, keep_pair_share, logits_gradient
+from nasfast.research.cells.search import CellSearch, CellSearchEngine
 from nasfast.research.cells.space import CellSpace, minimal_cell
 
 OPS = ("none", "skip_connect", "avg_pool_3x3", "sep_conv_3x3", "dil_conv_3x3")

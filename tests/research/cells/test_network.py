@@ -3,8 +3,7 @@ that would change a result."""
 
 from __future__ import annotations
 
-import random
-
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,47 +11,16 @@ from torch.nn import functional as F
 
 from nasfast.research.cells.network import CellStandalone, CellSupernet
 from nasfast.research.cells.operations import Style, make_transition
-from nasfast.research.cells.space import (
-    CellSpace,
-    darts_space,
-    minimal_cell,
-    modified_cell,
-    nas_bench_201_space,
-    simplified_cell,
-)
-from nasfast.spaces import ArchError
+from nasfast.research.cells.space import CellSpace, darts_space, minimal_cell, nas_bench_201_space
+from nasfast.spaces import ArchError, ArchSpace
 from nasfast.supernet import build, initialize, standalone_network
 
 S1 = CellSpace("s1", minimal_cell(), cells=1, channels=4, resolution=8, num_classes=3)
-SPACES = {
-    "s1": S1,
-    "two cells": S1.replace(cells=2),
-    "modified": S1.replace(cell=modified_cell(), cells=2),
-    "reductions": darts_space(cells=4, channels=4, num_classes=3, resolution=9),
-    "201": nas_bench_201_space(cells=3, channels=4, num_classes=3, resolution=8),
-    "201, convolutions": nas_bench_201_space(cells=3, channels=4, num_classes=3, resolution=8, reduce_by="conv"),
-    "conv_relu_norm": S1.replace(order="conv_relu_norm"),
-    "conv_norm_relu": S1.replace(order="conv_norm_relu", classifier_bias=True),
-    "layer norm": S1.replace(norm="layer"),
-    "instance norm, affine": S1.replace(norm="instance", affine=True),
-    "no pool norm": S1.replace(pool_norm=False, affine=True),
-    "head": S1.replace(cell=simplified_cell(), stem_multiplier=1, head=True),
-}
-
-
-@pytest.fixture(params=sorted(SPACES))
-def space(request) -> CellSpace:
-    return SPACES[request.param]
 
 
 def images(space: CellSpace, n: int = 3) -> Tensor:
     x = torch.randn(n, space.in_channels, space.resolution, space.resolution)
     return x.contiguous(memory_format=torch.channels_last)
-
-
-def random_arch(space: CellSpace, seed: int) -> tuple[int, ...]:
-    rng = random.Random(seed)
-    return tuple(rng.choice(options) for options in space.candidates * len(space.types))
 
 
 def gates_of(space: CellSpace, arch: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -73,9 +41,8 @@ def with_weights_of(network: CellStandalone, net: CellSupernet) -> CellStandalon
 
 def test_one_hot_gates_are_the_standalone_network(space, fused):
     """Both networks are in training mode and normalise by the batch. All candidates run, then only the chosen ones."""
-    seed = 0
-    arch = random_arch(space, seed)
-    net = CellSupernet(space, fused=fused, seed=seed).train()
+    arch = ArchSpace.random(space, np.random.default_rng(0))
+    net = CellSupernet(space, fused=fused).train()
     network = with_weights_of(CellStandalone(space, arch), net).train()
     x, (gates, runs) = images(space), gates_of(space, arch)
     want = network(x)
@@ -123,10 +90,9 @@ def test_sharing_changes_nothing(space, fused):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["reductions", "201", "conv_norm_relu"])
-def test_gradients_in_single_precision(name, fused):
+@pytest.mark.parametrize("space", ["reductions", "201", "conv_norm_relu"], indirect=True)
+def test_gradients_in_single_precision(space, fused):
     """The oracles are float64 and plain PyTorch; in float64 the operators use their references."""
-    space = SPACES[name]
     gates = torch.rand(CellSupernet(space, fused=False).gate_shape)
     x, y, found = images(space, 8), torch.arange(8) % 3, []
     for net, dtype in (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import numpy as np
 import pytest
 import torch
@@ -26,33 +24,9 @@ from nasfast.research.cells.space import (
     nas_bench_201_space,
     simplified_cell,
 )
-from nasfast.spaces import (
-    ArchError,
-    Cost,
-)
+from nasfast.spaces import ArchError, ArchSpace, Cost
 
 S1 = CellSpace("s1", minimal_cell(), cells=1, channels=8, resolution=12)
-SPACES = {
-    "s8": darts_space(channels=4, resolution=16),
-    "s8n": darts_space(channels=4, reductions=False, resolution=16),
-    "s1": S1,
-    "simplified": S1.replace(cell=simplified_cell()),
-    "modified": S1.replace(cell=modified_cell(), cells=2),
-    "201": nas_bench_201_space(cells=6, channels=4, resolution=16),
-    "201, convolutions between stages": nas_bench_201_space(cells=6, channels=4, resolution=15, reduce_by="conv"),
-    "adjacent reductions": darts_space(cells=5, channels=4, resolution=17).replace(reductions=(0, 1, 3)),
-    "no pool norm, bias, grey": S1.replace(pool_norm=False, classifier_bias=True, in_channels=1, num_classes=3),
-    "head": S1.replace(cell=simplified_cell(), head=True, stem_multiplier=1),
-}
-
-
-@pytest.fixture(params=sorted(SPACES))
-def space(request) -> CellSpace:
-    return SPACES[request.param]
-
-
-def random_arch(space: CellSpace, rng: random.Random) -> tuple[int, ...]:
-    return tuple(rng.choice(options) for options in space.candidates * len(space.types))
 
 
 # --- cells
@@ -79,7 +53,7 @@ def test_operations_in_the_order_of_the_figures():
     """The columns of every table, and the values of architectures in files."""
     names = "none skip_connect max_pool_3x3 avg_pool_3x3 sep_conv_3x3 dil_conv_3x3 dil_conv_5x5 sep_conv_5x5"
     assert " ".join(S1.ops) == names
-    assert SPACES["201"].ops == ("none", "skip_connect", "avg_pool_3x3", "conv_1x1", "conv_3x3")
+    assert nas_bench_201_space().ops == ("none", "skip_connect", "avg_pool_3x3", "conv_1x1", "conv_3x3")
 
 
 def test_cells_with_other_candidates():
@@ -179,7 +153,7 @@ def test_every_operation_costs_what_the_table_says(op, size, stride):
 
 
 def test_whole_networks_cost_the_sum(space):
-    arch = random_arch(space, random.Random(0))
+    arch = ArchSpace.random(space, np.random.default_rng(0))
     with torch.device("meta"):
         network = CellStandalone(space, arch).eval()
     cost, out = measured(network, space.in_channels, space.resolution, space.resolution)

@@ -29,11 +29,11 @@ from nasfast.research.analysis.moments.detect import Verdict
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.costs import NONE
 from nasfast.research.cells.derive import derivations
-from nasfast.research.cells.gates import uniform_logits
+from nasfast.research.cells.gates import draw_gates, uniform_logits
 from nasfast.research.cells.network import CellSupernet
 from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs
 from nasfast.research.cells.prototypes import DrawnBatches, prototypes
-from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult, draw_gates, search_cells
+from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult, search_cells
 from nasfast.research.cells.space import CELLS, DARTS_OPS, Cell, CellSpace
 from nasfast.research.studies.draw import INK, SERIES, heat, level, line, panel
 from nasfast.research.studies.report import Check, Figure, Form, StudyReport, Table, checks_of, plain
@@ -112,7 +112,6 @@ class Search:
             cfg.weights.replace(epochs=epochs),
             held_out=held_out,
             run_dir=folder,
-            name="cells",
             resume=True,
             device=device,
             settings={"data": _data_of(cfg)},

@@ -1,9 +1,10 @@
-"""Zero-cost scores of the literature, and `log_volume`, which is ours; `az_nas` has three more.
+"""Scores of untrained networks, mostly from the literature, which need one or a few batches and no training.
 
 Each is `score(module, images, labels) -> float`: `module` maps images (N, C, H, W) on its device to logits (N, classes)
 and is not changed, `labels` are (N,) int64. Weighted layers are the convolutions and linear layers whose weights train.
 Norms use the batch's statistics. A score raises ScoreError where there is none, and names the layer in which a value is
-not finite.
+not finite. The papers say that a larger value predicts a higher accuracy; docs/ranking_zero_cost.md says how well that
+holds here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nasfast.indicators.isometry import largest_singular_value, mean_channel_jacobian, random_signs
 from nasfast.indicators.registry import ScoreError
 from nasfast.research.nasi.score import score as nasi_score
 
@@ -38,11 +40,7 @@ def working_copy(module: nn.Module) -> nn.Module:
 
 
 def weighted_layers(module: nn.Module) -> dict[str, WeightedLayer]:
-    """The convolutions and linear layers whose weights train, by name, in the order of `named_modules`.
-
-    Raises:
-        ScoreError: none of them is a convolution.
-    """
+    """The convolutions and linear layers whose weights train, by name; at least one of them is a convolution."""
     kinds = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Linear)
     layers = {n: m for n, m in module.named_modules() if isinstance(m, kinds) and m.weight.requires_grad}
     if not any(not isinstance(layer, nn.Linear) for layer in layers.values()):
@@ -55,11 +53,7 @@ def weighted_layers(module: nn.Module) -> dict[str, WeightedLayer]:
 
 
 def weight_gradients(module: nn.Module, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The weight of each weighted layer, and its gradient of the batch's mean cross entropy; 0 without influence.
-
-    Raises:
-        ScoreError: no convolution weight trains, or a gradient is not finite; the text names the layer.
-    """
+    """The weight of each weighted layer, and its gradient of the batch's mean cross entropy; 0 without influence."""
     copied = working_copy(module)
     layers = weighted_layers(copied)
     weights = [layer.weight for layer in layers.values()]
@@ -127,15 +121,8 @@ def zico(module: nn.Module, images: Tensor, labels: Tensor, *, batches: int = 2)
     Layers are the convolutions and linear layers whose weights train.
 
     Args:
-        module: images -> logits (N, classes).
-        images: (N, C, H, W), on the module's device; split in order into `batches` of equal size.
-        labels: (N,) int64.
-        batches: at least 2; the released code uses 2.
-
-    Raises:
-        ValueError: fewer than 2 batches, or N is no multiple of them.
-        ScoreError: no convolution weight trains, a gradient is not finite (the text names the layer), or no gradient
-            varies.
+        module, images, labels: see the module.
+        batches: into how many batches of equal size the images are split, in order; the released code uses 2.
     """
     if batches < 2 or len(images) % batches:
         raise ValueError(f"zico needs at least 2 batches of equal size, got {len(images)} images in {batches} batches")
@@ -205,12 +192,7 @@ def synflow(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> 
     iteratively conserving synaptic flow (NeurIPS 2020, arXiv 2006.05467), equation 2; the sum over a network is from
     Abdelfattah et al. (arXiv 2101.08134), section 3.2. As in their code, it is computed in double precision, and norms
     are replaced by the identity, because a norm would divide the flow by its own size. ReLU6 runs as ReLU. The sum is
-    over the weights of convolutions and linear layers that train.
-
-    Args:
-        module: images -> logits (N, classes).
-        images: (N, C, H, W), on the module's device; only its shape C, H, W is used.
-        labels: not used.
+    over the weights of convolutions and linear layers that train. Of the images only the shape C, H, W is used.
     """
     copied = working_copy(module).double()
     layers = weighted_layers(copied)
@@ -283,16 +265,8 @@ def naswot(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> f
     Mellor et al., Neural Architecture Search without Training (ICML 2021, arXiv 2006.04647), equations 1 and 2: K_ij is
     the number of units minus the Hamming distance of the images' binary codes. A ReLU has two regions, off and on. A
     ReLU6 (any hardtanh) has three: below, within and above its limits; a binary code would count the last two as one.
-    The paper compares networks on one batch of 128 images.
-
-    Args:
-        module: images -> logits; its ReLUs may be modules or functions, but not inside fused operators.
-        images: (N, C, H, W), on the module's device, N at least 2.
-        labels: not used.
-
-    Raises:
-        ScoreError: there are fewer than two images, no ReLU ran, or K is singular because two images have the same
-            code.
+    The paper compares networks on one batch of 128 images. ReLUs may be modules or functions, but not inside fused
+    operators.
     """
     if len(images) < 2:
         raise ScoreError(f"naswot compares images, and got {len(images)}: give at least 2")
@@ -325,17 +299,8 @@ def log_volume(module: nn.Module, images: Tensor, labels: Tensor | None = None) 
     and the Gram matrix is F F^T. Its N - 1 eigenvalues are all equal, and the score is highest, where the network keeps
     all images equally far apart, as an isometry of well spread images does. Where the maps of all images become alike
     but for a few directions, as in deep plain networks and behind repeated pooling, the score is low. Without the floor
-    it would be the logarithm of the volume that the images span, up to scale. It
-    needs no labels and no gradient.
-
-    Args:
-        module: images -> logits, with BatchNorms that are modules.
-        images: (N, C, H, W), on the module's device, N at least 3.
-        labels: not used.
-
-    Raises:
-        ScoreError: there are fewer than three images, no BatchNorm ran, its input is not finite, or it is the same for
-            all images.
+    it would be the logarithm of the volume that the images span, up to scale. It needs no labels and no gradient. The
+    score is ours.
     """
     if len(images) < 3:
         raise ScoreError(
@@ -368,3 +333,152 @@ def log_volume(module: nn.Module, images: Tensor, labels: Tensor | None = None) 
     if total <= _SHARE_FLOOR**2 * flat.numel():
         raise ScoreError(f"all {len(images)} images have the same map before the last BatchNorm: they span no volume")
     return (values / total + _SHARE_FLOOR).log().mean().item()
+
+
+_ENTROPY_FLOOR = 1e-8
+"""Added to shares in the logarithms of `expressivity`, as in the released code."""
+
+
+def expressivity(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> float:
+    """Sum over block outputs of the entropy of their channels' principal components.
+
+    Lee and Ham, AZ-NAS: Assembling Zero-Cost Proxies for Network Architecture Search (CVPR 2024, arXiv 2403.19232),
+    section 3.1. Entropy is -sum p log p, where p are the eigenvalues of the covariance of the channels over images and
+    pixels, divided by their sum. The paper computes this score and the next two with normal noise for images; these
+    functions take the images that they are given. The module has at least two `blocks`.
+    """
+    return math.fsum(_entropies(module, images))
+
+
+def progressivity(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> float:
+    """The smallest growth from one block to the next of the entropy that `expressivity` sums up (section 3.2)."""
+    entropies = _entropies(module, images)
+    return min(after - before for before, after in zip(entropies, entropies[1:], strict=False))
+
+
+def trainability(module: nn.Module, images: Tensor, labels: Tensor | None = None, *, seed: int = 0) -> float:
+    """Mean over blocks of 2 - s - 1 / s, which is 0 where each block's mean channel Jacobian has s = 1 (section 3.3).
+
+    s is the largest singular value, see `nasfast.indicators.isometry`. A block that passes its input on unchanged is
+    refused, because it learns nothing; the released code gives it minus infinity. The first of the `blocks` only gives
+    the map that the second begins with. `seed` is that of the random signs.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    before: list[Tensor] = []
+    terms: list[float] = []
+
+    def measure(name: str, output: Tensor) -> Tensor:
+        if before:
+            if output.shape == before[-1].shape and torch.equal(output, before[-1]):
+                raise ScoreError(f"block {name!r} passes its input on unchanged, so nothing in it can be trained")
+            try:
+                signs = random_signs(output, generator)
+                s = largest_singular_value(mean_channel_jacobian(before[-1], output, signs))
+            except ScoreError as error:
+                raise ScoreError(f"block {name!r}: {error}") from error
+            terms.append(2 - s - 1 / s)
+        # a new leaf, so that a product of this block needs no other block's graph
+        before[:] = [output.detach().requires_grad_()]
+        return before[-1].clone()
+
+    _run(module, images, measure)
+    return math.fsum(terms) / len(terms)
+
+
+def blocks(module: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a module by name, of which the first is the stem.
+
+    They are children with convolutions, in a plain `nn.Sequential`, list or dict its elements. A list or dict may also
+    have blocks of other modules, such as a cell that only pools. A module that has all its blocks in one child of
+    another kind is looked into.
+    """
+
+    def look(parent: nn.Module, prefix: str) -> dict[str, nn.Module]:
+        found: dict[str, nn.Module] = {}
+        listed = type(parent) in (nn.ModuleList, nn.ModuleDict)
+        for name, child in parent.named_children():
+            path = f"{prefix}{name}"
+            if type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
+                found |= look(child, f"{path}.")
+            elif any(isinstance(m, nn.Conv2d) for m in child.modules()) or listed and any(child.children()):
+                found[path] = child
+        return found
+
+    found = look(module, "")
+    while len(found) == 1 and not isinstance(child := next(iter(found.values())), nn.Conv2d):
+        inner = look(child, f"{next(iter(found))}.")
+        if not inner:
+            break
+        found = inner
+    return found
+
+
+def _entropies(module: nn.Module, images: Tensor) -> list[float]:
+    """The entropy of the principal components of each block's output, in the order in which blocks run."""
+    entropies: list[float] = []
+
+    def measure(name: str, output: Tensor) -> Tensor:
+        flat = output.detach().transpose(0, 1).flatten(1).double()
+        flat = flat - flat.mean(1, keepdim=True)
+        values = torch.linalg.eigvalsh(flat @ flat.T / flat.shape[1]).clamp(min=0)
+        if not values.any():
+            raise ScoreError(f"block {name!r} has the same output at all pixels of all images")
+        shares = values / values.sum()
+        entropies.append(-(shares * (shares + _ENTROPY_FLOOR).log()).sum().item())
+        return output
+
+    with torch.no_grad():
+        _run(module, images, measure)
+    return entropies
+
+
+def _run(module: nn.Module, images: Tensor, measure: Callable[[str, Tensor], Tensor]) -> None:
+    """Run a copy in at least single precision; `measure` gets name and output of each block, and replaces it."""
+    copied = working_copy(module)
+    if any(p.dtype in (torch.float16, torch.bfloat16) for p in copied.parameters()):
+        # sums of half precision over all pixels of a batch would be noise
+        copied, images = copied.float(), images.float()
+    ran: list[str] = []
+
+    def hook(name: str) -> Callable[..., Any]:
+        def look(_module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
+            first, rest = (output[0], output[1:]) if isinstance(output, tuple) and output else (output, None)
+            if not isinstance(first, Tensor) or first.ndim != 4:
+                raise ScoreError(f"block {name!r} must give maps (N, C, H, W), or a tuple that begins with them")
+            if not first.isfinite().all():
+                raise ScoreError(
+                    f"this {type(module).__name__} has no finite score: block {name!r} gives no finite map"
+                )
+            ran.append(name)
+            replaced = measure(name, first)
+            return replaced if rest is None else (replaced, *rest)
+
+        return look
+
+    for name, block in blocks(copied).items():
+        block.register_forward_hook(hook(name))
+    copied(images)
+    if len(ran) < 2:
+        raise ScoreError(
+            f"this {type(module).__name__} has {len(ran)} blocks, and the score compares at least two: give a module "
+            "whose children, or elements of nn.Sequential, are blocks with convolutions"
+        )
+
+
+ZERO_COST: dict[str, Callable[[nn.Module, Tensor, Tensor], float]] = {
+    score.__name__: score
+    for score in (
+        gradient_norm,
+        snip,
+        synflow,
+        naswot,
+        zico,
+        ntk_q,
+        beta_norm,
+        log_volume,
+        expressivity,
+        progressivity,
+        trainability,
+    )
+}
+"""Name -> score."""
