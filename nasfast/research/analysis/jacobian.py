@@ -146,9 +146,7 @@ def isometry(
     """
     _check(x, samples, probes, method, bn_mode)
     generator = torch.Generator().manual_seed(seed)
-    with use_backend("reference"), warnings.catch_warnings():
-        # torch itself causes this warning in the formulas of its forward mode
-        warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
+    with differentiable_operators():
         function, points = _prepared(module, x, bn_mode, circular, torch.float32, samples)
         w_in, w_out = points[0].numel(), _output_size(function, points)
         method = method or ("exact" if w_in * w_out <= max_exact else "probes")
@@ -156,6 +154,15 @@ def isometry(
             function, points = _prepared(module, x, bn_mode, circular, torch.float64, samples)
             return _exact(function, points, w_in, w_out)
         return _probed(function, points, w_in, w_out, probes, lanczos_steps, generator)
+
+
+@contextmanager
+def differentiable_operators() -> Iterator[None]:
+    """Run the operators of nasfast on their reference, which has forward-mode derivatives."""
+    with use_backend("reference"), warnings.catch_warnings():
+        # torch itself causes this warning in the formulas of its forward mode
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
+        yield
 
 
 def _check(x: Tensor, samples: int, probes: int, method: str | None, bn_mode: str) -> None:

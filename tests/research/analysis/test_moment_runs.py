@@ -96,6 +96,13 @@ def test_runs_continue_from_their_file(tmp_path, monkeypatch):
     run(cfg.replace(eps=1e-4), source, realisations=2, folder=folder)
     run(cfg, gaussian(21), realisations=2, folder=folder)
     assert computed[1:] == [[0, 1], [0, 1], [0, 1]]
+    file = next(folder.glob("*-4-5.npz"))
+    for damage in (b"no arrays", file.read_bytes()[:-40]):
+        file.write_bytes(damage)
+        with pytest.raises(
+            ValueError, match=r"cannot read the arrays of .*-4-5.npz: .*; remove the file"
+        ):
+            run(cfg, source, realisations=5, folder=folder)
 
 
 def test_a_lost_signal_is_flagged():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -93,21 +94,13 @@ def summarise(curves: Mapping[str, Array]) -> dict[str, Array]:
     """
     result: dict[str, Array] = {}
     for name, values in curves.items():
-        known = np.isfinite(values)
-        count = known.sum(0)
-        filled = np.where(known, values, 0.0)
-        mean = np.divide(filled.sum(0), count, out=np.full(len(count), np.nan), where=count > 0)
-        var = np.divide(
-            np.square(np.where(known, values - mean, 0.0)).sum(0),
-            count,
-            out=np.full(len(count), np.nan),
-            where=count > 0,
-        )
-        low, high = (
-            np.array([np.quantile(v[k], q) if k.any() else np.nan for v, k in zip(values.T, known.T, strict=True)])
-            for q in (0.16, 0.84)
-        )
-        result |= {f"{name}_mean": mean, f"{name}_std": np.sqrt(var), f"{name}_p16": low, f"{name}_p84": high}
+        known = np.where(np.isfinite(values), values, np.nan)
+        with warnings.catch_warnings():
+            # numpy warns of a record without a value
+            warnings.simplefilter("ignore", RuntimeWarning)
+            low, high = np.nanquantile(known, (0.16, 0.84), axis=0)
+            result |= {f"{name}_mean": np.nanmean(known, 0), f"{name}_std": np.nanstd(known, 0)}
+        result |= {f"{name}_p16": low, f"{name}_p84": high}
     return result
 
 

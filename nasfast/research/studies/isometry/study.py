@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nasfast.measure.timing import random_batch
 from nasfast.ops.modules import ConvBNAct, InvertedResidual
-from nasfast.research.analysis.fairness import channel_moments, depth_spread, fairness, without_indicator_bn
+from nasfast.research.analysis.fairness import SPREADS, channel_moments, depth_spread, fairness, without_indicator_bn
 from nasfast.research.analysis.jacobian import Isometry, applied, circular_conv_moments, frozen_copy, isometry
 from nasfast.research.analysis.meanfield import activation, normal_nodes, phase_diagram
 from nasfast.research.studies.draw import SERIES, level, line, literal, panel
@@ -33,8 +33,6 @@ _LOG = logging.getLogger(__name__)
 
 EDGES = np.linspace(0, 5, 51)
 """Bins of the singular value histograms."""
-SPREADS = ("f_mean", "f_var", "f_iso", "f_phi", "distortion", "disagreement")
-"""The spreads of `nasfast.research.analysis.fairness.Fairness` that a row of fairness has."""
 
 # Up to this many elements it is cheaper to form a Jacobian than to probe it.
 _MAX_EXACT = 2**16
@@ -188,9 +186,8 @@ def measure_supernet(
                 chosen = [b if indicator_bn else without_indicator_bn(b) for b in blocks.values()]
                 # the Jacobians were measured with the BatchNorms
                 phi = [row.branch.phi for row in measured] if indicator_bn else None
-                found = fairness(chosen, h, phi=phi)
-                of_layer = {key: getattr(found, key) for key in SPREADS}
-                spreads.append({"setting": setting, "layer": index, "indicator_bn": indicator_bn, **of_layer})
+                place = {"setting": setting, "layer": index, "indicator_bn": indicator_bn}
+                spreads.append({**place, **fairness(chosen, h, phi=phi)})
         if path is not None and path[index] != SKIP:
             with torch.no_grad():
                 h = choice_layer.candidates[path[index]](h)

@@ -48,6 +48,7 @@ from nasfast.research.analysis.moments.networks import (
     fields,
     gaussian,
     images,
+    read_arrays,
     run,
     standardised,
 )
@@ -133,8 +134,7 @@ def published(cfg: FiguresConfig, figure: int) -> Published:
     name = cfg.published(figure)
     if cfg.reference is None or name is None or not (file := Path(cfg.reference) / f"{name}.npz").exists():
         return {}
-    with np.load(file, allow_pickle=False) as arrays:
-        found = {key: arrays[key] for key in arrays.files}
+    found = read_arrays(file)
     shared = np.isin(found["depth"], cfg.network(figure).records)
     cut = {key: v[..., shared] if v.shape[-1:] == shared.shape else v for key, v in found.items()}
     return {"name": name, **cut} if shared.any() else {}
@@ -779,13 +779,12 @@ def data_checks(folder: Path) -> list[Check]:
     """Marks of the published arrays alone: the ReLU part of theorem 3, and the published fit of figure 5."""
     checks = []
     for file in sorted(folder.glob("bn_ff_*.npz")):
-        with np.load(file, allow_pickle=False) as arrays:
-            predicted = (1 - arrays["nu1abs_z_mean"] ** 2 / 2) ** -0.5
-            distance = float(np.abs(predicted - arrays["inc_phi_mean"]).max())
-        checks.append(Check(f"{file.stem}: ReLU part against theorem 3, largest distance", 0, 0.006, distance))
+        arrays = read_arrays(file)
+        distance = np.abs((1 - arrays["nu1abs_z_mean"] ** 2 / 2) ** -0.5 - arrays["inc_phi_mean"]).max()
+        name = f"{file.stem}: ReLU part against theorem 3, largest distance"
+        checks.append(Check(name, 0, 0.006, float(distance)))
     if (file := folder / "bn_res_conv.npz").exists():
-        with np.load(file, allow_pickle=False) as arrays:
-            law = published_law(arrays)
+        law = published_law(read_arrays(file))
         checks.append(Check("bn_res_conv: tau of the published arrays", 0.548, 0.550, law.tau))
         checks.append(Check("bn_res_conv: C of the published arrays", 1.1037, 1.1057, law.c))
     return checks
