@@ -49,9 +49,6 @@ def fairness(
     Returns:
         SPREADS; see the module's docstring. f_phi is None without phi, `distortion` is the mean over candidates, and
         f_var and f_iso are not finite if a candidate gives all samples one result.
-
-    Raises:
-        ValueError: two samples are equal, so that their distance is 0; or a result is not finite.
     """
     distances = _pair_distances(h)
     if not float(distances.min()) > 0:
@@ -120,9 +117,6 @@ def depth_spread(
     Returns:
         For every layer the `mean` and `std` of log Var(h_l) over paths, and the `ratio` of the largest Var(h_l) to the
         smallest.
-
-    Raises:
-        ValueError: a variance is zero or not finite.
     """
     layers = [list(layer.candidates) for layer in net.layers]
     if not indicator_bn:

@@ -252,11 +252,7 @@ def _record(statistics: dict[_BatchNorm, tuple[Tensor, Tensor]], norm: _BatchNor
 
 
 def applied(function: Function, x: Tensor) -> Tensor:
-    """function(x), which must be one tensor.
-
-    Raises:
-        ValueError: the function raised an exception, or its result is no tensor.
-    """
+    """function(x), which must be one tensor."""
     try:
         y = function(x)
     except Exception as error:
@@ -360,9 +356,6 @@ def circular_conv_moments(weight: Tensor, groups: int = 1) -> tuple[Array, Array
 
     Returns:
         Two float64 arrays (groups,), the moments of each group.
-
-    Raises:
-        ValueError: the weight has no square kernel, or the groups do not divide it.
     """
     weight = weight.detach().double()
     weight = weight[:, :, None, None] if weight.ndim == 2 else weight

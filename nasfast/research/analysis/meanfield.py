@@ -13,7 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from nasfast.ops import reference
 
 Array = NDArray[np.float64]
 
@@ -36,43 +40,32 @@ class Activation:
 
     Attributes:
         name: name in messages.
-        value, slope: sigma and sigma'; they map arrays to arrays of the same shape.
+        function: sigma, a function of tensors that autograd can differentiate.
         kinks: points other than 0 where sigma is not smooth.
     """
 
     name: str
-    value: Callable[[Array], Array]
-    slope: Callable[[Array], Array]
+    function: Callable[[Tensor], Tensor]
     kinks: tuple[float, ...] = ()
 
+    def value(self, x: Array) -> Array:
+        """sigma(x)."""
+        return self.function(torch.from_numpy(x)).numpy()
 
-def _sigmoid(x: Array) -> Array:
-    return 0.5 + 0.5 * np.tanh(0.5 * x)
+    def slope(self, x: Array) -> Array:
+        """sigma'(x)."""
+        leaf = torch.from_numpy(x).requires_grad_()
+        return torch.autograd.grad(self.function(leaf).sum(), leaf)[0].numpy()
 
 
-def _hswish_slope(x: Array) -> Array:
-    return np.where(x < 3, np.where(x > -3, x / 3 + 0.5, 0.0), 1.0)
-
-
+_KINKS = {"relu6": (6.0,), "hswish": (-3.0, 3.0)}
 ACTIVATIONS = {
-    a.name: a
-    for a in (
-        Activation("identity", lambda x: x, np.ones_like),
-        Activation("tanh", np.tanh, lambda x: 1 - np.square(np.tanh(x))),
-        Activation("relu", lambda x: np.maximum(x, 0.0), lambda x: np.where(x > 0, 1.0, 0.0)),
-        Activation("relu6", lambda x: np.clip(x, 0.0, 6.0), lambda x: np.where((x > 0) & (x < 6), 1.0, 0.0), (6.0,)),
-        Activation("hswish", lambda x: x * np.clip(x / 6 + 0.5, 0.0, 1.0), _hswish_slope, (-3.0, 3.0)),
-        Activation("silu", lambda x: x * _sigmoid(x), lambda x: _sigmoid(x) * (1 + x * _sigmoid(-x))),
-    )
+    name: Activation(name, function, _KINKS.get(name, ())) for name, function in reference.ACTIVATIONS.items()
 }
 
 
 def activation(act: str | Activation) -> Activation:
-    """An activation of ACTIVATIONS by its name, or the given one.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """An activation of ACTIVATIONS by its name, or the given one."""
     if isinstance(act, Activation):
         return act
     if act not in ACTIVATIONS:
@@ -164,11 +157,7 @@ class FixedPoint:
 
 
 def fixed_point(act: str | Activation, sigma_w: float, sigma_b: float) -> FixedPoint:
-    """q* and its chi (DI-NAS eq. 5 and 7).
-
-    Raises:
-        ValueError: the activation is unknown, or sigma_w or sigma_b is negative or infinite.
-    """
+    """q* and its chi (DI-NAS eq. 5 and 7)."""
     act = activation(act)
     q, chis, slow = _fixed_points(act, np.array([sigma_w], dtype=np.float64), np.array([sigma_b], dtype=np.float64))
     return FixedPoint(float(q[0]), float(chis[0]), bool(slow[0]))
@@ -215,11 +204,7 @@ def _bisect(step: Callable[[Array], Array], near: Array) -> Array:
 
 
 def critical_point(act: str | Activation, q: float) -> tuple[float, float]:
-    """(sigma_w^2, sigma_b^2) on the critical line chi = 1 at which the fixed point is q.
-
-    Raises:
-        ValueError: there is no such point, because sigma_b^2 would be negative.
-    """
+    """(sigma_w^2, sigma_b^2) on the critical line chi = 1 at which the fixed point is q."""
     act = activation(act)
     sigma_w2, sigma_b2 = (float(v) for v in _critical_points(act, np.asarray(q)))
     if not sigma_b2 >= 0:
@@ -259,9 +244,6 @@ def spectrum_moments(
 
     m1 = (sigma_w^2 mu_1)^L and m2 = m1^2 L (mu_2 / mu_1^2 + 1 / L - 1 - s1), with s1 = 0 for orthogonal weights and -1
     for Gaussian ones. "Singular values" in DI-NAS eq. 8 and 10 are these eigenvalues.
-
-    Raises:
-        ValueError: the activation is unknown, or the depth is below 1.
     """
     if depth < 1:
         raise ValueError(f"mean field: depth must be at least 1, got {depth}")
@@ -295,9 +277,6 @@ def phase_diagram(act: str | Activation, sigma_w: ArrayLike, sigma_b: ArrayLike)
     Args:
         act: the activation.
         sigma_w, sigma_b: (W,) and (B,) values, ascending.
-
-    Raises:
-        ValueError: the activation is unknown, or sigma_w or sigma_b is negative or infinite.
     """
     act = activation(act)
     w, b = (np.asarray(v, dtype=np.float64) for v in (sigma_w, sigma_b))

@@ -24,9 +24,6 @@ def write_study_page(folder: str | Path, name: str) -> Path:
 
     Returns:
         Path of the page.
-
-    Raises:
-        OSError: there is no NAME.json.
     """
     folder = Path(folder)
     form = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))

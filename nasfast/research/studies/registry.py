@@ -76,11 +76,7 @@ STUDIES = {study.name: study for study in _ALL}
 
 
 def find(name: str) -> Study:
-    """The study of a command and kind, such as `isometry` or `moments quick`.
-
-    Raises:
-        KeyError: there is no such study.
-    """
+    """The study of a command and kind, such as `isometry` or `moments quick`."""
     if name not in STUDIES:
         raise KeyError(f"no study is called {name!r}; there are {', '.join(STUDIES)}")
     return STUDIES[name]

@@ -31,18 +31,6 @@ def quad(function, points=(0.0,)) -> float:
     return sum(integrate.quad(density, a, b, **options)[0] for a, b in zip(ends, ends[1:], strict=False))
 
 
-def test_activations_agree_with_the_operators():
-    x = np.linspace(-9, 9, 1001)
-    assert ACTIVATIONS.keys() == reference.ACTIVATIONS.keys()
-    for name, act in ACTIVATIONS.items():
-        leaf = torch.tensor(x, requires_grad=True)
-        value = reference.ACTIVATIONS[name](leaf)
-        np.testing.assert_allclose(act.value(x), value.detach().numpy(), atol=1e-15)
-        (slope,) = torch.autograd.grad(value.sum(), leaf)
-        kink = np.isin(x, [0.0, *act.kinks])
-        np.testing.assert_allclose(act.slope(x)[~kink], slope.numpy()[~kink], atol=1e-15)
-
-
 @pytest.mark.parametrize(
     ("sigma_w", "sigma_b", "q", "slope"),
     [

@@ -152,13 +152,13 @@ def test_measures(name, bilevel):
 class Fabricating:
     """Replaces the runner: every search ends at once, and its arguments are recorded."""
 
-    device, prepare = "cpu", staticmethod(list)
+    device = "cpu"
 
     def __init__(self, records: int | None = None) -> None:
         self.records, self.found, self.asked = records, {}, {}
 
-    def all(self, searches) -> dict[int, CellSearchResult]:
-        return {key: self._made(search) for key, search in searches.items()}
+    def all(self, *groups) -> list[dict[int, CellSearchResult]]:
+        return [{key: self._made(search) for key, search in group.items()} for group in groups]
 
     def _made(self, search) -> CellSearchResult:
         cfg, how, seed = search.cfg, search.how, 100 * search.cfg.seed + len(search.name)

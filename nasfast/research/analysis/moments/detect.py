@@ -132,9 +132,6 @@ def detect(depth: Array, curves: Mapping[str, Array]) -> Verdict:
         depth: (records,) layers l.
         curves: `logchi`, `reff_signal`, `variance_share` (mu_2 / nu_2), `lognu2`, `logmu2_noise`, each (records,) or
             (realisations, records). Records whose signal is lost in rounding are nan and left out.
-
-    Raises:
-        ValueError: no record has a signal.
     """
     mean = {name: summarise({name: np.atleast_2d(values)})[f"{name}_mean"] for name, values in curves.items()}
     known = np.isfinite(mean["logchi"]) & np.isfinite(mean["variance_share"])

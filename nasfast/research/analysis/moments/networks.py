@@ -72,9 +72,6 @@ def images(pixels: Tensor, *, flat: bool = False) -> Source:
     Args:
         pixels: (count, C, H, W), uint8 or floating.
         flat: whether each pixel and channel is one feature, for fully connected networks.
-
-    Raises:
-        ValueError: the source is asked for more images than there are.
     """
 
     def draw(batch: int, generator: torch.Generator) -> Tensor:

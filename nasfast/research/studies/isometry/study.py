@@ -233,9 +233,6 @@ def measure_module(
         cfg: how much to spend on each part.
         setting: name of the rows.
         task: tells the progress.
-
-    Raises:
-        ValueError: as `isometry` of the whole; a part that cannot be measured is left out.
     """
     frozen = frozen_copy(module, x)
     inputs: dict[str, list[Any]] = {}
@@ -560,12 +557,7 @@ def _adds_up(orthogonal: str, gaussian: str, depth: Sequence[Form]) -> Found:
 
 
 def run(cfg: IsometryConfig, out: Path | None, task: Task) -> StudyReport:
-    """Measure every candidate of a space, or the parts of a module, under orthogonal and Gaussian weights.
-
-    Raises:
-        ConfigError: unknown space, a module that cannot be imported or made, or an unusable input shape.
-        ValueError: a module that cannot take the input, cannot be differentiated, or whose Jacobian is not finite.
-    """
+    """Measure every candidate of a space, or the parts of a module, under orthogonal and Gaussian weights."""
     return _space(cfg, task) if cfg.module is None else _module(cfg, cfg.module, task)
 
 

@@ -109,12 +109,7 @@ def runner_of(out: Path | None, seed: int, device: str, task: Task) -> Runner:
 
 
 def load_images(folder: str) -> Tensor:
-    """All images of a folder, (count, 3, H, W) uint8.
-
-    Raises:
-        DataError: no such folder, or one without classes.
-        ValueError: images of different sizes.
-    """
+    """All images of a folder, (count, 3, H, W) uint8."""
     source = FolderSource(folder)
     pixels = [np.asarray(source.image(i)).transpose(2, 0, 1) for i in range(len(source))]
     if len({p.shape for p in pixels}) > 1:
@@ -148,12 +143,7 @@ def published_law(arrays: Mapping[str, np.ndarray]) -> PowerLaw:
 
 
 def module_inputs(cfg: ModuleConfig, shape: Sequence[int]) -> Tensor:
-    """Standardised inputs (batch, *shape) of a space or module.
-
-    Raises:
-        ConfigError: images for an input that is none.
-        DataError: the image folder cannot be used.
-    """
+    """Standardised inputs (batch, *shape) of a space or module."""
     generator = torch.Generator().manual_seed(cfg.seed)
     if len(shape) != 3:
         if cfg.images is not None:

@@ -94,11 +94,7 @@ CELL_PRESETS = ("darts", "nas_bench_201", "choice_blocks")
 
 
 def _preset(name: str) -> Preset:
-    """The settings for what `--space` names.
-
-    Raises:
-        ConfigError: neither built in nor a readable file.
-    """
+    """The settings for what `--space` names."""
     named_space(name)
     return PRESETS.get(name, Preset())
 

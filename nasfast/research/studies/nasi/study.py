@@ -317,10 +317,6 @@ class Searches:
     Args:
         cfg: what to search, and how.
         task: tells the progress.
-
-    Raises:
-        ConfigError: unknown space, or fewer images than a batch.
-        DataError: the folder of images cannot be used.
     """
 
     def __init__(self, cfg: NasiSearchConfig, task: Task = no_task) -> None:
@@ -377,11 +373,7 @@ class Searches:
 
 
 def synthetic(space: ArchSpace, *, steps: int, batch: int, seed: int) -> DrawnBatches:
-    """Batches of noisy prototypes, resized to a space's resolution.
-
-    Raises:
-        ConfigError: a space of more than three channels.
-    """
+    """Batches of noisy prototypes, resized to a space's resolution."""
     if space.in_channels > 3:
         raise ConfigError(f"synthetic images have up to 3 channels, {space.name} takes {space.in_channels}")
     (x, y), _ = prototypes(NOISE, SYNTHETIC, 1, seed=seed)
@@ -394,11 +386,7 @@ def synthetic(space: ArchSpace, *, steps: int, batch: int, seed: int) -> DrawnBa
 
 
 def claim_folder(out: Path | None, space: ArchSpace) -> Path | None:
-    """The folder that gets the files. It is checked before anything is computed.
-
-    Raises:
-        FileExistsError: it holds another space or the scores of a trained supernet.
-    """
+    """The folder that gets the files. It is checked before anything is computed."""
     if out is None:
         return None
     folder = out

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from nasfast.research.cells.gates import uniform_logits
 from nasfast.research.cells.network import CellSupernet
 from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs
 from nasfast.research.cells.prototypes import DrawnBatches, prototypes
-from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult, draw_gates, search_cells
+from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult, draw_gates, endless, search_cells
 from nasfast.research.cells.space import CELLS, DARTS_OPS, Cell, CellSpace
 from nasfast.research.studies.draw import INK, SERIES, heat, level, line, panel
 from nasfast.research.studies.report import Check, Figure, Form, StudyReport, Table, checks_of, plain
@@ -156,22 +157,18 @@ class Runner:
     def __init__(self, out: Path, task: Task, device: str, tasks: TaskSettings | None = None) -> None:
         self._out, self._task, self.device, self._tasks = out, task, device, tasks
 
-    def prepare(self, searches: Iterable[Search]) -> None:
-        """Carry out searches in processes of their own if the study was asked to; `all` then finds them finished.
+    def all(self, *groups: Mapping[int, Search]) -> list[dict[int, CellSearchResult]]:
+        """The results of every group of searches, by the keys of the group.
 
         Raises:
-            TaskError: some have failed or were stopped; the others are finished.
+            TaskError: searches in processes of their own have failed or were stopped; the others are finished.
         """
-        if self._tasks is None:
-            return
-        with TaskRunner(self._out, self._tasks) as runner:
-            results = runner.run([search.apart(self.device) for search in searches])
-        check_done(results, "searches are not finished; the same command continues")
-
-    def all(self, searches: Mapping[int, Search]) -> dict[int, CellSearchResult]:
-        """The results of searches, by the same keys."""
-        self.prepare(searches.values())
-        return {key: s.run(self._out / s.folder, self.device, self._task) for key, s in searches.items()}
+        if self._tasks is not None:
+            with TaskRunner(self._out, self._tasks) as runner:
+                results = runner.run([search.apart(self.device) for group in groups for search in group.values()])
+            check_done(results, "searches are not finished; the same command continues")
+        # those that ran apart are found finished
+        return [{k: s.run(self._out / s.folder, self.device, self._task) for k, s in group.items()} for group in groups]
 
 
 def _data_of(cfg: ExperimentConfig) -> dict[str, Any]:
@@ -322,13 +319,7 @@ def sign_window(found: CellSearchResult) -> dict[int, dict[str, dict[str, float]
 
 
 def monte_carlo(
-    net: CellSupernet,
-    loader: object,
-    *,
-    batches: int,
-    seed: int = 0,
-    redraw: bool = False,
-    device: str = "cpu",
+    net: CellSupernet, loader: object, *, batches: int, seed: int = 0, device: str = "cpu"
 ) -> tuple[LocalCosts, Tensor]:
     """Local costs of a network that does not learn; every batch draws its operations uniformly (section 4.3).
 
@@ -337,26 +328,17 @@ def monte_carlo(
         loader: gives (images, labels), and is started again as often as needed.
         batches: how many batches are measured.
         seed: seed of the draws.
-        redraw: see `CellSearchConfig`.
         device: where to compute.
 
     Returns:
         The costs, (cells, edges, ops), and (groups, quantities) sums over samples, see `nasfast.research.cells.probe`.
-
-    Raises:
-        ValueError: the loader has no batch.
     """
-    cfg = CellSearchConfig(method="uniform", redraw=redraw, seed=seed)
-    loader, space = to_learn_from(loader), net.space
+    cfg, space = CellSearchConfig(method="uniform", seed=seed), net.space
     table, outputs = LocalCosts.empty(net.gate_shape), torch.zeros(len(GROUPS), len(QUANTITIES), dtype=torch.float64)
     of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
     logits = uniform_logits(space)
-    for i in range(batches):
-        epoch, at = divmod(i, len(loader))
-        if at == 0:
-            stream = loader.epoch(epoch, device=device)
-        x, y = next(stream)
-        draw = draw_gates(space, cfg, logits, step=i, progress=0.0)
+    for step, (x, y) in enumerate(islice(endless(to_learn_from(loader), device), batches)):
+        draw = draw_gates(space, cfg, logits, step=step, progress=0.0)
         gates = draw.gates[of_type].to(device, next(net.parameters()).dtype).requires_grad_()
         predicted = net(x, gates, draw.runs)
         # the gradient is zeros if every edge has drawn the operation none
@@ -393,10 +375,15 @@ _EXPLANATION = (
     "one away from it. q is the probability of None."
 )
 _CONTROLS = {
-    "simplified": CELLS["simplified"](DARTS_OPS),
-    "modified, sampled": CELLS["modified"](DARTS_OPS),
-    "modified, (0,1) fixed": CELLS["modified"](DARTS_OPS).restricted(0, 1, ("sep_conv_5x5",)),
+    "simplified": ("control-simplified", CELLS["simplified"](DARTS_OPS), False),
+    "modified, sampled": ("control-modified__sampled", CELLS["modified"](DARTS_OPS), True),
+    "modified, (0,1) fixed": (
+        "control-modified___0_1__fixed",
+        CELLS["modified"](DARTS_OPS).restricted(0, 1, ("sep_conv_5x5",)),
+        True,
+    ),
 }
+"""Control for the cause of P2 -> name of its searches, its cell, and whether draws without a path are repeated."""
 
 
 def theorems(cfg: TheoremsConfig, out: Path | None, task: Task) -> StudyReport:
@@ -553,10 +540,11 @@ def _pattern_report(
 def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
     """P1."""
     name = f"seed {cfg.seed}"
+    (runs,) = runner.all(searches_of(cfg, cfg.method))
     return _pattern_report(
         "P1",
         cfg,
-        runner.all(searches_of(cfg, cfg.method)),
+        runs,
         figures=lambda first: (
             edge_costs(f"{name}: cost and loss", first),
             output_cost_figure(f"{name}: C = L - H", first),
@@ -565,11 +553,13 @@ def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
 
 
 def _width(cfg: WidthConfig, runner: Runner) -> StudyReport:
-    """P2."""
-    searches, controlled = searches_of(cfg, cfg.method), _control_searches(cfg)
-    runner.prepare(search for of_seeds in (searches, *controlled.values()) for search in of_seeds.values())
-    runs = runner.all(searches)
-    controls = {label: runner.all(of_seeds) for label, of_seeds in controlled.items()}
+    """P2; the controls have settings of their own."""
+    own = CostConfig(
+        cell="modified", steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
+    )
+    controlled = [searches_of(own, name, cell, redraw=redraw) for name, cell, redraw in _CONTROLS.values()]
+    runs, *found = runner.all(searches_of(cfg, cfg.method), *controlled)
+    controls = dict(zip(_CONTROLS, found, strict=True))
     return _pattern_report(
         "P2",
         cfg,
@@ -580,18 +570,6 @@ def _width(cfg: WidthConfig, runner: Runner) -> StudyReport:
     )
 
 
-def _control_searches(cfg: WidthConfig) -> dict[str, dict[int, Search]]:
-    """The searches of every control, with settings of their own, by seed."""
-    control = CostConfig(
-        cell="modified", steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
-    )
-    found: dict[str, dict[int, Search]] = {}
-    for label, cell in _CONTROLS.items():
-        name = "control-" + "".join(c if c.isalnum() else "_" for c in label)
-        found[label] = searches_of(control, name, cell, redraw=label != "simplified")
-    return found
-
-
 def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     """P3."""
     second: dict[str, Any] = {"second_order": cfg.second_order} if cfg.method == "darts" else {}
@@ -600,8 +578,7 @@ def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
         samples=300, steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
     )
     tabled = searches_of(fixed, "table", method="darts", bilevel=True, alpha_lr=0.0)
-    runner.prepare(search for of_seeds in (two, one, tabled) for search in of_seeds.values())
-    runs, single, gates = (runner.all(of_seeds) for of_seeds in (two, one, tabled))
+    runs, single, gates = runner.all(two, one, tabled)
     windows = {seed: sign_window(found) for seed, found in gates.items()}
     checks: list[Check] = []
     if cfg.control_steps == CollapseConfig().control_steps:
@@ -628,7 +605,7 @@ def _cost(cfg: CostConfig, runner: Runner) -> StudyReport:
     """Local costs."""
     space = cfg.space()
     initial, mean_cost = initial_costs(cfg, runner, space, range(cfg.seed, cfg.seed + cfg.nets))
-    trained = runner.all(searches_of(cfg, "uniform"))
+    (trained,) = runner.all(searches_of(cfg, "uniform"))
     late = []
     for seed, found in trained.items():
         loader, _ = loaders(cfg.replace(seed=seed), bilevel=False)

@@ -430,9 +430,6 @@ def check_theorems(
         resolution: height and width of the images in pixels.
         classes: number of classes.
         seed: seed of weights, images, labels and gates.
-
-    Raises:
-        ValueError: fewer than two cells, for theorem 3 speaks of those before the last.
     """
     if cells < 2:
         raise ValueError(f"the theorems need at least 2 cells, got {cells}")
