@@ -74,14 +74,7 @@ def folder_of(images: str) -> FolderSource:
 
 @dataclass(frozen=True)
 class Search:
-    """A search of a study.
-
-    Attributes:
-        name: name of the search.
-        cfg: data and training.
-        how: how operations are chosen.
-        space: what is searched.
-    """
+    """A search of a study: data and training (`cfg`), how operations are chosen (`how`), and what is searched."""
 
     name: str
     cfg: ExperimentConfig
@@ -96,10 +89,7 @@ class Search:
     def run(self, folder: Path, device: str, task: Task | None = None) -> CellSearchResult:
         """Search, or continue what is in `folder`, which gets the files and the measures of section 6.
 
-        Args:
-            folder: directory of this search.
-            device: device of the network.
-            task: tells the progress; None shows the lines of a training.
+        `task` tells the progress; None shows the lines of a training.
         """
         cfg = self.cfg
         train_loader, held_out = loaders(cfg, bilevel=self.how.bilevel)
@@ -398,8 +388,8 @@ def theorems(cfg: TheoremsConfig, out: Path | None, task: Task) -> StudyReport:
     )
 
 
-def _with_runner(study: Callable[[Experiment, Runner], StudyReport]) -> Callable[..., StudyReport]:
-    """A study of searches as `run(config, out, task, tasks=None)`: in a directory, or in a temporary one."""
+def _of_searches(study: Callable[[Experiment, Runner], StudyReport]) -> Callable[..., StudyReport]:
+    """Make a study of searches a `run(config, out, task, tasks=None)`: in a directory, or in a temporary one."""
 
     def run(cfg: Experiment, out: Path | None, task: Task, tasks: TaskSettings | None = None) -> StudyReport:
         with nullcontext(str(out)) if out is not None else tempfile.TemporaryDirectory() as folder:
@@ -408,12 +398,7 @@ def _with_runner(study: Callable[[Experiment, Runner], StudyReport]) -> Callable
     return run
 
 
-def _notes(cfg: ExperimentConfig) -> tuple[str, ...]:
-    if cfg.published:
-        return ()
-    return ("settings are not those of the pass marks: signs are judged, thresholds are not",)
-
-
+_OTHER_SETTINGS = "settings are not those of the pass marks: signs are judged, thresholds are not"
 Sign = Callable[[Measures], bool]
 Mark = tuple[float, float, float]
 """The ends of a mark's interval, and the value."""
@@ -496,7 +481,7 @@ def _pattern_report(
     *,
     between: Sequence[Table] = (),
     tables: Sequence[Table] = (),
-    figures: Callable[[CellSearchResult], Sequence[Figure]],
+    figures: Sequence[Figure],
     marks: Callable[[int], Mapping[str, Mark]] = lambda seed: {},
     checks: Sequence[Check] = (),
 ) -> StudyReport:
@@ -504,15 +489,13 @@ def _pattern_report(
 
     Args:
         key: key of PATTERNS.
-        cfg: its settings.
-        runs: its searches.
-        between: tables that follow the measures.
-        tables: tables that follow the derived cells.
-        figures: of the first search, besides its patterns and architecture.
+        cfg, runs: its settings and searches.
+        between, tables: tables that follow the measures, and those that follow the derived cells.
+        figures: besides patterns and architecture.
         marks: further marks of a seed.
         checks: further marks, whatever the settings of the search.
     """
-    pattern, first = PATTERNS[key], next(iter(runs.values()))
+    pattern, first = PATTERNS[key], runs[cfg.seed]
     data = "synthetic images" if cfg.images is None else f"images of {Path(cfg.images).name}"
     subject = (
         f"{_METHODS[cfg.method]} on {cfg.cells} {cfg.cell} cell(s), {cfg.channels} channels, {first.steps[-1]} steps, "
@@ -529,30 +512,26 @@ def _pattern_report(
     return StudyReport(
         subject=f"{key}, {pattern.title}: {subject}",
         explanation=_EXPLANATION,
-        notes=_notes(cfg),
+        notes=() if cfg.published else (_OTHER_SETTINGS,),
         tables=(measures_table(key, runs), *between, derivation_table(runs), *tables),
-        figures=(patterns(key, runs), *architecture_figures(f"seed {cfg.seed}", first), *figures(first)),
+        figures=(patterns(key, runs), *architecture_figures(f"seed {cfg.seed}", first), *figures),
         verdicts=verdicts,
         checks=(*own, *checks),
     )
 
 
-def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
+@_of_searches
+def growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
     """P1."""
     name = f"seed {cfg.seed}"
     (runs,) = runner.all(searches_of(cfg, cfg.method))
-    return _pattern_report(
-        "P1",
-        cfg,
-        runs,
-        figures=lambda first: (
-            edge_costs(f"{name}: cost and loss", first),
-            output_cost_figure(f"{name}: C = L - H", first),
-        ),
-    )
+    first = runs[cfg.seed]
+    shown = edge_costs(f"{name}: cost and loss", first), output_cost_figure(f"{name}: C = L - H", first)
+    return _pattern_report("P1", cfg, runs, figures=shown)
 
 
-def _width(cfg: WidthConfig, runner: Runner) -> StudyReport:
+@_of_searches
+def width(cfg: WidthConfig, runner: Runner) -> StudyReport:
     """P2; the controls have settings of their own."""
     own = CostConfig(
         cell="modified", steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
@@ -565,12 +544,13 @@ def _width(cfg: WidthConfig, runner: Runner) -> StudyReport:
         cfg,
         runs,
         tables=(control_table(controls),),
-        figures=lambda first: (control("control for the cause (figures 8 and 9)", controls),),
+        figures=(control("control for the cause (figures 8 and 9)", controls),),
         checks=control_checks(controls) if cfg.control_steps == WidthConfig().control_steps else (),
     )
 
 
-def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
+@_of_searches
+def collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     """P3."""
     second: dict[str, Any] = {"second_order": cfg.second_order} if cfg.method == "darts" else {}
     two, one = searches_of(cfg, f"{cfg.method}-bilevel", bilevel=True, **second), searches_of(cfg, cfg.method)
@@ -583,16 +563,15 @@ def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     checks: list[Check] = []
     if cfg.control_steps == CollapseConfig().control_steps:
         checks = [c for seed, found in gates.items() for c in sign_checks(seed, found, windows[seed])]
-    first_gates = next(iter(gates.values()))
     return _pattern_report(
         "P3",
         cfg,
         runs,
         between=(measures_table("the same search on one level", single),),
         tables=(signs_table(windows),),
-        figures=lambda first: (
-            output_cost_figure("DARTS's gates, probabilities fixed (figure 10)", first_gates),
-            edge_costs("DARTS's gates: costs of training batches", first_gates),
+        figures=(
+            output_cost_figure("DARTS's gates, probabilities fixed (figure 10)", gates[cfg.seed]),
+            edge_costs("DARTS's gates: costs of training batches", gates[cfg.seed]),
         ),
         marks=lambda seed: {
             "edges that are None on one level": (0, 6, float((kept_edges(single[seed])[-1] == 0).sum()))
@@ -601,7 +580,8 @@ def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     )
 
 
-def _cost(cfg: CostConfig, runner: Runner) -> StudyReport:
+@_of_searches
+def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
     """Local costs."""
     space = cfg.space()
     initial, mean_cost = initial_costs(cfg, runner, space, range(cfg.seed, cfg.seed + cfg.nets))
@@ -619,11 +599,10 @@ def _cost(cfg: CostConfig, runner: Runner) -> StudyReport:
             Check("initialisation: share of costs > 0", 0.6, 1, share),
         ]
     panels = {label: last_cell(tables_of).mean[0].numpy() for label, tables_of in costs.items()}
-    first = next(iter(trained.values()))
     return StudyReport(
         subject=f"local costs of {cfg.cells} {cfg.cell} cell(s), operations sampled uniformly",
         explanation=_EXPLANATION,
-        notes=_notes(cfg),
+        notes=() if cfg.published else (_OTHER_SETTINGS,),
         tables=(
             local_costs_table(space, costs),
             sums_table(cfg, runner),
@@ -631,16 +610,10 @@ def _cost(cfg: CostConfig, runner: Runner) -> StudyReport:
         ),
         figures=(
             cost_heatmap(space, "local costs (figure 4)", panels),
-            edge_costs(f"seed {cfg.seed}: operations sampled uniformly", first),
+            edge_costs(f"seed {cfg.seed}: operations sampled uniformly", trained[cfg.seed]),
         ),
         checks=tuple(checks),
     )
-
-
-growth = _with_runner(_growth)
-width = _with_runner(_width)
-collapse = _with_runner(_collapse)
-cost = _with_runner(_cost)
 
 
 MEASURES = {
