@@ -146,14 +146,7 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float:
 
 @dataclass(frozen=True)
 class RandomCells:
-    """Random cells of the quick experiment.
-
-    Attributes:
-        archs: all different.
-        scores: Q of each, by mode.
-        accuracy: accuracy of each after its training.
-        params: number of parameters of each.
-    """
+    """Random cells of the quick experiment, all different: Q by mode, accuracy after training, and parameters."""
 
     archs: list[Arch]
     scores: dict[str, list[float]]
@@ -181,14 +174,9 @@ def random_cells(space: CellSpace, train: Images, trainer: Trainer, cfg: NasiQui
 
 @dataclass(frozen=True)
 class SearchKind:
-    """The searches of one kind in the quick experiment, one for each seed.
+    """What the searches of one kind select in the quick experiment, one for each seed.
 
-    Attributes:
-        name: mode, penalty and limit.
-        marked: whether the kind has pass marks.
-        archs: what was selected.
-        accuracy: accuracy of each after its training.
-        percentile: percentile of each accuracy among those of the random cells.
+    `percentile` is the place of an accuracy among those of the random cells.
     """
 
     name: str
@@ -220,30 +208,31 @@ def _suffix(mode: str) -> str:
     return "" if mode == "standard" else f", {mode}"
 
 
+_FIXED: dict[str, Any] = {"constraint": "fixed", "nu": NU}
+_KINDS: tuple[tuple[str, dict[str, Any], tuple[str, ...], bool], ...] = (
+    ("no penalty", {"mu": 0.0}, ("standard",), True),
+    (f"mu 1, nu {NU:g}", {"mu": 1.0, **_FIXED}, ("standard",), True),
+    (f"mu 2, nu {NU:g}", {"mu": 2.0, **_FIXED}, ("standard",), True),
+    ("no penalty", {"mu": 0.0}, ("random labels", "random images"), True),
+    ("mu 1, nu 0.9 quantile", {"mu": 1.0}, ("standard",), True),
+    ("mu 2, nu 0.9 quantile", {"mu": 2.0}, ("standard",), True),
+    ("mu 2, adaptive nu", {"mu": 2.0, "constraint": "adaptive", "nu": NU}, tuple(MODES), False),
+)
+"""Penalty and limit, their settings, the modes that they are solved in, and whether there are pass marks."""
+
+
 def search_kinds(
     space: CellSpace, records: Records, trainer: Trainer, cells: RandomCells, cfg: NasiQuickConfig
 ) -> list[SearchKind]:
     """Solve the records with several penalties and limits, and train what they select."""
-    of_mode = {mode: [records[mode, i] for i in range(cfg.seeds)] for mode in MODES}
-    standard = of_mode["standard"]
-    solved: dict[str, list[NasiResult]] = {"no penalty": [solve(r, NasiConfig(mu=0.0)) for r in standard]}
-    for mu in (1.0, 2.0):
-        solved[f"mu {mu:g}, nu {NU:g}"] = [solve(r, NasiConfig(mu=mu, constraint="fixed", nu=NU)) for r in standard]
-    for mode in list(MODES)[1:]:
-        solved["no penalty" + _suffix(mode)] = [solve(r, NasiConfig(mu=0.0)) for r in of_mode[mode]]
-    for mu in (1.0, 2.0):
-        solved[f"mu {mu:g}, nu 0.9 quantile"] = [solve(r, NasiConfig(mu=mu)) for r in standard]
-    marked = set(solved)
-    for mode in MODES:
-        solved["mu 2, adaptive nu" + _suffix(mode)] = [
-            solve(r, NasiConfig(mu=2.0, constraint="adaptive", nu=NU)) for r in of_mode[mode]
-        ]
     kinds = []
-    for name, results in solved.items():
-        archs = [derive(space, r.logits, "argmax") for r in results]
-        reached = np.array([trainer(arch) for arch in archs])
-        percentile = np.array([(cells.accuracy <= a).mean() for a in reached])
-        kinds.append(SearchKind(name, name in marked, archs, reached, percentile))
+    for name, settings, modes, marked in _KINDS:
+        for mode in modes:
+            results = [solve(records[mode, i], NasiConfig(**settings)) for i in range(cfg.seeds)]
+            archs = [derive(space, r.logits, "argmax") for r in results]
+            reached = np.array([trainer(arch) for arch in archs])
+            percentile = np.array([(cells.accuracy <= a).mean() for a in reached])
+            kinds.append(SearchKind(name + _suffix(mode), marked, archs, reached, percentile))
     return kinds
 
 
@@ -312,12 +301,7 @@ def ascend(archs: Sequence[Arch], q: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class Searches:
-    """Searches of the space that a config names.
-
-    Args:
-        cfg: what to search, and how.
-        task: tells the progress.
-    """
+    """Searches of the space that a config names; `task` tells the progress."""
 
     def __init__(self, cfg: NasiSearchConfig, task: Task = no_task) -> None:
         self.cfg, self.device = cfg, torch_device(cfg.device)
@@ -389,15 +373,14 @@ def claim_folder(out: Path | None, space: ArchSpace) -> Path | None:
     """The folder that gets the files. It is checked before anything is computed."""
     if out is None:
         return None
-    folder = out
-    path, table = folder / "space.yaml", folder / TABLE_FILE
+    path, table = out / "space.yaml", out / TABLE_FILE
     if path.exists() and read_space(path) != space:
         raise FileExistsError(f"{path} is of another space: choose another --out")
     if table.exists() and IndicatorTable.load(table).meta.get("method") != METHOD:
         raise FileExistsError(f"{table} has the scores of a trained supernet: choose another --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     write_atomic(path, space.to_yaml().encode())
-    return folder
+    return out
 
 
 def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
