@@ -162,7 +162,7 @@ def test_detectors(curves, names):
     verdict = detect(L, curves)
     assert verdict.names == names
     assert str(verdict) == ", ".join(names)
-    assert verdict.to_dict()["evidence"]["rank"] == curves["reff_signal"][-1]
+    assert verdict.evidence["rank"] == curves["reff_signal"][-1]
 
 
 def test_detectors_average_over_realisations_and_leave_out_what_is_lost():

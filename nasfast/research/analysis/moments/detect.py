@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,10 +118,6 @@ class Verdict:
 
     def __str__(self) -> str:
         return ", ".join(self.names)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The verdict as JSON."""
-        return {"names": list(self.names), "evidence": self.evidence}
 
 
 def detect(depth: Array, curves: Mapping[str, Array]) -> Verdict:

@@ -61,14 +61,9 @@ def push(function: Function, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tenso
         return y, torch.zeros_like(y) if dy is None else dy
 
 
-def as_pair(x: Tensor, dx: Tensor) -> Pair:
-    """x and dx (N, C, *spatial) as a Pair with one realisation."""
-    return Pair.of(x[:, None], dx[:, None])
-
-
 def sensitivity(x: Tensor, dx: Tensor) -> float:
     """log [mu_2(dx) / mu_2(x)]^{1/2}; log chi of a module is its difference between output and input."""
-    moments = energies(as_pair(x, dx))
+    moments = energies(Pair.of(x[:, None], dx[:, None]))
     return float(moments["log_mu2_noise"] - moments["log_mu2_signal"]) / 2
 
 
@@ -91,7 +86,7 @@ def statistics_of(x: Tensor, dx: Tensor, start: float) -> dict[str, float]:
 
     `start` is the `sensitivity` of the inputs.
     """
-    pair = as_pair(x, dx)
+    pair = Pair.of(x[:, None], dx[:, None])
     moments = {k: float(v) for part in (energies, ranks, shape) for k, v in part(pair).items()}
     return {
         "logchi": (moments["log_mu2_noise"] - moments["log_mu2_signal"]) / 2 - start,

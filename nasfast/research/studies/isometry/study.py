@@ -104,9 +104,8 @@ class Row:
         return self.branch.phi * self.var_in / self.var_out if self.var_out > 0 else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as JSON, with the gain; densities are quantiles."""
-        module = None if self.module is None else self.module.to_dict()
-        return {**vars(self), "branch": self.branch.to_dict(), "module": module, "gain": self.gain}
+        """The row with its gain."""
+        return {**vars(self), "gain": self.gain}
 
 
 def relative_gain(act: str) -> float:
