@@ -105,8 +105,6 @@ def depth_spread(
 ) -> dict[str, list[float]]:
     """Follow random paths through a supernet and compare the variances of their signals.
 
-    Var(h_l) is the variance of the output of layer l, averaged over channels.
-
     Args:
         net: the supernet, which is not changed; it must have plain modules (`fused=False`) if indicator_bn is off.
         images: (N, C, H, W).
@@ -115,8 +113,8 @@ def depth_spread(
         seed: seed of the paths.
 
     Returns:
-        For every layer the `mean` and `std` of log Var(h_l) over paths, and the `ratio` of the largest Var(h_l) to the
-        smallest.
+        For every layer the `mean` and `std` over paths of log Var(h_l), h_l the output of the layer, whose variance is
+        averaged over channels; and the `ratio` of the largest Var(h_l) to the smallest.
     """
     layers = [list(layer.candidates) for layer in net.layers]
     if not indicator_bn:

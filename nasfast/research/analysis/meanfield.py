@@ -74,13 +74,9 @@ def activation(act: str | Activation) -> Activation:
 
 
 def normal_nodes(splits: ArrayLike) -> tuple[Array, Array]:
-    """Gauss-Legendre nodes and weights of E f(z) on [-12, 12], for a function f that is smooth between splits.
+    """Gauss-Legendre nodes and weights, (..., pieces * 128), of E f(z) on [-12, 12].
 
-    Args:
-        splits: (..., pieces - 1) points that divide the interval.
-
-    Returns:
-        Nodes and weights, (..., pieces * 128).
+    f is smooth between the splits (..., pieces - 1), which divide the interval.
     """
     # a split outside the interval makes a piece of width 0
     inner = np.clip(np.sort(np.asarray(splits, dtype=np.float64), axis=-1), -_REACH, _REACH)
@@ -219,38 +215,21 @@ def _critical_points(act: Activation, q: Array) -> tuple[Array, Array]:
     return sigma_w2, np.where(np.abs(sigma_b2) <= _TOLERANCE * q, 0.0, sigma_b2)
 
 
-@dataclass(frozen=True)
-class SpectrumMoments:
-    """Moments of the eigenvalues lambda of J J^T.
-
-    Attributes:
-        m1: mean of lambda, which is phi.
-        m2: mean of lambda^2.
-    """
-
-    m1: float
-    m2: float
-
-    @property
-    def varphi(self) -> float:
-        """The variance m2 - m1^2."""
-        return self.m2 - self.m1**2
-
-
 def spectrum_moments(
     act: str | Activation, q: float, sigma_w: float, depth: int, *, orthogonal: bool
-) -> SpectrumMoments:
-    """Moments of the Jacobian of `depth` equally wide layers at q (Pennington et al. 2017).
+) -> tuple[float, float]:
+    """phi and varphi of the Jacobian of `depth` equally wide layers at q (Pennington et al. 2017).
 
-    m1 = (sigma_w^2 mu_1)^L and m2 = m1^2 L (mu_2 / mu_1^2 + 1 / L - 1 - s1), with s1 = 0 for orthogonal weights and -1
-    for Gaussian ones. "Singular values" in DI-NAS eq. 8 and 10 are these eigenvalues.
+    They are the mean m1 and the variance m2 - m1^2 of the eigenvalues of J J^T, which DI-NAS eq. 8 and 10 call singular
+    values: m1 = (sigma_w^2 mu_1)^L and m2 = m1^2 L (mu_2 / mu_1^2 + 1 / L - 1 - s1), with s1 = 0 for orthogonal weights
+    and -1 for Gaussian ones.
     """
     if depth < 1:
         raise ValueError(f"mean field: depth must be at least 1, got {depth}")
     mu_1, mu_2 = (float(slope_moment(act, q, k)) for k in (1, 2))
     s1 = 0.0 if orthogonal else -1.0
     m1 = (sigma_w**2 * mu_1) ** depth
-    return SpectrumMoments(m1, m1**2 * depth * (mu_2 / mu_1**2 + 1 / depth - 1 - s1))
+    return m1, m1**2 * depth * (mu_2 / mu_1**2 + 1 / depth - 1 - s1) - m1**2
 
 
 @dataclass(frozen=True)
@@ -272,12 +251,7 @@ class PhaseDiagram:
 
 
 def phase_diagram(act: str | Activation, sigma_w: ArrayLike, sigma_b: ArrayLike) -> PhaseDiagram:
-    """chi over the grid, and the line between order and chaos.
-
-    Args:
-        act: the activation.
-        sigma_w, sigma_b: (W,) and (B,) values, ascending.
-    """
+    """chi over the grid of (W,) sigma_w and (B,) sigma_b, ascending, and the line between order and chaos."""
     act = activation(act)
     w, b = (np.asarray(v, dtype=np.float64) for v in (sigma_w, sigma_b))
     grid_w, grid_b = (v.ravel() for v in np.meshgrid(w, b))

@@ -28,11 +28,7 @@ def reduced_space(name: str, resolution: int | None, study: str) -> SearchSpace:
 
 
 def sample_shape(text: str) -> tuple[int, ...]:
-    """Shape of one sample of a user's module.
-
-    Args:
-        text: such as "3,224,224".
-    """
+    """Shape of one sample of a user's module, from a text such as "3,224,224"."""
     try:
         shape = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -73,11 +69,7 @@ def _made(name: str, source: Any) -> nn.Module:
 def initialised(name: str, shape: str, seed: int, measure: Callable[[str, nn.Module], Result]) -> dict[str, Result]:
     """What `measure(setting, module)` makes of a user's module as it is, and with orthogonal and Gaussian weights.
 
-    Args:
-        name: `package.module:factory`.
-        shape: shape of a sample, for messages.
-        seed: seed of the weights.
-        measure: given the setting and a module that it may keep.
+    The name is `package.module:factory`, and the shape of a sample is for messages.
     """
     source = _imported(name)
     settings: dict[str, Init | None] = {"as it is": None, "orthogonal": "orthogonal", "gaussian": "gaussian"}

@@ -111,12 +111,7 @@ def _study_flags(parser: Parser, study: Study) -> None:
 
 
 def run(command: str, given: dict[str, Any]) -> None:
-    """Print a study's report, save it, and raise where a mark is missed.
-
-    Args:
-        command: the command with its kind.
-        given: the values of its flags.
-    """
+    """Print the report of a command's study, save it, and raise where a mark is missed; `given` are its flags."""
     # imported here, because they import torch, and help must not wait for that
     from nasfast.cli.commands import at_most, split_hours
     from nasfast.pipeline.check import check_one_process

@@ -99,11 +99,9 @@ def test_tanh_critical_line(q, sigma_w2, sigma_b2, varphi):
     found = fixed_point("tanh", sigma_w, sigma_b)
     assert (found.q, found.chi) == (pytest.approx(q, abs=1e-8), pytest.approx(1, abs=1e-8))
     for depth in (1, 30):
-        moments = spectrum_moments("tanh", q, sigma_w, depth, orthogonal=True)
-        assert moments.m1 == pytest.approx(1, abs=1e-10)
-        assert moments.varphi == pytest.approx(depth * varphi, abs=depth * 1e-6)
-        gaussian = spectrum_moments("tanh", q, sigma_w, depth, orthogonal=False)
-        assert gaussian.varphi == pytest.approx(depth * (varphi + 1), abs=depth * 1e-6)
+        for orthogonal, expected in ((True, varphi), (False, varphi + 1)):
+            moments = spectrum_moments("tanh", q, sigma_w, depth, orthogonal=orthogonal)
+            assert moments == (pytest.approx(1, abs=1e-10), pytest.approx(depth * expected, abs=depth * 1e-6))
 
 
 def test_gains_are_those_of_the_critical_point_without_biases():
@@ -168,11 +166,11 @@ def test_moments_of_half_linear_networks(orthogonal):
         m1.append(gram.trace().item() / width)
         m2.append(gram.square().sum().item() / width)
     m1, m2 = sum(m1) / draws, sum(m2) / draws
-    theory = spectrum_moments("relu", 1.0, 1.0, depth, orthogonal=orthogonal)
-    assert theory.m1 == pytest.approx(p**depth)
-    assert theory.varphi / theory.m1**2 == pytest.approx(depth * (1 - p) / p if orthogonal else depth / p)
-    assert m1 == pytest.approx(theory.m1, rel=0.1)
-    assert (m2 / m1**2 - 1) == pytest.approx(theory.varphi / theory.m1**2, rel=0.15)
+    phi, varphi = spectrum_moments("relu", 1.0, 1.0, depth, orthogonal=orthogonal)
+    assert phi == pytest.approx(p**depth)
+    assert varphi / phi**2 == pytest.approx(depth * (1 - p) / p if orthogonal else depth / p)
+    assert m1 == pytest.approx(phi, rel=0.1)
+    assert (m2 / m1**2 - 1) == pytest.approx(varphi / phi**2, rel=0.15)
 
 
 @pytest.mark.parametrize(

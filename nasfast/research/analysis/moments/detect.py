@@ -54,11 +54,7 @@ def fit_line(x: Array, y: Array) -> Line:
 
 @dataclass(frozen=True)
 class PowerLaw:
-    """chi = c l^tau; tau is not fitted but predicted from the increments of the first units (theorem 4).
-
-    Attributes:
-        tau, c: exponent and factor.
-    """
+    """chi = c l^tau; tau is not fitted but predicted from the increments of the first units (theorem 4)."""
 
     tau: float
     c: float

@@ -140,11 +140,7 @@ def propagate(cfg: NetConfig, draws: Draws, pair: Pair) -> Iterator[dict[str, Pa
 
     A feed-forward layer has `input` x^{l-1}, `conv` y^l, `norm` z^l (y^l without a normalisation) and `act` x^l. A
     residual has `input` y^{l,0}; `norm`, `act` and `unit` (y^{l,1}) of the first unit; `branch` y^{l,H}; `sum` y^l.
-
-    Args:
-        cfg: the network.
-        draws: its random numbers.
-        pair: input of the linear layer before the network.
+    The given pair is the input of the linear layer before the network.
     """
     stride = 2 if cfg.kernel else 1
     first = draws.weight(cfg, pair.x.shape[2], std=1.0)

@@ -78,9 +78,7 @@ class Row:
     """One candidate of one layer, or one part of a module, under one setting.
 
     Attributes:
-        setting: initialisation and activation.
         layer: index, or -1 in a module that is no supernet.
-        name: name of the candidate or part.
         branch: isometry without the skip connection or the bypassing half; this is what is judged.
         module: isometry with it; None where both are the same.
         var_in, var_out: variance of the branch's input and output, averaged over channels.
@@ -221,17 +219,10 @@ def parts_of(module: nn.Module) -> dict[str, nn.Module]:
 def measure_module(
     module: nn.Module, x: Tensor, cfg: IsometryConfig, *, setting: str, task: Task = no_task
 ) -> list[Row]:
-    """Measure a module as a whole, and each of its parts at the input that reaches it.
+    """Measure a module as a whole, and each of its parts at the input that reaches it; x is (N, ...).
 
     Parts without parameters, parts that are used several times, and parts that do not map one tensor to one are left
     out.
-
-    Args:
-        module: not changed.
-        x: (N, ...).
-        cfg: how much to spend on each part.
-        setting: name of the rows.
-        task: tells the progress.
     """
     frozen = frozen_copy(module, x)
     inputs: dict[str, list[Any]] = {}
@@ -282,15 +273,8 @@ def measure_convolutions(module: nn.Module, *, setting: str, scheme: str) -> tup
     """phi / g^2 and varphi / g^4 of every kind of convolution in a network, as circular ones of stride 1, with marks.
 
     A mark has the spec's tolerance, or four standard errors where few random filters scatter more. Kinds with few
-    Gaussian weights get no mark.
-
-    Args:
-        module: a module of ConvBNAct units, whose activations give g; not changed.
-        setting: name of the rows.
-        scheme: `orthogonal` or `gaussian`; chooses the closed forms.
-
-    Returns:
-        Rows (`expected_varphi` is None where there is no closed form), and the marks.
+    Gaussian weights get no mark. `scheme`, orthogonal or gaussian, chooses the closed forms; where there is none,
+    `expected_varphi` of a row is None. The activations of the module's ConvBNAct units give g.
     """
     pooled: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     weights: dict[str, int] = {}
@@ -334,11 +318,8 @@ def _pair_varphi(scheme: Init, expansion: int, seed: int) -> float:
 def block_marks(act: str, *, seed: int = 0) -> list[Check]:
     """Marks of blocks with known moments: a linear pair, and a MobileNetV2 branch with BatchNorm on white noise.
 
-    Both wrap around at the border, because the closed forms hold for maps without a border.
-
-    Args:
-        act: activation of the branch; tanh and the identity are measured too.
-        seed: seed of weights and inputs.
+    Both wrap around at the border, because the closed forms hold for maps without a border. The branch is measured with
+    `act`, with tanh and with the identity.
     """
     marks = []
     generator = torch.Generator().manual_seed(seed)
@@ -419,13 +400,7 @@ def claims_of(
 
 
 def judged(claim: str, found: Mapping[str, tuple[str, bool]], theory: str = "") -> Claim:
-    """A sentence and its verdict: it holds, holds in part, or does not hold.
-
-    Args:
-        claim: the sentence.
-        found: what the sentence speaks of -> what was measured, and whether the sentence holds for it.
-        theory: why it may not hold.
-    """
+    """A sentence and its verdict: it holds, holds in part, or does not hold; `theory` is why it may not."""
     held = [name for name, (_, so) in found.items() if so]
     if not found:
         return Claim(claim, "nothing to compare", "-")

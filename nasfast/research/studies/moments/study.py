@@ -184,15 +184,7 @@ class Paths:
 
 
 def measure_paths(cfg: ModuleConfig, space: SearchSpace, net: Supernet, x: Tensor, progress: Done) -> Paths:
-    """Send signal and noise along random paths of a supernet.
-
-    Args:
-        cfg: how many paths, and along how many of them every candidate is measured.
-        space: space of the supernet.
-        net: a supernet of plain modules.
-        x: (N, C, H, W) images.
-        progress: told the paths that are done.
-    """
+    """Send images x (N, C, H, W) and noise along random paths of a supernet of plain modules."""
     net = held(net)
     dx = torch.randn(x.shape, generator=torch.Generator().manual_seed(cfg.seed))
     first = push(net.stem, (x, dx))

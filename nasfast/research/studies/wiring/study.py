@@ -135,13 +135,9 @@ def search_apart(
 
 
 class Runner:
-    """Carries out searches, each in a directory of its own, where a search that was stopped continues.
+    """Carries out searches, each in a directory of its own below `out`, where a search that was stopped continues.
 
-    Args:
-        out: directory of the searches' directories.
-        task: tells the progress.
-        device: device of the networks.
-        tasks: where each search runs in a process of its own; None runs them in this one.
+    With `tasks`, each search runs in a process of its own; else all run in this one.
     """
 
     def __init__(self, out: Path, task: Task, device: str, tasks: TaskSettings | None = None) -> None:

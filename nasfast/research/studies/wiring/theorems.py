@@ -35,13 +35,11 @@ class Step:
     """A network after the backward pass of one batch.
 
     Attributes:
-        net: the network.
         gates: (cells, edges, ops).
         costs: (cells, edges, ops) gradients of the gates.
         nodes: for every cell, its nodes in order and its output.
         gradients: gradients of `nodes`; 0 where no gradient arrives.
-        logits: (N, classes).
-        labels: (N,).
+        logits, labels: (N, classes) and (N,).
     """
 
     net: CellSupernet
@@ -160,12 +158,9 @@ def take_step(net: CellSupernet, gates: Tensor, images: Tensor, labels: Tensor) 
 
 
 def norm_residual(norm: NormLayer, kind: str, x: Tensor, out: Tensor, gradient: Tensor) -> Tensor:
-    """<dL/dx, x> of a norm, from the gradient of its output; it would be 0 without eps.
+    """<dL/dx, x> of a norm at x (N, C, H, W), from the gradient of its output; it would be 0 without eps.
 
-    Args:
-        norm: the norm, with eps and perhaps a shift.
-        kind: a key of STATISTICS.
-        x, out, gradient: (N, C, H, W).
+    `kind` is a key of STATISTICS.
     """
     variance = x.var(STATISTICS[kind], unbiased=False, keepdim=True)
     shift = 0.0 if norm.bias is None else norm.bias.detach().view(1, -1, 1, 1)
@@ -173,13 +168,9 @@ def norm_residual(norm: NormLayer, kind: str, x: Tensor, out: Tensor, gradient: 
 
 
 def path_gradient(operation: Operation, x: Tensor, gradient: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Gradient that reaches x through an operation, and `norm_residual` of the operation's first norm.
+    """Gradient that reaches x through an operation with norms, and `norm_residual` of its first norm.
 
-    Args:
-        operation: an operation with a norm.
-        x: its input.
-        gradient: the gradient of its output.
-        kind: the kind of its norms.
+    `gradient` is that of the operation's output, and `kind` that of its norms.
     """
     seen: list[tuple[Tensor, Tensor]] = []
     norm = next(module for module in operation.modules() if isinstance(module, NormLayer))
@@ -421,16 +412,7 @@ def theorem_5(space: CellSpace, data: Data, seed: int) -> Iterator[Residual]:
 def check_theorems(
     *, cells: int = 2, channels: int = 8, batch: int = 32, resolution: int = 12, classes: int = 10, seed: int = 0
 ) -> list[Residual]:
-    """Theorems 1 to 5 in order, on minimal cells; theorem 2 on simplified, modified and DARTS cells too.
-
-    Args:
-        cells: number of cells of every network, at least 2.
-        channels: number of channels of every node.
-        batch: number of images.
-        resolution: height and width of the images in pixels.
-        classes: number of classes.
-        seed: seed of weights, images, labels and gates.
-    """
+    """Theorems 1 to 5 in order, on minimal cells; theorem 2 on simplified, modified and DARTS cells too."""
     if cells < 2:
         raise ValueError(f"the theorems need at least 2 cells, got {cells}")
     sizes: dict[str, Any] = {"cells": cells, "channels": channels, "resolution": resolution, "num_classes": classes}
