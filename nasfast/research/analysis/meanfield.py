@@ -232,35 +232,22 @@ def spectrum_moments(
     return m1, m1**2 * depth * (mu_2 / mu_1**2 + 1 / depth - 1 - s1) - m1**2
 
 
-@dataclass(frozen=True)
-class PhaseDiagram:
-    """Order and chaos over a grid of W values of sigma_w and B values of sigma_b.
+def phase_diagram(act: str | Activation, sigma_w: ArrayLike, sigma_b: ArrayLike) -> tuple[Array, Array, Array]:
+    """Order and chaos over a grid of W values of sigma_w and B values of sigma_b, both ascending.
 
-    Attributes:
-        sigma_w, sigma_b: (W,) and (B,) values.
-        q, chi: (B, W); q is inf where the variance grows without bound.
-        critical: (points, 2) values of (sigma_w, sigma_b) with chi = 1 within the range of the grid, by ascending q*.
-            It is a single point if all critical networks are the same, as for ReLU.
+    Returns:
+        q* and chi, (B, W) each, with q* = inf where the variance grows without bound; and (points, 2) values of
+        (sigma_w, sigma_b) with chi = 1 within the range of the grid, by ascending q*: a single point if all critical
+        networks are the same, as for ReLU.
     """
-
-    sigma_w: Array
-    sigma_b: Array
-    q: Array
-    chi: Array
-    critical: Array
-
-
-def phase_diagram(act: str | Activation, sigma_w: ArrayLike, sigma_b: ArrayLike) -> PhaseDiagram:
-    """chi over the grid of (W,) sigma_w and (B,) sigma_b, ascending, and the line between order and chaos."""
     act = activation(act)
     w, b = (np.asarray(v, dtype=np.float64) for v in (sigma_w, sigma_b))
     grid_w, grid_b = (v.ravel() for v in np.meshgrid(w, b))
     q, chis, _ = _fixed_points(act, grid_w, grid_b)
-    shape = (len(b), len(w))
     w2, b2 = _critical_points(act, np.logspace(-6, 3, 400))
     line = np.sqrt(np.stack([w2, b2], 1)[b2 >= 0])
     line = line[(line >= [w.min(), b.min()]).all(1) & (line <= [w.max(), b.max()]).all(1)]
     # piecewise linear functions have the same critical point at every q, up to rounding
     if len(line) and np.ptp(line, axis=0).max() < 1e-9:
         line = line[:1]
-    return PhaseDiagram(w, b, q.reshape(shape), chis.reshape(shape), line)
+    return q.reshape(len(b), len(w)), chis.reshape(len(b), len(w)), line

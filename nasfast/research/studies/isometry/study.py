@@ -767,9 +767,10 @@ def _depth_figure(settings: Sequence[str], depth: Sequence[Form]) -> Figure:
 
 
 def _diagram() -> Figure:
-    found = phase_diagram(_DIAGRAM_ACT, np.linspace(0.5, 3, 51), np.linspace(0, 1, 26))
-    mesh = {"mark": "mesh", "x": found.sigma_w, "y": found.sigma_b, "z": np.round(found.chi, 6)}
-    mesh |= {"curve": found.critical, "point": (1, 0), "label": "chi"}
+    sigma_w, sigma_b = np.linspace(0.5, 3, 51), np.linspace(0, 1, 26)
+    _, chi, critical = phase_diagram(_DIAGRAM_ACT, sigma_w, sigma_b)
+    mesh = {"mark": "mesh", "x": sigma_w, "y": sigma_b, "z": np.round(chi, 6)}
+    mesh |= {"curve": critical, "point": (1, 0), "label": "chi"}
     caption = (
         "chi of an infinitely wide tanh network without BatchNorm: below 1 signals merge and gradients vanish, above 1 "
         "they explode. The black line is chi = 1; the dot is the initialisation that the theory asks for."

@@ -276,12 +276,6 @@ def enumerated(mixture: Mixture, space: CellSpace, x: Tensor, y: Tensor) -> tupl
     return archs, torch.tensor(values, dtype=torch.float64)
 
 
-def enumerated_gradient(archs: Sequence[Arch], q: Tensor, shape: Sequence[int]) -> Tensor:
-    """(kinds, edges, ops) gradient of E[Q] at alpha = 0: sum_A p(A) Q(A) (1[A_e = k] - 1 / K), candidates alike."""
-    hard = F.one_hot(torch.tensor(archs), shape[-1]).double()
-    return ((hard - 1 / shape[-1]) * q[:, None, None]).mean(0)[None]
-
-
 def expectation(archs: Sequence[Arch], q: Tensor, alpha: Tensor) -> Tensor:
     """E[Q] of an architecture that is drawn with the logits alpha."""
     log_p = torch.log_softmax(alpha[0], -1)
@@ -289,13 +283,18 @@ def expectation(archs: Sequence[Arch], q: Tensor, alpha: Tensor) -> Tensor:
     return (log_p[rows, torch.tensor(archs)].sum(1).exp() * q).sum()
 
 
-def ascend(archs: Sequence[Arch], q: Tensor, shape: Sequence[int]) -> Tensor:
+def slope(archs: Sequence[Arch], q: Tensor, alpha: Tensor) -> Tensor:
+    """(kinds, edges, ops) gradient of E[Q] at alpha."""
+    alpha = alpha.clone().requires_grad_()
+    return torch.autograd.grad(expectation(archs, q, alpha), alpha)[0]
+
+
+def ascend(archs: Sequence[Arch], q: Tensor, start: Tensor) -> Tensor:
     """The alpha of norm 1 at which E[Q] is largest, by projected gradient ascent."""
-    alpha = torch.zeros(tuple(shape), dtype=torch.float64)
+    alpha = start
     for _ in range(500):
-        alpha.requires_grad_()
-        (gradient,) = torch.autograd.grad(expectation(archs, q, alpha), alpha)
-        alpha = alpha.detach() + 0.1 * gradient / gradient.norm()
+        gradient = slope(archs, q, alpha)
+        alpha = alpha + 0.1 * gradient / gradient.norm()
         alpha = alpha / alpha.norm().clamp(min=1)
     return alpha
 
@@ -582,7 +581,8 @@ def closed_form_table(cfg: NasiQuickConfig, train: Images) -> Table:
     mixture = CellMixture(space, seed=cfg.seed).double()
     x, y = train[0][:BATCH].double(), train[1][:BATCH]
     archs, q = enumerated(mixture, space, x, y)
-    exact = enumerated_gradient(archs, q, mixture.allowed.shape)
+    start = torch.zeros(mixture.allowed.shape, dtype=torch.float64)
+    exact = slope(archs, q, start)
     step = exact / exact.norm()
     rng = np.random.default_rng(derive_seed(cfg.seed, seeds.STUDY_DIRECTIONS))
     random = torch.from_numpy(rng.standard_normal((DIRECTIONS, exact.numel())))
@@ -592,7 +592,7 @@ def closed_form_table(cfg: NasiQuickConfig, train: Images) -> Table:
         search = NasiConfig(steps=cfg.steps, mu=0.0, seed=cfg.seed, gates=gates)
         found = solve(sample(mixture, [(x, y)], search), search).delta
         directions[f"{gates.replace('_', '-')}, T = {cfg.steps}"] = found / found.norm()
-    directions["largest E[Q] of norm 1, ascent"] = ascend(archs, q, exact.shape)
+    directions["largest E[Q] of norm 1, ascent"] = ascend(archs, q, start)
     rows = []
     for name, direction in directions.items():
         chosen = archs.index(tuple(direction[0].argmax(-1).tolist()))
