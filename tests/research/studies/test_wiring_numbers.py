@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from nasfast.research.cells.gates import uniform_logits
 from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchResult
 from nasfast.research.cells.space import DARTS_OPS, Cell, CellSpace, Edge, minimal_cell
 from nasfast.research.studies.report import StudyReport, checks_of
@@ -27,9 +28,7 @@ def fabricated(
     """A search whose arrays are random but possible: no candidate, no cost; parts of the samples are correct."""
     rng = np.random.default_rng(seed)
     types, edges, ops = len(space.types), len(space.cell.edges), len(space.ops)
-    allowed = np.zeros((edges, ops), dtype=bool)
-    for e, columns in enumerate(space.candidates):
-        allowed[e, list(columns)] = True
+    allowed = uniform_logits(space)[0].exp().numpy() > 0
     logits = np.where(allowed, rng.normal(size=(records + 1, types, edges, ops)), -np.inf)
     p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     shape = (records, 2, space.cells, edges, ops)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.research.cells.costs import NONE, SKIP_CONNECT
+from nasfast.research.cells.gates import uniform_logits
 from nasfast.research.cells.network import CellSupernet
 from nasfast.research.cells.operations import NormLayer, Operation
 from nasfast.research.cells.probe import sample_costs
@@ -120,15 +121,12 @@ def mixed_gates(space: CellSpace, seed: int) -> Tensor:
     """(cells, edges, ops) random weights of every candidate; they add up to 1."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(space.cells, len(space.cell.edges), len(space.ops), generator=generator, dtype=torch.float64)
-    allowed = torch.zeros(noise.shape[1:], dtype=torch.bool)
-    for e, columns in enumerate(space.candidates):
-        allowed[e, list(columns)] = True
-    return noise.masked_fill(~allowed, -torch.inf).softmax(-1)
+    return (noise + uniform_logits(space)[0]).softmax(-1)
 
 
 def one_hot_gates(space: CellSpace, seed: int) -> Tensor:
     """(cells, edges, ops) one random candidate per cell and edge."""
-    weights = (mixed_gates(space, seed) > 0).double()
+    weights = uniform_logits(space)[:1].exp().expand(space.cells, -1, -1)
     generator = torch.Generator().manual_seed(seed)
     index = torch.multinomial(weights.flatten(0, 1), 1, generator=generator).view(weights.shape[:2])
     return F.one_hot(index, weights.shape[-1]).double()
