@@ -255,18 +255,23 @@ def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
     )
 
 
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "layer norm": {"norm": "layer"},
+    "tanh, chaotic": {"act": "tanh", "sigma_w": 2.0, "sigma_b": 0.3},
+    "tanh with BN": {"act": "tanh", "norm": "batch"},
+    "ReLU resnet without BN": {"residual": 2, "depth": 100},
+}
+"""Variants of the fully connected networks -> their changes."""
+
+
 def _variants(runner: Runner, source: Source) -> tuple[Table, list[Check]]:
-    """What layer norm, tanh, tanh with BatchNorm, and a ReLU resnet without BatchNorm do, and their"""
-    base = _QUICK["FC"]
-
-    def run_of(name: str, net: NetConfig) -> tuple[Run, Mapping[str, float]]:
-        found = runner(name, net, source, _QUICK_SEEDS["FC"])
-        return found, detect(found.depth, found.curves()).evidence
-
-    _, layer = run_of("layer norm", base.replace(norm="layer"))
-    _, chaotic = run_of("tanh, chaotic", base.replace(act="tanh", sigma_w=2.0, sigma_b=0.3))
-    _, tanh_bn = run_of("tanh with BN", base.replace(act="tanh", norm="batch"))
-    resnet, plain = run_of("ReLU resnet without BN", base.replace(residual=2, depth=100))
+    """What the variants do, and their marks."""
+    runs = {
+        name: runner(name, _QUICK["FC"].replace(**changes), source, _QUICK_SEEDS["FC"])
+        for name, changes in _VARIANTS.items()
+    }
+    layer, chaotic, tanh_bn, plain = (detect(found.depth, found.curves()).evidence for found in runs.values())
+    resnet = runs["ReLU resnet without BN"]
     growth = fit_line(resnet.depth, resnet.curves()["lognu2"].mean(0))
     rows = (
         ("layer norm", f"mu_2/nu_2 {layer['share']:.2g}: zero-dimensional signal"),
@@ -430,10 +435,8 @@ def fit_table(runs: Mapping[str, Run], verdicts: Mapping[str, Verdict]) -> Table
     for name, found in runs.items():
         e = verdicts[name].evidence
         tau = f"{power_law_of(found).tau:.3f}" if found.cfg.residual else "-"
-        slope, exponent = (
-            (f"{e['slope']:.4f}", f"{e['slope_r2']:.5f}"),
-            (f"{e['exponent']:.3f}", f"{e['exponent_r2']:.5f}"),
-        )
+        slope = f"{e['slope']:.4f}", f"{e['slope_r2']:.5f}"
+        exponent = f"{e['exponent']:.3f}", f"{e['exponent_r2']:.5f}"
         rows.append((name, *slope, *exponent, tau, f"{e['rank']:.2f}", str(verdicts[name])))
     return Table("exponential fit on l > L/4, power law on all l", header, tuple(rows))
 
