@@ -106,6 +106,10 @@ class Row:
         return {**vars(self), "gain": self.gain}
 
 
+Rows = Mapping[str, Sequence[Row]]
+"""Setting -> its rows."""
+
+
 def relative_gain(act: str) -> float:
     """r = E sigma'(z)^2 / Var sigma(z), z normal: the gain of one BatchNorm -> activation -> convolution -> BatchNorm.
 
@@ -351,7 +355,7 @@ Found = dict[str, tuple[str, bool]]
 
 
 def claims_of(
-    own: str, rows: Sequence[Row], spreads: Sequence[Form], depth: Sequence[Form], convolutions: Sequence[Form]
+    own: str, rows: Rows, spreads: Sequence[Form], depth: Sequence[Form], convolutions: Sequence[Form]
 ) -> list[Claim]:
     """The paper's sentences beside the numbers, for a space whose activation is `own`.
 
@@ -375,12 +379,12 @@ def claims_of(
         judged(
             "the theory of layers without BatchNorm carries over to blocks with it: differences grow as the signal "
             "does",
-            _gain_is_one(own, orthogonal, rows),
+            _gain_is_one(own, rows.get(orthogonal, ())),
             "BatchNorm makes the gain r^(number of activations), whatever the weights",
         ),
         judged(
             "orthogonal weights are nearer to isometry than Gaussian ones (varphi of the branch)",
-            _nearer(orthogonal, gaussian, rows),
+            _nearer(rows.get(orthogonal, ()), rows.get(gaussian, ())),
         ),
         judged(
             "orthogonal candidates of a layer transmit signals equally, Gaussian ones do not (spreads over candidates)",
@@ -441,20 +445,19 @@ def _convolutions_isometric(setting: str, convolutions: Sequence[Form]) -> Found
     return found
 
 
-def _modules_isometric(settings: Sequence[str], rows: Sequence[Row]) -> Found:
+def _modules_isometric(settings: Sequence[str], rows: Rows) -> Found:
     found = {}
     for setting in dict.fromkeys(settings):
-        values = [(r.branch.phi, r.branch.varphi) for r in rows if r.setting == setting]
-        if values:
-            phi, varphi = np.median(values, axis=0)
+        if setting in rows:
+            phi, varphi = np.median([(r.branch.phi, r.branch.varphi) for r in rows[setting]], axis=0)
             found[f"({setting})"] = f"phi {phi:.2f}, varphi {varphi:.2f}", _isometric(phi, varphi)
     return found
 
 
-def _gain_is_one(own: str, setting: str, rows: Sequence[Row]) -> Found:
+def _gain_is_one(own: str, rows: Sequence[Row]) -> Found:
     r = relative_gain(own)
     # a branch with a constant output has no gain
-    measured = [(x.gain, x.acts) for x in rows if x.setting == setting and x.acts is not None and math.isfinite(x.gain)]
+    measured = [(x.gain, x.acts) for x in rows if x.acts is not None and math.isfinite(x.gain)]
     if not measured:
         return {}
     gain = float(np.median([value for value, _ in measured]))
@@ -466,10 +469,10 @@ def _gain_is_one(own: str, setting: str, rows: Sequence[Row]) -> Found:
     return {"median gain phi Var(in) / Var(out)": (words, abs(gain - 1) <= _NEAR)}
 
 
-def _nearer(orthogonal: str, gaussian: str, rows: Sequence[Row]) -> Found:
+def _nearer(orthogonal: Sequence[Row], gaussian: Sequence[Row]) -> Found:
     """Orthogonal with Gaussian weights, by varphi of the branches."""
-    by_place = {(r.layer, r.name): r.branch.varphi for r in rows if r.setting == gaussian}
-    pairs = [(r.branch.varphi, by_place[r.layer, r.name]) for r in rows if r.setting == orthogonal]
+    by_place = {(r.layer, r.name): r.branch.varphi for r in gaussian}
+    pairs = [(r.branch.varphi, by_place[r.layer, r.name]) for r in orthogonal]
     # the estimate of a varphi of 0 may be negative
     ratios = [a / b for a, b in pairs if b > 0]
     if not ratios:
@@ -547,13 +550,13 @@ def _space(cfg: IsometryConfig, task: Task) -> StudyReport:
     images, _ = random_batch(space, cfg.batch, seed=cfg.seed)
     images = images.contiguous()
     few = images[:_DEPTH_IMAGES]
-    rows, spreads, depth, convolutions = [], [], [], []
+    rows: dict[str, list[Row]] = {}
+    spreads, depth, convolutions = [], [], []
     marks = block_marks(own, seed=cfg.seed)
     for setting, (init, act) in settings.items():
         net = Supernet(space, init=init, activation=act, layer_indicators=False, fused=False, seed=cfg.seed)
         path = mean_path(space) if cfg.inputs == "propagated" else None
-        of_setting, spreads_of_setting = measure_supernet(net, images, cfg, setting=setting, path=path, task=task)
-        rows += of_setting
+        rows[setting], spreads_of_setting = measure_supernet(net, images, cfg, setting=setting, path=path, task=task)
         spreads += spreads_of_setting
         for indicator_bn in (True, False):
             found = depth_spread(net, few, paths=cfg.paths, indicator_bn=indicator_bn, seed=cfg.seed)
@@ -566,7 +569,6 @@ def _space(cfg: IsometryConfig, task: Task) -> StudyReport:
     report = _report(
         f"space {space.name}, {len(space)} layers, inputs: {inputs}",
         _reductions(cfg, space, len(few)),
-        list(settings),
         rows,
         fairness=spreads,
         depth=depth,
@@ -582,28 +584,26 @@ def _module(cfg: IsometryConfig, name: str, task: Task) -> StudyReport:
         return measure_module(module, x, cfg, setting=setting, task=task)
 
     found = initialised(name, cfg.input, cfg.seed, measured)
-    rows = [row for of_setting in found.values() for row in of_setting]
     reduced = f"{cfg.samples} samples and {cfg.probes} random probes per part; statistics of {cfg.batch} samples"
-    return _report(f"module {name}, inputs: white noise of shape {cfg.input}", (reduced,), list(found), rows)
+    return _report(f"module {name}, inputs: white noise of shape {cfg.input}", (reduced,), found)
 
 
 def _report(
     subject: str,
     reduced: Sequence[str],
-    settings: Sequence[str],
-    rows: Sequence[Row],
+    rows: Rows,
     *,
     fairness: Sequence[Form] = (),
     depth: Sequence[Form] = (),
     convolutions: Sequence[Form] = (),
 ) -> StudyReport:
     """The report without marks and claims; what there is none of has neither table nor figure."""
-    figures = [_moments_figure("candidates" if fairness else "parts", settings, rows), _densities(settings, rows)]
-    tables = [_medians_table(settings, rows), _rows_table(rows)]
+    figures = [_moments_figure("candidates" if fairness else "parts", rows), _densities(rows)]
+    tables = [_medians_table(rows), _rows_table(_all(rows))]
     if convolutions:
         tables.append(_convolutions_table(convolutions))
     if fairness:
-        figures += [_fairness_figure(settings, fairness), _depth_figure(settings, depth)]
+        figures += [_fairness_figure(fairness), _depth_figure(depth)]
         tables.append(_fairness_table(spread_means(fairness)))
     if depth:
         tables.append(_depth_table(depth))
@@ -614,8 +614,8 @@ def _report(
         tables=tuple(tables),
         figures=(*figures, _diagram()),
         data={
-            "settings": settings,
-            "rows": rows,
+            "settings": list(rows),
+            "rows": _all(rows),
             "histogram_edges": EDGES,
             "fairness": fairness,
             "fairness_means": spread_means(fairness),
@@ -637,10 +637,14 @@ def _reductions(cfg: IsometryConfig, space: SearchSpace, images: int) -> tuple[s
     )
 
 
-def _medians_table(settings: Sequence[str], rows: Sequence[Row]) -> Table:
+def _all(rows: Rows) -> list[Row]:
+    return [row for of_setting in rows.values() for row in of_setting]
+
+
+def _medians_table(rows: Rows) -> Table:
     lines = []
-    for setting in settings:
-        values = [(r.branch.phi, r.branch.varphi, r.gain) for r in rows if r.setting == setting]
+    for setting, own in rows.items():
+        values = [(r.branch.phi, r.branch.varphi, r.gain) for r in own]
         lines.append((setting, *np.nanmedian(values, axis=0).tolist()))
     return Table.of("medians over branches", {"": "", **_MOMENTS}, lines)
 
@@ -694,8 +698,8 @@ def _place(row: Row) -> str:
     return f"layer {row.layer}" if row.layer >= 0 else row.name
 
 
-def _moments_figure(title: str, settings: Sequence[str], rows: Sequence[Row]) -> Figure:
-    places = _places(rows)
+def _moments_figure(title: str, rows: Rows) -> Figure:
+    places = _places(_all(rows))
     panels = []
     names = [place.removeprefix("layer ") for place in places]
     quantities = {
@@ -705,8 +709,9 @@ def _moments_figure(title: str, settings: Sequence[str], rows: Sequence[Row]) ->
     }
     for (text, value), ideal in zip(quantities.items(), (1, 0, 1), strict=True):
         marks: list[Form] = [{"mark": "ticks", "names": names}]
-        for colour, shift, setting in zip(SERIES, np.linspace(-0.22, 0.22, len(settings)), settings, strict=False):
-            own = [(places.index(_place(r)), value(r)) for r in rows if r.setting == setting and _place(r) in places]
+        shifts = np.linspace(-0.22, 0.22, len(rows))
+        for colour, shift, (setting, of_setting) in zip(SERIES, shifts, rows.items(), strict=False):
+            own = [(places.index(_place(r)), value(r)) for r in of_setting if _place(r) in places]
             x, y = np.array(own, dtype=float).T
             medians = [np.nanmedian(y[x == at]) for at in np.unique(x)]
             marks.append(line(x + shift, y, colour, ls="", marker="o", ms=3, alpha=0.55))
@@ -716,13 +721,13 @@ def _moments_figure(title: str, settings: Sequence[str], rows: Sequence[Row]) ->
     return Figure(title, caption, panels, columns=3, height=3.9)
 
 
-def _densities(settings: Sequence[str], rows: Sequence[Row]) -> Figure:
-    places, panels = _places(rows), []
+def _densities(rows: Rows) -> Figure:
+    places, panels = _places(_all(rows)), []
     chosen = np.unique(np.linspace(0, len(places) - 1, min(_DENSITIES, len(places))).astype(int))
     for place in (places[i] for i in chosen):
         marks, top = [], 0.0
-        for colour, setting in zip(SERIES, settings, strict=False):
-            shares = [row.histogram for row in rows if row.setting == setting and _place(row) == place]
+        for colour, (setting, own) in zip(SERIES, rows.items(), strict=False):
+            shares = [row.histogram for row in own if _place(row) == place]
             if shares:
                 mean = np.mean(shares, axis=0)
                 # the bin of singular values at 0 would hide the rest
@@ -738,10 +743,10 @@ def _densities(settings: Sequence[str], rows: Sequence[Row]) -> Figure:
     return Figure("singular values", caption, panels, columns=3, height=2.4)
 
 
-def _both(settings: Sequence[str], found: Sequence[Form], y: str) -> list[Form]:
+def _both(found: Sequence[Form], y: str) -> list[Form]:
     """A line for every setting: solid with indicator BatchNorms, dotted without; one number for each row, or a list."""
     marks = []
-    for colour, setting in zip(SERIES, settings, strict=False):
+    for colour, setting in zip(SERIES, dict.fromkeys(f["setting"] for f in found), strict=False):
         for indicator_bn in (True, False):
             rows = [f for f in found if (f["setting"], f["indicator_bn"]) == (setting, indicator_bn)]
             values = rows[0][y] if rows and "layer" not in rows[0] else [row[y] for row in rows]
@@ -751,17 +756,15 @@ def _both(settings: Sequence[str], found: Sequence[Form], y: str) -> list[Form]:
     return marks
 
 
-def _fairness_figure(settings: Sequence[str], fairness: Sequence[Form]) -> Figure:
-    panels = [
-        panel(title, *_both(settings, fairness, key), x="layer", ylim=(0, None)) for key, title in _FAIRNESS.items()
-    ]
+def _fairness_figure(fairness: Sequence[Form]) -> Figure:
+    panels = [panel(title, *_both(fairness, key), x="layer", ylim=(0, None)) for key, title in _FAIRNESS.items()]
     return Figure("fairness", "Spread over the candidates of a layer; 0 is fair." + _LINES, panels)
 
 
-def _depth_figure(settings: Sequence[str], depth: Sequence[Form]) -> Figure:
+def _depth_figure(depth: Sequence[Form]) -> Figure:
     panels = [
-        panel("std of log Var(h) over paths", *_both(settings, depth, "std"), x="layer", ylim=(0, None)),
-        panel("largest Var(h) over smallest", *_both(settings, depth, "ratio"), x="layer", ylim=(1, None)),
+        panel("std of log Var(h) over paths", *_both(depth, "std"), x="layer", ylim=(0, None)),
+        panel("largest Var(h) over smallest", *_both(depth, "ratio"), x="layer", ylim=(1, None)),
     ]
     return Figure("fairness with depth", "Spread of log Var(h) over random paths, by depth." + _LINES, panels)
 
