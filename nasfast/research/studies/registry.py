@@ -90,13 +90,11 @@ def flags(parser: Parser, command: str) -> None:
     parser.usage = "%(prog)s KIND [FLAGS]"
     commands = parser.add_subcommands(dest="command", metavar="KIND")
     for name, study in STUDIES.items():
-        of_command, _, kind = name.partition(" ")
-        if of_command != command:
-            continue
-        of_kind = Parser(description=study.text)
-        commands.add_subcommand(kind, of_kind, help=study.text)
-        of_kind.prog = f"nasfast {study.name}"
-        _study_flags(of_kind, study)
+        if name.startswith(f"{command} "):
+            of_kind = Parser(description=study.text)
+            commands.add_subcommand(name.removeprefix(f"{command} "), of_kind, help=study.text)
+            of_kind.prog = f"nasfast {name}"
+            _study_flags(of_kind, study)
 
 
 def _study_flags(parser: Parser, study: Study) -> None:
