@@ -172,6 +172,7 @@ def measure_supernet(
     """
     rows, spreads = [], []
     done = task(setting, len(net.layers))
+    # the signs of the probes begin from the same seed; a stream of its own would change the published figures
     generator = torch.Generator().manual_seed(cfg.seed)
     with torch.no_grad():
         h = net.stem(images)

@@ -395,7 +395,6 @@ def _of_searches(study: Callable[[Experiment, Runner], StudyReport]) -> Callable
 
 
 _OTHER_SETTINGS = "settings are not those of the pass marks: signs are judged, thresholds are not"
-Sign = Callable[[Measures], bool]
 Mark = tuple[float, float, float]
 """The ends of a mark's interval, and the value."""
 
@@ -413,7 +412,7 @@ class Pattern:
 
     title: str
     name: str
-    signs: Mapping[str, Sign]
+    signs: Mapping[str, Callable[[Measures], bool]]
     marks: Callable[[Measures], Mapping[str, Mark]]
 
 
