@@ -283,9 +283,9 @@ def read_arrays(file: Path) -> dict[str, Array]:
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    # what is no zip file, or a damaged one
+    # numpy's own words for what is no zip file advise to unpickle it
     except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
-        raise ValueError(f"cannot read the arrays of {file}: {error}; remove the file, or replace it") from error
+        raise ValueError(f"{file} is damaged or no .npz file: remove or replace it") from error
 
 
 def chunk_size(cfg: NetConfig, source: Source) -> int:
