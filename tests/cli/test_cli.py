@@ -212,7 +212,7 @@ def test_a_reader_that_ends_early_is_no_error():
 
 
 def test_no_help_waits_for_heavy_packages():
-    names = ["", *LINES, *registry.names()]
+    names = ["", *LINES, *registry.STUDIES]
     code = HELP.format(heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", code, *names], timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -220,7 +220,7 @@ def test_no_help_waits_for_heavy_packages():
         assert f"usage: nasfast {name or 'COMMAND'}" in done.stdout
 
 
-@pytest.mark.parametrize("config", [RunConfig, LatencyConfig, StepTimesConfig, *registry.names()], ids=str)
+@pytest.mark.parametrize("config", [RunConfig, LatencyConfig, StepTimesConfig, *registry.STUDIES], ids=str)
 def test_every_flag_has_a_help_text(config):
     parser = Parser()
     parser.add_class_arguments(registry.find(config).load("config") if isinstance(config, str) else config)

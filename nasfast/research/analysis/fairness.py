@@ -22,97 +22,51 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nasfast.research.analysis.jacobian import applied, frozen_copy
 from nasfast.spaces import UniformSampler
 from nasfast.supernet import Supernet
 
-Array = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Fairness:
-    """Spreads over the candidates of one layer; see the module's docstring.
-
-    f_phi is None if no phi was given. f_var and f_iso are not finite if a candidate gives all samples one result.
-
-    Attributes:
-        mean, var: mean and variance of the outputs of each candidate.
-        rho: mean rho over pairs of samples, of each candidate.
-        distortion: mean over candidates of the coefficient of variation of rho.
-    """
-
-    mean: Array
-    var: Array
-    rho: Array
-    distortion: float
-    disagreement: float
-    f_phi: float | None = None
-
-    @property
-    def f_mean(self) -> float:
-        """Spread of the means, relative to the deviation of the outputs."""
-        return float(self.mean.std() / math.sqrt(self.var.mean()))
-
-    @property
-    def f_var(self) -> float:
-        """Spread of the log variances."""
-        return float(np.log(self.var).std())
-
-    @property
-    def f_iso(self) -> float:
-        """Spread of the logs of rho."""
-        return float(np.log(self.rho).std())
+SPREADS = ("f_mean", "f_var", "f_iso", "f_phi", "distortion", "disagreement")
 
 
 @torch.no_grad()
-def fairness(candidates: Sequence[nn.Module], h: Tensor, *, phi: Sequence[float] | None = None) -> Fairness:
+def fairness(
+    candidates: Sequence[nn.Module], h: Tensor, *, phi: Sequence[float] | None = None
+) -> dict[str, float | None]:
     """Measure the candidates of one layer on a common input; BatchNorms use the statistics of that input.
 
     Args:
-        candidates: at least two modules that map (N, C, ...) to results (N, C', ...) of one shape; they are not
-            changed.
+        candidates: modules that map (N, C, ...) to results (N, C', ...) of one shape; they are not changed.
         h: (N, C, ...) floating, N at least 4; 64 or more are recommended.
-        phi: phi of each candidate's Jacobian, for f_phi; None leaves it out.
+        phi: phi of each candidate's Jacobian, for f_phi.
 
-    Raises:
-        ValueError: there are fewer than two candidates or four samples, or another number of phis than of candidates; a
-            candidate cannot take h; results have different shapes or are not finite; or two samples are equal, so that
-            their distance is 0.
+    Returns:
+        SPREADS; see the module's docstring. f_phi is None without phi, `distortion` is the mean over candidates, and
+        f_var and f_iso are not finite if a candidate gives all samples one result.
     """
-    if len(candidates) < 2 or h.ndim < 2 or h.shape[0] < 4:
-        raise ValueError(
-            f"fairness: needs two candidates and h of (N, C, ...) with four samples, got {len(candidates)} and "
-            f"{tuple(h.shape)}"
-        )
-    if phi is not None and len(phi) != len(candidates):
-        raise ValueError(f"fairness: needs one phi for each of {len(candidates)} candidates, got {len(phi)}")
     distances = _pair_distances(h)
     if not float(distances.min()) > 0:
         raise ValueError("fairness: two samples of h are equal or not finite: give different finite samples")
     outputs = [applied(frozen_copy(module, h, dtype=h.dtype), h) for module in candidates]
-    if len({y.shape for y in outputs}) > 1:
-        raise ValueError(f"fairness: candidates have results of different shapes {[tuple(y.shape) for y in outputs]}")
     for i, y in enumerate(outputs):
         if not torch.isfinite(y).all():
             raise ValueError(f"fairness: the result of candidate {i} is not finite")
     rhos = [_pair_distances(y) / distances for y in outputs]
-    means, variances = np.array([channel_moments(y) for y in outputs]).T
-    return Fairness(
-        means,
-        variances,
-        np.array([float(rho.mean()) for rho in rhos]),
-        distortion=float(np.mean([float(rho.std() / rho.mean()) for rho in rhos])),
-        disagreement=float(np.mean([_disagreement(a, b) for a, b in combinations(outputs, 2)])),
-        f_phi=None if phi is None else float(np.log(phi).std()),
-    )
+    mean, var = np.array([channel_moments(y) for y in outputs]).T
+    return {
+        "f_mean": float(mean.std() / math.sqrt(var.mean())),
+        "f_var": float(np.log(var).std()),
+        "f_iso": float(np.log([float(rho.mean()) for rho in rhos]).std()),
+        "f_phi": None if phi is None else float(np.log(phi).std()),
+        "distortion": float(np.mean([float(rho.std() / rho.mean()) for rho in rhos])),
+        "disagreement": float(np.mean([_disagreement(a, b) for a, b in combinations(outputs, 2)])),
+    }
 
 
 def channel_moments(y: Tensor) -> tuple[float, float]:
@@ -151,24 +105,17 @@ def depth_spread(
 ) -> dict[str, list[float]]:
     """Follow random paths through a supernet and compare the variances of their signals.
 
-    Var(h_l) is the variance of the output of layer l, averaged over channels.
-
     Args:
         net: the supernet, which is not changed; it must have plain modules (`fused=False`) if indicator_bn is off.
         images: (N, C, H, W).
-        paths: number of uniformly random paths, without layer indicators.
+        paths: number of uniformly random paths, at least two, without layer indicators.
         indicator_bn: whether blocks keep their indicator BatchNorms.
         seed: seed of the paths.
 
     Returns:
-        For every layer the `mean` and `std` of log Var(h_l) over paths, and the `ratio` of the largest Var(h_l) to the
-        smallest.
-
-    Raises:
-        ValueError: there are fewer than two paths, or a variance is zero or not finite.
+        For every layer the `mean` and `std` over paths of log Var(h_l), h_l the output of the layer, whose variance is
+        averaged over channels; and the `ratio` of the largest Var(h_l) to the smallest.
     """
-    if paths < 2:
-        raise ValueError(f"depth_spread: needs two paths to compare, got {paths}")
     layers = [list(layer.candidates) for layer in net.layers]
     if not indicator_bn:
         layers = [[without_indicator_bn(c) for c in candidates] for candidates in layers]

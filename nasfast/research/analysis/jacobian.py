@@ -146,16 +146,25 @@ def isometry(
     """
     _check(x, samples, probes, method, bn_mode)
     generator = torch.Generator().manual_seed(seed)
-    with use_backend("reference"), warnings.catch_warnings():
-        # torch itself causes this warning in the formulas of its forward mode
-        warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
+    with differentiable_operators():
         function, points = _prepared(module, x, bn_mode, circular, torch.float32, samples)
         w_in, w_out = points[0].numel(), _output_size(function, points)
         method = method or ("exact" if w_in * w_out <= max_exact else "probes")
         if method == "exact":
             function, points = _prepared(module, x, bn_mode, circular, torch.float64, samples)
-            return _exact(function, points, w_in, w_out)
-        return _probed(function, points, w_in, w_out, probes, lanczos_steps, generator)
+            estimates = _exact(function, points, w_out)
+        else:
+            estimates = _probed(function, points, w_out, probes, min(lanczos_steps, w_out), generator)
+    return _summary(*estimates, w_in, w_out, method)
+
+
+@contextmanager
+def differentiable_operators() -> Iterator[None]:
+    """Run the operators of nasfast on their reference, which has forward-mode derivatives."""
+    with use_backend("reference"), warnings.catch_warnings():
+        # torch itself causes this warning in the formulas of its forward mode
+        warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
+        yield
 
 
 def _check(x: Tensor, samples: int, probes: int, method: str | None, bn_mode: str) -> None:
@@ -245,11 +254,7 @@ def _record(statistics: dict[_BatchNorm, tuple[Tensor, Tensor]], norm: _BatchNor
 
 
 def applied(function: Function, x: Tensor) -> Tensor:
-    """function(x), which must be one tensor.
-
-    Raises:
-        ValueError: the function raised an exception, or its result is no tensor.
-    """
+    """function(x), which must be one tensor."""
     try:
         y = function(x)
     except Exception as error:
@@ -333,7 +338,7 @@ def jacobian(function: Function, point: Tensor, w_out: int) -> Tensor:
     w_in = point.numel()
     by_rows = w_out <= w_in
     parts = []
-    for units in torch.eye(min(w_in, w_out), dtype=point.dtype, device=point.device).split(_rows(w_in, w_out)):
+    for units in torch.eye(min(w_in, w_out), dtype=point.dtype, device=point.device).split(_rows(point, w_out)):
         products = _Products(function, point.repeat_interleave(len(units), 0))
         parts.append(products.pull(units) if by_rows else products.push(units))
     matrix = torch.cat(parts)
@@ -353,9 +358,6 @@ def circular_conv_moments(weight: Tensor, groups: int = 1) -> tuple[Array, Array
 
     Returns:
         Two float64 arrays (groups,), the moments of each group.
-
-    Raises:
-        ValueError: the weight has no square kernel, or the groups do not divide it.
     """
     weight = weight.detach().double()
     weight = weight[:, :, None, None] if weight.ndim == 2 else weight
@@ -372,37 +374,34 @@ def circular_conv_moments(weight: Tensor, groups: int = 1) -> tuple[Array, Array
     return firsts.cpu().numpy(), seconds.cpu().numpy()
 
 
-def _rows(w_in: int, w_out: int) -> int:
+def _rows(point: Tensor, w_out: int) -> int:
     """Number of vectors of a batch."""
-    return max(1, min(_CHUNK, _BATCH_ELEMENTS // max(w_in, w_out)))
+    return max(1, min(_CHUNK, _BATCH_ELEMENTS // max(point.numel(), w_out)))
 
 
-def _exact(function: Function, points: Tensor, w_in: int, w_out: int) -> Isometry:
+Estimates = tuple[Array, Array, Array, Array, float]
+"""(samples, estimates) of the first two moments; singular values, their weights, and the largest."""
+
+
+def _exact(function: Function, points: Tensor, w_out: int) -> Estimates:
     singular = torch.stack([torch.linalg.svdvals(jacobian(function, p[None], w_out)) for p in points]).cpu().numpy()
     powers = singular**2
     firsts, seconds = powers.sum(1, keepdims=True) / w_out, (powers**2).sum(1, keepdims=True) / w_out
     values = np.sort(singular.ravel())
-    zeros = 1 - min(w_in, w_out) / w_out
+    zeros = 1 - singular.shape[1] / w_out
     weights = np.full(len(values), (1 - zeros) / len(values))
     if zeros:
         values, weights = np.append(0.0, values), np.append(zeros, weights)
-    return _summary(firsts, seconds, values, weights, float(singular.max()), w_in, w_out, "exact")
+    return firsts, seconds, values, weights, float(singular.max())
 
 
 def _probed(
-    function: Function,
-    points: Tensor,
-    w_in: int,
-    w_out: int,
-    probes: int,
-    lanczos_steps: int,
-    generator: torch.Generator,
-) -> Isometry:
+    function: Function, points: Tensor, w_out: int, probes: int, steps: int, generator: torch.Generator
+) -> Estimates:
     # at least two per sample, because the variance of the estimate is needed
     per_sample = max(2, -(-probes // len(points)))
     firsts, seconds = [], []
-    repeated = points.repeat_interleave(per_sample, 0)
-    for rows in repeated.split(_rows(w_in, w_out)):
+    for rows in points.repeat_interleave(per_sample, 0).split(_rows(points[0], w_out)):
         products = _Products(function, rows)
         signs = torch.randint(0, 2, (len(rows), w_out), generator=generator).to(rows) * 2 - 1
         pulled = products.pull(signs)
@@ -410,13 +409,11 @@ def _probed(
         seconds.append(products.push(pulled).double().square().sum(1) / w_out)
     shape = (len(points), per_sample)
     first, second = (torch.cat(parts).cpu().numpy().reshape(shape) for parts in (firsts, seconds))
-    steps = min(lanczos_steps, w_out)
-    density = _density(function, points[:_LANCZOS_SAMPLES], w_in, w_out, steps, generator)
-    return _summary(first, second, *density, w_in, w_out, "probes")
+    return first, second, *_density(function, points[:_LANCZOS_SAMPLES], w_out, steps, generator)
 
 
 def _density(
-    function: Function, points: Tensor, w_in: int, w_out: int, steps: int, generator: torch.Generator
+    function: Function, points: Tensor, w_out: int, steps: int, generator: torch.Generator
 ) -> tuple[Array, Array, float]:
     """Singular values, their weights and the largest one, by Lanczos quadrature with a random start per point.
 
@@ -426,7 +423,7 @@ def _density(
     if steps < 1:
         return np.empty(0), np.empty(0), -math.inf
     values, weights, largest = [], [], -math.inf
-    for rows in points.split(_rows(w_in, w_out)):
+    for rows in points.split(_rows(points[0], w_out)):
         products = _Products(function, rows)
         q = torch.randn(len(rows), w_out, generator=generator, dtype=torch.float64).to(rows)
         q = q / q.norm(dim=1, keepdim=True)
@@ -471,7 +468,7 @@ def _smoothed(nodes: Array, weights: Array) -> tuple[Array, Array]:
 def _summary(
     firsts: Array, seconds: Array, values: Array, weights: Array, largest: float, w_in: int, w_out: int, method: Method
 ) -> Isometry:
-    """The result from (samples, estimates) of the first two moments; a single estimate per sample is exact."""
+    """The result of estimates of the first two moments; a single one per sample is exact."""
     samples, estimates = firsts.shape
     phi, second = float(firsts.mean()), float(seconds.mean())
     # the square of an estimate is too large by its variance

@@ -13,7 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from nasfast.ops import reference
 
 Array = NDArray[np.float64]
 
@@ -36,43 +40,32 @@ class Activation:
 
     Attributes:
         name: name in messages.
-        value, slope: sigma and sigma'; they map arrays to arrays of the same shape.
+        function: sigma, a function of tensors that autograd can differentiate.
         kinks: points other than 0 where sigma is not smooth.
     """
 
     name: str
-    value: Callable[[Array], Array]
-    slope: Callable[[Array], Array]
+    function: Callable[[Tensor], Tensor]
     kinks: tuple[float, ...] = ()
 
+    def value(self, x: Array) -> Array:
+        """sigma(x)."""
+        return self.function(torch.from_numpy(x)).numpy()
 
-def _sigmoid(x: Array) -> Array:
-    return 0.5 + 0.5 * np.tanh(0.5 * x)
+    def slope(self, x: Array) -> Array:
+        """sigma'(x)."""
+        leaf = torch.from_numpy(x).requires_grad_()
+        return torch.autograd.grad(self.function(leaf).sum(), leaf)[0].numpy()
 
 
-def _hswish_slope(x: Array) -> Array:
-    return np.where(x < 3, np.where(x > -3, x / 3 + 0.5, 0.0), 1.0)
-
-
+_KINKS = {"relu6": (6.0,), "hswish": (-3.0, 3.0)}
 ACTIVATIONS = {
-    a.name: a
-    for a in (
-        Activation("identity", lambda x: x, np.ones_like),
-        Activation("tanh", np.tanh, lambda x: 1 - np.square(np.tanh(x))),
-        Activation("relu", lambda x: np.maximum(x, 0.0), lambda x: np.where(x > 0, 1.0, 0.0)),
-        Activation("relu6", lambda x: np.clip(x, 0.0, 6.0), lambda x: np.where((x > 0) & (x < 6), 1.0, 0.0), (6.0,)),
-        Activation("hswish", lambda x: x * np.clip(x / 6 + 0.5, 0.0, 1.0), _hswish_slope, (-3.0, 3.0)),
-        Activation("silu", lambda x: x * _sigmoid(x), lambda x: _sigmoid(x) * (1 + x * _sigmoid(-x))),
-    )
+    name: Activation(name, function, _KINKS.get(name, ())) for name, function in reference.ACTIVATIONS.items()
 }
 
 
 def activation(act: str | Activation) -> Activation:
-    """An activation of ACTIVATIONS by its name, or the given one.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """An activation of ACTIVATIONS by its name, or the given one."""
     if isinstance(act, Activation):
         return act
     if act not in ACTIVATIONS:
@@ -81,13 +74,9 @@ def activation(act: str | Activation) -> Activation:
 
 
 def normal_nodes(splits: ArrayLike) -> tuple[Array, Array]:
-    """Gauss-Legendre nodes and weights of E f(z) on [-12, 12], for a function f that is smooth between splits.
+    """Gauss-Legendre nodes and weights, (..., pieces * 128), of E f(z) on [-12, 12].
 
-    Args:
-        splits: (..., pieces - 1) points that divide the interval.
-
-    Returns:
-        Nodes and weights, (..., pieces * 128).
+    f is smooth between the splits (..., pieces - 1), which divide the interval.
     """
     # a split outside the interval makes a piece of width 0
     inner = np.clip(np.sort(np.asarray(splits, dtype=np.float64), axis=-1), -_REACH, _REACH)
@@ -164,11 +153,7 @@ class FixedPoint:
 
 
 def fixed_point(act: str | Activation, sigma_w: float, sigma_b: float) -> FixedPoint:
-    """q* and its chi (DI-NAS eq. 5 and 7).
-
-    Raises:
-        ValueError: the activation is unknown, or sigma_w or sigma_b is negative or infinite.
-    """
+    """q* and its chi (DI-NAS eq. 5 and 7)."""
     act = activation(act)
     q, chis, slow = _fixed_points(act, np.array([sigma_w], dtype=np.float64), np.array([sigma_b], dtype=np.float64))
     return FixedPoint(float(q[0]), float(chis[0]), bool(slow[0]))
@@ -215,11 +200,7 @@ def _bisect(step: Callable[[Array], Array], near: Array) -> Array:
 
 
 def critical_point(act: str | Activation, q: float) -> tuple[float, float]:
-    """(sigma_w^2, sigma_b^2) on the critical line chi = 1 at which the fixed point is q.
-
-    Raises:
-        ValueError: there is no such point, because sigma_b^2 would be negative.
-    """
+    """(sigma_w^2, sigma_b^2) on the critical line chi = 1 at which the fixed point is q."""
     act = activation(act)
     sigma_w2, sigma_b2 = (float(v) for v in _critical_points(act, np.asarray(q)))
     if not sigma_b2 >= 0:
@@ -234,80 +215,39 @@ def _critical_points(act: Activation, q: Array) -> tuple[Array, Array]:
     return sigma_w2, np.where(np.abs(sigma_b2) <= _TOLERANCE * q, 0.0, sigma_b2)
 
 
-@dataclass(frozen=True)
-class SpectrumMoments:
-    """Moments of the eigenvalues lambda of J J^T.
-
-    Attributes:
-        m1: mean of lambda, which is phi.
-        m2: mean of lambda^2.
-    """
-
-    m1: float
-    m2: float
-
-    @property
-    def varphi(self) -> float:
-        """The variance m2 - m1^2."""
-        return self.m2 - self.m1**2
-
-
 def spectrum_moments(
     act: str | Activation, q: float, sigma_w: float, depth: int, *, orthogonal: bool
-) -> SpectrumMoments:
-    """Moments of the Jacobian of `depth` equally wide layers at q (Pennington et al. 2017).
+) -> tuple[float, float]:
+    """phi and varphi of the Jacobian of `depth` equally wide layers at q (Pennington et al. 2017).
 
-    m1 = (sigma_w^2 mu_1)^L and m2 = m1^2 L (mu_2 / mu_1^2 + 1 / L - 1 - s1), with s1 = 0 for orthogonal weights and -1
-    for Gaussian ones. "Singular values" in DI-NAS eq. 8 and 10 are these eigenvalues.
-
-    Raises:
-        ValueError: the activation is unknown, or the depth is below 1.
+    They are the mean m1 and the variance m2 - m1^2 of the eigenvalues of J J^T, which DI-NAS eq. 8 and 10 call singular
+    values: m1 = (sigma_w^2 mu_1)^L and m2 = m1^2 L (mu_2 / mu_1^2 + 1 / L - 1 - s1), with s1 = 0 for orthogonal weights
+    and -1 for Gaussian ones.
     """
     if depth < 1:
         raise ValueError(f"mean field: depth must be at least 1, got {depth}")
     mu_1, mu_2 = (float(slope_moment(act, q, k)) for k in (1, 2))
     s1 = 0.0 if orthogonal else -1.0
     m1 = (sigma_w**2 * mu_1) ** depth
-    return SpectrumMoments(m1, m1**2 * depth * (mu_2 / mu_1**2 + 1 / depth - 1 - s1))
+    return m1, m1**2 * depth * (mu_2 / mu_1**2 + 1 / depth - 1 - s1) - m1**2
 
 
-@dataclass(frozen=True)
-class PhaseDiagram:
-    """Order and chaos over a grid of W values of sigma_w and B values of sigma_b.
+def phase_diagram(act: str | Activation, sigma_w: ArrayLike, sigma_b: ArrayLike) -> tuple[Array, Array, Array]:
+    """Order and chaos over a grid of W values of sigma_w and B values of sigma_b, both ascending.
 
-    Attributes:
-        sigma_w, sigma_b: (W,) and (B,) values.
-        q, chi: (B, W); q is inf where the variance grows without bound.
-        critical: (points, 2) values of (sigma_w, sigma_b) with chi = 1 within the range of the grid, by ascending q*.
-            It is a single point if all critical networks are the same, as for ReLU.
-    """
-
-    sigma_w: Array
-    sigma_b: Array
-    q: Array
-    chi: Array
-    critical: Array
-
-
-def phase_diagram(act: str | Activation, sigma_w: ArrayLike, sigma_b: ArrayLike) -> PhaseDiagram:
-    """chi over the grid, and the line between order and chaos.
-
-    Args:
-        act: the activation.
-        sigma_w, sigma_b: (W,) and (B,) values, ascending.
-
-    Raises:
-        ValueError: the activation is unknown, or sigma_w or sigma_b is negative or infinite.
+    Returns:
+        q* and chi, (B, W) each, with q* = inf where the variance grows without bound; and (points, 2) values of
+        (sigma_w, sigma_b) with chi = 1 within the range of the grid, by ascending q*: a single point if all critical
+        networks are the same, as for ReLU.
     """
     act = activation(act)
     w, b = (np.asarray(v, dtype=np.float64) for v in (sigma_w, sigma_b))
     grid_w, grid_b = (v.ravel() for v in np.meshgrid(w, b))
     q, chis, _ = _fixed_points(act, grid_w, grid_b)
-    shape = (len(b), len(w))
     w2, b2 = _critical_points(act, np.logspace(-6, 3, 400))
     line = np.sqrt(np.stack([w2, b2], 1)[b2 >= 0])
     line = line[(line >= [w.min(), b.min()]).all(1) & (line <= [w.max(), b.max()]).all(1)]
     # piecewise linear functions have the same critical point at every q, up to rounding
     if len(line) and np.ptp(line, axis=0).max() < 1e-9:
         line = line[:1]
-    return PhaseDiagram(w, b, q.reshape(shape), chis.reshape(shape), line)
+    return q.reshape(len(b), len(w)), chis.reshape(len(b), len(w)), line

@@ -143,15 +143,15 @@ def _whole(marks: Sequence[Form]) -> bool:
 
 
 def _line(ax: Axes, mark: Form) -> None:
-    ax.plot(mark["x"], numbers(mark["y"]), label=mark["label"] or None, **_style(mark))
+    ax.plot(mark["x"], numbers(mark["y"]), label=mark["label"] or None, **mark["style"])
 
 
 def _band(ax: Axes, mark: Form) -> None:
-    ax.fill_between(mark["x"], numbers(mark["low"]), numbers(mark["high"]), **_style(mark))
+    ax.fill_between(mark["x"], numbers(mark["low"]), numbers(mark["high"]), **mark["style"])
 
 
 def _level(ax: Axes, mark: Form) -> None:
-    (ax.axvline if mark["upright"] else ax.axhline)(mark["value"], zorder=1, **_style(mark))
+    (ax.axvline if mark["upright"] else ax.axhline)(mark["value"], zorder=1, **mark["style"])
 
 
 def _histogram(ax: Axes, mark: Form) -> None:
@@ -167,7 +167,7 @@ def _histogram(ax: Axes, mark: Form) -> None:
 
 def _stairs(ax: Axes, mark: Form) -> None:
     """Shares (bins,) between edges (bins + 1,)."""
-    ax.stairs(mark["shares"], mark["edges"], label=mark["label"], **_style(mark))
+    ax.stairs(mark["shares"], mark["edges"], label=mark["label"], **mark["style"])
 
 
 def _ticks(ax: Axes, mark: Form) -> None:
@@ -251,10 +251,6 @@ def _arc(ax: Axes, start: float, end: float, side: int, **style: Any) -> float:
     path = Path(points, [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4])
     ax.add_patch(PathPatch(path, fill=False, capstyle="butt", **style))
     return top
-
-
-def _style(mark: Form) -> dict[str, Any]:
-    return dict(mark["style"])
 
 
 _MARKS: dict[str, Callable[[Axes, Form], None]] = {

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import pkgutil
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -21,25 +21,14 @@ _RESOLUTION = 64
 
 
 def reduced_space(name: str, resolution: int | None, study: str) -> SearchSpace:
-    """A space at a resolution in pixels; None takes 64, or the space's if that is smaller.
-
-    Raises:
-        ConfigError: unknown space, unreadable YAML, or layers with activations of their own.
-    """
+    """A space at a resolution in pixels; None takes 64, or the space's if that is smaller."""
     space = get_space(name)
     space.require_one_activation(f"the study of {study}")
     return get_space(name, resolution=resolution or min(_RESOLUTION, space.resolution))
 
 
 def sample_shape(text: str) -> tuple[int, ...]:
-    """Shape of one sample of a user's module.
-
-    Args:
-        text: such as "3,224,224".
-
-    Raises:
-        ConfigError: not a list of positive integers.
-    """
+    """Shape of one sample of a user's module, from a text such as "3,224,224"."""
     try:
         shape = tuple(int(part) for part in text.split(","))
     except ValueError:
@@ -49,16 +38,8 @@ def sample_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def maker(name: str) -> Callable[[], nn.Module]:
-    """The function that makes the user's module anew for every setting.
-
-    Args:
-        name: `package.module:factory`.
-
-    Raises:
-        ConfigError: the name cannot be imported. The function raises it where the module cannot be made or is no
-            nn.Module.
-    """
+def _imported(name: str) -> Any:
+    """The user's module, or the function that makes it, of a name `package.module:factory`."""
     package, _, attribute = name.partition(":")
     if not package or not attribute:
         raise ConfigError(f"module must be package.module:factory, got {name!r}")
@@ -67,45 +48,34 @@ def maker(name: str) -> Callable[[], nn.Module]:
         sys.path.insert(0, "")
     # a user's code may raise anything
     try:
-        source = importlib.import_module(package)
+        return pkgutil.resolve_name(name)
     except Exception as error:
-        raise ConfigError(f"module {name!r}: cannot import {package}: {type(error).__name__}: {error}") from error
-    found = getattr(source, attribute, None)
-    if not callable(found):
-        raise ConfigError(f"module {name!r}: {package} has no function {attribute!r}")
+        raise ConfigError(f"module {name!r}: cannot import it: {type(error).__name__}: {error}") from error
 
-    def make() -> nn.Module:
-        try:
-            module = copy.deepcopy(found) if isinstance(found, nn.Module) else found()
-        except Exception as error:
-            raise ConfigError(
-                f"module {name!r}: making it without arguments failed: {type(error).__name__}: {error}"
-            ) from error
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"module {name!r} must return an nn.Module, got {type(module).__name__}")
-        return module
 
-    return make
+def _made(name: str, source: Any) -> nn.Module:
+    """A new module from what `_imported` gave."""
+    try:
+        module = copy.deepcopy(source) if isinstance(source, nn.Module) else source()
+    except Exception as error:
+        raise ConfigError(
+            f"module {name!r}: making it without arguments failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"module {name!r} must return an nn.Module, got {type(module).__name__}")
+    return module
 
 
 def initialised(name: str, shape: str, seed: int, measure: Callable[[str, nn.Module], Result]) -> dict[str, Result]:
     """What `measure(setting, module)` makes of a user's module as it is, and with orthogonal and Gaussian weights.
 
-    Args:
-        name: `package.module:factory`.
-        shape: shape of a sample, for messages.
-        seed: seed of the weights.
-        measure: given the setting and a module that it may keep.
-
-    Raises:
-        ConfigError: see `maker`.
-        ValueError: the module cannot be initialised or measured.
+    The name is `package.module:factory`, and the shape of a sample is for messages.
     """
-    make = maker(name)
+    source = _imported(name)
     settings: dict[str, Init | None] = {"as it is": None, "orthogonal": "orthogonal", "gaussian": "gaussian"}
     found = {}
     for setting, init in settings.items():
-        module = make()
+        module = _made(name, source)
         try:
             if init is not None:
                 initialize(module, init, seed=seed)

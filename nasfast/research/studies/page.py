@@ -16,18 +16,7 @@ _FOLDED = 60
 
 
 def write_study_page(folder: str | Path, name: str) -> Path:
-    """Write `NAME.html` and its figures under `NAME/` from the `NAME.json` of a directory.
-
-    Args:
-        folder: folder of the files.
-        name: stem of the files, such as `moments`.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        OSError: there is no NAME.json.
-    """
+    """Write `NAME.html` and its figures under `NAME/` from the `NAME.json` of a directory; returns the page's path."""
     folder = Path(folder)
     form = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
     sections = [("summary", "Summary", _summary(form))]

@@ -96,6 +96,11 @@ def test_runs_continue_from_their_file(tmp_path, monkeypatch):
     run(cfg.replace(eps=1e-4), source, realisations=2, folder=folder)
     run(cfg, gaussian(21), realisations=2, folder=folder)
     assert computed[1:] == [[0, 1], [0, 1], [0, 1]]
+    file = next(folder.glob("*-4-5.npz"))
+    for damage in (b"no arrays", file.read_bytes()[:-40]):
+        file.write_bytes(damage)
+        with pytest.raises(ValueError, match=r"-4-5.npz is damaged or no .npz file: remove or replace it"):
+            run(cfg, source, realisations=5, folder=folder)
 
 
 def test_a_lost_signal_is_flagged():
@@ -157,7 +162,7 @@ def test_detectors(curves, names):
     verdict = detect(L, curves)
     assert verdict.names == names
     assert str(verdict) == ", ".join(names)
-    assert verdict.to_dict()["evidence"]["rank"] == curves["reff_signal"][-1]
+    assert verdict.evidence["rank"] == curves["reff_signal"][-1]
 
 
 def test_detectors_average_over_realisations_and_leave_out_what_is_lost():

@@ -92,14 +92,12 @@ def test_progress_is_lines_without_a_terminal_and_bars_on_one(monkeypatch, caplo
 
 
 def test_every_study_of_the_registry_can_be_run():
-    names = registry.names()
-    assert len(set(names)) == len(names) > 10
-    for studies in registry.COMMANDS.values():
-        for study in studies:
-            assert registry.find(study.name) is study
-            assert {"threads", "seed"} <= set(study.load("config")().to_dict())
-            expected = ["cfg", "out", "task"] + ["tasks"] * study.tasks
-            assert list(inspect.signature(study.load("run")).parameters) == expected
+    assert len(registry.STUDIES) > 10
+    for name, study in registry.STUDIES.items():
+        assert registry.find(name) is study
+        assert {"threads", "seed"} <= set(study.load("config")().to_dict())
+        expected = ["cfg", "out", "task"] + ["tasks"] * study.tasks
+        assert list(inspect.signature(study.load("run")).parameters) == expected
     with pytest.raises(KeyError, match="no study is called 'moments quik'; there are isometry, moments quick"):
         registry.find("moments quik")
 
@@ -116,13 +114,15 @@ def test_a_command_of_kinds(monkeypatch, capsys, tmp_path):
         calls.append((cfg, out, torch.get_num_threads()))
         return replace(REPORT, checks=())
 
-    kinds = (
-        registry.Study(
-            "moments", "long_one", "a long one", "QuickConfig", "long_run", "example", True, "an extra file"
-        ),
-        registry.Study("moments", "short", "a short one", "ModuleConfig", "short_run", "example"),
-    )
-    monkeypatch.setitem(registry.COMMANDS, "moments", kinds)
+    place = "moments.config:", "moments.study:"
+    kinds = {
+        f"moments {name}": registry.Study(f"moments {name}", text, place[0] + config, place[1] + run, "example", *more)
+        for name, text, config, run, *more in (
+            ("long_one", "a long one", "QuickConfig", "long_run", True, "an extra file"),
+            ("short", "a short one", "ModuleConfig", "short_run"),
+        )
+    }
+    monkeypatch.setattr(registry, "STUDIES", kinds)
     for run in (long_run, short_run):
         monkeypatch.setattr(f"nasfast.research.studies.moments.study.{run.__name__}", run, raising=False)
     # threads are those of the config, and given back

@@ -13,20 +13,19 @@ TANH, ORTHO, GAUSS = "orthogonal, tanh", "orthogonal, relu6", "gaussian, relu6"
 R = relative_gain("relu6")
 
 
-def claim(which: int, *, rows=(), spreads=(), depth=(), convolutions=()):
-    # rows of the same place and setting replace those before them
-    return claims_of("relu6", [*rows_of(GAUSS), *rows], spreads, depth, convolutions)[which]
+def claim(which: int, *, rows=None, spreads=(), depth=(), convolutions=()):
+    return claims_of("relu6", {**rows_of(GAUSS), **(rows or {})}, spreads, depth, convolutions)[which]
 
 
-def rows_of(setting: str, *, phi: float = 1.0, varphi: float | list[float] = 0.0) -> list[Row]:
+def rows_of(setting: str, *, phi: float = 1.0, varphi: float | list[float] = 0.0) -> dict[str, list[Row]]:
     values = varphi if isinstance(varphi, list) else [varphi] * 4
     branches = [SimpleNamespace(phi=phi, varphi=value) for value in values]
     # with white inputs a phi of 1 is a gain of 1
-    return [Row(setting, i, "k3", branch, None, 1.0, 1.0, 2, ()) for i, branch in enumerate(branches)]
+    return {setting: [Row(setting, i, "k3", branch, None, 1.0, 1.0, 2, ()) for i, branch in enumerate(branches)]}
 
 
-def compared(orthogonal: list[float], gaussian: list[float]) -> list[Row]:
-    return rows_of(ORTHO, varphi=orthogonal) + rows_of(GAUSS, varphi=gaussian)
+def compared(orthogonal: list[float], gaussian: list[float]) -> dict[str, list[Row]]:
+    return rows_of(ORTHO, varphi=orthogonal) | rows_of(GAUSS, varphi=gaussian)
 
 
 def kinds_of(**found: tuple[float, float]) -> list:
@@ -69,9 +68,9 @@ def depth_of(orthogonal: list[float], gaussian: list[float], gaussian_bare: list
             "holds in part: projection; theory: an expansion",
         ),
         (0, {"convolutions": kinds_of(dense=(2, 0))}, "does not hold"),
-        (1, {"rows": rows_of(TANH) + rows_of(ORTHO)}, "holds."),
-        (1, {"rows": rows_of(TANH) + rows_of(ORTHO, varphi=1)}, "holds in part: (orthogonal, tanh)"),
-        (1, {"rows": rows_of(TANH, phi=2) + rows_of(ORTHO, varphi=1)}, "does not hold"),
+        (1, {"rows": rows_of(TANH) | rows_of(ORTHO)}, "holds."),
+        (1, {"rows": rows_of(TANH) | rows_of(ORTHO, varphi=1)}, "holds in part: (orthogonal, tanh)"),
+        (1, {"rows": rows_of(TANH, phi=2) | rows_of(ORTHO, varphi=1)}, "does not hold"),
         (3, {"rows": compared([9] * 4, [1] * 4)}, "does not hold"),
         (3, {"rows": compared([1] * 4, [2] * 4)}, "holds in part: nearly everywhere, clearly."),
         (3, {"rows": compared([0.05] * 4, [2] * 4)}, "holds."),

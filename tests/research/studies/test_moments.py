@@ -1,4 +1,4 @@
-"""The moments study: marks, comparison with published arrays, files, resuming, and the command with its exit status."""
+"""The moments study: marks, comparison with published arrays, files and resuming."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from tiny import tiny_space, write_folder
 from torch import nn
 
-from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.research.analysis.moments.detect import detect, summarise
 from nasfast.research.analysis.moments.networks import NetConfig, gaussian, run
@@ -37,8 +36,8 @@ def small(monkeypatch):
     monkeypatch.setattr(study, "_AVERAGED", 4)
 
 
-def test_quick_measures_every_family(small):
-    report = run_study("moments quick", QuickConfig(seed=1))
+def test_quick_measures_every_family_and_continues_from_its_results(small, tmp_path, monkeypatch):
+    report = run_study("moments quick", QuickConfig(seed=1), out=tmp_path)
     families = [f"{kind}, {f}" for kind in ("FC", "conv") for f in ("vanilla", "BN feed-forward", "BN resnet")]
     assert list(report.verdicts) == families
     assert [len(f.panels) for f in report.figures] == [2, *[2, 4, 4] * 2]
@@ -47,13 +46,8 @@ def test_quick_measures_every_family(small):
         assert words in text
     assert all(math.isfinite(check.measured) for check in report.checks)
     json.dumps(report.to_dict(), allow_nan=False)
-
-
-def test_quick_continues_from_its_results(small, tmp_path, monkeypatch):
-    first = run_study("moments quick", out=tmp_path)
     monkeypatch.setattr("nasfast.research.analysis.moments.networks.run_chunk", None)
-    again = run_study("moments quick", out=tmp_path)
-    assert [c.measured for c in again.checks] == [c.measured for c in first.checks]
+    assert run_study("moments quick", QuickConfig(seed=1), out=tmp_path).checks == report.checks
     with pytest.raises(TypeError):
         run_study("moments quick", QuickConfig(seed=5), out=tmp_path)
 
@@ -119,42 +113,36 @@ def test_figures_and_their_page(tmp_path):
     assert "http" not in page.read_text().replace("http-equiv", "")
 
 
-def published(folder, cfg: FiguresConfig, images, shift: float = 0.0) -> None:
+NAMES = {2: "vanilla_histo", 3: "vanilla", 4: "bn_ff", 5: "bn_res"}
+
+
+def published(folder, cfg: FiguresConfig, shift: float = 0.0) -> None:
     """Arrays of our own networks, as if they were the published ones."""
     source = source_of(cfg)
-    for figure in (2, 3, 4, 5):
+    for figure, name in NAMES.items():
         found = run(cfg.network(figure), source, realisations=8, seed=7)
         curves = found.curves()
-        arrays = {k: v for k, v in summarise(curves).items()}
-        arrays |= {
-            "depth": found.depth.astype(int),
-            "n_real": np.array(8),
-            "chi_mean": np.exp(curves["logchi"]).mean(0),
-        }
+        arrays = {**summarise(curves), "depth": found.depth.astype(int), "n_real": np.array(8)}
+        arrays["chi_mean"] = np.exp(curves["logchi"]).mean(0)
         if figure == 2:
             arrays |= {f"{k}_kurt": np.zeros(4) for k in ("lognu2", "logmu2_noise")}
         if figure == 5:
             first = np.exp(found.log_chi("unit")).mean(0) / np.exp(found.log_chi("input")).mean(0)
             arrays |= {"inc_ratio_of_means": first, "units_per_residual": np.array(2)}
         arrays = {k: v + shift if k.endswith("_mean") else v for k, v in arrays.items()}
-        np.savez(folder / f"{['vanilla_histo', 'vanilla', 'bn_ff', 'bn_res'][figure - 2]}.npz", **arrays)
+        np.savez(folder / f"{name}.npz", **arrays)
 
 
-def test_agreement_with_arrays(tmp_path, monkeypatch):
+@pytest.fixture
+def names(monkeypatch):
+    monkeypatch.setattr(FiguresConfig, "published", lambda self, figure: NAMES[figure])
+
+
+def test_agreement_with_arrays(tmp_path, names):
     photos = write_folder(tmp_path / "photos", {"a": 12, "b": 12})
-    monkeypatch.setattr(
-        FiguresConfig, "published", lambda self, i: ["vanilla_histo", "vanilla", "bn_ff", "bn_res"][i - 2]
-    )
-    cfg = FIGURES.replace(
-        histogram_width=32,
-        images=str(photos),
-        depth=160,
-        every=40,
-        figures=(2, 4),
-        realisations=6,
-        histogram_realisations=10,
-    )
-    published(tmp_path, cfg, photos)
+    sizes = {"histogram_width": 32, "depth": 160, "every": 40, "realisations": 6, "histogram_realisations": 10}
+    cfg = FIGURES.replace(images=str(photos), figures=(2, 4), **sizes)
+    published(tmp_path, cfg)
     report = run_study("moments figures", cfg.replace(reference=str(tmp_path)))
     names = [check.name for check in report.checks]
     assert "bn_ff: logchi, largest deviation over the allowed" in names and "bn_ff: slope of log chi, l > 100" in names
@@ -164,18 +152,15 @@ def test_agreement_with_arrays(tmp_path, monkeypatch):
     # half the depth is compared as far as it goes, and has no slope
     report = run_study("moments figures", cfg.replace(reference=str(tmp_path), depth=80, figures=(4,)))
     assert report.checks and not any("slope" in check.name for check in report.checks)
-    published(tmp_path, cfg, photos, shift=30.0)
+    published(tmp_path, cfg, shift=30.0)
     report = run_study("moments figures", cfg.replace(reference=str(tmp_path)))
     failed = {check.name.split(",")[0] for check in report.missed}
     assert {"bn_ff: inc", "bn_ff: logchi", "bn_ff: nu1abs_z", "vanilla_histo: mean lognu2"} <= failed
 
 
-def test_without_images_only_slope_and_exponent_are_compared(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        FiguresConfig, "published", lambda self, i: ["vanilla_histo", "vanilla", "bn_ff", "bn_res"][i - 2]
-    )
+def test_without_images_only_slope_and_exponent_are_compared(tmp_path, names):
     cfg = FIGURES.replace(depth=160, every=40)
-    published(tmp_path, cfg, None)
+    published(tmp_path, cfg)
     report = run_study("moments figures", cfg.replace(reference=str(tmp_path)))
     assert [check.name for check in report.checks] == ["bn_ff: slope of log chi, l > 100"]
 
@@ -261,18 +246,3 @@ def vectors() -> nn.Module:
 def test_wrong_settings_are_named(call, message):
     with pytest.raises((ValueError, ConfigError), match=message):
         call()
-
-
-def test_the_command(tmp_path, capsys, caplog):
-    caplog.set_level("INFO", "nasfast")
-    argv = ["moments", "figures", "--figures", "[3]", "--width", "16", "--depth", "20", "--batch", "8"]
-    assert main([*argv, "--realisations", "2", "--out", str(tmp_path / "out"), "--seed", "2"]) == 0
-    captured = capsys.readouterr()
-    assert "published experiments, fully connected" in captured.out and "vanilla: 2 of 2" in caplog.text
-    form = json.loads((tmp_path / "out" / "moments.json").read_text())
-    assert (form["config"]["seed"], form["config"]["figures"]) == (2, [3])
-    assert (tmp_path / "out" / "moments.html").exists()
-    settings = tmp_path / "settings.yaml"
-    settings.write_text("widht: 8\n")
-    assert main(["moments", "figures", "--config", str(settings)]) == 1
-    assert "did you mean 'width'" in capsys.readouterr().err

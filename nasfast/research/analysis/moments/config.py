@@ -66,9 +66,6 @@ class NetConfig(ConfigBase):
     @property
     def std(self) -> float:
         """sigma_w, also where it is null."""
-        return gain(self.act) if self.sigma_w is None else self.sigma_w
-
-
-def gain(name: Act) -> float:
-    """sigma_w of He's initialisation: sqrt(2) for ReLU and ReLU6; 1 for tanh and the identity."""
-    return math.sqrt(2) if name in ("relu", "relu6") else 1.0
+        if self.sigma_w is not None:
+            return self.sigma_w
+        return math.sqrt(2) if self.act in ("relu", "relu6") else 1.0

@@ -6,9 +6,7 @@ BatchNorms use the statistics of the current batch and treat them as constants f
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,8 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from nasfast.config import nearest
-from nasfast.ops import use_backend
-from nasfast.research.analysis.jacobian import Array, applied, frozen_copy
+from nasfast.research.analysis.jacobian import Array, applied, differentiable_operators, frozen_copy
 from nasfast.research.analysis.moments.pairs import Pair, energies, ranks, shape
 
 Function = Callable[[Tensor], Tensor]
@@ -49,15 +46,6 @@ def _hold(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     norm.running_var, norm.running_mean = torch.var_mean(x, over, correction=0)
 
 
-@contextmanager
-def _differentiating() -> Iterator[None]:
-    """Context for forward-mode derivatives on the reference operators."""
-    with use_backend("reference"), torch.no_grad(), warnings.catch_warnings(), forward_ad.dual_level():
-        # torch itself causes this warning in the formulas of its forward mode
-        warnings.filterwarnings("ignore", message=".*torch.jit.script.*", category=FutureWarning)
-        yield
-
-
 def push(function: Function, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """(f(x), J dx) in one forward pass; J dx is zero if f does not depend on x.
 
@@ -68,19 +56,14 @@ def push(function: Function, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tenso
     Raises:
         ValueError: the function cannot take x, returns no tensor, or has an operation without derivative.
     """
-    with _differentiating():
+    with differentiable_operators(), torch.no_grad(), forward_ad.dual_level():
         y, dy = forward_ad.unpack_dual(applied(function, forward_ad.make_dual(*pair)))
         return y, torch.zeros_like(y) if dy is None else dy
 
 
-def as_pair(x: Tensor, dx: Tensor) -> Pair:
-    """x and dx (N, C, *spatial) as a Pair with one realisation."""
-    return Pair.of(x[:, None], dx[:, None])
-
-
 def sensitivity(x: Tensor, dx: Tensor) -> float:
     """log [mu_2(dx) / mu_2(x)]^{1/2}; log chi of a module is its difference between output and input."""
-    moments = energies(as_pair(x, dx))
+    moments = energies(Pair.of(x[:, None], dx[:, None]))
     return float(moments["log_mu2_noise"] - moments["log_mu2_signal"]) / 2
 
 
@@ -103,7 +86,7 @@ def statistics_of(x: Tensor, dx: Tensor, start: float) -> dict[str, float]:
 
     `start` is the `sensitivity` of the inputs.
     """
-    pair = as_pair(x, dx)
+    pair = Pair.of(x[:, None], dx[:, None])
     moments = {k: float(v) for part in (energies, ranks, shape) for k, v in part(pair).items()}
     return {
         "logchi": (moments["log_mu2_noise"] - moments["log_mu2_signal"]) / 2 - start,

@@ -10,10 +10,12 @@ import hashlib
 import io
 import json
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -70,9 +72,6 @@ def images(pixels: Tensor, *, flat: bool = False) -> Source:
     Args:
         pixels: (count, C, H, W), uint8 or floating.
         flat: whether each pixel and channel is one feature, for fully connected networks.
-
-    Raises:
-        ValueError: the source is asked for more images than there are.
     """
 
     def draw(batch: int, generator: torch.Generator) -> Tensor:
@@ -124,17 +123,16 @@ class Draws:
             row.normal_(0, std, generator=generator)
         return values.to(self.device, self.dtype)
 
-    def layer(self, cfg: NetConfig, channels: int) -> tuple[Tensor, Tensor | None]:
-        """He weight (R, width, channels, *kernel) and bias (R, width) of a layer."""
-        size = (cfg.width, channels, *(cfg.kernel,) * (2 if cfg.kernel else 0))
-        fan_in = channels * max(1, cfg.kernel) ** 2
-        bias = self.normal(cfg.width, std=cfg.sigma_b) if cfg.sigma_b else None
-        return self.normal(*size, std=cfg.std / fan_in**0.5), bias
+    def weight(self, cfg: NetConfig, channels: int, std: float) -> Tensor:
+        """(R, width, channels, *kernel) numbers from N(0, std^2 / fan-in)."""
+        kernel = (cfg.kernel,) * (2 if cfg.kernel else 0)
+        return self.normal(cfg.width, channels, *kernel, std=std / (channels * max(1, cfg.kernel) ** 2) ** 0.5)
 
-    def first(self, cfg: NetConfig, channels: int) -> Tensor:
-        """Weight of the linear layer before the network, with variance 1 / fan-in."""
-        size = (channels, *(cfg.kernel,) * (2 if cfg.kernel else 0))
-        return self.normal(cfg.width, *size, std=(channels * max(1, cfg.kernel) ** 2) ** -0.5)
+    def layer(self, cfg: NetConfig) -> tuple[Tensor, Tensor | None]:
+        """Weight (R, width, width, *kernel) and bias (R, width) of a layer."""
+        # the bias is drawn first
+        bias = self.normal(cfg.width, std=cfg.sigma_b) if cfg.sigma_b else None
+        return self.weight(cfg, cfg.width, cfg.std), bias
 
 
 def propagate(cfg: NetConfig, draws: Draws, pair: Pair) -> Iterator[dict[str, Pair]]:
@@ -142,14 +140,11 @@ def propagate(cfg: NetConfig, draws: Draws, pair: Pair) -> Iterator[dict[str, Pa
 
     A feed-forward layer has `input` x^{l-1}, `conv` y^l, `norm` z^l (y^l without a normalisation) and `act` x^l. A
     residual has `input` y^{l,0}; `norm`, `act` and `unit` (y^{l,1}) of the first unit; `branch` y^{l,H}; `sum` y^l.
-
-    Args:
-        cfg: the network.
-        draws: its random numbers.
-        pair: input of the linear layer before the network.
+    The given pair is the input of the linear layer before the network.
     """
     stride = 2 if cfg.kernel else 1
-    pair = rescale(conv(pair, draws.first(cfg, pair.x.shape[2]), stride=stride, padding=cfg.padding))
+    first = draws.weight(cfg, pair.x.shape[2], std=1.0)
+    pair = rescale(conv(pair, first, stride=stride, padding=cfg.padding))
 
     def normed(y: Pair) -> Pair:
         if cfg.norm == "none":
@@ -157,7 +152,7 @@ def propagate(cfg: NetConfig, draws: Draws, pair: Pair) -> Iterator[dict[str, Pa
         return (batch_norm if cfg.norm == "batch" else layer_norm)(y, cfg.eps)
 
     def linear(x: Pair) -> Pair:
-        return conv(x, *draws.layer(cfg, cfg.width), padding=cfg.padding)
+        return conv(x, *draws.layer(cfg), padding=cfg.padding)
 
     for _ in range(cfg.depth):
         places = {"input": pair}
@@ -279,6 +274,20 @@ def run_chunk(
     return values
 
 
+def read_arrays(file: Path) -> dict[str, Array]:
+    """The arrays of an .npz file by name.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    # numpy's own words for what is no zip file advise to unpickle it
+    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
+        raise ValueError(f"{file} is damaged or no .npz file: remove or replace it") from error
+
+
 def chunk_size(cfg: NetConfig, source: Source) -> int:
     """Number of realisations that are computed together."""
     x = source(2, torch.Generator().manual_seed(0))
@@ -318,8 +327,7 @@ def run(
         ids = range(first, min(first + size, realisations))
         file = None if folder is None else folder / f"{key}-{ids.start}-{ids.stop}.npz"
         if file is not None and file.exists():
-            with np.load(file, allow_pickle=False) as arrays:
-                values = {name: arrays[name] for name in arrays.files}
+            values = read_arrays(file)
         else:
             values = run_chunk(cfg, source, ids, seed=seed, device=device)
             if file is not None:

@@ -63,12 +63,7 @@ def conv(
 ) -> Pair:
     """y = w * x + b and dy = w * dx, by one convolution or matrix product for signal, noise and all realisations.
 
-    Args:
-        pair: x and dx.
-        weight: (R, out, C, K, K), or (R, out, C) for a fully connected layer.
-        bias: (R, out), or None.
-        stride: stride of the convolution.
-        padding: how borders are padded.
+    The weight is (R, out, C, K, K), or (R, out, C) for a fully connected layer, and the bias (R, out).
     """
     v = pair.v.flatten(0, 1)
     if weight.ndim == 3:
@@ -186,15 +181,9 @@ def ranks(pair: Pair) -> dict[str, Tensor]:
 
 
 def effective_rank(x: Tensor) -> Tensor:
-    """The effective rank tr C / ||C||_2 >= 1, where C is the covariance of feature-map vectors.
+    """(R,) effective ranks tr C / ||C||_2 >= 1 of x (B, R, C, *spatial), float64; nan if all vectors are equal.
 
-    It is computed from the Gram matrix of the smaller side.
-
-    Args:
-        x: (B, R, C, *spatial).
-
-    Returns:
-        (R,) float64; nan if all vectors are equal.
+    C is the covariance of feature-map vectors; its eigenvalues are those of the Gram matrix of the smaller side.
     """
     rows = x.double().movedim(2, -1).movedim(1, 0).flatten(1, -2)
     rows = rows - rows.mean(1, keepdim=True)

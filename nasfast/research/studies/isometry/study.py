@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nasfast.measure.timing import random_batch
 from nasfast.ops.modules import ConvBNAct, InvertedResidual
-from nasfast.research.analysis.fairness import channel_moments, depth_spread, fairness, without_indicator_bn
+from nasfast.research.analysis.fairness import SPREADS, channel_moments, depth_spread, fairness, without_indicator_bn
 from nasfast.research.analysis.jacobian import Isometry, applied, circular_conv_moments, frozen_copy, isometry
 from nasfast.research.analysis.meanfield import activation, normal_nodes, phase_diagram
 from nasfast.research.studies.draw import SERIES, level, line, literal, panel
@@ -33,8 +33,6 @@ _LOG = logging.getLogger(__name__)
 
 EDGES = np.linspace(0, 5, 51)
 """Bins of the singular value histograms."""
-SPREADS = ("f_mean", "f_var", "f_iso", "f_phi", "distortion", "disagreement")
-"""The spreads of `nasfast.research.analysis.fairness.Fairness` that a row of fairness has."""
 
 # Up to this many elements it is cheaper to form a Jacobian than to probe it.
 _MAX_EXACT = 2**16
@@ -80,9 +78,7 @@ class Row:
     """One candidate of one layer, or one part of a module, under one setting.
 
     Attributes:
-        setting: initialisation and activation.
         layer: index, or -1 in a module that is no supernet.
-        name: name of the candidate or part.
         branch: isometry without the skip connection or the bypassing half; this is what is judged.
         module: isometry with it; None where both are the same.
         var_in, var_out: variance of the branch's input and output, averaged over channels.
@@ -106,9 +102,12 @@ class Row:
         return self.branch.phi * self.var_in / self.var_out if self.var_out > 0 else math.nan
 
     def to_dict(self) -> dict[str, Any]:
-        """The row as JSON, with the gain; densities are quantiles."""
-        module = None if self.module is None else self.module.to_dict()
-        return {**vars(self), "branch": self.branch.to_dict(), "module": module, "gain": self.gain}
+        """The row with its gain."""
+        return {**vars(self), "gain": self.gain}
+
+
+Rows = Mapping[str, Sequence[Row]]
+"""Setting -> its rows."""
 
 
 def relative_gain(act: str) -> float:
@@ -173,6 +172,7 @@ def measure_supernet(
     """
     rows, spreads = [], []
     done = task(setting, len(net.layers))
+    # the signs of the probes begin from the same seed; a stream of its own would change the published figures
     generator = torch.Generator().manual_seed(cfg.seed)
     with torch.no_grad():
         h = net.stem(images)
@@ -188,9 +188,8 @@ def measure_supernet(
                 chosen = [b if indicator_bn else without_indicator_bn(b) for b in blocks.values()]
                 # the Jacobians were measured with the BatchNorms
                 phi = [row.branch.phi for row in measured] if indicator_bn else None
-                found = fairness(chosen, h, phi=phi)
-                of_layer = {key: getattr(found, key) for key in SPREADS}
-                spreads.append({"setting": setting, "layer": index, "indicator_bn": indicator_bn, **of_layer})
+                place = {"setting": setting, "layer": index, "indicator_bn": indicator_bn}
+                spreads.append({**place, **fairness(chosen, h, phi=phi)})
         if path is not None and path[index] != SKIP:
             with torch.no_grad():
                 h = choice_layer.candidates[path[index]](h)
@@ -225,20 +224,10 @@ def parts_of(module: nn.Module) -> dict[str, nn.Module]:
 def measure_module(
     module: nn.Module, x: Tensor, cfg: IsometryConfig, *, setting: str, task: Task = no_task
 ) -> list[Row]:
-    """Measure a module as a whole, and each of its parts at the input that reaches it.
+    """Measure a module as a whole, and each of its parts at the input that reaches it; x is (N, ...).
 
     Parts without parameters, parts that are used several times, and parts that do not map one tensor to one are left
     out.
-
-    Args:
-        module: not changed.
-        x: (N, ...).
-        cfg: how much to spend on each part.
-        setting: name of the rows.
-        task: tells the progress.
-
-    Raises:
-        ValueError: as `isometry` of the whole; a part that cannot be measured is left out.
     """
     frozen = frozen_copy(module, x)
     inputs: dict[str, list[Any]] = {}
@@ -289,15 +278,8 @@ def measure_convolutions(module: nn.Module, *, setting: str, scheme: str) -> tup
     """phi / g^2 and varphi / g^4 of every kind of convolution in a network, as circular ones of stride 1, with marks.
 
     A mark has the spec's tolerance, or four standard errors where few random filters scatter more. Kinds with few
-    Gaussian weights get no mark.
-
-    Args:
-        module: a module of ConvBNAct units, whose activations give g; not changed.
-        setting: name of the rows.
-        scheme: `orthogonal` or `gaussian`; chooses the closed forms.
-
-    Returns:
-        Rows (`expected_varphi` is None where there is no closed form), and the marks.
+    Gaussian weights get no mark. `scheme`, orthogonal or gaussian, chooses the closed forms; where there is none,
+    `expected_varphi` of a row is None. The activations of the module's ConvBNAct units give g.
     """
     pooled: dict[str, list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = {}
     weights: dict[str, int] = {}
@@ -341,11 +323,8 @@ def _pair_varphi(scheme: Init, expansion: int, seed: int) -> float:
 def block_marks(act: str, *, seed: int = 0) -> list[Check]:
     """Marks of blocks with known moments: a linear pair, and a MobileNetV2 branch with BatchNorm on white noise.
 
-    Both wrap around at the border, because the closed forms hold for maps without a border.
-
-    Args:
-        act: activation of the branch; tanh and the identity are measured too.
-        seed: seed of weights and inputs.
+    Both wrap around at the border, because the closed forms hold for maps without a border. The branch is measured with
+    `act`, with tanh and with the identity.
     """
     marks = []
     generator = torch.Generator().manual_seed(seed)
@@ -377,7 +356,7 @@ Found = dict[str, tuple[str, bool]]
 
 
 def claims_of(
-    own: str, rows: Sequence[Row], spreads: Sequence[Form], depth: Sequence[Form], convolutions: Sequence[Form]
+    own: str, rows: Rows, spreads: Sequence[Form], depth: Sequence[Form], convolutions: Sequence[Form]
 ) -> list[Claim]:
     """The paper's sentences beside the numbers, for a space whose activation is `own`.
 
@@ -401,12 +380,12 @@ def claims_of(
         judged(
             "the theory of layers without BatchNorm carries over to blocks with it: differences grow as the signal "
             "does",
-            _gain_is_one(own, orthogonal, rows),
+            _gain_is_one(own, rows.get(orthogonal, ())),
             "BatchNorm makes the gain r^(number of activations), whatever the weights",
         ),
         judged(
             "orthogonal weights are nearer to isometry than Gaussian ones (varphi of the branch)",
-            _nearer(orthogonal, gaussian, rows),
+            _nearer(rows.get(orthogonal, ()), rows.get(gaussian, ())),
         ),
         judged(
             "orthogonal candidates of a layer transmit signals equally, Gaussian ones do not (spreads over candidates)",
@@ -426,13 +405,7 @@ def claims_of(
 
 
 def judged(claim: str, found: Mapping[str, tuple[str, bool]], theory: str = "") -> Claim:
-    """A sentence and its verdict: it holds, holds in part, or does not hold.
-
-    Args:
-        claim: the sentence.
-        found: what the sentence speaks of -> what was measured, and whether the sentence holds for it.
-        theory: why it may not hold.
-    """
+    """A sentence and its verdict: it holds, holds in part, or does not hold; `theory` is why it may not."""
     held = [name for name, (_, so) in found.items() if so]
     if not found:
         return Claim(claim, "nothing to compare", "-")
@@ -473,20 +446,19 @@ def _convolutions_isometric(setting: str, convolutions: Sequence[Form]) -> Found
     return found
 
 
-def _modules_isometric(settings: Sequence[str], rows: Sequence[Row]) -> Found:
+def _modules_isometric(settings: Sequence[str], rows: Rows) -> Found:
     found = {}
     for setting in dict.fromkeys(settings):
-        values = [(r.branch.phi, r.branch.varphi) for r in rows if r.setting == setting]
-        if values:
-            phi, varphi = np.median(values, axis=0)
+        if setting in rows:
+            phi, varphi = np.median([(r.branch.phi, r.branch.varphi) for r in rows[setting]], axis=0)
             found[f"({setting})"] = f"phi {phi:.2f}, varphi {varphi:.2f}", _isometric(phi, varphi)
     return found
 
 
-def _gain_is_one(own: str, setting: str, rows: Sequence[Row]) -> Found:
+def _gain_is_one(own: str, rows: Sequence[Row]) -> Found:
     r = relative_gain(own)
     # a branch with a constant output has no gain
-    measured = [(x.gain, x.acts) for x in rows if x.setting == setting and x.acts is not None and math.isfinite(x.gain)]
+    measured = [(x.gain, x.acts) for x in rows if x.acts is not None and math.isfinite(x.gain)]
     if not measured:
         return {}
     gain = float(np.median([value for value, _ in measured]))
@@ -498,10 +470,10 @@ def _gain_is_one(own: str, setting: str, rows: Sequence[Row]) -> Found:
     return {"median gain phi Var(in) / Var(out)": (words, abs(gain - 1) <= _NEAR)}
 
 
-def _nearer(orthogonal: str, gaussian: str, rows: Sequence[Row]) -> Found:
+def _nearer(orthogonal: Sequence[Row], gaussian: Sequence[Row]) -> Found:
     """Orthogonal with Gaussian weights, by varphi of the branches."""
-    by_place = {(r.layer, r.name): r.branch.varphi for r in rows if r.setting == gaussian}
-    pairs = [(r.branch.varphi, by_place[r.layer, r.name]) for r in rows if r.setting == orthogonal]
+    by_place = {(r.layer, r.name): r.branch.varphi for r in gaussian}
+    pairs = [(r.branch.varphi, by_place[r.layer, r.name]) for r in orthogonal]
     # the estimate of a varphi of 0 may be negative
     ratios = [a / b for a, b in pairs if b > 0]
     if not ratios:
@@ -563,12 +535,7 @@ def _adds_up(orthogonal: str, gaussian: str, depth: Sequence[Form]) -> Found:
 
 
 def run(cfg: IsometryConfig, out: Path | None, task: Task) -> StudyReport:
-    """Measure every candidate of a space, or the parts of a module, under orthogonal and Gaussian weights.
-
-    Raises:
-        ConfigError: unknown space, a module that cannot be imported or made, or an unusable input shape.
-        ValueError: a module that cannot take the input, cannot be differentiated, or whose Jacobian is not finite.
-    """
+    """Measure every candidate of a space, or the parts of a module, under orthogonal and Gaussian weights."""
     return _space(cfg, task) if cfg.module is None else _module(cfg, cfg.module, task)
 
 
@@ -584,13 +551,13 @@ def _space(cfg: IsometryConfig, task: Task) -> StudyReport:
     images, _ = random_batch(space, cfg.batch, seed=cfg.seed)
     images = images.contiguous()
     few = images[:_DEPTH_IMAGES]
-    rows, spreads, depth, convolutions = [], [], [], []
+    rows: dict[str, list[Row]] = {}
+    spreads, depth, convolutions = [], [], []
     marks = block_marks(own, seed=cfg.seed)
     for setting, (init, act) in settings.items():
         net = Supernet(space, init=init, activation=act, layer_indicators=False, fused=False, seed=cfg.seed)
         path = mean_path(space) if cfg.inputs == "propagated" else None
-        of_setting, spreads_of_setting = measure_supernet(net, images, cfg, setting=setting, path=path, task=task)
-        rows += of_setting
+        rows[setting], spreads_of_setting = measure_supernet(net, images, cfg, setting=setting, path=path, task=task)
         spreads += spreads_of_setting
         for indicator_bn in (True, False):
             found = depth_spread(net, few, paths=cfg.paths, indicator_bn=indicator_bn, seed=cfg.seed)
@@ -603,7 +570,6 @@ def _space(cfg: IsometryConfig, task: Task) -> StudyReport:
     report = _report(
         f"space {space.name}, {len(space)} layers, inputs: {inputs}",
         _reductions(cfg, space, len(few)),
-        list(settings),
         rows,
         fairness=spreads,
         depth=depth,
@@ -619,28 +585,26 @@ def _module(cfg: IsometryConfig, name: str, task: Task) -> StudyReport:
         return measure_module(module, x, cfg, setting=setting, task=task)
 
     found = initialised(name, cfg.input, cfg.seed, measured)
-    rows = [row for of_setting in found.values() for row in of_setting]
     reduced = f"{cfg.samples} samples and {cfg.probes} random probes per part; statistics of {cfg.batch} samples"
-    return _report(f"module {name}, inputs: white noise of shape {cfg.input}", (reduced,), list(found), rows)
+    return _report(f"module {name}, inputs: white noise of shape {cfg.input}", (reduced,), found)
 
 
 def _report(
     subject: str,
     reduced: Sequence[str],
-    settings: Sequence[str],
-    rows: Sequence[Row],
+    rows: Rows,
     *,
     fairness: Sequence[Form] = (),
     depth: Sequence[Form] = (),
     convolutions: Sequence[Form] = (),
 ) -> StudyReport:
     """The report without marks and claims; what there is none of has neither table nor figure."""
-    figures = [_moments_figure("candidates" if fairness else "parts", settings, rows), _densities(settings, rows)]
-    tables = [_medians_table(settings, rows), _rows_table(rows)]
+    figures = [_moments_figure("candidates" if fairness else "parts", rows), _densities(rows)]
+    tables = [_medians_table(rows), _rows_table(_all(rows))]
     if convolutions:
         tables.append(_convolutions_table(convolutions))
     if fairness:
-        figures += [_fairness_figure(settings, fairness), _depth_figure(settings, depth)]
+        figures += [_fairness_figure(fairness), _depth_figure(depth)]
         tables.append(_fairness_table(spread_means(fairness)))
     if depth:
         tables.append(_depth_table(depth))
@@ -651,8 +615,8 @@ def _report(
         tables=tuple(tables),
         figures=(*figures, _diagram()),
         data={
-            "settings": settings,
-            "rows": rows,
+            "settings": list(rows),
+            "rows": _all(rows),
             "histogram_edges": EDGES,
             "fairness": fairness,
             "fairness_means": spread_means(fairness),
@@ -674,10 +638,14 @@ def _reductions(cfg: IsometryConfig, space: SearchSpace, images: int) -> tuple[s
     )
 
 
-def _medians_table(settings: Sequence[str], rows: Sequence[Row]) -> Table:
+def _all(rows: Rows) -> list[Row]:
+    return [row for of_setting in rows.values() for row in of_setting]
+
+
+def _medians_table(rows: Rows) -> Table:
     lines = []
-    for setting in settings:
-        values = [(r.branch.phi, r.branch.varphi, r.gain) for r in rows if r.setting == setting]
+    for setting, own in rows.items():
+        values = [(r.branch.phi, r.branch.varphi, r.gain) for r in own]
         lines.append((setting, *np.nanmedian(values, axis=0).tolist()))
     return Table.of("medians over branches", {"": "", **_MOMENTS}, lines)
 
@@ -731,8 +699,8 @@ def _place(row: Row) -> str:
     return f"layer {row.layer}" if row.layer >= 0 else row.name
 
 
-def _moments_figure(title: str, settings: Sequence[str], rows: Sequence[Row]) -> Figure:
-    places = _places(rows)
+def _moments_figure(title: str, rows: Rows) -> Figure:
+    places = _places(_all(rows))
     panels = []
     names = [place.removeprefix("layer ") for place in places]
     quantities = {
@@ -742,8 +710,9 @@ def _moments_figure(title: str, settings: Sequence[str], rows: Sequence[Row]) ->
     }
     for (text, value), ideal in zip(quantities.items(), (1, 0, 1), strict=True):
         marks: list[Form] = [{"mark": "ticks", "names": names}]
-        for colour, shift, setting in zip(SERIES, np.linspace(-0.22, 0.22, len(settings)), settings, strict=False):
-            own = [(places.index(_place(r)), value(r)) for r in rows if r.setting == setting and _place(r) in places]
+        shifts = np.linspace(-0.22, 0.22, len(rows))
+        for colour, shift, (setting, of_setting) in zip(SERIES, shifts, rows.items(), strict=False):
+            own = [(places.index(_place(r)), value(r)) for r in of_setting if _place(r) in places]
             x, y = np.array(own, dtype=float).T
             medians = [np.nanmedian(y[x == at]) for at in np.unique(x)]
             marks.append(line(x + shift, y, colour, ls="", marker="o", ms=3, alpha=0.55))
@@ -753,13 +722,13 @@ def _moments_figure(title: str, settings: Sequence[str], rows: Sequence[Row]) ->
     return Figure(title, caption, panels, columns=3, height=3.9)
 
 
-def _densities(settings: Sequence[str], rows: Sequence[Row]) -> Figure:
-    places, panels = _places(rows), []
+def _densities(rows: Rows) -> Figure:
+    places, panels = _places(_all(rows)), []
     chosen = np.unique(np.linspace(0, len(places) - 1, min(_DENSITIES, len(places))).astype(int))
     for place in (places[i] for i in chosen):
         marks, top = [], 0.0
-        for colour, setting in zip(SERIES, settings, strict=False):
-            shares = [row.histogram for row in rows if row.setting == setting and _place(row) == place]
+        for colour, (setting, own) in zip(SERIES, rows.items(), strict=False):
+            shares = [row.histogram for row in own if _place(row) == place]
             if shares:
                 mean = np.mean(shares, axis=0)
                 # the bin of singular values at 0 would hide the rest
@@ -775,10 +744,10 @@ def _densities(settings: Sequence[str], rows: Sequence[Row]) -> Figure:
     return Figure("singular values", caption, panels, columns=3, height=2.4)
 
 
-def _both(settings: Sequence[str], found: Sequence[Form], y: str) -> list[Form]:
+def _both(found: Sequence[Form], y: str) -> list[Form]:
     """A line for every setting: solid with indicator BatchNorms, dotted without; one number for each row, or a list."""
     marks = []
-    for colour, setting in zip(SERIES, settings, strict=False):
+    for colour, setting in zip(SERIES, dict.fromkeys(f["setting"] for f in found), strict=False):
         for indicator_bn in (True, False):
             rows = [f for f in found if (f["setting"], f["indicator_bn"]) == (setting, indicator_bn)]
             values = rows[0][y] if rows and "layer" not in rows[0] else [row[y] for row in rows]
@@ -788,25 +757,24 @@ def _both(settings: Sequence[str], found: Sequence[Form], y: str) -> list[Form]:
     return marks
 
 
-def _fairness_figure(settings: Sequence[str], fairness: Sequence[Form]) -> Figure:
-    panels = [
-        panel(title, *_both(settings, fairness, key), x="layer", ylim=(0, None)) for key, title in _FAIRNESS.items()
-    ]
+def _fairness_figure(fairness: Sequence[Form]) -> Figure:
+    panels = [panel(title, *_both(fairness, key), x="layer", ylim=(0, None)) for key, title in _FAIRNESS.items()]
     return Figure("fairness", "Spread over the candidates of a layer; 0 is fair." + _LINES, panels)
 
 
-def _depth_figure(settings: Sequence[str], depth: Sequence[Form]) -> Figure:
+def _depth_figure(depth: Sequence[Form]) -> Figure:
     panels = [
-        panel("std of log Var(h) over paths", *_both(settings, depth, "std"), x="layer", ylim=(0, None)),
-        panel("largest Var(h) over smallest", *_both(settings, depth, "ratio"), x="layer", ylim=(1, None)),
+        panel("std of log Var(h) over paths", *_both(depth, "std"), x="layer", ylim=(0, None)),
+        panel("largest Var(h) over smallest", *_both(depth, "ratio"), x="layer", ylim=(1, None)),
     ]
     return Figure("fairness with depth", "Spread of log Var(h) over random paths, by depth." + _LINES, panels)
 
 
 def _diagram() -> Figure:
-    found = phase_diagram(_DIAGRAM_ACT, np.linspace(0.5, 3, 51), np.linspace(0, 1, 26))
-    mesh = {"mark": "mesh", "x": found.sigma_w, "y": found.sigma_b, "z": np.round(found.chi, 6)}
-    mesh |= {"curve": found.critical, "point": (1, 0), "label": "chi"}
+    sigma_w, sigma_b = np.linspace(0.5, 3, 51), np.linspace(0, 1, 26)
+    _, chi, critical = phase_diagram(_DIAGRAM_ACT, sigma_w, sigma_b)
+    mesh = {"mark": "mesh", "x": sigma_w, "y": sigma_b, "z": np.round(chi, 6)}
+    mesh |= {"curve": critical, "point": (1, 0), "label": "chi"}
     caption = (
         "chi of an infinitely wide tanh network without BatchNorm: below 1 signals merge and gradients vanish, above 1 "
         "they explode. The black line is chi = 1; the dot is the initialisation that the theory asks for."

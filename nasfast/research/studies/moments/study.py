@@ -48,6 +48,7 @@ from nasfast.research.analysis.moments.networks import (
     fields,
     gaussian,
     images,
+    read_arrays,
     run,
     standardised,
 )
@@ -108,12 +109,7 @@ def runner_of(out: Path | None, seed: int, device: str, task: Task) -> Runner:
 
 
 def load_images(folder: str) -> Tensor:
-    """All images of a folder, (count, 3, H, W) uint8.
-
-    Raises:
-        DataError: no such folder, or one without classes.
-        ValueError: images of different sizes.
-    """
+    """All images of a folder, (count, 3, H, W) uint8."""
     source = FolderSource(folder)
     pixels = [np.asarray(source.image(i)).transpose(2, 0, 1) for i in range(len(source))]
     if len({p.shape for p in pixels}) > 1:
@@ -133,8 +129,7 @@ def published(cfg: FiguresConfig, figure: int) -> Published:
     name = cfg.published(figure)
     if cfg.reference is None or name is None or not (file := Path(cfg.reference) / f"{name}.npz").exists():
         return {}
-    with np.load(file, allow_pickle=False) as arrays:
-        found = {key: arrays[key] for key in arrays.files}
+    found = read_arrays(file)
     shared = np.isin(found["depth"], cfg.network(figure).records)
     cut = {key: v[..., shared] if v.shape[-1:] == shared.shape else v for key, v in found.items()}
     return {"name": name, **cut} if shared.any() else {}
@@ -148,12 +143,7 @@ def published_law(arrays: Mapping[str, np.ndarray]) -> PowerLaw:
 
 
 def module_inputs(cfg: ModuleConfig, shape: Sequence[int]) -> Tensor:
-    """Standardised inputs (batch, *shape) of a space or module.
-
-    Raises:
-        ConfigError: images for an input that is none.
-        DataError: the image folder cannot be used.
-    """
+    """Standardised inputs (batch, *shape) of a space or module."""
     generator = torch.Generator().manual_seed(cfg.seed)
     if len(shape) != 3:
         if cfg.images is not None:
@@ -194,15 +184,7 @@ class Paths:
 
 
 def measure_paths(cfg: ModuleConfig, space: SearchSpace, net: Supernet, x: Tensor, progress: Done) -> Paths:
-    """Send signal and noise along random paths of a supernet.
-
-    Args:
-        cfg: how many paths, and along how many of them every candidate is measured.
-        space: space of the supernet.
-        net: a supernet of plain modules.
-        x: (N, C, H, W) images.
-        progress: told the paths that are done.
-    """
+    """Send images x (N, C, H, W) and noise along random paths of a supernet of plain modules."""
     net = held(net)
     dx = torch.randn(x.shape, generator=torch.Generator().manual_seed(cfg.seed))
     first = push(net.stem, (x, dx))
@@ -273,18 +255,23 @@ def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
     )
 
 
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "layer norm": {"norm": "layer"},
+    "tanh, chaotic": {"act": "tanh", "sigma_w": 2.0, "sigma_b": 0.3},
+    "tanh with BN": {"act": "tanh", "norm": "batch"},
+    "ReLU resnet without BN": {"residual": 2, "depth": 100},
+}
+"""Variants of the fully connected networks -> their changes."""
+
+
 def _variants(runner: Runner, source: Source) -> tuple[Table, list[Check]]:
-    """What layer norm, tanh, tanh with BatchNorm, and a ReLU resnet without BatchNorm do, and their"""
-    base = _QUICK["FC"]
-
-    def run_of(name: str, net: NetConfig) -> tuple[Run, Mapping[str, float]]:
-        found = runner(name, net, source, _QUICK_SEEDS["FC"])
-        return found, detect(found.depth, found.curves()).evidence
-
-    _, layer = run_of("layer norm", base.replace(norm="layer"))
-    _, chaotic = run_of("tanh, chaotic", base.replace(act="tanh", sigma_w=2.0, sigma_b=0.3))
-    _, tanh_bn = run_of("tanh with BN", base.replace(act="tanh", norm="batch"))
-    resnet, plain = run_of("ReLU resnet without BN", base.replace(residual=2, depth=100))
+    """What the variants do, and their marks."""
+    runs = {
+        name: runner(name, _QUICK["FC"].replace(**changes), source, _QUICK_SEEDS["FC"])
+        for name, changes in _VARIANTS.items()
+    }
+    layer, chaotic, tanh_bn, plain = (detect(found.depth, found.curves()).evidence for found in runs.values())
+    resnet = runs["ReLU resnet without BN"]
     growth = fit_line(resnet.depth, resnet.curves()["lognu2"].mean(0))
     rows = (
         ("layer norm", f"mu_2/nu_2 {layer['share']:.2g}: zero-dimensional signal"),
@@ -448,10 +435,8 @@ def fit_table(runs: Mapping[str, Run], verdicts: Mapping[str, Verdict]) -> Table
     for name, found in runs.items():
         e = verdicts[name].evidence
         tau = f"{power_law_of(found).tau:.3f}" if found.cfg.residual else "-"
-        slope, exponent = (
-            (f"{e['slope']:.4f}", f"{e['slope_r2']:.5f}"),
-            (f"{e['exponent']:.3f}", f"{e['exponent_r2']:.5f}"),
-        )
+        slope = f"{e['slope']:.4f}", f"{e['slope_r2']:.5f}"
+        exponent = f"{e['exponent']:.3f}", f"{e['exponent_r2']:.5f}"
         rows.append((name, *slope, *exponent, tau, f"{e['rank']:.2f}", str(verdicts[name])))
     return Table("exponential fit on l > L/4, power law on all l", header, tuple(rows))
 
@@ -779,13 +764,12 @@ def data_checks(folder: Path) -> list[Check]:
     """Marks of the published arrays alone: the ReLU part of theorem 3, and the published fit of figure 5."""
     checks = []
     for file in sorted(folder.glob("bn_ff_*.npz")):
-        with np.load(file, allow_pickle=False) as arrays:
-            predicted = (1 - arrays["nu1abs_z_mean"] ** 2 / 2) ** -0.5
-            distance = float(np.abs(predicted - arrays["inc_phi_mean"]).max())
-        checks.append(Check(f"{file.stem}: ReLU part against theorem 3, largest distance", 0, 0.006, distance))
+        arrays = read_arrays(file)
+        distance = np.abs((1 - arrays["nu1abs_z_mean"] ** 2 / 2) ** -0.5 - arrays["inc_phi_mean"]).max()
+        name = f"{file.stem}: ReLU part against theorem 3, largest distance"
+        checks.append(Check(name, 0, 0.006, float(distance)))
     if (file := folder / "bn_res_conv.npz").exists():
-        with np.load(file, allow_pickle=False) as arrays:
-            law = published_law(arrays)
+        law = published_law(read_arrays(file))
         checks.append(Check("bn_res_conv: tau of the published arrays", 0.548, 0.550, law.tau))
         checks.append(Check("bn_res_conv: C of the published arrays", 1.1037, 1.1057, law.c))
     return checks

@@ -93,16 +93,6 @@ PRESETS = {
 CELL_PRESETS = ("darts", "nas_bench_201", "choice_blocks")
 
 
-def _preset(name: str) -> Preset:
-    """The settings for what `--space` names.
-
-    Raises:
-        ConfigError: neither built in nor a readable file.
-    """
-    named_space(name)
-    return PRESETS.get(name, Preset())
-
-
 @dataclass(frozen=True)
 class NasiSearchConfig(StudyConfig):
     """Searches of one space.
@@ -187,7 +177,8 @@ class NasiSearchConfig(StudyConfig):
     @cached_property
     def preset(self) -> Preset:
         """How the space is searched where the config leaves it open."""
-        return _preset(self.space)
+        named_space(self.space)  # raises where it is neither built in nor a readable file
+        return PRESETS.get(self.space, Preset())
 
     @property
     def batch_size(self) -> int:

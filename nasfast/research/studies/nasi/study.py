@@ -146,14 +146,7 @@ def spearman(x: ArrayLike, y: ArrayLike) -> float:
 
 @dataclass(frozen=True)
 class RandomCells:
-    """Random cells of the quick experiment.
-
-    Attributes:
-        archs: all different.
-        scores: Q of each, by mode.
-        accuracy: accuracy of each after its training.
-        params: number of parameters of each.
-    """
+    """Random cells of the quick experiment, all different: Q by mode, accuracy after training, and parameters."""
 
     archs: list[Arch]
     scores: dict[str, list[float]]
@@ -181,14 +174,9 @@ def random_cells(space: CellSpace, train: Images, trainer: Trainer, cfg: NasiQui
 
 @dataclass(frozen=True)
 class SearchKind:
-    """The searches of one kind in the quick experiment, one for each seed.
+    """What the searches of one kind select in the quick experiment, one for each seed.
 
-    Attributes:
-        name: mode, penalty and limit.
-        marked: whether the kind has pass marks.
-        archs: what was selected.
-        accuracy: accuracy of each after its training.
-        percentile: percentile of each accuracy among those of the random cells.
+    `percentile` is the place of an accuracy among those of the random cells.
     """
 
     name: str
@@ -220,30 +208,31 @@ def _suffix(mode: str) -> str:
     return "" if mode == "standard" else f", {mode}"
 
 
+_FIXED: dict[str, Any] = {"constraint": "fixed", "nu": NU}
+_KINDS: tuple[tuple[str, dict[str, Any], tuple[str, ...], bool], ...] = (
+    ("no penalty", {"mu": 0.0}, ("standard",), True),
+    (f"mu 1, nu {NU:g}", {"mu": 1.0, **_FIXED}, ("standard",), True),
+    (f"mu 2, nu {NU:g}", {"mu": 2.0, **_FIXED}, ("standard",), True),
+    ("no penalty", {"mu": 0.0}, ("random labels", "random images"), True),
+    ("mu 1, nu 0.9 quantile", {"mu": 1.0}, ("standard",), True),
+    ("mu 2, nu 0.9 quantile", {"mu": 2.0}, ("standard",), True),
+    ("mu 2, adaptive nu", {"mu": 2.0, "constraint": "adaptive", "nu": NU}, tuple(MODES), False),
+)
+"""Penalty and limit, their settings, the modes that they are solved in, and whether there are pass marks."""
+
+
 def search_kinds(
     space: CellSpace, records: Records, trainer: Trainer, cells: RandomCells, cfg: NasiQuickConfig
 ) -> list[SearchKind]:
     """Solve the records with several penalties and limits, and train what they select."""
-    of_mode = {mode: [records[mode, i] for i in range(cfg.seeds)] for mode in MODES}
-    standard = of_mode["standard"]
-    solved: dict[str, list[NasiResult]] = {"no penalty": [solve(r, NasiConfig(mu=0.0)) for r in standard]}
-    for mu in (1.0, 2.0):
-        solved[f"mu {mu:g}, nu {NU:g}"] = [solve(r, NasiConfig(mu=mu, constraint="fixed", nu=NU)) for r in standard]
-    for mode in list(MODES)[1:]:
-        solved["no penalty" + _suffix(mode)] = [solve(r, NasiConfig(mu=0.0)) for r in of_mode[mode]]
-    for mu in (1.0, 2.0):
-        solved[f"mu {mu:g}, nu 0.9 quantile"] = [solve(r, NasiConfig(mu=mu)) for r in standard]
-    marked = set(solved)
-    for mode in MODES:
-        solved["mu 2, adaptive nu" + _suffix(mode)] = [
-            solve(r, NasiConfig(mu=2.0, constraint="adaptive", nu=NU)) for r in of_mode[mode]
-        ]
     kinds = []
-    for name, results in solved.items():
-        archs = [derive(space, r.logits, "argmax") for r in results]
-        reached = np.array([trainer(arch) for arch in archs])
-        percentile = np.array([(cells.accuracy <= a).mean() for a in reached])
-        kinds.append(SearchKind(name, name in marked, archs, reached, percentile))
+    for name, settings, modes, marked in _KINDS:
+        for mode in modes:
+            results = [solve(records[mode, i], NasiConfig(**settings)) for i in range(cfg.seeds)]
+            archs = [derive(space, r.logits, "argmax") for r in results]
+            reached = np.array([trainer(arch) for arch in archs])
+            percentile = np.array([(cells.accuracy <= a).mean() for a in reached])
+            kinds.append(SearchKind(name + _suffix(mode), marked, archs, reached, percentile))
     return kinds
 
 
@@ -287,12 +276,6 @@ def enumerated(mixture: Mixture, space: CellSpace, x: Tensor, y: Tensor) -> tupl
     return archs, torch.tensor(values, dtype=torch.float64)
 
 
-def enumerated_gradient(archs: Sequence[Arch], q: Tensor, shape: Sequence[int]) -> Tensor:
-    """(kinds, edges, ops) gradient of E[Q] at alpha = 0: sum_A p(A) Q(A) (1[A_e = k] - 1 / K), candidates alike."""
-    hard = F.one_hot(torch.tensor(archs), shape[-1]).double()
-    return ((hard - 1 / shape[-1]) * q[:, None, None]).mean(0)[None]
-
-
 def expectation(archs: Sequence[Arch], q: Tensor, alpha: Tensor) -> Tensor:
     """E[Q] of an architecture that is drawn with the logits alpha."""
     log_p = torch.log_softmax(alpha[0], -1)
@@ -300,28 +283,24 @@ def expectation(archs: Sequence[Arch], q: Tensor, alpha: Tensor) -> Tensor:
     return (log_p[rows, torch.tensor(archs)].sum(1).exp() * q).sum()
 
 
-def ascend(archs: Sequence[Arch], q: Tensor, shape: Sequence[int]) -> Tensor:
+def slope(archs: Sequence[Arch], q: Tensor, alpha: Tensor) -> Tensor:
+    """(kinds, edges, ops) gradient of E[Q] at alpha."""
+    alpha = alpha.clone().requires_grad_()
+    return torch.autograd.grad(expectation(archs, q, alpha), alpha)[0]
+
+
+def ascend(archs: Sequence[Arch], q: Tensor, start: Tensor) -> Tensor:
     """The alpha of norm 1 at which E[Q] is largest, by projected gradient ascent."""
-    alpha = torch.zeros(tuple(shape), dtype=torch.float64)
+    alpha = start
     for _ in range(500):
-        alpha.requires_grad_()
-        (gradient,) = torch.autograd.grad(expectation(archs, q, alpha), alpha)
-        alpha = alpha.detach() + 0.1 * gradient / gradient.norm()
+        gradient = slope(archs, q, alpha)
+        alpha = alpha + 0.1 * gradient / gradient.norm()
         alpha = alpha / alpha.norm().clamp(min=1)
     return alpha
 
 
 class Searches:
-    """Searches of the space that a config names.
-
-    Args:
-        cfg: what to search, and how.
-        task: tells the progress.
-
-    Raises:
-        ConfigError: unknown space, or fewer images than a batch.
-        DataError: the folder of images cannot be used.
-    """
+    """Searches of the space that a config names; `task` tells the progress."""
 
     def __init__(self, cfg: NasiSearchConfig, task: Task = no_task) -> None:
         self.cfg, self.device = cfg, torch_device(cfg.device)
@@ -377,11 +356,7 @@ class Searches:
 
 
 def synthetic(space: ArchSpace, *, steps: int, batch: int, seed: int) -> DrawnBatches:
-    """Batches of noisy prototypes, resized to a space's resolution.
-
-    Raises:
-        ConfigError: a space of more than three channels.
-    """
+    """Batches of noisy prototypes, resized to a space's resolution."""
     if space.in_channels > 3:
         raise ConfigError(f"synthetic images have up to 3 channels, {space.name} takes {space.in_channels}")
     (x, y), _ = prototypes(NOISE, SYNTHETIC, 1, seed=seed)
@@ -394,22 +369,17 @@ def synthetic(space: ArchSpace, *, steps: int, batch: int, seed: int) -> DrawnBa
 
 
 def claim_folder(out: Path | None, space: ArchSpace) -> Path | None:
-    """The folder that gets the files. It is checked before anything is computed.
-
-    Raises:
-        FileExistsError: it holds another space or the scores of a trained supernet.
-    """
+    """The folder that gets the files. It is checked before anything is computed."""
     if out is None:
         return None
-    folder = out
-    path, table = folder / "space.yaml", folder / TABLE_FILE
+    path, table = out / "space.yaml", out / TABLE_FILE
     if path.exists() and read_space(path) != space:
         raise FileExistsError(f"{path} is of another space: choose another --out")
     if table.exists() and IndicatorTable.load(table).meta.get("method") != METHOD:
         raise FileExistsError(f"{table} has the scores of a trained supernet: choose another --out")
-    folder.mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     write_atomic(path, space.to_yaml().encode())
-    return folder
+    return out
 
 
 def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
@@ -611,7 +581,8 @@ def closed_form_table(cfg: NasiQuickConfig, train: Images) -> Table:
     mixture = CellMixture(space, seed=cfg.seed).double()
     x, y = train[0][:BATCH].double(), train[1][:BATCH]
     archs, q = enumerated(mixture, space, x, y)
-    exact = enumerated_gradient(archs, q, mixture.allowed.shape)
+    start = torch.zeros(mixture.allowed.shape, dtype=torch.float64)
+    exact = slope(archs, q, start)
     step = exact / exact.norm()
     rng = np.random.default_rng(derive_seed(cfg.seed, seeds.STUDY_DIRECTIONS))
     random = torch.from_numpy(rng.standard_normal((DIRECTIONS, exact.numel())))
@@ -621,7 +592,7 @@ def closed_form_table(cfg: NasiQuickConfig, train: Images) -> Table:
         search = NasiConfig(steps=cfg.steps, mu=0.0, seed=cfg.seed, gates=gates)
         found = solve(sample(mixture, [(x, y)], search), search).delta
         directions[f"{gates.replace('_', '-')}, T = {cfg.steps}"] = found / found.norm()
-    directions["largest E[Q] of norm 1, ascent"] = ascend(archs, q, exact.shape)
+    directions["largest E[Q] of norm 1, ascent"] = ascend(archs, q, start)
     rows = []
     for name, direction in directions.items():
         chosen = archs.index(tuple(direction[0].argmax(-1).tolist()))

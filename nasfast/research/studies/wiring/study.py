@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from nasfast.research.cells.gates import draw_gates, uniform_logits
 from nasfast.research.cells.network import CellSupernet
 from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs
 from nasfast.research.cells.prototypes import DrawnBatches, prototypes
-from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult, search_cells
+from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult, endless, search_cells
 from nasfast.research.cells.space import CELLS, DARTS_OPS, Cell, CellSpace
 from nasfast.research.studies.draw import INK, SERIES, heat, level, line, panel
 from nasfast.research.studies.report import Check, Figure, Form, StudyReport, Table, checks_of, plain
@@ -73,14 +74,7 @@ def folder_of(images: str) -> FolderSource:
 
 @dataclass(frozen=True)
 class Search:
-    """A search of a study.
-
-    Attributes:
-        name: name of the search.
-        cfg: data and training.
-        how: how operations are chosen.
-        space: what is searched.
-    """
+    """A search of a study: data and training (`cfg`), how operations are chosen (`how`), and what is searched."""
 
     name: str
     cfg: ExperimentConfig
@@ -95,10 +89,7 @@ class Search:
     def run(self, folder: Path, device: str, task: Task | None = None) -> CellSearchResult:
         """Search, or continue what is in `folder`, which gets the files and the measures of section 6.
 
-        Args:
-            folder: directory of this search.
-            device: device of the network.
-            task: tells the progress; None shows the lines of a training.
+        `task` tells the progress; None shows the lines of a training.
         """
         cfg = self.cfg
         train_loader, held_out = loaders(cfg, bilevel=self.how.bilevel)
@@ -143,34 +134,26 @@ def search_apart(
 
 
 class Runner:
-    """Carries out searches, each in a directory of its own, where a search that was stopped continues.
+    """Carries out searches, each in a directory of its own below `out`, where a search that was stopped continues.
 
-    Args:
-        out: directory of the searches' directories.
-        task: tells the progress.
-        device: device of the networks.
-        tasks: where each search runs in a process of its own; None runs them in this one.
+    With `tasks`, each search runs in a process of its own; else all run in this one.
     """
 
     def __init__(self, out: Path, task: Task, device: str, tasks: TaskSettings | None = None) -> None:
         self._out, self._task, self.device, self._tasks = out, task, device, tasks
 
-    def prepare(self, searches: Iterable[Search]) -> None:
-        """Carry out searches in processes of their own if the study was asked to; `all` then finds them finished.
+    def all(self, *groups: Mapping[int, Search]) -> list[dict[int, CellSearchResult]]:
+        """The results of every group of searches, by the keys of the group.
 
         Raises:
-            TaskError: some have failed or were stopped; the others are finished.
+            TaskError: searches in processes of their own have failed or were stopped; the others are finished.
         """
-        if self._tasks is None:
-            return
-        with TaskRunner(self._out, self._tasks) as runner:
-            results = runner.run([search.apart(self.device) for search in searches])
-        check_done(results, "searches are not finished; the same command continues")
-
-    def all(self, searches: Mapping[int, Search]) -> dict[int, CellSearchResult]:
-        """The results of searches, by the same keys."""
-        self.prepare(searches.values())
-        return {key: s.run(self._out / s.folder, self.device, self._task) for key, s in searches.items()}
+        if self._tasks is not None:
+            with TaskRunner(self._out, self._tasks) as runner:
+                results = runner.run([search.apart(self.device) for group in groups for search in group.values()])
+            check_done(results, "searches are not finished; the same command continues")
+        # those that ran apart are found finished
+        return [{k: s.run(self._out / s.folder, self.device, self._task) for k, s in group.items()} for group in groups]
 
 
 def _data_of(cfg: ExperimentConfig) -> dict[str, Any]:
@@ -321,13 +304,7 @@ def sign_window(found: CellSearchResult) -> dict[int, dict[str, dict[str, float]
 
 
 def monte_carlo(
-    net: CellSupernet,
-    loader: object,
-    *,
-    batches: int,
-    seed: int = 0,
-    redraw: bool = False,
-    device: str = "cpu",
+    net: CellSupernet, loader: object, *, batches: int, seed: int = 0, device: str = "cpu"
 ) -> tuple[LocalCosts, Tensor]:
     """Local costs of a network that does not learn; every batch draws its operations uniformly (section 4.3).
 
@@ -336,26 +313,17 @@ def monte_carlo(
         loader: gives (images, labels), and is started again as often as needed.
         batches: how many batches are measured.
         seed: seed of the draws.
-        redraw: see `CellSearchConfig`.
         device: where to compute.
 
     Returns:
         The costs, (cells, edges, ops), and (groups, quantities) sums over samples, see `nasfast.research.cells.probe`.
-
-    Raises:
-        ValueError: the loader has no batch.
     """
-    cfg = CellSearchConfig(method="uniform", redraw=redraw, seed=seed)
-    loader, space = to_learn_from(loader), net.space
+    cfg, space = CellSearchConfig(method="uniform", seed=seed), net.space
     table, outputs = LocalCosts.empty(net.gate_shape), torch.zeros(len(GROUPS), len(QUANTITIES), dtype=torch.float64)
     of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
     logits = uniform_logits(space)
-    for i in range(batches):
-        epoch, at = divmod(i, len(loader))
-        if at == 0:
-            stream = loader.epoch(epoch, device=device)
-        x, y = next(stream)
-        draw = draw_gates(space, cfg, logits, step=i, progress=0.0)
+    for step, (x, y) in enumerate(islice(endless(to_learn_from(loader), device), batches)):
+        draw = draw_gates(space, cfg, logits, step=step, progress=0.0)
         gates = draw.gates[of_type].to(device, next(net.parameters()).dtype).requires_grad_()
         predicted = net(x, gates, draw.runs)
         # the gradient is zeros if every edge has drawn the operation none
@@ -392,10 +360,15 @@ _EXPLANATION = (
     "one away from it. q is the probability of None."
 )
 _CONTROLS = {
-    "simplified": CELLS["simplified"](DARTS_OPS),
-    "modified, sampled": CELLS["modified"](DARTS_OPS),
-    "modified, (0,1) fixed": CELLS["modified"](DARTS_OPS).restricted(0, 1, ("sep_conv_5x5",)),
+    "simplified": ("control-simplified", CELLS["simplified"](DARTS_OPS), False),
+    "modified, sampled": ("control-modified__sampled", CELLS["modified"](DARTS_OPS), True),
+    "modified, (0,1) fixed": (
+        "control-modified___0_1__fixed",
+        CELLS["modified"](DARTS_OPS).restricted(0, 1, ("sep_conv_5x5",)),
+        True,
+    ),
 }
+"""Control for the cause of P2 -> name of its searches, its cell, and whether draws without a path are repeated."""
 
 
 def theorems(cfg: TheoremsConfig, out: Path | None, task: Task) -> StudyReport:
@@ -410,8 +383,8 @@ def theorems(cfg: TheoremsConfig, out: Path | None, task: Task) -> StudyReport:
     )
 
 
-def _with_runner(study: Callable[[Experiment, Runner], StudyReport]) -> Callable[..., StudyReport]:
-    """A study of searches as `run(config, out, task, tasks=None)`: in a directory, or in a temporary one."""
+def _of_searches(study: Callable[[Experiment, Runner], StudyReport]) -> Callable[..., StudyReport]:
+    """Make a study of searches a `run(config, out, task, tasks=None)`: in a directory, or in a temporary one."""
 
     def run(cfg: Experiment, out: Path | None, task: Task, tasks: TaskSettings | None = None) -> StudyReport:
         with nullcontext(str(out)) if out is not None else tempfile.TemporaryDirectory() as folder:
@@ -420,13 +393,7 @@ def _with_runner(study: Callable[[Experiment, Runner], StudyReport]) -> Callable
     return run
 
 
-def _notes(cfg: ExperimentConfig) -> tuple[str, ...]:
-    if cfg.published:
-        return ()
-    return ("settings are not those of the pass marks: signs are judged, thresholds are not",)
-
-
-Sign = Callable[[Measures], bool]
+_OTHER_SETTINGS = "settings are not those of the pass marks: signs are judged, thresholds are not"
 Mark = tuple[float, float, float]
 """The ends of a mark's interval, and the value."""
 
@@ -444,7 +411,7 @@ class Pattern:
 
     title: str
     name: str
-    signs: Mapping[str, Sign]
+    signs: Mapping[str, Callable[[Measures], bool]]
     marks: Callable[[Measures], Mapping[str, Mark]]
 
 
@@ -508,7 +475,7 @@ def _pattern_report(
     *,
     between: Sequence[Table] = (),
     tables: Sequence[Table] = (),
-    figures: Callable[[CellSearchResult], Sequence[Figure]],
+    figures: Sequence[Figure],
     marks: Callable[[int], Mapping[str, Mark]] = lambda seed: {},
     checks: Sequence[Check] = (),
 ) -> StudyReport:
@@ -516,15 +483,13 @@ def _pattern_report(
 
     Args:
         key: key of PATTERNS.
-        cfg: its settings.
-        runs: its searches.
-        between: tables that follow the measures.
-        tables: tables that follow the derived cells.
-        figures: of the first search, besides its patterns and architecture.
+        cfg, runs: its settings and searches.
+        between, tables: tables that follow the measures, and those that follow the derived cells.
+        figures: besides patterns and architecture.
         marks: further marks of a seed.
         checks: further marks, whatever the settings of the search.
     """
-    pattern, first = PATTERNS[key], next(iter(runs.values()))
+    pattern, first = PATTERNS[key], runs[cfg.seed]
     data = "synthetic images" if cfg.images is None else f"images of {Path(cfg.images).name}"
     subject = (
         f"{_METHODS[cfg.method]} on {cfg.cells} {cfg.cell} cell(s), {cfg.channels} channels, {first.steps[-1]} steps, "
@@ -541,57 +506,45 @@ def _pattern_report(
     return StudyReport(
         subject=f"{key}, {pattern.title}: {subject}",
         explanation=_EXPLANATION,
-        notes=_notes(cfg),
+        notes=() if cfg.published else (_OTHER_SETTINGS,),
         tables=(measures_table(key, runs), *between, derivation_table(runs), *tables),
-        figures=(patterns(key, runs), *architecture_figures(f"seed {cfg.seed}", first), *figures(first)),
+        figures=(patterns(key, runs), *architecture_figures(f"seed {cfg.seed}", first), *figures),
         verdicts=verdicts,
         checks=(*own, *checks),
     )
 
 
-def _growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
+@_of_searches
+def growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
     """P1."""
     name = f"seed {cfg.seed}"
-    return _pattern_report(
-        "P1",
-        cfg,
-        runner.all(searches_of(cfg, cfg.method)),
-        figures=lambda first: (
-            edge_costs(f"{name}: cost and loss", first),
-            output_cost_figure(f"{name}: C = L - H", first),
-        ),
+    (runs,) = runner.all(searches_of(cfg, cfg.method))
+    first = runs[cfg.seed]
+    shown = edge_costs(f"{name}: cost and loss", first), output_cost_figure(f"{name}: C = L - H", first)
+    return _pattern_report("P1", cfg, runs, figures=shown)
+
+
+@_of_searches
+def width(cfg: WidthConfig, runner: Runner) -> StudyReport:
+    """P2; the controls have settings of their own."""
+    own = CostConfig(
+        cell="modified", steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
     )
-
-
-def _width(cfg: WidthConfig, runner: Runner) -> StudyReport:
-    """P2."""
-    searches, controlled = searches_of(cfg, cfg.method), _control_searches(cfg)
-    runner.prepare(search for of_seeds in (searches, *controlled.values()) for search in of_seeds.values())
-    runs = runner.all(searches)
-    controls = {label: runner.all(of_seeds) for label, of_seeds in controlled.items()}
+    controlled = [searches_of(own, name, cell, redraw=redraw) for name, cell, redraw in _CONTROLS.values()]
+    runs, *found = runner.all(searches_of(cfg, cfg.method), *controlled)
+    controls = dict(zip(_CONTROLS, found, strict=True))
     return _pattern_report(
         "P2",
         cfg,
         runs,
         tables=(control_table(controls),),
-        figures=lambda first: (control("control for the cause (figures 8 and 9)", controls),),
+        figures=(control("control for the cause (figures 8 and 9)", controls),),
         checks=control_checks(controls) if cfg.control_steps == WidthConfig().control_steps else (),
     )
 
 
-def _control_searches(cfg: WidthConfig) -> dict[str, dict[int, Search]]:
-    """The searches of every control, with settings of their own, by seed."""
-    control = CostConfig(
-        cell="modified", steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
-    )
-    found: dict[str, dict[int, Search]] = {}
-    for label, cell in _CONTROLS.items():
-        name = "control-" + "".join(c if c.isalnum() else "_" for c in label)
-        found[label] = searches_of(control, name, cell, redraw=label != "simplified")
-    return found
-
-
-def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
+@_of_searches
+def collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     """P3."""
     second: dict[str, Any] = {"second_order": cfg.second_order} if cfg.method == "darts" else {}
     two, one = searches_of(cfg, f"{cfg.method}-bilevel", bilevel=True, **second), searches_of(cfg, cfg.method)
@@ -599,22 +552,20 @@ def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
         samples=300, steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
     )
     tabled = searches_of(fixed, "table", method="darts", bilevel=True, alpha_lr=0.0)
-    runner.prepare(search for of_seeds in (two, one, tabled) for search in of_seeds.values())
-    runs, single, gates = (runner.all(of_seeds) for of_seeds in (two, one, tabled))
+    runs, single, gates = runner.all(two, one, tabled)
     windows = {seed: sign_window(found) for seed, found in gates.items()}
     checks: list[Check] = []
     if cfg.control_steps == CollapseConfig().control_steps:
         checks = [c for seed, found in gates.items() for c in sign_checks(seed, found, windows[seed])]
-    first_gates = next(iter(gates.values()))
     return _pattern_report(
         "P3",
         cfg,
         runs,
         between=(measures_table("the same search on one level", single),),
         tables=(signs_table(windows),),
-        figures=lambda first: (
-            output_cost_figure("DARTS's gates, probabilities fixed (figure 10)", first_gates),
-            edge_costs("DARTS's gates: costs of training batches", first_gates),
+        figures=(
+            output_cost_figure("DARTS's gates, probabilities fixed (figure 10)", gates[cfg.seed]),
+            edge_costs("DARTS's gates: costs of training batches", gates[cfg.seed]),
         ),
         marks=lambda seed: {
             "edges that are None on one level": (0, 6, float((kept_edges(single[seed])[-1] == 0).sum()))
@@ -623,11 +574,12 @@ def _collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     )
 
 
-def _cost(cfg: CostConfig, runner: Runner) -> StudyReport:
+@_of_searches
+def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
     """Local costs."""
     space = cfg.space()
     initial, mean_cost = initial_costs(cfg, runner, space, range(cfg.seed, cfg.seed + cfg.nets))
-    trained = runner.all(searches_of(cfg, "uniform"))
+    (trained,) = runner.all(searches_of(cfg, "uniform"))
     late = []
     for seed, found in trained.items():
         loader, _ = loaders(cfg.replace(seed=seed), bilevel=False)
@@ -641,11 +593,10 @@ def _cost(cfg: CostConfig, runner: Runner) -> StudyReport:
             Check("initialisation: share of costs > 0", 0.6, 1, share),
         ]
     panels = {label: last_cell(tables_of).mean[0].numpy() for label, tables_of in costs.items()}
-    first = next(iter(trained.values()))
     return StudyReport(
         subject=f"local costs of {cfg.cells} {cfg.cell} cell(s), operations sampled uniformly",
         explanation=_EXPLANATION,
-        notes=_notes(cfg),
+        notes=() if cfg.published else (_OTHER_SETTINGS,),
         tables=(
             local_costs_table(space, costs),
             sums_table(cfg, runner),
@@ -653,16 +604,10 @@ def _cost(cfg: CostConfig, runner: Runner) -> StudyReport:
         ),
         figures=(
             cost_heatmap(space, "local costs (figure 4)", panels),
-            edge_costs(f"seed {cfg.seed}: operations sampled uniformly", first),
+            edge_costs(f"seed {cfg.seed}: operations sampled uniformly", trained[cfg.seed]),
         ),
         checks=tuple(checks),
     )
-
-
-growth = _with_runner(_growth)
-width = _with_runner(_width)
-collapse = _with_runner(_collapse)
-cost = _with_runner(_cost)
 
 
 MEASURES = {

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.research.cells.costs import NONE, SKIP_CONNECT
+from nasfast.research.cells.gates import uniform_logits
 from nasfast.research.cells.network import CellSupernet
 from nasfast.research.cells.operations import NormLayer, Operation
 from nasfast.research.cells.probe import sample_costs
@@ -35,13 +36,11 @@ class Step:
     """A network after the backward pass of one batch.
 
     Attributes:
-        net: the network.
         gates: (cells, edges, ops).
         costs: (cells, edges, ops) gradients of the gates.
         nodes: for every cell, its nodes in order and its output.
         gradients: gradients of `nodes`; 0 where no gradient arrives.
-        logits: (N, classes).
-        labels: (N,).
+        logits, labels: (N, classes) and (N,).
     """
 
     net: CellSupernet
@@ -122,15 +121,12 @@ def mixed_gates(space: CellSpace, seed: int) -> Tensor:
     """(cells, edges, ops) random weights of every candidate; they add up to 1."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(space.cells, len(space.cell.edges), len(space.ops), generator=generator, dtype=torch.float64)
-    allowed = torch.zeros(noise.shape[1:], dtype=torch.bool)
-    for e, columns in enumerate(space.candidates):
-        allowed[e, list(columns)] = True
-    return noise.masked_fill(~allowed, -torch.inf).softmax(-1)
+    return (noise + uniform_logits(space)[0]).softmax(-1)
 
 
 def one_hot_gates(space: CellSpace, seed: int) -> Tensor:
     """(cells, edges, ops) one random candidate per cell and edge."""
-    weights = (mixed_gates(space, seed) > 0).double()
+    weights = uniform_logits(space)[:1].exp().expand(space.cells, -1, -1)
     generator = torch.Generator().manual_seed(seed)
     index = torch.multinomial(weights.flatten(0, 1), 1, generator=generator).view(weights.shape[:2])
     return F.one_hot(index, weights.shape[-1]).double()
@@ -160,12 +156,9 @@ def take_step(net: CellSupernet, gates: Tensor, images: Tensor, labels: Tensor) 
 
 
 def norm_residual(norm: NormLayer, kind: str, x: Tensor, out: Tensor, gradient: Tensor) -> Tensor:
-    """<dL/dx, x> of a norm, from the gradient of its output; it would be 0 without eps.
+    """<dL/dx, x> of a norm at x (N, C, H, W), from the gradient of its output; it would be 0 without eps.
 
-    Args:
-        norm: the norm, with eps and perhaps a shift.
-        kind: a key of STATISTICS.
-        x, out, gradient: (N, C, H, W).
+    `kind` is a key of STATISTICS.
     """
     variance = x.var(STATISTICS[kind], unbiased=False, keepdim=True)
     shift = 0.0 if norm.bias is None else norm.bias.detach().view(1, -1, 1, 1)
@@ -173,13 +166,9 @@ def norm_residual(norm: NormLayer, kind: str, x: Tensor, out: Tensor, gradient: 
 
 
 def path_gradient(operation: Operation, x: Tensor, gradient: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Gradient that reaches x through an operation, and `norm_residual` of the operation's first norm.
+    """Gradient that reaches x through an operation with norms, and `norm_residual` of its first norm.
 
-    Args:
-        operation: an operation with a norm.
-        x: its input.
-        gradient: the gradient of its output.
-        kind: the kind of its norms.
+    `gradient` is that of the operation's output, and `kind` that of its norms.
     """
     seen: list[tuple[Tensor, Tensor]] = []
     norm = next(module for module in operation.modules() if isinstance(module, NormLayer))
@@ -421,19 +410,7 @@ def theorem_5(space: CellSpace, data: Data, seed: int) -> Iterator[Residual]:
 def check_theorems(
     *, cells: int = 2, channels: int = 8, batch: int = 32, resolution: int = 12, classes: int = 10, seed: int = 0
 ) -> list[Residual]:
-    """Theorems 1 to 5 in order, on minimal cells; theorem 2 on simplified, modified and DARTS cells too.
-
-    Args:
-        cells: number of cells of every network, at least 2.
-        channels: number of channels of every node.
-        batch: number of images.
-        resolution: height and width of the images in pixels.
-        classes: number of classes.
-        seed: seed of weights, images, labels and gates.
-
-    Raises:
-        ValueError: fewer than two cells, for theorem 3 speaks of those before the last.
-    """
+    """Theorems 1 to 5 in order, on minimal cells; theorem 2 on simplified, modified and DARTS cells too."""
     if cells < 2:
         raise ValueError(f"the theorems need at least 2 cells, got {cells}")
     sizes: dict[str, Any] = {"cells": cells, "channels": channels, "resolution": resolution, "num_classes": classes}
