@@ -14,7 +14,7 @@ from tolerances import BFLOAT16_CHAIN, NATIVE_CHAIN, assert_close
 from torch import Tensor
 
 from kernel_cases.bn_act import KINKS
-from kernel_cases.layout import with_layout
+from kernel_cases.case import with_layout
 from nasfast import ops
 from nasfast.ops import ConvBNParams, Stage, reference
 from nasfast.ops.plan import StageShape, make_plan

@@ -30,7 +30,7 @@ from kernel_cases.mixed_bn import CASES as MIXED_CASES
 from kernel_cases.mixed_bn import EPS as MIXED_EPS
 from kernel_cases.mixed_bn import MixedCase
 from kernel_cases.mixed_bn import check_case as check_mixed
-from kernel_cases.mixed_bn import outputs_and_grads as mixed_outputs
+from kernel_cases.mixed_bn import run as run_mixed
 from tolerances import BFLOAT16_CHAIN
 
 from nasfast import ops
@@ -192,7 +192,7 @@ def test_mixed_bn_computes_only_wanted_gradients(wanted):
     # runs of consecutive tensors are one launch
     case = MixedCase((2, 6, 5, 4), "nnnxnnnnnnnnnnxxnn")
     xs, gates, grad = case.draw(DEVICE)
-    want = mixed_outputs(partial(ops.mixed_bn, backend="triton"), xs, gates, grad, case.normalize)
+    want = run_mixed(partial(ops.mixed_bn, backend="triton"), xs, gates, grad, case.normalize)
     leaves = {"dgates": gates.requires_grad_(wanted[0] == "n")}
     for k, x in enumerate(xs):
         leaves[f"dx{k}"] = x.requires_grad_(wanted[1 + k % 3] == "n")
@@ -219,8 +219,8 @@ def test_two_runs_are_equal_bit_for_bit():
     first, second = (run_triton(case.draw_once()) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     mixed = MixedCase((2, 4, 3, 3) if few else (2, 16, 9, 7), "nnx" if few else "nnnnx")
-    run_mixed = partial(mixed_outputs, partial(ops.mixed_bn, backend="triton"))
-    first, second = (run_mixed(*mixed.draw(DEVICE), mixed.normalize) for _ in range(2))
+    triton_mixed = partial(ops.mixed_bn, backend="triton")
+    first, second = (run_mixed(triton_mixed, *mixed.draw(DEVICE), mixed.normalize) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

@@ -10,10 +10,10 @@ from functools import partial
 import pytest
 import torch
 from interpreter import disturbed
-from kernel_cases.bn_act import outputs_and_grads
+from kernel_cases.bn_act import run as run_bn_act
 from kernel_cases.chain import ChainCase, run_chain
 from kernel_cases.mixed_bn import MixedCase
-from kernel_cases.mixed_bn import outputs_and_grads as mixed_outputs
+from kernel_cases.mixed_bn import run as run_mixed
 
 from nasfast import ops
 from nasfast.ops import _triton
@@ -77,7 +77,7 @@ def check_bn_act(x):
 
     def results():
         run = partial(ops.bn_act, backend="triton")
-        return outputs_and_grads(run, {n: t.clone() for n, t in tensors.items()}, act="relu6", training=True)
+        return run_bn_act(run, {n: t.clone() for n, t in tensors.items()}, act="relu6", training=True)
 
     check(results)
 
@@ -93,7 +93,7 @@ def test_mixed_bn(monkeypatch):
 
     monkeypatch.setattr(mixed_triton, "TOGETHER", 2)
     case = MixedCase((2, 18, 3, 5), "nnxnn")
-    check(lambda: mixed_outputs(partial(ops.mixed_bn, backend="triton"), *case.draw("cpu"), case.normalize))
+    check(lambda: run_mixed(partial(ops.mixed_bn, backend="triton"), *case.draw("cpu"), case.normalize))
 
 
 # ---- the disturbance is one: kernels that must fail under it
