@@ -146,11 +146,7 @@ def check_squeeze_excite(x: Tensor, weights: Sequence[Tensor], *, act: str, gate
 
 
 def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Check the entries of `nasfast.ops.orthogonalize`; returns them as a list.
-
-    Raises:
-        MemoryError: the results up to an entry are larger than the memory of the machine.
-    """
+    """Check the entries of `nasfast.ops.orthogonalize`; returns them as a list."""
     matrices = _list_of_tensors(op, "matrices", matrices)
     total = 0
     for i_matrix, z in enumerate(matrices):
@@ -204,9 +200,6 @@ def check_fits(where: str, tensor: Tensor, needed: int) -> None:
     Args:
         where: operator and argument, for the message.
         needed: bytes.
-
-    Raises:
-        MemoryError: the device has less memory than that.
     """
     if tensor.is_meta:
         return
