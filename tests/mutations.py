@@ -74,8 +74,6 @@ class Sites(ast.NodeVisitor):
         node.returns = None  # an annotation
         self.visit_ClassDef(node)
 
-    visit_AsyncFunctionDef = visit_FunctionDef
-
     def skip(self, node: ast.AST) -> None:
         pass
 
