@@ -55,8 +55,7 @@ Chain::Chain(const ChainPlan& plan, ScalarType type, const std::vector<Tensor>& 
       channels(plan.channels),
       saved_size(plan.saved_size),
       statistics_size(plan.statistics_size) {
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, kConvOp,
-                  ": x must be float32 or bfloat16");
+  check_image_type(kConvOp, type);
   const size_t count = plan.stages.size();
   STD_TORCH_CHECK(
       conv_weights.size() == count && bn_weights.size() == count && bn_biases.size() == count && eps_count == count,
@@ -78,10 +77,7 @@ Chain::Chain(const ChainPlan& plan, ScalarType type, const std::vector<Tensor>& 
 }
 
 void Chain::check_image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w, int64_t ld) const {
-  STD_TORCH_CHECK(tensor.dim() == 4 && tensor.size(0) == batch && tensor.size(1) == c && tensor.size(2) == h &&
-                      tensor.size(3) == w && is_channels_last(tensor, ld) && tensor.scalar_type() == type(),
-                  kConvOp, ": ", name, " must be channels_last, of the type of x and of shape (", batch, ", ", c, ", ",
-                  h, ", ", w, ")");
+  cpu::check_image(kConvOp, name, tensor, {batch, c, h, w}, type(), ld);
 }
 
 Packed::Packed(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,

@@ -135,7 +135,13 @@ int64_t row_distance(const Tensor& x);
 // Whether memory order is N, H, W, C with `ld` elements between pixels (0: C); dimensions of size 1 may have any stride.
 bool is_channels_last(const Tensor& x, int64_t ld = 0);
 
-// Refuses what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
+std::vector<int64_t> sizes_of(const Tensor& x);
+
+// Refuse what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
+// Images have `ld` elements between pixels, as in is_channels_last().
+void check_image_type(const std::string& op, ScalarType type);
+void check_image(const std::string& op, const char* name, const Tensor& image, const std::vector<int64_t>& sizes,
+                 ScalarType type, int64_t ld = 0);
 void check_vector(const std::string& op, const char* name, const Tensor& vector, int64_t channels, ScalarType type);
 
 inline const float* float_data(const Tensor& tensor) { return static_cast<const float*>(tensor.const_data_ptr()); }
