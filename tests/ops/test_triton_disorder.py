@@ -101,16 +101,10 @@ def test_mixed_bn(monkeypatch):
 if _triton.why_missing() is None:
 
     @triton.jit
-    def shift_kernel(x, y, N, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-        """y = x, both moved by SHIFT: reads and writes beyond the end where it is not 0."""
+    def copy_kernel(x, y, N, FROM: tl.constexpr, TO: tl.constexpr, BLOCK: tl.constexpr):
+        """y[i + TO] = x[i + FROM]: beyond an end where they are not 0."""
         i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(y + i + SHIFT, tl.load(x + i, mask=i < N), mask=i < N)
-
-    @triton.jit
-    def read_kernel(x, y, N, BLOCK: tl.constexpr):
-        """y = x moved by one; reads one element too many."""
-        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(y + i, tl.load(x + i + 1, mask=i < N), mask=i < N)
+        tl.store(y + i + TO, tl.load(x + i + FROM, mask=i < N), mask=i < N)
 
     @triton.jit
     def last_kernel(y, N, BLOCK: tl.constexpr):
@@ -125,18 +119,18 @@ def test_writing_beyond_a_tensor_is_noticed(shift, side):
     x, y = torch.arange(1.0, 33.0), torch.zeros(100)
     piece = y[8:40]  # inside the allocation
     with disturbed():
-        shift_kernel[(2,)](x, piece, 32, SHIFT=0, BLOCK=16)
+        copy_kernel[(2,)](x, piece, 32, FROM=0, TO=0, BLOCK=16)
         assert torch.equal(y, torch.nn.functional.pad(x, (8, 60)))
-        with pytest.raises(AssertionError, match=f"shift_kernel writes {side}"):
-            shift_kernel[(2,)](x, piece, 32, SHIFT=shift, BLOCK=16)
+        with pytest.raises(AssertionError, match=f"copy_kernel writes {side}"):
+            copy_kernel[(2,)](x, piece, 32, FROM=0, TO=shift, BLOCK=16)
 
 
 def test_reading_beyond_a_tensor_is_noticed():
     x, y = torch.zeros(33), torch.zeros(32)
-    read_kernel[(2,)](x[:32], y, 32, BLOCK=16)
+    copy_kernel[(2,)](x[:32], y, 32, FROM=1, TO=0, BLOCK=16)
     assert not y.isnan().any()
     with disturbed():
-        read_kernel[(2,)](x[:32], y, 32, BLOCK=16)
+        copy_kernel[(2,)](x[:32], y, 32, FROM=1, TO=0, BLOCK=16)
     assert y.isnan().tolist() == [False] * 31 + [True]
 
 
