@@ -127,8 +127,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_bwd_cpu(const Tensor& grad, const Tens
   BatchNorm bn(parse_act("bn_act", act), channels);
   work.params.grad = grad.const_data_ptr();
   if (batch_statistics) {
-    const auto data = [](const Tensor& tensor) { return static_cast<const double*>(tensor.const_data_ptr()); };
-    bn.set_statistics(data(mean), data(var), eps, float_data(weight), float_data(bias));
+    bn.set_statistics(double_data(mean), double_data(var), eps, float_data(weight), float_data(bias));
   } else {
     bn.set_statistics(float_data(mean), float_data(var), eps, float_data(weight), float_data(bias));
   }

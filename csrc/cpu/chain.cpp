@@ -90,17 +90,6 @@ Packed::Packed(bool bfloat16, const float* w, int64_t depth, int64_t columns, in
   });
 }
 
-AlignedFloats depthwise_weight(const Stage& stage, bool flipped) {
-  const int64_t taps = stage.kernel * stage.kernel;
-  const int64_t ld = round_up(stage.out_channels, kAlignment);
-  AlignedFloats packed(taps * ld);
-  for (int64_t c = 0; c < stage.out_channels; ++c) {
-    for (int64_t t = 0; t < taps; ++t)
-      packed.data()[(flipped ? taps - 1 - t : t) * ld + c] = stage.weight[c * taps + t];
-  }
-  return packed;
-}
-
 Packed forward_weight(const Chain& chain, const Stage& stage) {
   const int64_t taps = stage.kernel * stage.kernel;
   const int64_t depth = taps * stage.in_channels;

@@ -67,18 +67,8 @@ struct Convolution {
   void set_x(const void* data) { params.x = grid(data, shape, subsamples ? 2 : 1); }
   void set_y(const void* data) { params.y = grid(data, result_shape, 1); }
 
-  // The filter in the layout that the kernels read.
   AlignedFloats packed(bool flipped) const {
-    const int64_t taps = params.kernel * params.kernel;
-    const int64_t ld = round_up(params.images * params.channels, kAlignment);
-    AlignedFloats weight(taps * ld);
-    for (int64_t t = 0; t < taps; ++t) {
-      float* to = weight.data() + (flipped ? taps - 1 - t : t) * ld;
-      for (int64_t i = 0; i < params.images; ++i) {
-        for (int64_t c = 0; c < params.channels; ++c) to[i * params.channels + c] = filter[c * taps + t];
-      }
-    }
-    return weight;
+    return pack_filter(filter, params.channels, params.kernel, flipped, params.images);
   }
 
   // Divides the work on results of this size into units.

@@ -87,6 +87,18 @@ void BatchNorm::set_gradient_sums(std::vector<double>& partial, int64_t groups, 
   }
 }
 
+AlignedFloats pack_filter(const float* filter, int64_t channels, int64_t kernel, bool flipped, int64_t images) {
+  const int64_t taps = kernel * kernel, ld = round_up(images * channels, kAlignment);
+  AlignedFloats packed(taps * ld);
+  for (int64_t t = 0; t < taps; ++t) {
+    float* to = packed.data() + (flipped ? taps - 1 - t : t) * ld;
+    for (int64_t i = 0; i < images; ++i) {
+      for (int64_t c = 0; c < channels; ++c) to[i * channels + c] = filter[c * taps + t];
+    }
+  }
+  return packed;
+}
+
 int64_t row_distance(const Tensor& x) {
   if (x.dim() != 4) return 0;
   for (int64_t dim : {3, 2, 0}) {

@@ -24,8 +24,6 @@ constexpr int64_t kWideChannels = 64;
 // Gradients of this many bytes have left the cache when they are read again, so they are written past it.
 constexpr int64_t kStreamBytes = 8 * 1024 * 1024;
 
-const double* double_data(const Tensor& tensor) { return static_cast<const double*>(tensor.const_data_ptr()); }
-
 // One call: the parameters of the kernels, and the arrays that they point to.
 class Work {
  public:
