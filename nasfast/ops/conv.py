@@ -137,7 +137,8 @@ def _run(
             x = run_chain(x, here, plan, residual=added, backend=name)
         else:
             # the convolution may have a type that only another backend serves, so `backend` is resolved again
-            x = _run_on_torch(x, here[0], residual=added, backend=backend)
+            y = _conv2d(x, here[0])
+            x = bn_act(y, **reference.norm_arguments(here[0]), residual=added, backend=backend)
     return x
 
 
@@ -167,11 +168,6 @@ def _add_biases_to_running_means(stages: Sequence[Stage]) -> None:
         _, _, _, mean, _, bias = stage.params
         if stage.training and mean is not None and bias is not None:
             mean.add_(bias.to(mean.dtype), alpha=stage.momentum)
-
-
-def _run_on_torch(x: Tensor, stage: Stage, *, residual: Tensor | None, backend: str | None) -> Tensor:
-    """Run one stage as PyTorch's convolution and `bn_act`."""
-    return bn_act(_conv2d(x, stage), **reference.norm_arguments(stage), residual=residual, backend=backend)
 
 
 def _conv2d(x: Tensor, stage: Stage) -> Tensor:
