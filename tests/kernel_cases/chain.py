@@ -47,6 +47,19 @@ def converted(function: Callable[[Tensor], Tensor], params: ConvBNParams) -> Con
     return ConvBNParams(*(None if tensor is None else function(tensor) for tensor in params))
 
 
+def converted_images(function: Callable[[Tensor], Tensor], drawn: Drawn) -> Drawn:
+    """The same for x, the gradient and the residual, which stays x where it is x."""
+    x, residual = function(drawn.x), drawn.residual
+    residual = x if residual is drawn.x else None if residual is None else function(residual)
+    return drawn._replace(x=x, residual=residual, grad=function(drawn.grad))
+
+
+def converted_chain(function: Callable[[Tensor], Tensor], drawn: Drawn) -> Drawn:
+    """The same for all of its tensors."""
+    stages = [stage._replace(params=converted(function, stage.params)) for stage in drawn.stages]
+    return converted_images(function, drawn)._replace(stages=stages)
+
+
 def planned_numbers(drawn: Drawn, *, recompute: bool = False) -> tuple[int, ...]:
     """The plan that the operators get for this chain."""
     n, channels, *size = drawn.x.shape
@@ -286,12 +299,8 @@ def check_kept(chain: Callable[..., Tensor], drawn: Drawn) -> None:
     assert gamma.grad is not None and drawn.x.grad is None
 
 
-def widened_chain(drawn: Drawn) -> Drawn:
-    """The same inputs in float64."""
-    x = drawn.x.double()
-    residual = x if drawn.residual is drawn.x else None if drawn.residual is None else drawn.residual.double()
-    stages = [s._replace(params=converted(Tensor.double, s.params)) for s in drawn.stages]
-    return Drawn(x, stages, residual, drawn.shuffle, drawn.grad.double())
+# the same inputs in float64
+widened_chain = partial(converted_chain, Tensor.double)
 
 
 def exact_chain(drawn: Drawn, *, x_grad: bool = True) -> Exact:
@@ -547,13 +556,6 @@ def native_autocast(x, stages, **arguments):
         return native_chain(x, stages, **arguments)
 
 
-def narrowed(drawn: Drawn) -> Drawn:
-    """What autocast usually has: bfloat16 activations and float32 weights."""
-    x, grad = drawn.x.to(BFLOAT16), drawn.grad.to(BFLOAT16)
-    residual = x if drawn.residual is drawn.x else None if drawn.residual is None else drawn.residual.to(BFLOAT16)
-    return drawn._replace(x=x, residual=residual, grad=grad)
-
-
 BFLOAT16_DRAWS = 4
 
 
@@ -564,7 +566,8 @@ def check_bfloat16(case, *, autocast=True, shift=0.0):
     """
 
     def change(drawn: Drawn) -> Drawn:
-        drawn = narrowed(drawn) if autocast else drawn
+        if autocast:  # which usually has float32 weights
+            drawn = converted_images(Tensor.bfloat16, drawn)
         return drawn._replace(grad=drawn.grad + shift)
 
     case = case if autocast else replace(case, dtype=BFLOAT16)

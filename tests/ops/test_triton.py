@@ -19,6 +19,7 @@ from kernel_cases.chain import (
     backward_arguments,
     check_kept,
     check_opcheck,
+    converted_chain,
     eager_autocast,
     forward_arguments,
     mean_errors,
@@ -62,21 +63,7 @@ def few_programs(monkeypatch):
         monkeypatch.setattr(conv_triton, "MIN_PROGRAMS", 0)
 
 
-def moved(value):
-    """Tensors of a nested tuple or list on the device under test, one copy of each."""
-    copies = {}
-
-    def move(item):
-        if torch.is_tensor(item):
-            return copies.setdefault(id(item), on_device(item))
-        if isinstance(item, list):
-            return [move(part) for part in item]
-        if isinstance(item, tuple):
-            parts = [move(part) for part in item]
-            return type(item)(*parts) if hasattr(item, "_fields") else tuple(parts)
-        return item
-
-    return move(value)
+moved = partial(converted_chain, on_device)
 
 
 def run_triton(drawn: Drawn, *, x_grad: bool = True) -> dict[str, torch.Tensor]:
