@@ -47,3 +47,10 @@ def outputs_and_grads(function: Callable[..., Tensor], tensors: dict[str, Tensor
     y = function(**leaves, **settings)
     y.backward(tensors["grad"])
     return {"y": y.detach(), **{f"d{name}": leaf.grad for name, leaf in leaves.items()}}
+
+
+def saved_by(function: Callable[[], Tensor]) -> tuple[list[Tensor], Tensor]:
+    """Tensors kept for backward while function runs, and its result."""
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        return saved, function()

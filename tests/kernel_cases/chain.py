@@ -14,7 +14,7 @@ from tolerances import BFLOAT16_CHAIN, NATIVE_CHAIN, assert_close
 from torch import Tensor
 
 from kernel_cases.bn_act import KINKS
-from kernel_cases.case import with_layout
+from kernel_cases.case import saved_by, with_layout
 from nasfast import ops
 from nasfast.ops import ConvBNParams, Stage, reference
 from nasfast.ops.plan import StageShape, make_plan
@@ -287,9 +287,7 @@ def check_wanted(chain: Callable[..., Tensor], drawn: Drawn, wanted: Sequence[st
 def check_kept(chain: Callable[..., Tensor], drawn: Drawn) -> None:
     """Where only the last BatchNorm trains, backward keeps what the plan says, and not x."""
     gamma = drawn.stages[-1].params.bn_weight.requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = chain(drawn.x, drawn.stages)
+    kept, y = saved_by(lambda: chain(drawn.x, drawn.stages))
     n, _, height, width = drawn.x.shape
     assert all(stage.stride == 1 for stage in drawn.stages)
     channels = [stage.params.bn_weight.numel() for stage in drawn.stages]

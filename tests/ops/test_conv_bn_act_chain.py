@@ -11,6 +11,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
+from kernel_cases.case import saved_by
 from kernel_cases.chain import (
     ACTS,
     BFLOAT16,
@@ -272,13 +273,6 @@ def test_only_wanted_gradients_exist(units, plan, native):
     names = [name for name in want if name.startswith("d")]
     for flags in product([True, False], repeat=len(names)):
         check_wanted(native_chain, drawn, list(compress(names, flags)), want)
-
-
-def saved_by(function):
-    """Tensors kept for backward while function runs, and its result."""
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        return saved, function()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)

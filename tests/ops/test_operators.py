@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from kernel_cases import bn_act, chain, depthwise_conv2d, mixed_bn, pool_3x3, squeeze_excite
-from kernel_cases.case import with_layout
+from kernel_cases.case import saved_by, with_layout
 from pairs import pairwise
 from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, TOLERANCES, assert_close
 from torch import Tensor
@@ -160,13 +160,11 @@ def test_saves_only_what_backward_needs(op, dtype, native):
     tensors = op.draw(dtype)
     for wanted in product([True, False], repeat=len(tensors)):
         leaves = [t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.nbytes), lambda t: t):
-            op.call(*leaves, backend="cpu")
-            kept = sum(sizes)
-            with torch.no_grad():
-                op.call(*leaves, backend="cpu")
-        assert sum(sizes) == kept == op.saved(wanted, [t.nbytes for t in tensors]), wanted
+        run = partial(op.call, *leaves, backend="cpu")
+        saved, _ = saved_by(run)
+        assert sum(t.nbytes for t in saved) == op.saved(wanted, [t.nbytes for t in tensors]), wanted
+        with torch.no_grad():
+            assert saved_by(run)[0] == []
 
 
 def test_second_derivatives_are_refused_by_the_native_backend_only(op, backend):
