@@ -1,10 +1,11 @@
 """The native chain of convolution, BatchNorm and activation against float64, element by element; its autograd."""
 
 import re
-import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import compress, product
 
 import hypothesis.strategies as st
@@ -243,24 +244,11 @@ def test_nearly_equal_channels_keep_their_difference(plan, native):
 
 
 def test_concurrent_python_threads_give_the_serial_bits(native):
-    drawn = [case.draw_once() for case in BIG[:3]]
-    serial = [run_chain(native_chain, inputs) for inputs in drawn]
-    start = threading.Barrier(2 * len(drawn))
-    differences = []
-
-    def work(i):
-        torch.set_num_threads(1)
-        start.wait()
-        for _ in range(4):
-            got = run_chain(native_chain, drawn[i])
-            differences.extend((i, name) for name in got if not torch.equal(got[name], serial[i][name]))
-
-    workers = [threading.Thread(target=work, args=(i % len(drawn),)) for i in range(2 * len(drawn))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert differences == []
+    inputs = [case.draw_once() for case in BIG[:3]]
+    serial = [run_chain(native_chain, drawn) for drawn in inputs]
+    with ThreadPoolExecutor(6, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        for got, want in zip(threads.map(partial(run_chain, native_chain), 8 * inputs), 8 * serial, strict=True):
+            assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 # ---- autograd
