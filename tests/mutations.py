@@ -24,8 +24,6 @@ MESSAGES = re.compile(r"(\w*log\w*\.)?(debug|info|warning|warn|error|log|print|g
 class Line(NamedTuple):
     text: str
     scope: str  # function or class, "" outside
-    statement: range  # numbers of its statement's lines
-    at_import: bool  # runs when the module is imported, as does the head of a function
     sites: list[tuple[int, int, str]]  # (start, end, text instead) of what can be changed
 
 
@@ -42,10 +40,7 @@ class Sites(ast.NodeVisitor):
         self.texts = text.splitlines()
         self.sites: list[list[tuple[int, int, str]]] = [[] for _ in self.texts]
         self.scopes = [""] * len(self.texts)
-        self.statements = [range(i + 1, i + 2) for i in range(len(self.texts))]
-        self.at_import = [True] * len(self.texts)
         self.names: list[str] = []
-        self.functions = 0  # around the node that is visited
         self.visit(ast.parse(text))
 
     def add(self, line: int, start: int, end: int, text: str) -> None:
@@ -68,15 +63,6 @@ class Sites(ast.NodeVisitor):
                 start = left.end_col_offset + match.start()
                 self.add(right.lineno, start, start + len(match[0]), SWAPS[match[0]])
 
-    def visit(self, node: ast.AST) -> None:
-        if isinstance(node, ast.stmt):
-            head = getattr(node, "body", None) or getattr(node, "cases", None)
-            end = node.end_lineno if head is None else max(node.lineno, getattr(head[0], "lineno", 0) - 1)
-            for line in range(node.lineno, end + 1):
-                self.statements[line - 1] = range(node.lineno, end + 1)
-                self.at_import[line - 1] = not self.functions
-        super().visit(node)
-
     def visit_ClassDef(self, node) -> None:
         self.names.append(node.name)
         for line in range(min([node.lineno, *(each.lineno for each in node.decorator_list)]), node.end_lineno + 1):
@@ -86,11 +72,7 @@ class Sites(ast.NodeVisitor):
 
     def visit_FunctionDef(self, node) -> None:
         node.returns = None  # an annotation
-        self.functions += 1
         self.visit_ClassDef(node)
-        self.functions -= 1
-
-    visit_AsyncFunctionDef = visit_FunctionDef
 
     def skip(self, node: ast.AST) -> None:
         pass
@@ -158,10 +140,7 @@ class Sites(ast.NodeVisitor):
 
 def python_lines(text: str) -> list[Line]:
     found = Sites(text)
-    return [
-        Line(*line)
-        for line in zip(found.texts, found.scopes, found.statements, found.at_import, found.sites, strict=True)
-    ]
+    return [Line(*line) for line in zip(found.texts, found.scopes, found.sites, strict=True)]
 
 
 COMMENTS_AND_TEXTS = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"|'(?:\\.|[^'\\\n])'", re.DOTALL)
@@ -174,7 +153,7 @@ FIXED = re.compile(r"\s*(#|static_assert|template|using|typedef|namespace|extern
 def cpp_lines(text: str) -> list[Line]:
     masked = COMMENTS_AND_TEXTS.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), text).splitlines()
     lines, scope, others = [], "", [False]  # others: of each #if around, whether another machine compiles this part
-    for i, (line, code) in enumerate(zip(text.splitlines(), masked, strict=True), 1):
+    for line, code in zip(text.splitlines(), masked, strict=True):
         if re.match(r"#\s*if", code):
             others.append(bool(OTHER_MACHINES.match(code)) and "!defined" not in code)
         elif re.match(r"#\s*(else|elif)", code):
@@ -184,7 +163,7 @@ def cpp_lines(text: str) -> list[Line]:
         elif (head := HEAD.match(code)) and not FIXED.match(code):
             scope = head[1] or head[2]
         usable = not any(others) and not FIXED.match(code)
-        lines.append(Line(line, scope, range(i, i + 1), False, cpp_sites(code) if usable else []))
+        lines.append(Line(line, scope, cpp_sites(code) if usable else []))
     return lines
 
 

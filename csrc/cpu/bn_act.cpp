@@ -21,15 +21,14 @@ namespace {
 // Refuses what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
 void check_x(const Tensor& x) {
   STD_TORCH_CHECK(x.dim() == 4, "bn_act: x must be 4-d (N, C, H, W), got ", x.dim(), " dimensions");
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16,
-                  "bn_act: x must be float32 or bfloat16");
+  check_image_type("bn_act", x.scalar_type());
   STD_TORCH_CHECK(x.is_contiguous() || is_channels_last(x), "bn_act: x must be contiguous or channels_last");
 }
 
 void check_like(const char* name, const Tensor& tensor, const Tensor& x) {
-  bool same = tensor.dim() == 4 && tensor.scalar_type() == x.scalar_type();
-  for (int64_t dim = 0; same && dim < 4; ++dim) same = tensor.size(dim) == x.size(dim);
-  same = same && (!x.is_contiguous() || tensor.is_contiguous()) && (!is_channels_last(x) || is_channels_last(tensor));
+  const bool same = tensor.scalar_type() == x.scalar_type() && sizes_of(tensor) == sizes_of(x) &&
+                    (!x.is_contiguous() || tensor.is_contiguous()) &&
+                    (!is_channels_last(x) || is_channels_last(tensor));
   STD_TORCH_CHECK(same, "bn_act: ", name, " must have the shape, type and memory format of x");
 }
 
@@ -128,8 +127,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_bwd_cpu(const Tensor& grad, const Tens
   BatchNorm bn(parse_act("bn_act", act), channels);
   work.params.grad = grad.const_data_ptr();
   if (batch_statistics) {
-    const auto data = [](const Tensor& tensor) { return static_cast<const double*>(tensor.const_data_ptr()); };
-    bn.set_statistics(data(mean), data(var), eps, float_data(weight), float_data(bias));
+    bn.set_statistics(double_data(mean), double_data(var), eps, float_data(weight), float_data(bias));
   } else {
     bn.set_statistics(float_data(mean), float_data(var), eps, float_data(weight), float_data(bias));
   }

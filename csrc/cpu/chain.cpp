@@ -55,8 +55,7 @@ Chain::Chain(const ChainPlan& plan, ScalarType type, const std::vector<Tensor>& 
       channels(plan.channels),
       saved_size(plan.saved_size),
       statistics_size(plan.statistics_size) {
-  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, kConvOp,
-                  ": x must be float32 or bfloat16");
+  check_image_type(kConvOp, type);
   const size_t count = plan.stages.size();
   STD_TORCH_CHECK(
       conv_weights.size() == count && bn_weights.size() == count && bn_biases.size() == count && eps_count == count,
@@ -78,10 +77,7 @@ Chain::Chain(const ChainPlan& plan, ScalarType type, const std::vector<Tensor>& 
 }
 
 void Chain::check_image(const char* name, const Tensor& tensor, int64_t c, int64_t h, int64_t w, int64_t ld) const {
-  STD_TORCH_CHECK(tensor.dim() == 4 && tensor.size(0) == batch && tensor.size(1) == c && tensor.size(2) == h &&
-                      tensor.size(3) == w && is_channels_last(tensor, ld) && tensor.scalar_type() == type(),
-                  kConvOp, ": ", name, " must be channels_last, of the type of x and of shape (", batch, ", ", c, ", ",
-                  h, ", ", w, ")");
+  cpu::check_image(kConvOp, name, tensor, {batch, c, h, w}, type(), ld);
 }
 
 Packed::Packed(bool bfloat16, const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
@@ -92,17 +88,6 @@ Packed::Packed(bool bfloat16, const float* w, int64_t depth, int64_t columns, in
     kernels().conv.pack(bfloat16, w, depth, columns, stride_k, stride_n, scale_k, scale_n, storage_->data(), begin,
                         end);
   });
-}
-
-AlignedFloats depthwise_weight(const Stage& stage, bool flipped) {
-  const int64_t taps = stage.kernel * stage.kernel;
-  const int64_t ld = round_up(stage.out_channels, kAlignment);
-  AlignedFloats packed(taps * ld);
-  for (int64_t c = 0; c < stage.out_channels; ++c) {
-    for (int64_t t = 0; t < taps; ++t)
-      packed.data()[(flipped ? taps - 1 - t : t) * ld + c] = stage.weight[c * taps + t];
-  }
-  return packed;
 }
 
 Packed forward_weight(const Chain& chain, const Stage& stage) {

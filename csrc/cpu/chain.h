@@ -70,9 +70,6 @@ class Packed {
   std::unique_ptr<PoolBlock> storage_;
 };
 
-// The weight (channels, 1, kernel, kernel) in the layout [kernel^2][ld].
-AlignedFloats depthwise_weight(const Stage& stage, bool flipped);
-
 // The packed weight of a pointwise or dense stage, for forward.
 Packed forward_weight(const Chain& chain, const Stage& stage);
 

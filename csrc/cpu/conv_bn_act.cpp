@@ -34,8 +34,6 @@ void run_shuffle(const ShuffleParams& p, void (*kernel)(const ShuffleParams&, in
   run_items(items, p.item_rows * 2 * p.channels, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
 }
 
-const double* double_data(const Tensor& tensor) { return static_cast<const double*>(tensor.const_data_ptr()); }
-
 // BatchNorm and activation on the result of the last convolution; the caller adds pointers to what it reads and writes.
 BnActParams last_bn_params(const Chain& chain, const RowItems& items) {
   BnActParams p{};
@@ -92,7 +90,7 @@ struct StageForward {
 
 void depthwise_forward(const Chain& chain, const Stage& stage, const StageForward& work, const Expansion* expansion) {
   const Strips strips(chain.batch, stage.out_height);
-  const AlignedFloats weight = depthwise_weight(stage, false);
+  const AlignedFloats weight = pack_filter(stage.weight, stage.out_channels, stage.kernel, false);
   DepthwiseParams p = depthwise_params(chain, stage, strips);
   p.weight = weight.data();
   p.x = work.input;
@@ -309,7 +307,7 @@ class Backward {
   int64_t depthwise(const Stage& stage, const StageGrad& out, const StageInputGrad& in,
                     const Expansion* expansion = nullptr) {
     const Strips strips(chain_.batch, stage.height);
-    const AlignedFloats weight = depthwise_weight(stage, stage.stride == 1);
+    const AlignedFloats weight = pack_filter(stage.weight, stage.out_channels, stage.kernel, stage.stride == 1);
     DepthwiseParams p = depthwise_params(chain_, stage, strips);
     p.weight = weight.data();
     p.grad = out;

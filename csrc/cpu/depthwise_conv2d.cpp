@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <vector>
 
@@ -20,12 +21,7 @@ namespace {
 // Most partial sums of the weight gradient: so few that their memory is small beside the tensors.
 constexpr int64_t kMaxSums = 32;
 
-// Refuses what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
-void check_map(const char* name, const Tensor& tensor, const std::vector<int64_t>& shape, ScalarType type) {
-  bool same = tensor.dim() == 4 && tensor.scalar_type() == type && is_channels_last(tensor);
-  for (int64_t dim = 0; same && dim < 4; ++dim) same = tensor.size(dim) == shape[dim];
-  STD_TORCH_CHECK(same, "depthwise_conv2d: ", name, " does not have the expected shape, type, or channels_last layout");
-}
+const std::string kOp = "depthwise_conv2d";
 
 struct Convolution {
   DepthwiseConv2dParams params{};
@@ -37,17 +33,16 @@ struct Convolution {
   Convolution(const std::vector<int64_t>& shape, ScalarType type, const Tensor& weight, int64_t stride,
               int64_t dilation)
       : type(type), shape(shape) {
-    STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16,
-                    "depthwise_conv2d: x must be float32 or bfloat16");
-    STD_TORCH_CHECK(shape.size() == 4, "depthwise_conv2d: x must be 4-d");
-    for (int64_t size : shape) STD_TORCH_CHECK(size > 0, "depthwise_conv2d: x must not be empty");
-    STD_TORCH_CHECK((stride == 1 || stride == 2) && (dilation == 1 || dilation == 2),
-                    "depthwise_conv2d: stride and dilation must be 1 or 2");
+    check_image_type(kOp, type);
+    STD_TORCH_CHECK(shape.size() == 4, kOp, ": x must be 4-d");
+    for (int64_t size : shape) STD_TORCH_CHECK(size > 0, kOp, ": x must not be empty");
+    STD_TORCH_CHECK((stride == 1 || stride == 2) && (dilation == 1 || dilation == 2), kOp,
+                    ": stride and dilation must be 1 or 2");
     const int64_t kernel = weight.dim() == 4 ? weight.size(2) : 0;
     STD_TORCH_CHECK((kernel == 3 || kernel == 5 || kernel == 7) && weight.size(3) == kernel &&
                         weight.size(0) == shape[1] && weight.size(1) == 1 && weight.is_contiguous() &&
                         weight.scalar_type() == ScalarType::Float,
-                    "depthwise_conv2d: weight must be a contiguous float32 (C, 1, k, k), k 3, 5 or 7");
+                    kOp, ": weight must be a contiguous float32 (C, 1, k, k), k 3, 5 or 7");
     filter = float_data(weight);
     subsamples = stride == 2 && dilation == 2;
     params.bfloat16 = type == ScalarType::BFloat16;
@@ -72,18 +67,8 @@ struct Convolution {
   void set_x(const void* data) { params.x = grid(data, shape, subsamples ? 2 : 1); }
   void set_y(const void* data) { params.y = grid(data, result_shape, 1); }
 
-  // The filter in the layout that the kernels read.
   AlignedFloats packed(bool flipped) const {
-    const int64_t taps = params.kernel * params.kernel;
-    const int64_t ld = round_up(params.images * params.channels, kAlignment);
-    AlignedFloats weight(taps * ld);
-    for (int64_t t = 0; t < taps; ++t) {
-      float* to = weight.data() + (flipped ? taps - 1 - t : t) * ld;
-      for (int64_t i = 0; i < params.images; ++i) {
-        for (int64_t c = 0; c < params.channels; ++c) to[i * params.channels + c] = filter[c * taps + t];
-      }
-    }
-    return weight;
+    return pack_filter(filter, params.channels, params.kernel, flipped, params.images);
   }
 
   // Divides the work on results of this size into units.
@@ -105,14 +90,9 @@ struct Convolution {
   }
 };
 
-std::vector<int64_t> shape_of(const Tensor& x) {
-  STD_TORCH_CHECK(x.dim() == 4, "depthwise_conv2d: x must be 4-d");
-  return {x.size(0), x.size(1), x.size(2), x.size(3)};
-}
-
 Tensor depthwise_conv2d_fwd_cpu(const Tensor& x, const Tensor& weight, int64_t stride, int64_t dilation) {
-  Convolution work(shape_of(x), x.scalar_type(), weight, stride, dilation);
-  check_map("x", x, work.shape, work.type);
+  Convolution work(sizes_of(x), x.scalar_type(), weight, stride, dilation);
+  check_image(kOp, "x", x, work.shape, work.type);
   Tensor y = channels_last_empty(work.result_shape, work.type);
   work.set_x(x.const_data_ptr());
   work.set_y(y.mutable_data_ptr());
@@ -162,12 +142,12 @@ std::tuple<Tensor, Tensor> depthwise_conv2d_bwd_cpu(const Tensor& grad, const st
                                                     std::vector<int64_t> shape, const Tensor& weight, int64_t stride,
                                                     int64_t dilation, bool want_x, bool want_weight) {
   Convolution work(shape, grad.scalar_type(), weight, stride, dilation);
-  check_map("grad", grad, work.result_shape, work.type);
+  check_image(kOp, "grad", grad, work.result_shape, work.type);
   work.set_y(grad.const_data_ptr());
   Tensor dx = want_x ? input_gradient(work) : empty_vector(grad, 0, work.type);
   if (!want_weight) return {dx, empty_vector(weight, 0, ScalarType::Float)};
-  STD_TORCH_CHECK(x.has_value(), "depthwise_conv2d: x must be given for the gradient of the weight");
-  check_map("x", *x, work.shape, work.type);
+  STD_TORCH_CHECK(x.has_value(), kOp, ": x must be given for the gradient of the weight");
+  check_image(kOp, "x", *x, work.shape, work.type);
   Tensor dweight = torch::stable::new_empty(weight, {shape[1], 1, weight.size(2), weight.size(2)}, ScalarType::Float);
   weight_gradient(work, x->const_data_ptr(), static_cast<float*>(dweight.mutable_data_ptr()));
   return {dx, dweight};

@@ -87,6 +87,18 @@ void BatchNorm::set_gradient_sums(std::vector<double>& partial, int64_t groups, 
   }
 }
 
+AlignedFloats pack_filter(const float* filter, int64_t channels, int64_t kernel, bool flipped, int64_t images) {
+  const int64_t taps = kernel * kernel, ld = round_up(images * channels, kAlignment);
+  AlignedFloats packed(taps * ld);
+  for (int64_t t = 0; t < taps; ++t) {
+    float* to = packed.data() + (flipped ? taps - 1 - t : t) * ld;
+    for (int64_t i = 0; i < images; ++i) {
+      for (int64_t c = 0; c < channels; ++c) to[i * channels + c] = filter[c * taps + t];
+    }
+  }
+  return packed;
+}
+
 int64_t row_distance(const Tensor& x) {
   if (x.dim() != 4) return 0;
   for (int64_t dim : {3, 2, 0}) {
@@ -122,19 +134,35 @@ Tensor channels_last_empty(const std::vector<int64_t>& sizes, ScalarType type) {
 
 Tensor empty_nhwc_cpu(const Tensor& like, std::vector<int64_t> shape) {
   STD_TORCH_CHECK(shape.size() == 4, "empty_nhwc: the shape must have 4 dimensions, got ", shape.size());
-  STD_TORCH_CHECK(like.scalar_type() == ScalarType::Float || like.scalar_type() == ScalarType::BFloat16,
-                  "empty_nhwc: `like` must be float32 or bfloat16");
+  check_image_type("empty_nhwc", like.scalar_type());
   for (int64_t size : shape) STD_TORCH_CHECK(size >= 0, "empty_nhwc: a size must not be negative, got ", size);
   return channels_last_empty(shape, like.scalar_type());
 }
 
 Tensor pool_empty_like(const Tensor& x) {
-  std::vector<int64_t> sizes, strides;
-  for (int64_t dim = 0; dim < x.dim(); ++dim) {
-    sizes.push_back(x.size(dim));
-    strides.push_back(x.stride(dim));
-  }
-  return pool_empty(sizes, strides, x.scalar_type());
+  std::vector<int64_t> strides;
+  for (int64_t dim = 0; dim < x.dim(); ++dim) strides.push_back(x.stride(dim));
+  return pool_empty(sizes_of(x), strides, x.scalar_type());
+}
+
+std::vector<int64_t> sizes_of(const Tensor& x) {
+  std::vector<int64_t> sizes;
+  for (int64_t dim = 0; dim < x.dim(); ++dim) sizes.push_back(x.size(dim));
+  return sizes;
+}
+
+void check_image_type(const std::string& op, ScalarType type) {
+  STD_TORCH_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16, op,
+                  ": images must be float32 or bfloat16");
+}
+
+void check_image(const std::string& op, const char* name, const Tensor& image, const std::vector<int64_t>& sizes,
+                 ScalarType type, int64_t ld) {
+  if (image.dim() == 4 && sizes_of(image) == sizes && is_channels_last(image, ld) && image.scalar_type() == type)
+    return;
+  std::string said;
+  for (int64_t size : sizes) said += (said.empty() ? "" : ", ") + std::to_string(size);
+  STD_TORCH_CHECK(false, op, ": ", name, " must be channels_last, of the documented type and of shape (", said, ")");
 }
 
 void check_vector(const std::string& op, const char* name, const Tensor& vector, int64_t channels, ScalarType type) {

@@ -135,10 +135,21 @@ int64_t row_distance(const Tensor& x);
 // Whether memory order is N, H, W, C with `ld` elements between pixels (0: C); dimensions of size 1 may have any stride.
 bool is_channels_last(const Tensor& x, int64_t ld = 0);
 
-// Refuses what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
+std::vector<int64_t> sizes_of(const Tensor& x);
+
+// Refuse what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
+// Images have `ld` elements between pixels, as in is_channels_last().
+void check_image_type(const std::string& op, ScalarType type);
+void check_image(const std::string& op, const char* name, const Tensor& image, const std::vector<int64_t>& sizes,
+                 ScalarType type, int64_t ld = 0);
 void check_vector(const std::string& op, const char* name, const Tensor& vector, int64_t channels, ScalarType type);
 
 inline const float* float_data(const Tensor& tensor) { return static_cast<const float*>(tensor.const_data_ptr()); }
+inline const double* double_data(const Tensor& tensor) { return static_cast<const double*>(tensor.const_data_ptr()); }
+
+// A depthwise filter [channel][kernel^2] in the layout that the kernels read, [kernel^2][image][channel], for images that share a
+// vector. Flipped for the gradient of the input.
+AlignedFloats pack_filter(const float* filter, int64_t channels, int64_t kernel, bool flipped, int64_t images = 1);
 
 // An uninitialised tensor in recycled memory (pool.h).
 Tensor pool_empty(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, ScalarType type);

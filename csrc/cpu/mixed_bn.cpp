@@ -24,15 +24,6 @@ constexpr int64_t kWideChannels = 64;
 // Gradients of this many bytes have left the cache when they are read again, so they are written past it.
 constexpr int64_t kStreamBytes = 8 * 1024 * 1024;
 
-const double* double_data(const Tensor& tensor) { return static_cast<const double*>(tensor.const_data_ptr()); }
-
-// Refuses what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
-void check_image(const char* name, const Tensor& image, const Tensor& like) {
-  bool same = image.dim() == 4 && image.scalar_type() == like.scalar_type() && is_channels_last(image);
-  for (int64_t dim = 0; same && dim < 4; ++dim) same = image.size(dim) == like.size(dim);
-  STD_TORCH_CHECK(same, kOp, ": ", name, " must be channels_last, of the shape and type of the first of xs");
-}
-
 // One call: the parameters of the kernels, and the arrays that they point to.
 class Work {
  public:
@@ -43,11 +34,9 @@ class Work {
     STD_TORCH_CHECK(count_ > 0 && normalize.size() == xs.size(), kOp,
                     ": needs one flag for each of at least one tensor");
     const Tensor& x = xs[0];
-    STD_TORCH_CHECK(x.dim() == 4, kOp, ": xs must be 4-d (N, C, H, W), got ", x.dim(), " dimensions");
-    STD_TORCH_CHECK(x.scalar_type() == ScalarType::Float || x.scalar_type() == ScalarType::BFloat16, kOp,
-                    ": xs must be float32 or bfloat16");
+    check_image_type(kOp, x.scalar_type());
     for (const Tensor& other : xs) {
-      check_image("xs", other, x);
+      check_image(kOp, "xs", other, sizes_of(x), x.scalar_type());
       xs_.push_back(other.const_data_ptr());
     }
     check_vector(kOp, "gates", gates, count_, ScalarType::Float);
@@ -213,7 +202,7 @@ std::tuple<std::vector<Tensor>, Tensor> mixed_bn_bwd_cpu(const Tensor& grad, std
                                                          std::vector<bool> normalize, double eps,
                                                          std::vector<bool> wants) {
   Work work(xs, gates, normalize);
-  check_image("grad", grad, xs[0]);
+  check_image(kOp, "grad", grad, sizes_of(xs[0]), xs[0].scalar_type());
   const int64_t count = work.params.count;
   const int64_t channels = work.params.channels;
   check_vector(kOp, "statistics", statistics, work.measured() * 2 * channels, ScalarType::Double);

@@ -16,13 +16,9 @@ namespace {
 
 // Refuse what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
 void check_map(const std::string& op, const char* name, const Tensor& tensor, const Tensor& like) {
-  STD_TORCH_CHECK(tensor.dim() == 4 && is_channels_last(tensor), op, ": ", name, " must be 4-d and channels_last");
-  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float || tensor.scalar_type() == ScalarType::BFloat16, op, ": ",
-                  name, " must be float32 or bfloat16");
+  check_image_type(op, like.scalar_type());
+  check_image(op, name, tensor, sizes_of(like), like.scalar_type());
   STD_TORCH_CHECK(tensor.numel() > 0, op, ": ", name, " must not be empty");
-  bool same = tensor.scalar_type() == like.scalar_type() && like.dim() == 4;
-  for (int64_t dim = 0; same && dim < 4; ++dim) same = tensor.size(dim) == like.size(dim);
-  STD_TORCH_CHECK(same, op, ": ", name, " must have the shape and type of x");
 }
 
 void check_factors(const std::string& op, const char* name, const Tensor& factors, const Tensor& x) {

@@ -5,7 +5,7 @@ import platform
 
 import torch
 
-from nasfast.ops import _native, backends, cuda_reasons, cuda_times
+from nasfast.ops import _native, backends, cuda_times
 
 _PACKAGES = (
     "nasfast",
@@ -119,6 +119,5 @@ def _operators() -> list[str]:
                 if row.op == op and not row.chosen:
                     lines.append(f"  not {row.backend}: {row.reason or 'another backend comes first'}")
         if device == "cuda":
-            gpu = cuda_times.similar_gpu(torch.cuda.get_device_capability())
-            lines += [cuda_times.summary(gpu), *cuda_reasons.summary(gpu, cuda_reasons.shared_kb())]
+            lines.append(cuda_times.summary(cuda_times.similar_gpu(torch.cuda.get_device_capability())))
     return lines

@@ -186,7 +186,6 @@ def resolve_backend(
             another purpose is not what whoever named it meant.
 
     Raises:
-        ValueError: a name that is not in BACKENDS, from whichever source.
         RuntimeError: a named backend cannot serve this call; the message says why. See `Refusal` for the difference
             between a name for this call and one for all operators.
     """
@@ -196,12 +195,22 @@ def resolve_backend(
     if name is None:
         name, source = os.environ.get("NASFAST_BACKEND") or None, "NASFAST_BACKEND"
 
+    row = _TABLE[op]
     if name is not None:
-        named = _named(op, x, name, source, refusal, strict)
-        if named is not None:
-            return named
+        _check_name(name, source)
+        names = [backend.name for backend in row]
+        if name in names:
+            named = row[names.index(name)]
+            why_not = _refused(named, x, refusal)
+            if why_not is None:
+                return named
+        else:
+            choices = ", ".join(names)
+            why_not = Refusal(f"this version has no {name} kernel for {op}; choose from {choices}", "operator")
+        if strict and (why_not.lacks != "operator" or source == "backend"):
+            raise RuntimeError(f"{op}: backend {name!r} (from {source}) cannot serve: {why_not.reason}")
     skipped: list[str] = []
-    for backend in _TABLE[op]:
+    for backend in row:
         # interpreter and emulation are too slow to be chosen automatically
         if backend.name == "triton" and _triton.interpreted():
             continue
@@ -221,25 +230,6 @@ def _refused(backend: Backend, x: Tensor, refusal: Callable[[str], Refusal | Non
     return Refusal(reason, "shape") if reason else refusal(backend.name)
 
 
-def _named(
-    op: str, x: Tensor, name: str, source: str, refusal: Callable[[str], Refusal | None], strict: bool
-) -> Backend | None:
-    """The named backend; None if another one may serve in its place."""
-    _check_name(name, source)
-    names = [backend.name for backend in _TABLE[op]]
-    if name in names:
-        backend = _TABLE[op][names.index(name)]
-        why_not = _refused(backend, x, refusal)
-        if why_not is None:
-            return backend
-    else:
-        choices = ", ".join(names)
-        why_not = Refusal(f"this version has no {name} kernel for {op}; choose from {choices}", "operator")
-    if strict and (why_not.lacks != "operator" or source == "backend"):
-        raise RuntimeError(f"{op}: backend {name!r} (from {source}) cannot serve: {why_not.reason}")
-    return None
-
-
 def _check_name(name: str, source: str) -> None:
     if name not in BACKENDS:
         raise ValueError(f"{source}: unknown backend {name!r}; valid names are {', '.join(BACKENDS)}")
@@ -257,9 +247,6 @@ def use_backend(name: str) -> Iterator[None]:
     """Make `name` the backend of every operator called inside the block, in any thread, without a backend argument.
 
     The backend of operators that it does not have is chosen automatically.
-
-    Raises:
-        ValueError: unknown name, on entry.
     """
     global _scoped_name
     _check_name(name, "use_backend")
@@ -285,9 +272,7 @@ def explain(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Row
             chosen = None
         found = {backend.name: backend for backend in backends}
         for name in BACKENDS:
-            if name in found:
-                reason = found[name].why_not(probe)
-                rows.append(Row(op, name, not reason, name == chosen, reason, found[name].serves))
-            else:
-                rows.append(Row(op, name, False, False, f"this version has no {name} kernel for {op}"))
+            backend = found.get(name)
+            reason = backend.why_not(probe) if backend else f"this version has no {name} kernel for {op}"
+            rows.append(Row(op, name, not reason, name == chosen, reason, backend.serves if backend else ""))
     return rows

@@ -69,26 +69,12 @@ def check_mixed_bn(
     if not xs:
         raise ValueError(f"{op}: needs at least one tensor, got none")
     first = xs[0]
+    _check_input(op, first, "xs[0]")
     for i, x in enumerate(xs):
-        where = f"{op}: xs[{i}]"
-        _check_tensor(where, x)
-        if i == 0:
-            _check_input(op, x, "xs[0]")
-        if x.shape != first.shape:
-            raise ValueError(f"{where} must have the shape of xs[0], {tuple(first.shape)}, got {tuple(x.shape)}")
-        if x.dtype != first.dtype:
-            raise TypeError(f"{where} must have the type of xs[0], {first.dtype}, got {x.dtype}; convert one of them")
-        _check_device(where, x, first, "xs[0]")
+        _check_like(f"{op}: xs[{i}]", x, first, first.shape, (first.dtype,), "xs[0]")
     if len(normalize) != len(xs):
         raise ValueError(f"{op}: normalize must be one flag per tensor, {len(xs)}, got {len(normalize)}")
-    if gates.shape != (len(xs),):
-        raise ValueError(f"{op}: gates must be one per tensor, shape ({len(xs)},), got {tuple(gates.shape)}")
-    if gates.dtype != torch.float32 and not (gates.dtype == first.dtype == torch.float64):
-        raise TypeError(
-            f"{op}: gates must be float32 (float64 only with float64 xs), got {gates.dtype}; "
-            "convert them with gates.float()"
-        )
-    _check_device(f"{op}: gates", gates, first, "xs[0]")
+    _check_like(f"{op}: gates", gates, first, (len(xs),), _vector_types(first), "xs[0]")
     _check_eps(op, eps)
     if any(normalize):
         _check_statistics(op, tuple(first.shape), "normalize=False")
@@ -101,13 +87,12 @@ def check_depthwise_conv2d(x: Tensor, weight: Tensor, *, stride: int, dilation: 
     _check_map(op, x, stride)
     if dilation not in (1, 2):
         raise ValueError(f"{op}: dilation must be 1 or 2, got {dilation}")
-    _check_tensor(f"{op}: weight", weight)
+    where = f"{op}: weight"
+    _check_tensor(where, weight)
     shapes = [(x.shape[1], 1, k, k) for k in (3, 5, 7)]
     if tuple(weight.shape) not in shapes:
-        raise ValueError(f"{op}: weight must be one of {shapes} for this x, got {tuple(weight.shape)}")
-    if weight.dtype not in (torch.float32, x.dtype):
-        raise TypeError(f"{op}: weight must be float32 or {x.dtype} like x, got {weight.dtype}")
-    _check_device(f"{op}: weight", weight, x)
+        raise ValueError(f"{where} must be one of {shapes} for this x, got {tuple(weight.shape)}")
+    _check_like(where, weight, x, weight.shape, (torch.float32, x.dtype))
 
 
 def check_pool_3x3(x: Tensor, *, kind: str, stride: int) -> None:
@@ -134,23 +119,20 @@ def check_squeeze_excite(x: Tensor, weights: Sequence[Tensor], *, act: str, gate
         if value not in allowed:
             raise ValueError(f"{op}: {name} must be one of {', '.join(allowed)}, got {value!r}")
     names = ("squeeze_weight", "squeeze_bias", "excite_weight", "excite_bias")
-    channels, squeezed = x.shape[1], weights[1].numel() if isinstance(weights[1], Tensor) else 0
-    shapes = ((squeezed, channels, 1, 1), (squeezed,), (channels, squeezed, 1, 1), (channels,))
-    for name, tensor, shape in zip(names, weights, shapes, strict=True):
+    for name, tensor in zip(names, weights, strict=True):
         _check_tensor(f"{op}: {name}", tensor)
-        if tuple(tensor.shape) != shape or squeezed == 0:
-            raise ValueError(f"{op}: {name} must have shape {shape}, got {tuple(tensor.shape)}")
-        if tensor.dtype not in (torch.float32, x.dtype) or tensor.dtype != weights[0].dtype:
-            raise TypeError(f"{op}: {name} must be float32 or {x.dtype}, one type for all four, got {tensor.dtype}")
-        _check_device(f"{op}: {name}", tensor, x)
+    channels, squeezed = x.shape[1], weights[1].numel()
+    if squeezed == 0:
+        raise ValueError(f"{op}: squeeze_bias must have at least one element, got none")
+    shapes = ((squeezed, channels, 1, 1), (squeezed,), (channels, squeezed, 1, 1), (channels,))
+    types: tuple[torch.dtype, ...] = (torch.float32, x.dtype)
+    for name, tensor, shape in zip(names, weights, shapes, strict=True):
+        _check_like(f"{op}: {name}", tensor, x, shape, types)
+        types = (tensor.dtype,)  # one type for all four
 
 
 def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Check the entries of `nasfast.ops.orthogonalize`; returns them as a list.
-
-    Raises:
-        MemoryError: the results up to an entry are larger than the memory of the machine.
-    """
+    """Check the entries of `nasfast.ops.orthogonalize`; returns them as a list."""
     matrices = _list_of_tensors(op, "matrices", matrices)
     total = 0
     for i_matrix, z in enumerate(matrices):
@@ -204,9 +186,6 @@ def check_fits(where: str, tensor: Tensor, needed: int) -> None:
     Args:
         where: operator and argument, for the message.
         needed: bytes.
-
-    Raises:
-        MemoryError: the device has less memory than that.
     """
     if tensor.is_meta:
         return
@@ -237,6 +216,24 @@ def _check_device(where: str, tensor: Tensor, like: Tensor, name: str = "x") -> 
         raise ValueError(f"{where} must be on {like.device} like {name}, got {tensor.device}")
 
 
+def _check_like(
+    where: str, tensor: Tensor, like: Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], name: str = "x"
+) -> None:
+    """Check shape, type and device of a tensor that goes with another one, which messages call by this name."""
+    _check_tensor(where, tensor)
+    if tensor.shape != shape:
+        raise ValueError(f"{where} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        allowed = " or ".join(dict.fromkeys(map(str, dtypes)))
+        raise TypeError(f"{where} must be {allowed}, got {tensor.dtype}; convert it with .to({dtypes[0]})")
+    _check_device(where, tensor, like, name)
+
+
+def _vector_types(x: Tensor) -> tuple[torch.dtype, ...]:
+    """Types of what has one number per channel or tensor: float32, and float64 beside float64."""
+    return (torch.float32, torch.float64) if x.dtype == torch.float64 else (torch.float32,)
+
+
 def _probably_finite(tensors: Sequence[Tensor]) -> bool:
     """Whether no element is NaN or infinite, from one read of all tensors. It may be False although all are finite."""
     if tensors[0].is_cuda:
@@ -259,10 +256,11 @@ def _check_matrix(where: str, z: Tensor) -> None:
 
 def _check_stage(op: str, x: Tensor, shape: tuple[int, ...], stage: Stage) -> tuple[int, ...]:
     """Check one stage against the shape of its input; return the shape of its result."""
-    conv_weight, conv_bias = stage.params.conv_weight, stage.params.conv_bias
+    weight, bias = stage.params.conv_weight, stage.params.conv_bias
     _check_settings(op, stage.act, stage.eps)
-    shape = _check_conv(op, x, shape, conv_weight, stage)
-    _check_conv_bias(op, conv_weight, conv_bias)
+    shape = _check_conv(op, x, shape, weight, stage)
+    if bias is not None:
+        _check_like(f"{op}: conv_bias", bias, weight, weight.shape[:1], (weight.dtype,), "conv_weight")
     _check_bn(op, "bn_", x, shape[1], stage.params[1:5], stage.training)
     return shape
 
@@ -327,46 +325,21 @@ def _check_conv(op: str, x: Tensor, shape: tuple[int, ...], weight: Tensor, stag
     return shape[0], out_channels, height, width
 
 
-def _check_conv_bias(op: str, weight: Tensor, bias: Tensor | None) -> None:
-    """Check the bias of a convolution whose weight is checked."""
-    if bias is None:
-        return
-    if bias.shape != weight.shape[:1]:
-        raise ValueError(f"{op}: conv_bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
-    if bias.dtype != weight.dtype:
-        raise TypeError(
-            f"{op}: conv_bias must have the type of conv_weight, {weight.dtype}, got {bias.dtype}; convert one of them"
-        )
-    _check_device(f"{op}: conv_bias", bias, weight, "conv_weight")
-
-
 def _check_bn(op: str, prefix: str, x: Tensor, channels: int, norm: _Norm, training: bool) -> None:
     weight, bias, running_mean, running_var = norm
-    _check_vector(op, f"{prefix}weight", weight, channels, x)
-    _check_vector(op, f"{prefix}bias", bias, channels, x)
+    vectors = {f"{prefix}weight": weight, f"{prefix}bias": bias}
     if (running_mean is None) != (running_var is None):
         missing = "running_mean" if running_mean is None else "running_var"
         raise ValueError(f"{op}: running_mean and running_var come together, but {missing} is None")
     if running_mean is not None and running_var is not None:
-        _check_vector(op, "running_mean", running_mean, channels, x)
-        _check_vector(op, "running_var", running_var, channels, x)
+        vectors |= {"running_mean": running_mean, "running_var": running_var}
     elif not training:
         raise ValueError(
             f"{op}: training=False normalises with running statistics, but running_mean and running_var are None; "
             "pass both, or use training=True for batch statistics"
         )
-
-
-def _check_vector(op: str, name: str, vector: Tensor, channels: int, x: Tensor) -> None:
-    _check_tensor(f"{op}: {name}", vector)
-    if vector.shape != (channels,):
-        raise ValueError(f"{op}: {name} must have shape ({channels},), got {tuple(vector.shape)}")
-    if vector.dtype != torch.float32 and not (vector.dtype == x.dtype == torch.float64):
-        raise TypeError(
-            f"{op}: {name} must be float32 (float64 only with a float64 x), got {vector.dtype}; "
-            "keep BatchNorm parameters and statistics in float32"
-        )
-    _check_device(f"{op}: {name}", vector, x)
+    for name, vector in vectors.items():
+        _check_like(f"{op}: {name}", vector, x, (channels,), _vector_types(x))
 
 
 def _check_result(op: str, x: Tensor, shape: tuple[int, ...], residual: Tensor | None, training: bool) -> None:

@@ -55,10 +55,6 @@ def conv_bn_act(
 
     Returns:
         (N, Cout, Ho, Wo).
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; in training also an empty batch or one value per channel.
-        RuntimeError: the named backend cannot serve.
     """
     params = ConvBNParams(conv_weight, bn_weight, bn_bias, running_mean, running_var, conv_bias)
     stage = Stage(params, stride, padding, groups, act, training, momentum, eps)
@@ -91,10 +87,6 @@ def conv_bn_act_chain(
 
     Returns:
         The result of the last stage; with shuffle (N, C, H, W), the even channels of x and then that result.
-
-    Raises:
-        TypeError, ValueError: an argument does not fit; the message says which stage.
-        RuntimeError: the named backend cannot serve.
     """
     checks.check_chain("conv_bn_act_chain", x, stages, residual, shuffle)
     return _run("conv_bn_act_chain", x, stages, residual, backend, shuffle=shuffle)
@@ -148,7 +140,8 @@ def _run(
             x = run_chain(x, here, plan, residual=added, backend=name)
         else:
             # the convolution may have a type that only another backend serves, so `backend` is resolved again
-            x = _run_on_torch(x, here[0], residual=added, backend=backend)
+            y = _conv2d(x, here[0])
+            x = bn_act(y, **reference.norm_arguments(here[0]), residual=added, backend=backend)
     return x
 
 
@@ -178,11 +171,6 @@ def _add_biases_to_running_means(stages: Sequence[Stage]) -> None:
         _, _, _, mean, _, bias = stage.params
         if stage.training and mean is not None and bias is not None:
             mean.add_(bias.to(mean.dtype), alpha=stage.momentum)
-
-
-def _run_on_torch(x: Tensor, stage: Stage, *, residual: Tensor | None, backend: str | None) -> Tensor:
-    """Run one stage as PyTorch's convolution and `bn_act`."""
-    return bn_act(_conv2d(x, stage), **reference.norm_arguments(stage), residual=residual, backend=backend)
 
 
 def _conv2d(x: Tensor, stage: Stage) -> Tensor:

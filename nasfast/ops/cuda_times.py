@@ -37,11 +37,6 @@ class Chain(NamedTuple):
     pixels: int
     channels: tuple[int, ...]
 
-    @property
-    def expansion_bytes(self) -> int:
-        """By how much the output of the first stage is larger than the input, in 16 bits."""
-        return 2 * self.pixels * (self.channels[1] - self.channels[0])
-
     def __str__(self) -> str:
         parts = []
         for (kind, kernel, stride), before, after in zip(
@@ -62,7 +57,9 @@ class Times(NamedTuple):
     def schedule(self, chain: Chain) -> Schedule:
         """The fastest schedule, where a megabyte that is kept counts as `_MOST_FOR_A_MEGABYTE`."""
         costs = {name: time for name, time in self._asdict().items() if time is not None}
-        costs["stored"] += _MOST_FOR_A_MEGABYTE * chain.expansion_bytes / 1e6
+        # by how much the output of the first stage is larger than the input, in 16 bits
+        kept_bytes = 2 * chain.pixels * (chain.channels[1] - chain.channels[0])
+        costs["stored"] += _MOST_FOR_A_MEGABYTE * kept_bytes / 1e6
         return min(get_args(Schedule), key=lambda name: costs.get(name, math.inf))
 
 
@@ -86,12 +83,16 @@ def similar_gpu(capability: tuple[int, int]) -> str:
     return "H200" if capability in _WITH_HBM else "RTX 3080"
 
 
-def most_similar(gpu: str, chain: Chain) -> Chain | None:
-    """The modelled chain with the same kinds of stages whose kernels, sizes and channels are most similar."""
+def schedule(gpu: str, chain: Chain) -> Schedule:
+    """The schedule of the CUDA kernels for a chain whose expansion they can compute again.
+
+    It is that of the modelled chain with the same kinds of stages whose kernels, sizes and channels are most similar.
+    """
     kinds = [kind for kind, *_ in chain.stages]
     found = [other for other in TIMES[gpu] if [kind for kind, *_ in other.stages] == kinds]
     same = [other for other in found if other.stages == chain.stages]
-    return min(same or found, key=lambda other: _distance(chain, other), default=None)
+    similar = min(same or found, key=lambda other: _distance(chain, other), default=None)
+    return "stored" if similar is None else TIMES[gpu][similar].schedule(similar)
 
 
 def _distance(a: Chain, b: Chain) -> float:
@@ -100,12 +101,6 @@ def _distance(a: Chain, b: Chain) -> float:
     for x, y in ((a.pixels, b.pixels), *zip(a.channels, b.channels, strict=True)):
         distance *= max(x, y) / min(x, y)
     return distance
-
-
-def schedule(gpu: str, chain: Chain) -> Schedule:
-    """The schedule of the CUDA kernels for a chain whose expansion they can compute again."""
-    similar = most_similar(gpu, chain)
-    return "stored" if similar is None else TIMES[gpu][similar].schedule(similar)
 
 
 def summary(gpu: str) -> str:

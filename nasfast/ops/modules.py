@@ -44,9 +44,6 @@ class ConvBNAct(nn.Module):
         act: identity, relu, relu6, tanh, hswish or silu.
         eps, momentum, track_running_stats: arguments of the BatchNorm. Without tracking it always uses batch
             statistics and has no buffers.
-
-    Raises:
-        ValueError: unknown act.
     """
 
     def __init__(
@@ -142,9 +139,6 @@ class SqueezeExcitation(nn.Module):
         squeezed: rows of W1.
         act: a key of `ACTIVATION_MODULES`.
         gate: hsigmoid or sigmoid.
-
-    Raises:
-        ValueError: unknown act or gate.
     """
 
     def __init__(self, channels: int, squeezed: int, *, act: str = "relu", gate: str = "hsigmoid") -> None:
@@ -184,9 +178,6 @@ class InvertedResidual(nn.Module):
         se: for example a SqueezeExcitation of the hidden channels; None for none.
         act: identity, relu, relu6, tanh, hswish or silu.
         track_running_stats: as in ConvBNAct.
-
-    Raises:
-        ValueError: even kernel_size, expand below 1, unknown act.
     """
 
     unit_class: type[ConvBNAct] = ConvBNAct
@@ -270,9 +261,6 @@ class BNAct2d(nn.BatchNorm2d):
         num_features: C.
         act: identity, relu, relu6, tanh, hswish or silu.
         eps, momentum, track_running_stats: as in nn.BatchNorm2d; the affine parameters are always there.
-
-    Raises:
-        ValueError: unknown act.
     """
 
     def __init__(
@@ -299,11 +287,7 @@ class BNAct2d(nn.BatchNorm2d):
 
 
 def activation_module(act: str) -> nn.Module:
-    """A module of the activation `act`.
-
-    Raises:
-        ValueError: unknown act.
-    """
+    """A module of the activation `act`."""
     if act not in ACTIVATION_MODULES:
         raise ValueError(f"act must be one of {', '.join(ACTIVATION_MODULES)}, got {act!r}")
     return ACTIVATION_MODULES[act]()

@@ -36,11 +36,7 @@ def subsample(x: Tensor, stride: int) -> Tensor:
 
 
 def concatenate(a: Tensor, b: Tensor) -> Tensor:
-    """The channels of a, then those of b: two of (N, *, H, W), of one type.
-
-    Raises:
-        TypeError: the types differ.
-    """
+    """The channels of a, then those of b: two of (N, *, H, W), of one type."""
     if a.dtype != b.dtype:
         raise TypeError(f"concatenate: two tensors of one type, got {a.dtype} and {b.dtype}")
     return _Concatenate.apply(a, b)

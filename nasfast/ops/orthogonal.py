@@ -52,8 +52,6 @@ def orthogonalize(matrices: Sequence[Tensor], *, backend: str | None = None) -> 
         orthonormal rows. The reference is differentiable, the native backends are not.
 
     Raises:
-        TypeError: matrices is not a list of tensors, or an entry is not a floating tensor.
-        ValueError: an entry has fewer than two dimensions, another device than the first, or a NaN or infinite element.
         MemoryError: the results do not fit into the physical memory of the machine; the message names the first entry
             that does not fit.
         RuntimeError: the named backend cannot serve, or a native one is asked for a gradient.
@@ -133,9 +131,6 @@ def orthogonalize_(
         The tensors.
 
     Raises:
-        TypeError: tensors is not a list of tensors, or an entry is not a floating tensor.
-        ValueError: a tensor has fewer than two dimensions, or elements that share memory, as after `expand`; names are
-            repeated or not one per tensor; gain is not finite.
         MemoryError: a tensor does not fit into the physical memory of the machine; the message has its index and name.
     """
     tensors, names = checks.check_orthogonal_targets("orthogonalize_", tensors, names, gain, _BYTES_PER_ELEMENT)
@@ -175,8 +170,7 @@ def fill_orthogonal(targets: Sequence[Target], seed: int) -> None:
 
 def _drawn(target: Target, *, seed: int) -> Tensor:
     """What fills the target, in float64 on the CPU."""
-    generator = tensor_generator(target.name, seed)
-    z = torch.randn(target.shape, generator=generator, dtype=torch.float64, device="cpu")
+    z = _gaussian((target.name, target.shape), seed=seed)
     rows = z if z.shape[-2] < z.shape[-1] else z.mT  # those that become orthonormal
     if z.ndim > 2 or not _well_conditioned(*rows.shape):
         return reference.orthogonal_factor(z).mul_(target.scale)
@@ -203,8 +197,8 @@ def _fill_on_gpu(targets: Sequence[Target], seed: int) -> None:
             elements += targets[count].tensor.numel()
             count += 1
         group, targets = targets[:count], targets[count:]
-        drawn = draw_gaussians([(target.name, [target.shape]) for target in group], seed)
-        found = _run([z.to(target.tensor.device) for target, (z,) in zip(group, drawn, strict=True)], "cuda")
+        drawn = draw_gaussians([(target.name, target.shape) for target in group], seed)
+        found = _run([z.to(target.tensor.device) for target, z in zip(group, drawn, strict=True)], "cuda")
         for target, q in zip(group, found, strict=True):
             target.tensor.copy_(q.mul_(target.scale).reshape(target.tensor.shape))
 
@@ -215,20 +209,19 @@ def tensor_generator(name: str, seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
 
 
-def draw_gaussians(streams: Sequence[tuple[str, Sequence[tuple[int, ...]]]], seed: int) -> list[list[Tensor]]:
+def draw_gaussians(streams: Sequence[tuple[str, tuple[int, ...]]], seed: int) -> list[Tensor]:
     """Standard normal float64 tensors on the CPU, filled row by row.
 
     Args:
-        streams: names for `tensor_generator`, each with the shapes to draw from that generator, in order.
-        seed: one for all streams.
+        streams: the name for `tensor_generator` and the shape of each tensor.
+        seed: one for all.
     """
+    return list(_on_threads(partial(_gaussian, seed=seed), streams))
 
-    def draw(stream: tuple[str, Sequence[tuple[int, ...]]]) -> list[Tensor]:
-        name, shapes = stream
-        generator = tensor_generator(name, seed)
-        return [torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") for shape in shapes]
 
-    return list(_on_threads(draw, streams))
+def _gaussian(stream: tuple[str, tuple[int, ...]], *, seed: int) -> Tensor:
+    name, shape = stream
+    return torch.randn(shape, generator=tensor_generator(name, seed), dtype=torch.float64, device="cpu")
 
 
 def _flat(tensor: Tensor) -> tuple[int, int]:

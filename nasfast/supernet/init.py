@@ -247,8 +247,8 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
     fill_orthogonal(targets, seed)
     shapes = {name: tuple(layers[name].weight.shape) for name in others}
     drawn = {name: shapes[name][:2] if option == "delta" else shapes[name] for name, option in others.items()}
-    draws = draw_gaussians([(f"{name}.weight", [shape]) for name, shape in drawn.items()], seed)
-    for (name, option), (z,) in zip(others.items(), draws, strict=True):
+    draws = draw_gaussians([(f"{name}.weight", shape) for name, shape in drawn.items()], seed)
+    for (name, option), z in zip(others.items(), draws, strict=True):
         weight = _made_of(z, option, shapes[name])
         layers[name].weight.copy_(weight if option in _WITHOUT_GAIN else weight.mul_(_gain(modules, name)))
     _begin_norms(module, scheme.shift, scheme.branch_scale)

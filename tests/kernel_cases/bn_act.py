@@ -1,6 +1,5 @@
 """Inputs of bn_act, and the check of its results against float64."""
 
-import zlib
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +7,7 @@ from devices import on_device
 from tolerances import assert_close
 from torch import Tensor
 
-from kernel_cases.layout import with_layout
+from kernel_cases.case import KernelCase, outputs_and_grads, widened
 from nasfast import ops
 from nasfast.ops import reference
 
@@ -24,7 +23,7 @@ KINK_MARGIN_OF_MEAN = 1e-6
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(KernelCase):
     """One input of bn_act: shape (N, C, H, W), memory layout, type, and mean of x (its standard deviation is 1)."""
 
     shape: tuple[int, int, int, int]
@@ -32,13 +31,9 @@ class Case:
     dtype: torch.dtype = torch.float32
     mean: float = 0.5
 
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{'x'.join(map(str, self.shape))}-{self.layout}-{dtype}-mean{self.mean:g}"
-
     def inputs(self, act: str, *, residual: bool) -> dict[str, Tensor]:
         """x, weight, bias, running_mean, running_var, grad, and residual when asked for."""
-        generator = torch.Generator().manual_seed(zlib.crc32(str(self).encode()))
+        generator = self.generator()
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(*shape, generator=generator)
@@ -56,7 +51,7 @@ class Case:
             tensors["residual"] = normal(*self.shape)
         for name in ("x", "grad", "residual"):
             if name in tensors:
-                tensors[name] = with_layout(tensors[name].to(self.dtype), self.layout)
+                tensors[name] = self.image(tensors[name])
         for training in (True, False):
             z = reference.bn_act(
                 *(tensors[n].double() for n in ("x", "weight", "bias")),
@@ -96,19 +91,12 @@ CASES = [
 ]
 
 
-def outputs_and_grads(function, tensors, *, act, training, tracked=True):
+def run(function, tensors, *, act, training):
     """Run function forward and backward on copies of the tensors: result, running statistics, every gradient."""
-    leaves = {
-        name: tensors[name].detach().requires_grad_() for name in ("x", "weight", "bias", "residual") if name in tensors
-    }
-    running = {name: tensors[name].clone() for name in ("running_mean", "running_var")} if tracked else {}
-    y = function(**leaves, **running, act=act, training=training, momentum=0.3, eps=EPS)
-    y.backward(tensors["grad"])
-    return {"y": y, **running, **{f"d{name}": leaf.grad for name, leaf in leaves.items()}}
-
-
-def widened(tensors):
-    return {name: tensor.double() for name, tensor in tensors.items()}
+    running = {name: tensors[name].clone() for name in ("running_mean", "running_var")}
+    given = {name: tensor for name, tensor in tensors.items() if name not in running}
+    settings = {"act": act, "training": training, "momentum": 0.3, "eps": EPS}
+    return outputs_and_grads(function, given, **running, **settings) | running
 
 
 def rstd(x):
@@ -122,8 +110,8 @@ def check_case(case, act, residual, training, backend):
 def check(tensors, act, training, backend):
     """The results for these tensors are those of float64; a GPU's backend gets them where it runs."""
     given = tensors if backend in ("cpu", "reference") else {name: on_device(t) for name, t in tensors.items()}
-    got = outputs_and_grads(lambda **kw: ops.bn_act(**kw, backend=backend), given, act=act, training=training)
-    want = outputs_and_grads(reference.bn_act, widened(tensors), act=act, training=training)
+    got = run(lambda **kw: ops.bn_act(**kw, backend=backend), given, act=act, training=training)
+    want = run(reference.bn_act, widened(tensors), act=act, training=training)
     assert got["y"].dtype == got["dx"].dtype == tensors["x"].dtype
     # of a gradient, dz and its projections on 1 and xhat may cancel: their size is that of grad * weight / std
     floor = float(tensors["grad"].abs().max() * (tensors["weight"].abs() * rstd(tensors["x"])).max().clamp(min=1))

@@ -14,7 +14,7 @@ from tolerances import BFLOAT16_CHAIN, NATIVE_CHAIN, assert_close
 from torch import Tensor
 
 from kernel_cases.bn_act import KINKS
-from kernel_cases.layout import with_layout
+from kernel_cases.case import saved_by, with_layout
 from nasfast import ops
 from nasfast.ops import ConvBNParams, Stage, reference
 from nasfast.ops.plan import StageShape, make_plan
@@ -45,6 +45,19 @@ class Drawn(NamedTuple):
 def converted(function: Callable[[Tensor], Tensor], params: ConvBNParams) -> ConvBNParams:
     """The parameters with the function applied to each tensor that is there."""
     return ConvBNParams(*(None if tensor is None else function(tensor) for tensor in params))
+
+
+def converted_images(function: Callable[[Tensor], Tensor], drawn: Drawn) -> Drawn:
+    """The same for x, the gradient and the residual, which stays x where it is x."""
+    x, residual = function(drawn.x), drawn.residual
+    residual = x if residual is drawn.x else None if residual is None else function(residual)
+    return drawn._replace(x=x, residual=residual, grad=function(drawn.grad))
+
+
+def converted_chain(function: Callable[[Tensor], Tensor], drawn: Drawn) -> Drawn:
+    """The same for all of its tensors."""
+    stages = [stage._replace(params=converted(function, stage.params)) for stage in drawn.stages]
+    return converted_images(function, drawn)._replace(stages=stages)
 
 
 def planned_numbers(drawn: Drawn, *, recompute: bool = False) -> tuple[int, ...]:
@@ -274,9 +287,7 @@ def check_wanted(chain: Callable[..., Tensor], drawn: Drawn, wanted: Sequence[st
 def check_kept(chain: Callable[..., Tensor], drawn: Drawn) -> None:
     """Where only the last BatchNorm trains, backward keeps what the plan says, and not x."""
     gamma = drawn.stages[-1].params.bn_weight.requires_grad_()
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        y = chain(drawn.x, drawn.stages)
+    kept, y = saved_by(lambda: chain(drawn.x, drawn.stages))
     n, _, height, width = drawn.x.shape
     assert all(stage.stride == 1 for stage in drawn.stages)
     channels = [stage.params.bn_weight.numel() for stage in drawn.stages]
@@ -286,12 +297,8 @@ def check_kept(chain: Callable[..., Tensor], drawn: Drawn) -> None:
     assert gamma.grad is not None and drawn.x.grad is None
 
 
-def widened_chain(drawn: Drawn) -> Drawn:
-    """The same inputs in float64."""
-    x = drawn.x.double()
-    residual = x if drawn.residual is drawn.x else None if drawn.residual is None else drawn.residual.double()
-    stages = [s._replace(params=converted(Tensor.double, s.params)) for s in drawn.stages]
-    return Drawn(x, stages, residual, drawn.shuffle, drawn.grad.double())
+# the same inputs in float64
+widened_chain = partial(converted_chain, Tensor.double)
 
 
 def exact_chain(drawn: Drawn, *, x_grad: bool = True) -> Exact:
@@ -547,13 +554,6 @@ def native_autocast(x, stages, **arguments):
         return native_chain(x, stages, **arguments)
 
 
-def narrowed(drawn: Drawn) -> Drawn:
-    """What autocast usually has: bfloat16 activations and float32 weights."""
-    x, grad = drawn.x.to(BFLOAT16), drawn.grad.to(BFLOAT16)
-    residual = x if drawn.residual is drawn.x else None if drawn.residual is None else drawn.residual.to(BFLOAT16)
-    return drawn._replace(x=x, residual=residual, grad=grad)
-
-
 BFLOAT16_DRAWS = 4
 
 
@@ -564,7 +564,8 @@ def check_bfloat16(case, *, autocast=True, shift=0.0):
     """
 
     def change(drawn: Drawn) -> Drawn:
-        drawn = narrowed(drawn) if autocast else drawn
+        if autocast:  # which usually has float32 weights
+            drawn = converted_images(Tensor.bfloat16, drawn)
         return drawn._replace(grad=drawn.grad + shift)
 
     case = case if autocast else replace(case, dtype=BFLOAT16)

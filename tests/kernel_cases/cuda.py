@@ -8,7 +8,7 @@ import torch
 from devices import DEVICE, on_device
 from torch import Tensor
 
-from kernel_cases.chain import Drawn, converted, run_chain
+from kernel_cases.chain import Drawn, converted_chain, run_chain
 from nasfast import ops
 from nasfast.ops import _native, backends
 
@@ -34,12 +34,7 @@ def set_emulation(*settings: Any, **named: Any) -> None:
 
 def moved(drawn: Drawn) -> Drawn:
     """The same tensors where the kernels run."""
-    if not ON_GPU:
-        return drawn
-    x, grad = on_device(drawn.x), on_device(drawn.grad)
-    residual = x if drawn.residual is drawn.x else None if drawn.residual is None else on_device(drawn.residual)
-    stages = [s._replace(params=converted(on_device, s.params)) for s in drawn.stages]
-    return Drawn(x, stages, residual, drawn.shuffle, grad)
+    return converted_chain(on_device, drawn) if ON_GPU else drawn
 
 
 def run_cuda(drawn: Drawn, *, x_grad: bool = True) -> dict[str, Tensor]:

@@ -1,19 +1,19 @@
 """Inputs of depthwise_conv2d, and the check of its results against float64."""
 
-import zlib
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
 from tolerances import BFLOAT16_CHAIN, assert_close
 
-from kernel_cases.layout import with_layout
+from kernel_cases.case import KernelCase, outputs_and_grads, widened
 from nasfast import ops
 from nasfast.ops import reference
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(KernelCase):
     """One input: shape (N, C, H, W), kernel, stride, dilation, memory layout, type of x and of the weight."""
 
     shape: tuple[int, int, int, int]
@@ -24,19 +24,15 @@ class Case:
     dtype: torch.dtype = torch.float32
     weight_dtype: torch.dtype = torch.float32
 
-    def __str__(self) -> str:
-        types = "-".join(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.weight_dtype))
-        return f"{'x'.join(map(str, self.shape))}-k{self.kernel}s{self.stride}d{self.dilation}-{self.layout}-{types}"
-
     def inputs(self):
-        """x, weight, and the gradient of the result."""
-        generator = torch.Generator().manual_seed(zlib.crc32(str(self).encode()))
+        """x, weight and grad, the gradient of the result."""
+        generator = self.generator()
         n, channels, height, width = self.shape
         x = torch.randn(self.shape, generator=generator) + 0.5
         weight = torch.randn(channels, 1, self.kernel, self.kernel, generator=generator).to(self.weight_dtype)
         size = ((height - 1) // self.stride + 1, (width - 1) // self.stride + 1)
         grad = torch.randn(n, channels, *size, generator=generator)
-        return with_layout(x.to(self.dtype), self.layout), weight, with_layout(grad.to(self.dtype), self.layout)
+        return {"x": self.image(x), "weight": weight, "grad": self.image(grad)}
 
 
 # every kernel with every stride and dilation; the channels fill vectors, several images share one, or neither
@@ -73,22 +69,18 @@ CASES += [
 ]
 
 
-def run(function, case, inputs, **settings):
-    """Result and both gradients of function on copies of x and the weight."""
-    x, weight, grad = inputs
-    leaves = [t.detach().requires_grad_() for t in (x, weight)]
-    y = function(*leaves, stride=case.stride, dilation=case.dilation, **settings)
-    dx, dweight = torch.autograd.grad(y, leaves, grad)
-    return {"y": y.detach(), "dx": dx, "dweight": dweight}
+def run(function, case, inputs):
+    """Result and both gradients."""
+    return outputs_and_grads(function, inputs, stride=case.stride, dilation=case.dilation)
 
 
 def check_case(case, backend):
     inputs = case.inputs()
-    wide = [t.double() for t in inputs]
-    got = run(ops.depthwise_conv2d, case, inputs, backend=backend)
+    wide = widened(inputs)
+    got = run(partial(ops.depthwise_conv2d, backend=backend), case, inputs)
     want = run(reference.depthwise_conv2d, case, wide)
     # for every sum, the root of the sum of its squared terms
-    sizes = run(reference.depthwise_conv2d, case, [t.square() for t in wide])
+    sizes = run(reference.depthwise_conv2d, case, {name: tensor.square() for name, tensor in wide.items()})
     for name, tensor in got.items():
         assert tensor.dtype == (case.weight_dtype if name == "dweight" else case.dtype)
         tolerance = BFLOAT16_CHAIN if backend == "reference" and case.dtype == torch.bfloat16 else None

@@ -1,13 +1,12 @@
 """Inputs of mixed_bn, and the check of its results against float64."""
 
-import zlib
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from tolerances import assert_close
 
-from kernel_cases.layout import with_layout
+from kernel_cases.case import KernelCase
 from nasfast import ops
 from nasfast.ops import reference
 
@@ -15,7 +14,7 @@ EPS = 1e-3
 
 
 @dataclass(frozen=True)
-class MixedCase:
+class MixedCase(KernelCase):
     """One input of mixed_bn, for example `MixedCase((2, 6, 9, 7), "nxn")`.
 
     Attributes:
@@ -31,29 +30,21 @@ class MixedCase:
     dtype: torch.dtype = torch.float32
     mean: float = 0.5
 
-    def __str__(self) -> str:
-        kinds = self.kinds if len(self.kinds) < 10 else f"{len(self.kinds)}{self.kinds[:5]}"
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{'x'.join(map(str, self.shape))}-{kinds}-{self.layout}-{dtype}-mean{self.mean:g}"
-
     @property
     def normalize(self) -> list[bool]:
         return [kind == "n" for kind in self.kinds]
 
     def draw(self, device="cpu") -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
         """xs, gates (the second of which is 0, as is the first of one), and the gradient of the result."""
-        generator = torch.Generator().manual_seed(zlib.crc32(str(self).encode()))
+        generator = self.generator()
 
-        def normal():
-            return torch.randn(self.shape, generator=generator)
+        def image(mean):
+            return self.image((torch.randn(self.shape, generator=generator) + mean).to(device))
 
-        def laid_out(x):
-            return with_layout(x.to(device, self.dtype), self.layout)
-
-        xs = [laid_out(normal() + self.mean) for _ in self.kinds]
+        xs = [image(self.mean) for _ in self.kinds]
         gates = torch.randn(len(xs), generator=generator)
         gates[min(1, len(xs) - 1)] = 0
-        return xs, gates.to(device), laid_out(normal())
+        return xs, gates.to(device), image(0)
 
 
 CASES = [
@@ -82,7 +73,7 @@ CASES = [
 ]
 
 
-def outputs_and_grads(function, xs, gates, grad, normalize):
+def run(function, xs, gates, grad, normalize):
     """Run function both ways on copies: the result and every gradient."""
     leaves = [x.detach().requires_grad_() for x in xs]
     gates = gates.detach().clone().requires_grad_()
@@ -97,11 +88,11 @@ def widened(xs, gates, grad):
 
 def check_case(case, backend, device="cpu"):
     drawn = case.draw()
-    got = outputs_and_grads(partial(ops.mixed_bn, backend=backend), *case.draw(device), case.normalize)
+    got = run(partial(ops.mixed_bn, backend=backend), *case.draw(device), case.normalize)
     got = {name: tensor.cpu() for name, tensor in got.items()}
     assert got["y"].dtype == got["dx0"].dtype == case.dtype and got["dgates"].dtype == torch.float32
     xs, gates, grad = widened(*drawn)
-    want = outputs_and_grads(reference.mixed_bn, xs, gates, grad, case.normalize)
+    want = run(reference.mixed_bn, xs, gates, grad, case.normalize)
     # the sizes of the terms; the errors of n terms add up to the root of the sum of their squares
     normal = [
         ops.reference.mixed_bn([x], torch.ones(1).double(), normalize=[n], eps=EPS)

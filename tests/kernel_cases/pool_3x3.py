@@ -1,13 +1,13 @@
 """Inputs of pool_3x3, and the check of its results against float64."""
 
-import zlib
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 
 import torch
 from tolerances import assert_close
 
-from kernel_cases.layout import with_layout
+from kernel_cases.case import KernelCase, outputs_and_grads, widened, with_layout
 from nasfast import ops
 from nasfast.ops import reference
 
@@ -15,7 +15,7 @@ KINDS = ("max", "avg")
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(KernelCase):
     """One input: shape (N, C, H, W), kind, stride, memory layout, type."""
 
     shape: tuple[int, int, int, int]
@@ -24,17 +24,13 @@ class Case:
     layout: str = "nhwc"
     dtype: torch.dtype = torch.float32
 
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{'x'.join(map(str, self.shape))}-{self.kind}-s{self.stride}-{self.layout}-{dtype}"
-
     def inputs(self):
-        """x, of few values so that maxima are often tied, and the gradient of the result."""
-        generator = torch.Generator().manual_seed(zlib.crc32(str(self).encode()))
+        """x, of few values so that maxima are often tied, and grad, the gradient of the result."""
+        generator = self.generator()
         x = torch.randint(-2, 3, self.shape, generator=generator)
         size = [(n - 1) // self.stride + 1 for n in self.shape[2:]]
         grad = torch.randn(*self.shape[:2], *size, generator=generator)
-        return with_layout(x.to(self.dtype), self.layout), with_layout(grad.to(self.dtype), self.layout)
+        return {"x": self.image(x), "grad": self.image(grad)}
 
 
 SHAPES = [
@@ -57,24 +53,24 @@ CASES += [
 CASES += [Case((2, 64, 8, 9), kind, stride, "nhwc", torch.bfloat16) for kind, stride in product(KINDS, (1, 2))]
 
 
-def run(function, case, x, grad, **settings):
-    """Result and gradient of function on a copy of x."""
-    leaf = x.detach().requires_grad_()
-    y = function(leaf, kind=case.kind, stride=case.stride, **settings)
-    return {"y": y.detach(), "dx": torch.autograd.grad(y, leaf, grad)[0]}
+def run(function, case, inputs):
+    """Result and gradient."""
+    return outputs_and_grads(function, inputs, kind=case.kind, stride=case.stride)
 
 
 def check_case(case, backend):
-    x, grad = case.inputs()
-    got = run(ops.pool_3x3, case, x, grad, backend=backend)
-    want = run(reference.pool_3x3, case, x.double(), grad.double())
+    inputs = case.inputs()
+    got = run(partial(ops.pool_3x3, backend=backend), case, inputs)
+    want = run(reference.pool_3x3, case, widened(inputs))
     assert got["y"].dtype == got["dx"].dtype == case.dtype
     if case.kind == "max":
         assert torch.equal(got["y"].double(), want["y"])
     for name, tensor in got.items():
         # PyTorch adds up to nine gradients in bfloat16
         loose = 9 * 2**-8 if backend == "reference" and case.dtype == torch.bfloat16 else 0
-        assert_close(name, tensor, want[name], (loose, loose) if loose else None, floor=float(grad.abs().max()))
+        assert_close(
+            name, tensor, want[name], (loose, loose) if loose else None, floor=float(inputs["grad"].abs().max())
+        )
 
 
 def check_special_values(stride):
@@ -85,8 +81,8 @@ def check_special_values(stride):
         drawn = torch.multinomial(torch.tensor(weights), 2 * 17 * 9 * 7, replacement=True, generator=generator)
         x = with_layout(values[drawn].view(2, 17, 9, 7), "nhwc")
         case = Case((2, 17, 9, 7), "max", stride)
-        grad = torch.randn(case.inputs()[1].shape, generator=generator)
-        got = run(ops.pool_3x3, case, x, grad, backend="cpu")
-        want = run(reference.pool_3x3, case, x, grad)
+        grad = torch.randn(case.inputs()["grad"].shape, generator=generator)
+        got = run(partial(ops.pool_3x3, backend="cpu"), case, {"x": x, "grad": grad})
+        want = run(reference.pool_3x3, case, {"x": x, "grad": grad})
         torch.testing.assert_close(got["y"], want["y"], rtol=0, atol=0, equal_nan=True)
         assert_close("dx", got["dx"], want["dx"].double(), floor=float(grad.abs().max()))

@@ -1,16 +1,18 @@
 """The native chain of convolution, BatchNorm and activation against float64, element by element; its autograd."""
 
 import re
-import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import product
+from functools import partial
+from itertools import compress, product
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
+from kernel_cases.case import saved_by
 from kernel_cases.chain import (
     ACTS,
     BFLOAT16,
@@ -25,6 +27,7 @@ from kernel_cases.chain import (
     check,
     check_bfloat16,
     check_case,
+    check_wanted,
     exact_chain,
     native_autocast,
     native_chain,
@@ -241,24 +244,11 @@ def test_nearly_equal_channels_keep_their_difference(plan, native):
 
 
 def test_concurrent_python_threads_give_the_serial_bits(native):
-    drawn = [case.draw_once() for case in BIG[:3]]
-    serial = [run_chain(native_chain, inputs) for inputs in drawn]
-    start = threading.Barrier(2 * len(drawn))
-    differences = []
-
-    def work(i):
-        torch.set_num_threads(1)
-        start.wait()
-        for _ in range(4):
-            got = run_chain(native_chain, drawn[i])
-            differences.extend((i, name) for name in got if not torch.equal(got[name], serial[i][name]))
-
-    workers = [threading.Thread(target=work, args=(i % len(drawn),)) for i in range(2 * len(drawn))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert differences == []
+    inputs = [case.draw_once() for case in BIG[:3]]
+    serial = [run_chain(native_chain, drawn) for drawn in inputs]
+    with ThreadPoolExecutor(6, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        for got, want in zip(threads.map(partial(run_chain, native_chain), 8 * inputs), 8 * serial, strict=True):
+            assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 # ---- autograd
@@ -266,22 +256,11 @@ def test_concurrent_python_threads_give_the_serial_bits(native):
 
 @pytest.mark.parametrize("units", ["pw18 dw3 pw6/identity", "pw18! dw3! pw6/identity!"])
 def test_only_wanted_gradients_exist(units, plan, native):
-    drawn, exact = ChainCase((2, 6, 5, 4), units).draw()
-    names = [name for name in exact.tensors if name.startswith("d")]
-    for wanted in product([True, False], repeat=len(names)):
-        asked = [name for name, ask in zip(names, wanted, strict=True) if ask]
-        got = run_chain(native_chain, drawn, wanted=asked)
-        for name in names:
-            assert (got[name] is not None) == (name in asked)
-            if name in asked:
-                assert_close(name, got[name], exact.tensors[name], NATIVE_CHAIN, floor=exact.floors[name])
-
-
-def saved_by(function):
-    """Tensors kept for backward while function runs, and its result."""
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        return saved, function()
+    drawn = ChainCase((2, 6, 5, 4), units).draw_once()
+    want = run_chain(native_chain, drawn)
+    names = [name for name in want if name.startswith("d")]
+    for flags in product([True, False], repeat=len(names)):
+        check_wanted(native_chain, drawn, list(compress(names, flags)), want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)

@@ -225,6 +225,35 @@ def test_numbers_with_the_shared_memory_of_an_h200(case, dtype):
     check_stages(replace(case, dtype=dtype).draw_once())
 
 
+@emulated_only
+@pytest.mark.parametrize(
+    ("kernel", "stride", "size", "wanted"),
+    [
+        (3, 1, (2, 14), False),
+        (5, 2, (2, 14), False),
+        (5, 1, (2, 8), False),
+        (5, 1, (2, 9), True),
+        (7, 1, (2, 56), True),
+        (7, 1, (2, 57), False),
+        (7, 1, (7, 8), True),
+        (7, 1, (8, 8), False),
+    ],
+    ids=str,
+)
+def test_which_stencils_run_on_tensor_cores(kernel, stride, size, wanted):
+    """They round a float32 filter, and the stencils of threads do not."""
+    drawn = ChainCase((1, 8, *size), f"dw{kernel}s{stride}/identity", dtype=torch.bfloat16).draw_once()
+    (stage,) = drawn.stages
+    weight = stage.params.conv_weight + 2**-10 * torch.randn(8, 1, kernel, kernel)
+    for settings in ({}, H200):
+        set_emulation(**settings)
+        results = []
+        for filters in (weight, weight.bfloat16().float()):
+            with torch.autocast("cpu", torch.bfloat16):
+                results.append(cuda_chain(drawn.x, [stage._replace(params=stage.params._replace(conv_weight=filters))]))
+        assert torch.equal(*results) == (wanted and settings == H200)
+
+
 @pytest.mark.parametrize("mean", [1e3, -30.0])
 def test_channels_far_from_zero_keep_their_variance(mean):
     # y is stored with steps of up to 4, so only what is stored can be compared

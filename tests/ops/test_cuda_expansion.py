@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 import torch
 from devices import sampled
+from kernel_cases.case import saved_by
 from kernel_cases.chain import ChainCase, Drawn, eager_autocast, exact_chain, relative_errors, run_chain
 from kernel_cases.cuda import cuda_chain, moved, needs_kernels, run_cuda, set_emulation
 
@@ -169,9 +170,7 @@ def test_only_gradients_of_batchnorm_are_wanted():
 )
 def test_x_is_kept_instead_of_the_expansion(units, kept):
     drawn = moved(ChainCase((2, 24, 8, 8), units, dtype=BFLOAT16).draw_once())
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        cuda_chain(drawn.x.requires_grad_(), drawn.stages)
+    saved, _ = saved_by(lambda: cuda_chain(drawn.x.requires_grad_(), drawn.stages))
     images = [t for t in saved if t.dtype == BFLOAT16 and not any(t is s.params.conv_weight for s in drawn.stages)]
     assert sum(t.numel() for t in images) == 2 * sum(kept)
     assert any(t.data_ptr() == drawn.x.data_ptr() for t in images) == (len(images) == 2)

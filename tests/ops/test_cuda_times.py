@@ -5,8 +5,7 @@ import re
 import pytest
 import torch
 
-from nasfast import ops
-from nasfast.ops import backends, conv, cuda_times, plan
+from nasfast.ops import cuda_times, plan
 from nasfast.ops.cuda_times import Chain, Times
 from nasfast.ops.reference import ConvBNParams, Stage
 
@@ -15,76 +14,68 @@ SMALL, WIDE = Chain(BLOCK, 2 * 36, (8, 48, 48, 8)), Chain(BLOCK, 2 * 36, (64, 38
 MADE_UP = {SMALL: Times(stored=8, recomputed=6), WIDE: Times(stored=8, recomputed=9)}
 
 
+@pytest.fixture(autouse=True)
+def fresh_plans():
+    """Plans are kept, and the tests change what they depend on."""
+    plan._decide_once.cache_clear()
+    yield
+    plan._decide_once.cache_clear()
+
+
 @pytest.fixture
-def schedules(monkeypatch):
-    """CPU tensors pass for those of an H200; the list of schedules of the chains that run."""
-    used = []
+def schedule_of(monkeypatch):
+    """The schedule of a chain of 2 or 32 images, whose CPU tensors pass for those of a GPU."""
 
-    def run_chain(x, stages, plan, *, residual, backend):
-        used.append(plan.schedule)
-        return torch.zeros(1, dtype=x.dtype).expand(plan.out_shape)
+    def schedule(chain: Chain, act: str = "relu6", gpu: str = "H200") -> str:
+        monkeypatch.setattr(plan, "modelled_gpu", lambda x: gpu)
+        images = 32 if chain.pixels % (32 * 49) == 0 else 2
+        side = round((chain.pixels // images) ** 0.5)
+        assert images * side * side == chain.pixels
+        stages = []
+        for (kind, kernel, stride), before, after in zip(
+            chain.stages, chain.channels[:-1], chain.channels[1:], strict=True
+        ):
+            groups = after if kind == "depthwise" else 1
+            weight = torch.zeros(1, dtype=torch.bfloat16).expand(after, before // groups, kernel, kernel)
+            params = ConvBNParams(weight, torch.ones(after), torch.zeros(after))
+            stages.append(Stage(params, stride, kernel // 2, groups, act))
+        x = torch.zeros(1, dtype=torch.bfloat16).expand(images, chain.channels[0], side, side)
+        return plan.plan_chain("cuda", x, plan.stage_fields(stages)).schedule
 
-    monkeypatch.setattr(conv, "run_chain", run_chain)
-    monkeypatch.setattr(plan, "modelled_gpu", lambda x: "H200")
-    row = (backends.Backend("cuda", lambda x: ""),)
-    monkeypatch.setitem(backends._TABLE, "conv_bn_act_chain", row)
-    # plans are kept, and the tests change what they depend on
-    plan._decide_once.cache_clear()
-    yield used
-    plan._decide_once.cache_clear()
-
-
-def run(chain: Chain, act: str = "relu6") -> None:
-    """Run a chain of 2 or 32 images on tensors that are all zero."""
-    images = 32 if chain.pixels % (32 * 49) == 0 else 2
-    side = round((chain.pixels // images) ** 0.5)
-    assert images * side * side == chain.pixels
-    stages = []
-    for (kind, kernel, stride), before, after in zip(
-        chain.stages, chain.channels[:-1], chain.channels[1:], strict=True
-    ):
-        groups = after if kind == "depthwise" else 1
-        weight = torch.zeros(1, dtype=torch.bfloat16).expand(after, before // groups, kernel, kernel)
-        params = ConvBNParams(weight, torch.ones(after), torch.zeros(after))
-        stages.append(Stage(params, stride, kernel // 2, groups, act))
-    x = torch.zeros(1, dtype=torch.bfloat16).expand(images, chain.channels[0], side, side)
-    ops.conv_bn_act_chain(x, stages)
+    return schedule
 
 
 @pytest.mark.parametrize("gpu", cuda_times.TIMES)
-def test_every_modelled_chain_runs_in_the_fastest_schedule(gpu, schedules, monkeypatch):
+def test_every_modelled_chain_runs_in_the_fastest_schedule(gpu, schedule_of):
     """Except that a kept megabyte counts as 0.6 us."""
-    monkeypatch.setattr(plan, "modelled_gpu", lambda x: gpu)
     for chain, times in cuda_times.TIMES[gpu].items():
-        run(chain)
         kept = 0.6 * 2e-6 * chain.pixels * (chain.channels[1] - chain.channels[0])
         costs = {"stored": times.stored + kept, "released": times.released, "recomputed": times.recomputed}
         known = {name: cost for name, cost in costs.items() if cost is not None}
-        assert schedules.pop() == min(known, key=known.get)
+        assert schedule_of(chain, gpu=gpu) == min(known, key=known.get)
 
 
-def test_a_chain_is_decided_as_the_most_similar_one(schedules, monkeypatch):
+def test_a_chain_is_decided_as_the_most_similar_one(schedule_of, monkeypatch):
     monkeypatch.setitem(cuda_times.TIMES, "H200", MADE_UP)
-    run(SMALL._replace(channels=(16, 64, 64, 8)))
-    run(WIDE._replace(channels=(56, 336, 336, 40)))
+    assert schedule_of(SMALL._replace(channels=(16, 64, 64, 8))) == "recomputed"
+    assert schedule_of(WIDE._replace(channels=(56, 336, 336, 40))) == "stored"
     # no 7x7 is modelled, so it is decided as a chain with another kernel
-    run(SMALL._replace(stages=(BLOCK[0], ("depthwise", 7, 1), BLOCK[2])))
+    assert schedule_of(SMALL._replace(stages=(BLOCK[0], ("depthwise", 7, 1), BLOCK[2]))) == "recomputed"
     # nothing like this is modelled
-    run(Chain(BLOCK[:2], 2 * 36, (8, 48, 48)))
+    assert schedule_of(Chain(BLOCK[:2], 2 * 36, (8, 48, 48))) == "stored"
     # the kernels cannot compute this expansion again
-    run(SMALL, act="identity")
-    assert schedules == ["recomputed", "stored", "recomputed", "stored", "stored"]
+    assert schedule_of(SMALL, act="identity") == "stored"
 
 
-def test_an_expansion_is_released_where_that_takes_little_for_each_megabyte(schedules, monkeypatch):
+@pytest.mark.parametrize(("released", "schedule"), [(8.1, "released"), (8.2, "stored")])
+def test_an_expansion_is_released_where_that_takes_little_for_each_megabyte(
+    released, schedule, schedule_of, monkeypatch
+):
     # it has 40 channels more than the input, and so 0.25 MB more, which count as 0.15 us
     chain = SMALL._replace(pixels=2 * 1600)
-    for released in (8.1, 8.2):
-        plan._decide_once.cache_clear()
-        times = Times(stored=8, recomputed=8.3, released=released)
-        monkeypatch.setitem(cuda_times.TIMES, "H200", {chain: times})
-        run(chain)
-    assert schedules == ["released", "stored"]
+    times = Times(stored=8, recomputed=8.3, released=released)
+    monkeypatch.setitem(cuda_times.TIMES, "H200", {chain: times})
+    assert schedule_of(chain) == schedule
 
 
 def test_gpus_are_taken_for_the_modelled_one_with_the_same_kind_of_memory():

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -57,11 +58,9 @@ def main(library: str) -> None:
             check(case)
 
     each("bn_act", product(bn_act.CASES, bn_act.ACTS), lambda c: bn_act.check_case(*c, True, True, "cpu"))
-    each("mixed_bn", mixed_bn.CASES, lambda case: mixed_bn.check_case(case, "cpu"))
-    each("depthwise_conv2d", depthwise_conv2d.CASES, lambda case: depthwise_conv2d.check_case(case, "cpu"))
-    each("pool_3x3", pool_3x3.CASES, lambda case: pool_3x3.check_case(case, "cpu"))
+    for module in (mixed_bn, depthwise_conv2d, pool_3x3, squeeze_excite):
+        each(module.__name__, module.CASES, partial(module.check_case, backend="cpu"))
     each("pool_3x3, special values, stride", (1, 2), pool_3x3.check_special_values)
-    each("squeeze_excite", squeeze_excite.CASES, lambda case: squeeze_excite.check_case(case, "cpu"))
     each("chain", chain.POINTWISE + chain.DEPTHWISE + chain.CHAINS + chain.PLANS, chain.check_case)
     each("chain in bfloat16", chain.BFLOAT16_CASES, chain.check_bfloat16)
 

@@ -27,12 +27,6 @@ BLOCKS = [
 ]
 
 
-def block_id(block):
-    if isinstance(block, bool):
-        return str(block)
-    return "{in_channels}to{out_channels}-k{kernel_size}-s{stride}-e{expand}".format(**block)
-
-
 def randomised(block, **settings):
     """A plain block with BatchNorm parameters away from their defaults."""
     module = InvertedResidual(**block, **settings)
@@ -50,23 +44,13 @@ def results(module, x, grad):
     return {"y": y, "dx": x.grad, **gradients, **{n: b for n, b in module.named_buffers() if b.is_floating_point()}}
 
 
-def twin(module, block, **settings):
-    fused = FusedInvertedResidual(**block, **settings)
-    fused.load_state_dict(module.state_dict())
-    for p, q in zip(module.parameters(), fused.parameters(), strict=True):
-        q.requires_grad_(p.requires_grad)
-    return fused
-
-
-@pytest.mark.parametrize(
-    ("block", "frozen", "training"), pairwise(BLOCKS, (True, False), (True, False)), ids=lambda value: block_id(value)
-)
-def test_fused_matches_plain_in_float64(block, frozen, training, backend):
-    plain = randomised(block, act="tanh").train(training)
-    for name, parameter in plain.named_parameters():
-        parameter.requires_grad_(not frozen or ".bn." in name)
-    fused = twin(plain, block, act="tanh").train(training)
-    x = torch.randn(3, block["in_channels"], 9, 8).contiguous(memory_format=torch.channels_last)
+def check_twins(plain, fused, *, frozen, backend):
+    """The fused block has the results and gradients of the plain one in float64; returns its results."""
+    fused.load_state_dict(plain.state_dict())
+    for module in (plain, fused):
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(not frozen or ".bn." in name)
+    x = torch.randn(3, 6, 9, 8).contiguous(memory_format=torch.channels_last)
     grad = torch.randn_like(plain(x))
     # the forward above moved the statistics of plain only
     plain.load_state_dict(fused.state_dict())
@@ -76,6 +60,13 @@ def test_fused_matches_plain_in_float64(block, frozen, training, backend):
     assert got.keys() == want.keys()
     for name, tensor in got.items():
         assert_close(name, tensor, want[name], FLOAT32_CHAIN, floor=8.0 if name.startswith("d") else 0.0)
+    return got
+
+
+@pytest.mark.parametrize(("block", "frozen", "training"), pairwise(BLOCKS, (True, False), (True, False)), ids=str)
+def test_fused_matches_plain_in_float64(block, frozen, training, backend):
+    plain, fused = randomised(block, act="tanh"), FusedInvertedResidual(**block, act="tanh")
+    check_twins(plain.train(training), fused.train(training), frozen=frozen, backend=backend)
 
 
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trainable"])
@@ -89,20 +80,11 @@ def test_squeeze_and_excitation_matches_float64(act, gate, expand, frozen, backe
 
     monkeypatch.setattr(squeeze, "_MIN_ELEMENTS", 0)
     plain = randomised(block, act="silu", se=SqueezeExcitation(hidden, 8, act=act, gate=gate))
-    for name, parameter in plain.named_parameters():
-        parameter.requires_grad_(not frozen or ".bn." in name)
-    fused = twin(plain, block, act="silu", se=FusedSqueezeExcitation(hidden, 8, act=act, gate=gate))
-    x = torch.randn(3, 6, 9, 8).contiguous(memory_format=torch.channels_last)
-    grad = torch.randn_like(plain(x))
-    plain.load_state_dict(fused.state_dict())
-    want = results(plain.double(), x.double(), grad.double())
-    with ops.use_backend(backend), profile(activities=[ProfilerActivity.CPU]) as recorded:
-        got = results(fused, x, grad)
+    fused = FusedInvertedResidual(**block, act="silu", se=FusedSqueezeExcitation(hidden, 8, act=act, gate=gate))
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        got = check_twins(plain, fused, frozen=frozen, backend=backend)
     called = any(event.key == "nasfast::squeeze_excite_sums" for event in recorded.key_averages())
-    assert called == (frozen and backend == "cpu")
-    assert got.keys() == want.keys() and ("dse.excite.conv.bias" in got) != frozen
-    for name, tensor in got.items():
-        assert_close(name, tensor, want[name], FLOAT32_CHAIN, floor=8.0 if name.startswith("d") else 0.0)
+    assert called == (frozen and backend == "cpu") and ("dse.excite.conv.bias" in got) != frozen
 
     h = torch.randn(3, hidden, 4, 5, dtype=torch.float64)
     w1, b1, w2, b2 = (p.flatten(1) if p.ndim == 4 else p for p in plain.se.parameters())
@@ -111,19 +93,14 @@ def test_squeeze_and_excitation_matches_float64(act, gate, expand, frozen, backe
     torch.testing.assert_close(plain.se(h), h * factor[:, :, None, None], rtol=1e-12, atol=1e-12)
 
 
-def pairs():
-    """Plain modules and their fused twins, the twin loaded from the plain one."""
-    yield ConvBNAct, FusedConvBNAct, lambda cls, **kw: cls(5, 6, 3, stride=2, act="tanh", **kw)
-    yield ConvBNAct, FusedConvBNAct, lambda cls, **kw: cls(5, 5, 3, groups=5, act="identity", **kw)
-    for expand in (1, 2):
-        yield (
-            InvertedResidual,
-            FusedInvertedResidual,
-            lambda cls, expand=expand, **kw: cls(5, 5, kernel_size=3, stride=1, expand=expand, act="tanh", **kw),
-        )
-
-
-PAIRS = list(pairs())
+BLOCK = {"kernel_size": 3, "stride": 1, "act": "tanh"}
+# plain modules and their fused twins, and how either is made
+PAIRS = [
+    (ConvBNAct, FusedConvBNAct, lambda cls, **kw: cls(5, 6, 3, stride=2, act="tanh", **kw)),
+    (ConvBNAct, FusedConvBNAct, lambda cls, **kw: cls(5, 5, 3, groups=5, act="identity", **kw)),
+    (InvertedResidual, FusedInvertedResidual, lambda cls, **kw: cls(5, 5, expand=1, **BLOCK, **kw)),
+    (InvertedResidual, FusedInvertedResidual, lambda cls, **kw: cls(5, 5, expand=2, **BLOCK, **kw)),
+]
 
 
 def bns(module):
@@ -153,8 +130,7 @@ def test_twins_share_state_and_statistics(plain_class, fused_class, make, tracke
 
 def test_units_in_different_modes_follow_batch_norm(backend, monkeypatch):
     monkeypatch.setenv("NASFAST_BACKEND", backend)
-    block = {"kernel_size": 3, "stride": 1, "expand": 2, "act": "tanh"}
-    plain, fused = InvertedResidual(5, 5, **block), FusedInvertedResidual(5, 5, **block)
+    plain, fused = InvertedResidual(5, 5, expand=2, **BLOCK), FusedInvertedResidual(5, 5, expand=2, **BLOCK)
     fused.load_state_dict(plain.state_dict())
 
     def change(module, bn_change):

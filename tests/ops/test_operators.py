@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
 from kernel_cases import bn_act, chain, depthwise_conv2d, mixed_bn, pool_3x3, squeeze_excite
-from kernel_cases.layout import with_layout
+from kernel_cases.case import saved_by, with_layout
 from pairs import pairwise
 from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, TOLERANCES, assert_close
 from torch import Tensor
@@ -161,13 +160,11 @@ def test_saves_only_what_backward_needs(op, dtype, native):
     tensors = op.draw(dtype)
     for wanted in product([True, False], repeat=len(tensors)):
         leaves = [t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
-        sizes = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.nbytes), lambda t: t):
-            op.call(*leaves, backend="cpu")
-            kept = sum(sizes)
-            with torch.no_grad():
-                op.call(*leaves, backend="cpu")
-        assert sum(sizes) == kept == op.saved(wanted, [t.nbytes for t in tensors]), wanted
+        run = partial(op.call, *leaves, backend="cpu")
+        saved, _ = saved_by(run)
+        assert sum(t.nbytes for t in saved) == op.saved(wanted, [t.nbytes for t in tensors]), wanted
+        with torch.no_grad():
+            assert saved_by(run)[0] == []
 
 
 def test_second_derivatives_are_refused_by_the_native_backend_only(op, backend):
@@ -243,14 +240,12 @@ def run_native(name, case):
     """Result and gradients of an operator on the native backend."""
     function = partial(getattr(ops, name), backend="cpu")
     if name == "bn_act":
-        return bn_act.outputs_and_grads(function, case.inputs("relu6", residual=True), act="relu6", training=True)
+        return bn_act.run(function, case.inputs("relu6", residual=True), act="relu6", training=True)
     if name == "mixed_bn":
-        return mixed_bn.outputs_and_grads(function, *case.draw(), case.normalize)
-    if name == "depthwise_conv2d":
-        return depthwise_conv2d.run(function, case, case.inputs())
-    if name == "pool_3x3":
-        return pool_3x3.run(function, case, *case.inputs())
-    return chain.run_chain(function, case.draw_once(), x_grad=case.x_grad)
+        return mixed_bn.run(function, *case.draw(), case.normalize)
+    if name == "conv_bn_act_chain":
+        return chain.run_chain(function, case.draw_once(), x_grad=case.x_grad)
+    return {"depthwise_conv2d": depthwise_conv2d, "pool_3x3": pool_3x3}[name].run(function, case, case.inputs())
 
 
 THREADED = [
@@ -300,7 +295,7 @@ def opchecks():
         (1, 2, FLOAT32, (True, False)),
         (1, 2, FLOAT32, (False, False)),
     ]:
-        x, weight, grad = depthwise_conv2d.Case((2, 5, 6, 5), 3, stride, dilation, "nhwc", dtype).inputs()
+        x, weight, grad = depthwise_conv2d.Case((2, 5, 6, 5), 3, stride, dilation, "nhwc", dtype).inputs().values()
         leaves = x.clone().requires_grad_(wants[0]), weight.clone().requires_grad_(wants[1])
         yield "depthwise_conv2d_fwd", (*leaves, stride, dilation)
         kept = x if wants[1] else None
@@ -316,7 +311,7 @@ def opchecks():
         for wants in ([True] * 4, [False, True, False, False], [False, False, False, True]):
             yield "mixed_bn_bwd", (grad, xs, gates, statistics, flags, 1e-3, wants)
     for kind, stride, dtype in product(pool_3x3.KINDS, (1, 2), (FLOAT32, BFLOAT16)):
-        x, grad = pool_3x3.Case((2, 5, 6, 5), kind, stride, "nhwc", dtype).inputs()
+        x, grad = pool_3x3.Case((2, 5, 6, 5), kind, stride, "nhwc", dtype).inputs().values()
         yield "pool_3x3_fwd", (x, kind, stride, False)
         yield "pool_3x3_fwd", (x.clone(memory_format=NHWC).requires_grad_(), kind, stride, True)
         index = torch.ops.nasfast.pool_3x3_fwd(x, kind, stride, True)[1]
@@ -363,10 +358,9 @@ MAPS = [
 WRONG = {
     "bn_act": [
         *MAPS,
-        (TypeError, "x must be a tensor, got NoneType", {"x": None}),
         (TypeError, "bias must be a tensor, got NoneType", {"bias": None}),
         (ValueError, r"weight must have shape \(3,\), got \(2,\)", {"weight": ONES[:2]}),
-        (TypeError, "bias must be float32.*got torch.bfloat16", {"bias": ZEROS.bfloat16()}),
+        (TypeError, "bias must be torch.float32, got torch.bfloat16; convert it", {"bias": ZEROS.bfloat16()}),
         (ValueError, "weight must be on cpu like x, got meta", {"weight": ONES.to("meta")}),
         (ValueError, ACT, {"act": "gelu"}),
         (ValueError, "eps must be positive, got 0", {"eps": 0}),
@@ -383,15 +377,12 @@ WRONG = {
         (ValueError, "with groups=1 takes 3 channels.*got an input of 4 channels", {"conv_weight": W6[:, :3]}),
         (ValueError, "takes 4 channels and gives a multiple of 4", {"groups": 4, "conv_weight": W6[:, :1]}),
         (ValueError, "conv_weight must be at least 1 in every dimension, got", {"conv_weight": W6[:0]}),
-        (ValueError, "at least 1 in every dimension, got", {"x": X4[:, :0], "conv_weight": W6[:, :0]}),
-        (ValueError, "at least 1 in every dimension, got", {"conv_weight": W6[..., :0]}),
         (ValueError, "stride and groups must be at least 1.*got stride=0", {"stride": 0}),
         (TypeError, r"one integer each, for both directions, got stride=\(1, 1\)", {"stride": (1, 1)}),
         (TypeError, "one integer each, for both directions, got stride=1.5", {"stride": 1.5}),
         (ValueError, "3x3 kernel with padding=0 does not fit", {"x": X4[:, :, :2]}),
         (ValueError, "conv_weight must be on cpu like x, got meta", {"conv_weight": W6.to("meta")}),
-        (ValueError, r"conv_bias must have shape \(6,\), got \(4,\)", {"conv_bias": SIX[:4]}),
-        (TypeError, "conv_bias must have the type of conv_weight.*float64", {"conv_bias": SIX.double()}),
+        (TypeError, "conv_bias must be torch.float32, got torch.float64", {"conv_bias": SIX.double()}),
         (ValueError, "conv_bias must be on cpu like conv_weight, got meta", {"conv_bias": SIX.to("meta")}),
         (ValueError, "bn_weight must have shape", {"bn_weight": SIX[:4]}),
         (ValueError, "act must be one of", {"act": "gelu"}),
@@ -426,9 +417,7 @@ WRONG = {
         *MAPS,
         (ValueError, "x must have channels and pixels, got shape", {"x": X[:, :, :0]}),
         (ValueError, r"weight must be one of \[\(3, 1, 3, 3\).*for this x, got \(2, 1, 3, 3\)", {"weight": W[:2]}),
-        (ValueError, r"weight must be one of.*got \(3, 1, 2, 3\)", {"weight": W[:, :, :2]}),
-        (TypeError, "weight must be float32 or torch.float32.*got torch.float64", {"weight": W.double()}),
-        (ValueError, "weight must be on cpu like x, got meta", {"weight": W.to("meta")}),
+        (TypeError, "weight must be torch.float32, got torch.float64", {"weight": W.double()}),
         (ValueError, "stride must be 1 or 2, got 3", {"stride": 3}),
         (ValueError, "dilation must be 1 or 2, got 0", {"dilation": 0}),
     ],
@@ -438,13 +427,12 @@ WRONG = {
         (TypeError, r"xs\[1\] must be a tensor, got int", {"xs": [X, 3]}),
         (ValueError, r"xs\[0\] must be 4-d \(N, C, H, W\), got shape \(3, 4, 4\)", {"xs": [X[0], X[0]]}),
         (TypeError, r"xs\[0\] must be float32, bfloat16.*got torch.int64", {"xs": [X.long()] * 2}),
-        (ValueError, r"xs\[1\] must have the shape of xs\[0\], \(2, 3, 4, 4\), got \(1, 3", {"xs": [X, X[:1]]}),
-        (TypeError, r"xs\[1\] must have the type of xs\[0\], torch.float32, got", {"xs": [X, X.bfloat16()]}),
+        (ValueError, r"xs\[1\] must have shape \(2, 3, 4, 4\), got \(1, 3", {"xs": [X, X[:1]]}),
+        (TypeError, r"xs\[1\] must be torch.float32, got torch.bfloat16", {"xs": [X, X.bfloat16()]}),
         (ValueError, r"xs\[1\] must be on cpu like xs\[0\], got meta", {"xs": [X, X.to("meta")]}),
         (ValueError, "normalize must be one flag per tensor, 2, got 1", {"normalize": [True]}),
-        (ValueError, r"gates must be one per tensor, shape \(2,\), got \(3,\)", {"gates": torch.ones(3)}),
-        (TypeError, "gates must be float32.*got torch.bfloat16; convert", {"gates": torch.ones(2).bfloat16()}),
-        (ValueError, "gates must be on cpu like", {"gates": torch.ones(2).to("meta")}),
+        (ValueError, r"gates must have shape \(2,\), got \(3,\)", {"gates": torch.ones(3)}),
+        (TypeError, "gates must be torch.float32, got torch.bfloat16; convert", {"gates": torch.ones(2).bfloat16()}),
         (ValueError, "eps must be positive, got 0", {"eps": 0}),
         (ValueError, "cannot take batch statistics of an empty batch", {"xs": [X[:0]] * 2}),
         (ValueError, "a single value per channel.*larger batch", {"xs": [X[:1, :, :1, :1]] * 2}),
@@ -460,13 +448,8 @@ WRONG = {
         (ValueError, ACT, {"act": "gelu"}),
         (ValueError, "gate must be one of hsigmoid, sigmoid, got 'tanh'", {"gate": "tanh"}),
         (ValueError, r"squeeze_weight must have shape \(5, 3, 1, 1\)", {"squeeze_weight": torch.ones(5, 7, 1, 1)}),
-        (ValueError, r"excite_bias must have shape \(3,\), got \(5,\)", {"excite_bias": torch.ones(5)}),
-        (
-            ValueError,
-            r"squeeze_weight must have shape \(0, 3, 1, 1\)",
-            {name: t[:0] if name.startswith("squeeze") else t[:, :0] for name, t in list(SE.items())[:3]},
-        ),
-        (TypeError, "excite_bias must be float32 or torch.float32, one type", {"excite_bias": ONES.half()}),
+        (ValueError, "squeeze_bias must have at least one element", {"squeeze_bias": ONES[:0]}),
+        (TypeError, "excite_bias must be torch.float32, got torch.float16", {"excite_bias": ONES.half()}),
         (TypeError, "squeeze_weight must be a tensor, got NoneType", {"squeeze_bias": None, "squeeze_weight": None}),
     ],
 }
@@ -538,8 +521,8 @@ def test_bn_act_is_its_formula():
             scaled = (x - mean.view(1, -1, 1, 1)) / (var + eps).sqrt().view(1, -1, 1, 1)
             return (scaled * weight.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1)).clamp(0, 6) + residual
 
-        got = bn_act.outputs_and_grads(reference.bn_act, tensors, act="relu6", training=training)
-        want = bn_act.outputs_and_grads(formula, tensors, act="relu6", training=training)
+        got = bn_act.run(reference.bn_act, tensors, act="relu6", training=training)
+        want = bn_act.run(formula, tensors, act="relu6", training=training)
         for name, tensor in got.items():
             torch.testing.assert_close(tensor, want[name], rtol=1e-9, atol=1e-9, msg=name)
 
@@ -555,8 +538,8 @@ def test_mixed_bn_is_its_formula_and_has_second_derivatives():
 
     for case in (case for case in mixed_bn.CASES if case.dtype == FLOAT32):
         drawn = mixed_bn.widened(*case.draw())
-        got = mixed_bn.outputs_and_grads(reference.mixed_bn, *drawn, case.normalize)
-        want = mixed_bn.outputs_and_grads(formula, *drawn, case.normalize)
+        got = mixed_bn.run(reference.mixed_bn, *drawn, case.normalize)
+        want = mixed_bn.run(formula, *drawn, case.normalize)
         for name, tensor in got.items():
             torch.testing.assert_close(tensor, want[name], rtol=1e-8, atol=1e-8, msg=name)
     xs = torch.randn(3, 2, 3, 2, 2, dtype=torch.float64).unbind()
@@ -564,40 +547,6 @@ def test_mixed_bn_is_its_formula_and_has_second_derivatives():
     assert torch.autograd.gradgradcheck(
         lambda *tensors: reference.mixed_bn(tensors[:-1], tensors[-1], normalize=[True, True, False]), leaves
     )
-
-
-# ---- bfloat16
-
-
-def assert_errors_are_no_larger(ours, theirs, want):
-    for name in (name for name in want if not name.startswith("running")):
-        error, eager = (float((got[name].detach().double() - want[name].detach()).norm()) for got in (ours, theirs))
-        assert error <= 1.01 * eager, name
-
-
-@pytest.mark.parametrize("layout", ["nhwc", "nchw"])
-def test_bn_act_in_bfloat16_is_no_worse_than_eager(layout, native):
-    tensors = bn_act.Case((4, 24, 14, 14), layout, BFLOAT16).inputs("relu6", residual=False)
-
-    def eager(x, weight, bias, *, running_mean, running_var, act, training, momentum, eps):
-        return F.relu6(F.batch_norm(x, running_mean, running_var, weight, bias, training, momentum, eps))
-
-    run = partial(bn_act.outputs_and_grads, act="relu6", training=True)
-    want = run(reference.bn_act, bn_act.widened(tensors))
-    assert_errors_are_no_larger(run(partial(ops.bn_act, backend="cpu"), tensors), run(eager, tensors), want)
-
-
-def test_mixed_bn_in_bfloat16_is_no_worse_than_eager(native):
-    case = mixed_bn.MixedCase((4, 24, 14, 14), "nnxnn", dtype=BFLOAT16)
-
-    def eager(xs, gates, *, normalize, eps):
-        terms = [F.batch_norm(x, *[None] * 4, True, 0, eps) if n else x for x, n in zip(xs, normalize, strict=True)]
-        return sum(gate.to(x.dtype) * x for gate, x in zip(gates, terms, strict=True))
-
-    drawn = case.draw()
-    want = mixed_bn.outputs_and_grads(reference.mixed_bn, *mixed_bn.widened(*drawn), case.normalize)
-    theirs = mixed_bn.outputs_and_grads(eager, *drawn, case.normalize)
-    assert_errors_are_no_larger(run_native("mixed_bn", case), theirs, want)
 
 
 def test_a_residual_of_another_type_promotes(backend):
@@ -667,7 +616,7 @@ def test_mixed_bn_with_gradients_too_large_for_the_cache_is_the_same(native):
     """Results of 8 MiB and more are written past it."""
     case = mixed_bn.MixedCase((8, 16, 64, 64), "nnnnn")
     xs, gates, grad = case.draw()
-    run = partial(mixed_bn.outputs_and_grads, partial(ops.mixed_bn, backend="cpu"))
+    run = partial(mixed_bn.run, partial(ops.mixed_bn, backend="cpu"))
     many, one = run(xs, gates, grad, case.normalize), run(xs[2:3], gates[2:3], grad, [True])
     assert sum(x.nbytes for x in xs) > 8 << 20 > xs[0].nbytes
     assert torch.equal(many["dx2"], one["dx0"])

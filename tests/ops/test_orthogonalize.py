@@ -2,8 +2,8 @@
 
 import math
 import zlib
-from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import scipy.stats
@@ -62,27 +62,6 @@ def departure(q: torch.Tensor) -> float:
     return (q.mT @ q - torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)).abs().max().item()
 
 
-def check(
-    orthogonalize: Callable[[list[torch.Tensor]], list[torch.Tensor]],
-    shapes: Sequence[tuple[int, ...]],
-    dtype: torch.dtype,
-    device: str = "cpu",
-) -> None:
-    """The columns, or rows, are orthonormal, and Q is that of the QR decomposition in float64."""
-    matrices = [gaussian(shape, dtype, device) for shape in shapes]
-    exact = reference.orthogonalize([z.double() for z in matrices])
-    for z, q, want in zip(matrices, orthogonalize(matrices), exact, strict=True):
-        assert q.shape == z.shape and q.dtype == dtype and q.device == z.device and q.is_contiguous()
-        assert departure(q) <= EXACTNESS[dtype], z.shape
-        # not Q itself: a square Gaussian matrix may be badly conditioned
-        r = tall(q.double()).mT @ tall(z.double())
-        bound = 20 * torch.finfo(dtype).eps * z.double().norm(dim=(-2, -1), keepdim=True)
-        assert (r.tril(-1).abs() <= bound).all(), z.shape
-        assert (r.diagonal(dim1=-2, dim2=-1) > -bound.squeeze(-1)).all(), z.shape
-        if tall(z).shape[-2] > tall(z).shape[-1] + 2:
-            assert (q.double() - want).abs().max() <= SAME_Q[dtype], z.shape
-
-
 # One of each way to draw and to orthogonalise: fewer than 16 numbers, a last block of 16 that is not whole; by
 # reflectors and by Cholesky, tall and wide.
 DRAWN = [
@@ -99,10 +78,16 @@ def emulated(matrices: list[torch.Tensor], backwards: bool = False) -> list[torc
     return orthogonal.in_blocks(matrices, partial(torch.ops.nasfast.householder_emulated, backwards=backwards))
 
 
-def run(backend: str, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-    if backend == "emulated" and matrices:
-        return emulated(matrices)
-    return ops.orthogonalize(matrices, backend=None if backend == "emulated" else backend)
+class Runner(NamedTuple):
+    """What orthogonalises, and where."""
+
+    backend: str
+    device: str
+
+    def __call__(self, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+        if self.backend == "emulated":
+            return emulated(matrices) if matrices else []
+        return ops.orthogonalize(matrices, backend=self.backend)
 
 
 @pytest.fixture(
@@ -114,25 +99,33 @@ def run(backend: str, matrices: list[torch.Tensor]) -> list[torch.Tensor]:
     ]
 )
 def runner(request):
-    """(backend, device) of everything that orthogonalises."""
     if request.param != "cuda":
-        return request.param, "cpu"
+        return Runner(request.param, "cpu")
     device = request.getfixturevalue("gpu")
     if _native.extension is None or not _native.extension.build_info()["cuda_operators"]:
         pytest.skip("the extension was built without CUDA")
-    return request.param, device
+    return Runner(request.param, device)
 
 
 @pytest.mark.parametrize("dtype", EXACTNESS)
 def test_columns_are_orthonormal_and_q_is_that_of_qr(runner, dtype):
-    backend, device = runner
-    check(lambda matrices: run(backend, matrices), SHAPES + BATCHES, dtype, device)
+    matrices = [gaussian(shape, dtype, runner.device) for shape in SHAPES + BATCHES]
+    exact = reference.orthogonalize([z.double() for z in matrices])
+    for z, q, want in zip(matrices, runner(matrices), exact, strict=True):
+        assert q.shape == z.shape and q.dtype == dtype and q.device == z.device and q.is_contiguous()
+        assert departure(q) <= EXACTNESS[dtype], z.shape
+        # not Q itself: a square Gaussian matrix may be badly conditioned
+        r = tall(q.double()).mT @ tall(z.double())
+        bound = 20 * torch.finfo(dtype).eps * z.double().norm(dim=(-2, -1), keepdim=True)
+        assert (r.tril(-1).abs() <= bound).all(), z.shape
+        assert (r.diagonal(dim1=-2, dim2=-1) > -bound.squeeze(-1)).all(), z.shape
+        if tall(z).shape[-2] > tall(z).shape[-1] + 2:
+            assert (q.double() - want).abs().max() <= SAME_Q[dtype], z.shape
 
 
 def test_shapes_of_the_supernet_in_float32(runner):
-    backend, device = runner
-    matrices = [gaussian(shape, device=device) for shape in SUPERNET]
-    for z, q in zip(matrices, run(backend, matrices), strict=True):
+    matrices = [gaussian(shape, device=runner.device) for shape in SUPERNET]
+    for z, q in zip(matrices, runner(matrices), strict=True):
         assert departure(q) <= EXACTNESS[torch.float32], z.shape
         raw, r = torch.linalg.qr(tall(z))
         want = raw * r.diagonal().sign()
@@ -150,56 +143,52 @@ def test_threads_of_an_emulated_block_may_run_in_any_order():
 
 
 def test_what_lies_beside_a_matrix_does_not_change_it(runner):
-    backend, device = runner
-    matrices = [gaussian(shape, device=device) for shape in SHAPES + BATCHES]
-    together = run(backend, matrices)
+    matrices = [gaussian(shape, device=runner.device) for shape in SHAPES + BATCHES]
+    together = runner(matrices)
     for i, z in enumerate(matrices):
-        assert torch.equal(run(backend, [z])[0], together[i]), z.shape
-    for q, again in zip(reversed(together), run(backend, matrices[::-1]), strict=True):
+        assert torch.equal(runner([z])[0], together[i]), z.shape
+    for q, again in zip(reversed(together), runner(matrices[::-1]), strict=True):
         assert torch.equal(q, again)
     # filters of a batch, one by one
-    batch = gaussian((70, 5, 5), device=device)
-    for q, again in zip(run(backend, [batch])[0], run(backend, list(batch)), strict=True):
+    batch = gaussian((70, 5, 5), device=runner.device)
+    for q, again in zip(runner([batch])[0], runner(list(batch)), strict=True):
         assert (q - again).abs().max() <= 1e-6
 
 
 def test_strides_do_not_matter_and_the_input_stays(runner):
-    backend, device = runner
     for shape in ((6, 40, 24), (6, 3, 3), (100, 70)):
-        z = gaussian(shape, device=device)
-        sliced = torch.full((*shape[:-1], 2 * shape[-1]), math.nan, device=device)[..., ::2]
+        z = gaussian(shape, device=runner.device)
+        sliced = torch.full((*shape[:-1], 2 * shape[-1]), math.nan, device=runner.device)[..., ::2]
         sliced.copy_(z)
         transposed = z.mT.contiguous().mT
-        expected = run(backend, [z])[0]
+        expected = runner([z])[0]
         kept = z.clone()
-        for q in run(backend, [sliced, transposed, z]):
+        for q in runner([sliced, transposed, z]):
             assert torch.equal(q, expected)
         assert torch.equal(z, kept)
 
 
 def test_empty_and_single(runner):
-    backend, device = runner
-    single = run(backend, [torch.tensor([[x]], device=device) for x in (-3.0, 2.0, 0.0)])
+    single = runner([torch.tensor([[x]], device=runner.device) for x in (-3.0, 2.0, 0.0)])
     assert [m.item() for m in single] == [-1, 1, 1]
-    empty = [torch.ones(shape, device=device) for shape in ((0, 3), (4, 0), (0, 3, 3), (2, 0, 70))]
-    assert [q.shape for q in run(backend, empty)] == [z.shape for z in empty]
-    assert run(backend, []) == []
+    empty = [torch.ones(shape, device=runner.device) for shape in ((0, 3), (4, 0), (0, 3, 3), (2, 0, 70))]
+    assert [q.shape for q in runner(empty)] == [z.shape for z in empty]
+    assert runner([]) == []
 
 
 @pytest.mark.parametrize("dtype", EXACTNESS)
 def test_zero_and_rank_deficient_input_is_completed(runner, dtype):
-    backend, device = runner
-    low_rank = gaussian((60, 3), dtype, device) @ gaussian((3, 40), dtype, device)
-    equal = gaussian((30, 1), dtype, device).repeat(1, 20)
-    late = gaussian((50, 33), dtype, device)
+    low_rank = gaussian((60, 3), dtype, runner.device) @ gaussian((3, 40), dtype, runner.device)
+    equal = gaussian((30, 1), dtype, runner.device).repeat(1, 20)
+    late = gaussian((50, 33), dtype, runner.device)
     late[:, 5] = 0
     late[:, 17] = 0
-    deficient = [low_rank, equal, equal.mT, late, torch.ones(5, 3, 3, dtype=dtype, device=device)]
-    for z, q in zip(deficient, run(backend, deficient), strict=True):
+    deficient = [low_rank, equal, equal.mT, late, torch.ones(5, 3, 3, dtype=dtype, device=runner.device)]
+    for z, q in zip(deficient, runner(deficient), strict=True):
         assert departure(q) <= EXACTNESS[dtype], z.shape
     for shape in ((3, 3), (20, 6), (6, 20), (90, 70), (4, 5, 5)):
-        (q,) = run(backend, [torch.zeros(shape, dtype=dtype, device=device)])
-        assert torch.equal(q, torch.eye(*shape[-2:], dtype=dtype, device=device).expand(shape))
+        (q,) = runner([torch.zeros(shape, dtype=dtype, device=runner.device)])
+        assert torch.equal(q, torch.eye(*shape[-2:], dtype=dtype, device=runner.device).expand(shape))
 
 
 def near_one(z: torch.Tensor, largest: float) -> torch.Tensor:
@@ -216,11 +205,10 @@ def near_one(z: torch.Tensor, largest: float) -> torch.Tensor:
     ],
 )
 def test_extreme_scales(runner, dtype, largest):
-    backend, device = runner
     for shape in ((3, 3), (40, 20), (30, 70)):
-        z = gaussian(shape, torch.float64, device)
+        z = gaussian(shape, torch.float64, runner.device)
         scaled = (z / z.abs().max() * largest).to(dtype)
-        (q,), (want,) = run(backend, [scaled]), reference.orthogonalize([near_one(scaled, largest)])
+        (q,), (want,) = runner([scaled]), reference.orthogonalize([near_one(scaled, largest)])
         assert departure(q) <= EXACTNESS[dtype], shape
         assert (q - want).abs().max() <= SAME_Q[dtype], shape
         # columns apart from each other by as much
@@ -228,7 +216,7 @@ def test_extreme_scales(runner, dtype, largest):
         apart[:, 1::2] = tall(z)[:, 1::2]
         equal = tall(z).clone()
         equal[:, ::2] = near_one(tall(scaled)[:, ::2], largest)
-        (q,), (want,) = run(backend, [apart]), reference.orthogonalize([equal.to(dtype).double()])
+        (q,), (want,) = runner([apart]), reference.orthogonalize([equal.to(dtype).double()])
         assert departure(q) <= EXACTNESS[dtype], shape
         assert (q - want).abs().max() <= SAME_Q[dtype], shape
 
@@ -240,28 +228,26 @@ REMAINDERS = {torch.float32: [*range(15, 41), 42, 44], torch.float64: [*range(14
 
 @pytest.mark.parametrize("dtype", EXACTNESS)
 def test_small_diagonals(runner, dtype):
-    backend, device = runner
     for shape in ((2, 2), (5, 5), (20, 20), (40, 30), (1700, 20)):  # the last does not stay in shared memory
-        signs = torch.where(torch.arange(shape[1]) % 3 == 1, -1.0, 1.0).to(device, dtype)
-        want = torch.eye(*shape, device=device, dtype=dtype) * signs
+        signs = torch.where(torch.arange(shape[1]) % 3 == 1, -1.0, 1.0).to(runner.device, dtype)
+        want = torch.eye(*shape, device=runner.device, dtype=dtype) * signs
         for exponent in REMAINDERS[dtype]:
-            z = torch.ones(shape, device=device, dtype=dtype).triu()
+            z = torch.ones(shape, device=runner.device, dtype=dtype).triu()
             z.diagonal()[1:] = signs[1:] * 10.0**-exponent
-            (q,) = run(backend, [z])
+            (q,) = runner([z])
             assert departure(q) <= EXACTNESS[dtype], (shape, exponent)
             assert (q - want).abs().max() <= EXACTNESS[dtype], (shape, exponent)
 
 
 @pytest.mark.parametrize("dtype", EXACTNESS)
 def test_small_remainders(runner, dtype):
-    backend, device = runner
     for shape in ((3, 3), (8, 4), (20, 20), (40, 30), (30, 40)):
-        rest = tall(gaussian(shape, dtype, device))
+        rest = tall(gaussian(shape, dtype, runner.device))
         for exponent in REMAINDERS[dtype]:
-            z = torch.zeros(rest.shape[0] + 1, rest.shape[1] + 1, device=device, dtype=dtype)
+            z = torch.zeros(rest.shape[0] + 1, rest.shape[1] + 1, device=runner.device, dtype=dtype)
             z[0] = 1
             z[1:, 1:] = rest * 10.0**-exponent
-            (q,) = run(backend, [z])
+            (q,) = runner([z])
             assert departure(q) <= EXACTNESS[dtype], (shape, exponent)
             # with numbers left that are not all rounded to the smallest one
             if exponent < -math.log10(torch.finfo(dtype).tiny) - 8 and rest.shape[0] > rest.shape[1] + 2:
@@ -270,16 +256,15 @@ def test_small_remainders(runner, dtype):
 
 
 def test_halves_are_cast_at_the_end(runner):
-    backend, device = runner
-    if backend == "emulated":
+    if runner.backend == "emulated":
         pytest.skip("takes what the operator takes")
     for dtype, bound in ((torch.bfloat16, 2**-8), (torch.float16, 2**-11)):
-        z = gaussian((40, 20), dtype, device)
-        (q,) = run(backend, [z])
+        z = gaussian((40, 20), dtype, runner.device)
+        (q,) = runner([z])
         assert q.dtype == dtype
         assert (q.double() - reference.orthogonalize([z.double()])[0]).abs().max() <= bound
-    mixed = [gaussian((9, 9), dtype, device) for dtype in (torch.float64, torch.bfloat16, torch.float32)]
-    assert [q.dtype for q in run(backend, mixed)] == [torch.float64, torch.bfloat16, torch.float32]
+    mixed = [gaussian((9, 9), dtype, runner.device) for dtype in (torch.float64, torch.bfloat16, torch.float32)]
+    assert [q.dtype for q in runner(mixed)] == [torch.float64, torch.bfloat16, torch.float32]
 
 
 def haar_statistics(qs):
@@ -306,9 +291,8 @@ def deviations(qs):
 
 
 def test_law_is_haar(runner):
-    backend, device = runner
     count, n = 20_000, 4
-    (qs,) = run(backend, [torch.randn(count, n, n, dtype=torch.float64).to(device)])
+    (qs,) = runner([torch.randn(count, n, n, dtype=torch.float64).to(runner.device)])
     assert max(deviations(qs.cpu()).values()) <= 4
     # squared entries are Beta(1/2, (n-1)/2): Kolmogorov's distance, which is above 2.1 / sqrt(count) once in 3000 times
     squares = qs[:, 0, 0].square().cpu().numpy()
@@ -342,9 +326,9 @@ def test_capture_in_a_cuda_graph_is_refused(native, gpu):
 
 
 def test_bad_input_is_named(runner):
-    backend, device = runner
-    if backend == "emulated":
+    if runner.backend == "emulated":
         pytest.skip("checks are those of the public function")
+    device = runner.device
     good = torch.ones(2, 2, device=device)
     for bad, error, message in (
         (torch.ones(2, device=device), ValueError, r"matrices\[1\] must be \(..., rows, columns\), got shape \(2,\)"),
@@ -356,7 +340,7 @@ def test_bad_input_is_named(runner):
         (torch.ones(1, 1, device=device).expand(10**7, 10**7), MemoryError, r"matrices\[1\] of shape \(10000000, 1"),
     ):
         with pytest.raises(error, match="orthogonalize: " + message):
-            ops.orthogonalize([good, bad], backend=backend)
+            ops.orthogonalize([good, bad], backend=runner.backend)
 
 
 def test_a_gradient_of_a_native_backend_is_refused():

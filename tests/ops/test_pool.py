@@ -3,7 +3,7 @@
 import gc
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -128,19 +128,8 @@ def test_two_tensors_never_share_memory(pool):
 
 def test_threads_allocate_and_free_at_once(pool, others):
     want = run(LARGE)
-    wrong = []
-
-    def work():
-        for _ in range(10):
-            if not torch.equal(run(LARGE), want):
-                wrong.append(1)
-
-    workers = [threading.Thread(target=work) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert not wrong
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(lambda _: torch.equal(run(LARGE), want), range(40)))
     assert pool.pool_bytes()[0] == others + want.nbytes
 
 

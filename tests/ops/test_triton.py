@@ -7,8 +7,7 @@ from itertools import product
 import pytest
 import torch
 from devices import DEVICE, on_device, sampled
-from kernel_cases.bn_act import CASES as BN_CASES
-from kernel_cases.bn_act import check_case as check_bn_act
+from kernel_cases import bn_act, mixed_bn
 from kernel_cases.chain import (
     ACTS,
     BFLOAT16_CASES,
@@ -20,17 +19,14 @@ from kernel_cases.chain import (
     backward_arguments,
     check_kept,
     check_opcheck,
+    converted_chain,
     eager_autocast,
     forward_arguments,
     mean_errors,
     run_chain,
 )
 from kernel_cases.chain import check as check_chain
-from kernel_cases.mixed_bn import CASES as MIXED_CASES
-from kernel_cases.mixed_bn import EPS as MIXED_EPS
 from kernel_cases.mixed_bn import MixedCase
-from kernel_cases.mixed_bn import check_case as check_mixed
-from kernel_cases.mixed_bn import outputs_and_grads as mixed_outputs
 from tolerances import BFLOAT16_CHAIN
 
 from nasfast import ops
@@ -67,21 +63,7 @@ def few_programs(monkeypatch):
         monkeypatch.setattr(conv_triton, "MIN_PROGRAMS", 0)
 
 
-def moved(value):
-    """Tensors of a nested tuple or list on the device under test, one copy of each."""
-    copies = {}
-
-    def move(item):
-        if torch.is_tensor(item):
-            return copies.setdefault(id(item), on_device(item))
-        if isinstance(item, list):
-            return [move(part) for part in item]
-        if isinstance(item, tuple):
-            parts = [move(part) for part in item]
-            return type(item)(*parts) if hasattr(item, "_fields") else tuple(parts)
-        return item
-
-    return move(value)
+moved = partial(converted_chain, on_device)
 
 
 def run_triton(drawn: Drawn, *, x_grad: bool = True) -> dict[str, torch.Tensor]:
@@ -165,17 +147,17 @@ def test_16_bit_storage_is_no_worse_than_eager(case, dtype):
 @pytest.mark.parametrize(
     ("case", "act", "training"),
     sampled(
-        [(c, ACTS[i % len(ACTS)], i % 3 > 0) for i, c in enumerate(c for c in BN_CASES if c.dtype != torch.float64)]
+        [(c, ACTS[i % len(ACTS)], i % 3 > 0) for i, c in enumerate(c for c in bn_act.CASES if c.dtype != torch.float64)]
     ),
     ids=str,
 )
 def test_bn_act_matches_float64_reference(case, act, training):
-    check_bn_act(case, act, True, training, "triton")
+    bn_act.check_case(case, act, True, training, "triton")
 
 
 MIXED = [
     case
-    for case in [*MIXED_CASES, MixedCase((2, 6, 9, 7), "nxn", dtype=torch.float16)]
+    for case in [*mixed_bn.CASES, MixedCase((2, 6, 9, 7), "nxn", dtype=torch.float16)]
     if DEVICE == "cuda" or case.shape[0] * case.shape[2] * case.shape[3] <= 1000
 ]
 
@@ -183,7 +165,7 @@ MIXED = [
 @pytest.mark.interpreter
 @pytest.mark.parametrize("case", sampled(MIXED), ids=str)
 def test_mixed_bn_matches_float64_reference(case):
-    check_mixed(case, "triton", DEVICE)
+    mixed_bn.check_case(case, "triton", DEVICE)
 
 
 @pytest.mark.interpreter
@@ -192,11 +174,11 @@ def test_mixed_bn_computes_only_wanted_gradients(wanted):
     # runs of consecutive tensors are one launch
     case = MixedCase((2, 6, 5, 4), "nnnxnnnnnnnnnnxxnn")
     xs, gates, grad = case.draw(DEVICE)
-    want = mixed_outputs(partial(ops.mixed_bn, backend="triton"), xs, gates, grad, case.normalize)
+    want = mixed_bn.run(partial(ops.mixed_bn, backend="triton"), xs, gates, grad, case.normalize)
     leaves = {"dgates": gates.requires_grad_(wanted[0] == "n")}
     for k, x in enumerate(xs):
         leaves[f"dx{k}"] = x.requires_grad_(wanted[1 + k % 3] == "n")
-    ops.mixed_bn(xs, gates, normalize=case.normalize, eps=MIXED_EPS, backend="triton").backward(grad)
+    ops.mixed_bn(xs, gates, normalize=case.normalize, eps=mixed_bn.EPS, backend="triton").backward(grad)
     for name, leaf in leaves.items():
         assert (leaf.grad is not None) == leaf.requires_grad
         assert leaf.grad is None or torch.equal(leaf.grad, want[name]), name
@@ -219,8 +201,8 @@ def test_two_runs_are_equal_bit_for_bit():
     first, second = (run_triton(case.draw_once()) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
     mixed = MixedCase((2, 4, 3, 3) if few else (2, 16, 9, 7), "nnx" if few else "nnnnx")
-    run_mixed = partial(mixed_outputs, partial(ops.mixed_bn, backend="triton"))
-    first, second = (run_mixed(*mixed.draw(DEVICE), mixed.normalize) for _ in range(2))
+    triton_mixed = partial(ops.mixed_bn, backend="triton")
+    first, second = (mixed_bn.run(triton_mixed, *mixed.draw(DEVICE), mixed.normalize) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 

@@ -12,7 +12,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from nasfast.ops import cuda_reasons
 from nasfast.ops.arrivals import zeros
 from nasfast.ops.autograd import empty_gradients
 from nasfast.ops.plan import KEPT_PLANS, Kind, StagePlan, read_plan
@@ -31,8 +30,6 @@ def _count(like: Tensor, plan: Sequence[int]) -> int:
 
 @lru_cache(KEPT_PLANS)
 def _count_once(device: torch.device, plan: tuple[int, ...]) -> int:
-    if device.type == "cuda" and plan:
-        cuda_reasons.log_stages(plan, cuda_reasons.shared_kb(device))
     return _count(torch.empty(0, device=device), list(plan))
 
 
