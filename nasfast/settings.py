@@ -47,11 +47,7 @@ AutoAugment = Literal["autoaugment", "randaugment", "trivialaugment"]
 
 
 def check_policy(loader: str, policy: AutoAugment | None) -> None:
-    """Refuse a policy that a loader cannot apply.
-
-    Raises:
-        ConfigError: the loader is `dali` or `cache`, which do not call torchvision's transforms.
-    """
+    """Refuse a policy that a loader cannot apply: `dali` and `cache` do not call torchvision's transforms."""
     if policy is not None and loader in ("dali", "cache"):
         raise ConfigError(
             f"data.loader={loader!r} cannot augment by {policy!r}, which torchvision applies to single images: set "
@@ -223,11 +219,7 @@ class SupernetConfig(ConfigBase):
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
 
     def preset(self, method: str) -> Method:
-        """The method's preset, with the values that are set here in place of its own.
-
-        Raises:
-            ValueError: unknown method, or settings of aligned weights for weights that are not aligned.
-        """
+        """The method's preset, with the values that are set here in place of its own."""
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; {nearest(method, METHODS)}")
         names = ("init", "layer_indicators", "trainable", "classifier", "sampler", "hold_out")
@@ -324,11 +316,7 @@ class TrainConfig(ConfigBase):
 
     @property
     def peak_lr(self) -> float:
-        """`lr` of a stage that trains.
-
-        Raises:
-            ValueError: it is null.
-        """
+        """`lr` of a stage that trains."""
         if self.lr is None:
             raise ValueError("train: cfg.lr is not set: give a learning rate (train_supernet and retrain choose one)")
         return self.lr
@@ -468,11 +456,7 @@ class SearchConfig(ConfigBase):
 
     @property
     def table_limits(self) -> list[tuple[str, float | None]]:
-        """Files of `tables` and their limits.
-
-        Raises:
-            ValueError: a limit is no number.
-        """
+        """Files of `tables` and their limits."""
         found: list[tuple[str, float | None]] = []
         for text in self.tables:
             file, limited, maximum = text.rpartition("<=")
@@ -649,11 +633,7 @@ class RunConfig(ConfigBase):
         check_policy(self.data.loader, self.retrain.auto_augment)
 
     def resolved(self) -> RunConfig:
-        """The same settings, with each null that the method's preset decides replaced by its value.
-
-        Raises:
-            ConfigError: the learning rate depends on the space, and that cannot be read.
-        """
+        """The same settings, with each null that the method's preset decides replaced by its value."""
         lr = self.train.lr
         if lr is None:
             # whichever variant, resolution and classes: they do not change on which side of DEEP_LAYERS a space is
@@ -678,11 +658,7 @@ class RunConfig(ConfigBase):
 
     @property
     def torch_device(self) -> str:
-        """The device to use, `cpu` or `cuda`.
-
-        Raises:
-            ConfigError: `device` is cuda and torch sees no GPU.
-        """
+        """The device to use, `cpu` or `cuda`."""
         # imported here, because it imports torch, and help must not wait for that
         from nasfast.runtime.device import torch_device
 

@@ -83,11 +83,7 @@ class Task:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides the result, as JSON.
-
-        Raises:
-            TaskError: an argument is not JSON, or changes when it is written as JSON.
-        """
+        """What decides the result, as JSON; TaskError for arguments that JSON cannot keep."""
         form = {"function": self.function, "arguments": dict(self.arguments), "threads": self.threads}
         try:
             written = json.loads(json.dumps(form, allow_nan=False))
@@ -126,9 +122,6 @@ def check_done(results: Sequence[TaskResult], what: str) -> None:
     Args:
         results: how the tasks ended.
         what: what they are, and how to continue, as the error says it behind their number.
-
-    Raises:
-        TaskError: some are not done; the text has the errors of those that failed, and their logs.
     """
     if missing := [result for result in results if result.status != "done"]:
         failed = [f"; {r.name}: {r.error} (log: {r.log})" for r in missing if r.status == "failed"]
@@ -136,12 +129,7 @@ def check_done(results: Sequence[TaskResult], what: str) -> None:
 
 
 def save_result(folder: Path, task: Task, result: Any) -> None:
-    """Write the result of a task, which finishes the task.
-
-    Raises:
-        TaskError: the result is not JSON.
-        OSError: the file cannot be written.
-    """
+    """Write the result of a task, which finishes the task."""
     try:
         text = seal({**task.identity, "result": result})
     except (TypeError, ValueError) as error:
@@ -210,10 +198,6 @@ class TaskRunner:
     Args:
         folder: holds the folders of the tasks. All workers must see it under this path.
         settings: where, how often and how long.
-
-    Raises:
-        RunDirectoryError: another driver works in the folder; nothing was changed. Raised on entry, as the next one.
-        TaskError: the Ray cluster cannot be used.
     """
 
     def __init__(self, folder: str | Path, settings: TaskSettings = TaskSettings()) -> None:
@@ -248,12 +232,6 @@ class TaskRunner:
 
         An attempt that raises, or whose worker dies, is repeated from what it left in its folder. A task that fails in
         every attempt is logged and reported, and the others go on.
-
-        Returns:
-            How each task ended, in the order of `tasks`.
-
-        Raises:
-            TaskError: two tasks have one name, an argument is not JSON, or a folder has another task's result.
         """
         tasks = list(tasks)
         twice = [name for name, count in Counter(task.name for task in tasks).items() if count > 1]
@@ -319,11 +297,7 @@ class TaskRunner:
         return "failed", error
 
     def _in_process(self, task: Task, *arguments: Any) -> Ending:
-        """One attempt in a new process of this machine.
-
-        Raises:
-            EOFError: the process died.
-        """
+        """One attempt in a new process of this machine; EOFError if the process died."""
         # a forked process would share locks and threads of PyTorch with this one
         context = get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)

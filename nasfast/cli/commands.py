@@ -102,12 +102,7 @@ def _joined(cfg: RunConfig) -> Iterator[tuple[RunConfig, World]]:
 
 @contextlib.contextmanager
 def at_most(hours: float | None) -> Iterator[None]:
-    """Stop what runs within the block after this time, as SIGTERM does.
-
-    Raises:
-        Terminated: the time is over, or SIGTERM came.
-        ConfigError: this is one process of several.
-    """
+    """Stop what runs within the block after this time, as SIGTERM does."""
     if hours is not None and environment_size() > 1:
         raise ConfigError(
             "--max_hours stops one process, and torchrun would start its ranks again: leave it out, and stop torchrun "
@@ -437,9 +432,6 @@ def execute(command: str, given: dict[str, Any], parser: Parser) -> None:
         command: `run`, `supernet`, ..., or with its kind `moments quick`.
         given: the values of its flags, as `nasfast.cli.flags.parse` gives them.
         parser: its parser, which has the defaults.
-
-    Raises:
-        FlagError: flags contradict each other.
     """
     if command in _STAGES:
         tasks = take_tasks(given)

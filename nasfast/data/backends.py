@@ -121,11 +121,7 @@ class TorchvisionBackend:
         self._workers, self._prefetch = workers, prefetch
 
     def decode(self, requests: Sequence[Request], device: torch.device) -> Iterator[Decoded]:
-        """Answers in the order of the requests.
-
-        Raises:
-            RuntimeError: a worker was killed, e.g. because memory was short; PyTorch raises it at once.
-        """
+        """Answers in the order of the requests; PyTorch raises RuntimeError at once if a worker was killed."""
         yield from DataLoader(
             _Requests(self._source, self._augmentation, requests),
             batch_size=None,

@@ -70,13 +70,7 @@ def _cuts_window(augmentation: Augmentation) -> bool:
 
 
 class _Plan(NamedTuple):
-    """How a request is answered.
-
-    Attributes:
-        request: the request.
-        views: the views of all images of the request.
-        rows: (n,) which of these images DALI decodes; PIL decodes the others.
-    """
+    """A request with the views of its images; DALI decodes those in `rows` (n,), and PIL the others."""
 
     request: Request
     views: Views
@@ -193,10 +187,6 @@ class DaliBackend:
         batch_size: number of images of the largest request.
         workers: number of threads; 0 counts as 1.
         prefetch: number of batches prepared ahead.
-
-    Raises:
-        ConfigError: the images are not in files.
-        RuntimeError: DALI cannot be imported.
     """
 
     kind = "dali"
@@ -295,12 +285,7 @@ class DaliBackend:
             return -1, -1
 
     def _outputs(self, pipeline: Pipeline) -> Sequence[np.ndarray] | Tensor:
-        """The next batch: decoded (H, W, C) arrays, or on a GPU a tensor (N, resolution, resolution, C).
-
-        Raises:
-            StopIteration: there is no next batch.
-            Exception: DALI could not open or decode an image.
-        """
+        """The next batch: decoded (H, W, C) arrays, or on a GPU a tensor (N, resolution, resolution, C)."""
         if self._device.type != "cuda":
             (output,) = pipeline.outputs()
             return [np.asarray(output[place]) for place in range(len(output))]

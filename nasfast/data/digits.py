@@ -43,9 +43,6 @@ class DigitsSource(ImageSource):
 
     Args:
         split: `val` takes every fifth image of each class, `train` the others.
-
-    Raises:
-        RuntimeError: scikit-learn is not installed.
     """
 
     in_memory = True
@@ -70,9 +67,6 @@ class ClutteredDigitsSource(ImageSource):
 
     Args:
         split: `train` has 2000 images, `val` 1000.
-
-    Raises:
-        RuntimeError: scikit-learn is not installed.
     """
 
     in_memory = True

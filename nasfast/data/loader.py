@@ -54,9 +54,6 @@ class Loader:
         held_out: whether the images of its config are split, so that a search has images that no supernet saw.
         kind: name of the backend: `torchvision`, `dali` or `cache`.
         bad_files: names of the images that could not be read.
-
-    Raises:
-        DataError: a batch has fewer images than there are ranks.
     """
 
     def __init__(
@@ -136,9 +133,6 @@ class Loader:
 
         Yields:
             this rank's images (N, C, H, W) and labels (N,) on `device`.
-
-        Raises:
-            DataError: more than `max_bad_files` images could not be read, or no image of a training batch could.
         """
         device = torch.device(device)
         scale, offset = self._scale.to(device), self._offset.to(device)
@@ -204,14 +198,7 @@ def _name_some(names: list[str]) -> str:
 
 
 def open_images(cfg: DataConfig, *, seed: int = 0, hold_out: bool = False) -> tuple[ImageSource, ImageSource]:
-    """Training and validation images, before they have loaders.
-
-    Args:
-        cfg, seed, hold_out: see `make_loaders`.
-
-    Raises:
-        ConfigError, DataError: see `make_loaders`.
-    """
+    """Training and validation images, before they have loaders; see `make_loaders`."""
     train, val = _named_images(cfg, seed)
     return split_source(train, cfg.val_fraction, seed) if hold_out else (train, val)
 

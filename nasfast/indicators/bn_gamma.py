@@ -27,11 +27,6 @@ def score(net: Supernet, *, meta: dict[str, Any] | None = None) -> IndicatorTabl
     Args:
         net: a trained supernet; an untrained one scores 1 everywhere.
         meta: what the table says about its origin, e.g. method and step.
-
-    Raises:
-        TableError: a gamma is not finite.
-        ScoreError: a candidate has no BatchNorm.
-        TypeError: `net` is not a supernet.
     """
     check_type("net", net, Supernet, advice="nasfast.Supernet(space) makes one")
     if why := _refusal(net):

@@ -109,9 +109,6 @@ def compare_scores(
         refused: score -> why it is not in `scores`; kept in the comparison.
         attainable: `attainable_tau` of the accuracies; kept in the comparison.
         resamples, seed: see `nasfast.indicators.rank.rank`.
-
-    Raises:
-        AccuracyError, ArchError, ValueError: see `nasfast.indicators.rank.rank`; `half_width` is not positive.
     """
     if not 0 < half_width < math.inf:
         raise ValueError(f"the half width of the interval must be positive, got {half_width}")

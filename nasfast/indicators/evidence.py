@@ -75,11 +75,7 @@ class Evidence:
 
     @cached_property
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Images (N, C, H, W) and labels (N,) on the supernet's device.
-
-        Raises:
-            ScoreError: the loader gave no image.
-        """
+        """Images (N, C, H, W) and labels (N,) on the supernet's device."""
         return _some(as_epochs(self.images).epoch(0, device=str(self.device)))
 
     def sample(self, count: int | None = None) -> list[Arch]:
@@ -124,11 +120,7 @@ class NetworkEvidence:
 
     @cached_property
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """The first batch: images (N, C, H, W) and labels (N,).
-
-        Raises:
-            ScoreError: the loader gave no image.
-        """
+        """The first batch: images (N, C, H, W) and labels (N,)."""
         return _some(islice(as_epochs(self.images).epoch(0), 1))
 
     def network(self, arch: Arch) -> nn.Module:
@@ -144,11 +136,7 @@ def _some(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor
 
 
 def space_of_layers(evidence: Evidence | NetworkEvidence) -> LayerSpace:
-    """The space of a score that is a table of (layer, candidate).
-
-    Raises:
-        ScoreError: it is a space of cells.
-    """
+    """The space of a score that is a table of (layer, candidate); ScoreError for one of cells."""
     if not isinstance(evidence.space, LayerSpace):
         raise ScoreError(
             f"{evidence.space.name} is a space of cells, and this score is a table of layers: take another"

@@ -76,10 +76,6 @@ def refine(
         accuracies: architecture -> accuracy, in any unit.
         resamples: number of bootstrap resamples of the intervals.
         seed: seed of the bootstrap.
-
-    Raises:
-        AccuracyError: there are fewer than 10 accuracies, one is not finite, or all are equal.
-        ArchError: an architecture is not of the table's space.
     """
     space = table.space
     _check(accuracies)

@@ -75,11 +75,7 @@ def register(
     networks: bool = False,
     refusal: Callable[[Supernet], str | None] = lambda net: None,
 ) -> Callable[[Callable], Callable]:
-    """Decorator that makes a function a score; the arguments are the attributes of `Score`.
-
-    Raises:
-        KeyError: the name is taken.
-    """
+    """Decorator that makes a function a score; the arguments are the attributes of `Score`."""
 
     def decorate(function: Callable) -> Callable:
         if name in SCORES or extensions.SCORES.get(name, function.__module__) != function.__module__:
@@ -91,11 +87,7 @@ def register(
 
 
 def get_score(name: str) -> Score:
-    """The score of a name.
-
-    Raises:
-        ScoreError: there is no such score; the text names the nearest.
-    """
+    """The score of a name; ScoreError if there is none."""
     if name in extensions.SCORES:
         importlib.import_module(extensions.SCORES[name])
     if name not in SCORES:
@@ -116,22 +108,14 @@ def all_scores() -> dict[str, Score]:
 
 
 def check_score(score: Score, net: Supernet) -> None:
-    """Refuse a score that a supernet cannot have.
-
-    Raises:
-        ScoreError: it cannot have it; the text lists the scores that it can have.
-    """
+    """Raise ScoreError for a score that a supernet cannot have."""
     why = score.refusal(net)
     if why is not None:
         raise ScoreError(f"{net.space.name} has no score {score.name!r}: {why}. It can have {_names(available(net))}")
 
 
 def check_network_score(score: Score, space: ArchSpace) -> None:
-    """Refuse a score that needs a supernet where there are only untrained networks.
-
-    Raises:
-        ScoreError: it needs one; the text lists the scores that do not.
-    """
+    """Raise ScoreError for a score that needs a supernet where there are only untrained networks."""
     if not score.networks:
         raise ScoreError(
             f"the score {score.name!r} needs a supernet, and {space.name} has only single untrained networks here. "

@@ -42,12 +42,7 @@ for _name in BASELINES:
 
 
 def score_of(cfg: ScoreConfig) -> Score:
-    """The score of resolved settings.
-
-    Raises:
-        ScoreError: there is no such score; the text names the nearest.
-        ValueError: the settings have no name.
-    """
+    """The score of resolved settings."""
     if cfg.name is None:
         raise ValueError("the name of the score is null: call resolved(method), which takes that of the method")
     return get_score(cfg.name)
@@ -89,18 +84,7 @@ def score_table(
 def untrained_table(
     name: str, space: LayerSpace, *, structure: float = 0.0, seed: int = 0, meta: dict[str, Any] | None = None
 ) -> IndicatorTable:
-    """The table of a score that needs neither training nor images.
-
-    Args:
-        name: a score whose `untrained` is true: `isometry`, or a baseline.
-        space: a space of layers.
-        structure: see `score_table`.
-        seed: seed of weights.
-        meta: see `score_table`.
-
-    Raises:
-        ScoreError: the score is unknown or needs training or images, or a block has no such score.
-    """
+    """The table of a score that needs neither training nor images (`Score.untrained`); see `score_table`."""
     score = get_score(name)
     if not score.untrained:
         can = ", ".join(sorted(other.name for other in SCORES.values() if other.untrained))
@@ -112,9 +96,7 @@ def untrained_table(
 def with_structure(table: IndicatorTable, weight: float) -> IndicatorTable:
     """A table beside the baseline `sqrt_size`, both in units of their standard deviation over the space (`z_sum`).
 
-    Args:
-        table: scores of candidates.
-        weight: weight of `sqrt_size`; 0 gives the table itself, in its own units.
+    The baseline has the given weight; 0 gives the table itself, in its own unit.
     """
     if not weight:
         return table
@@ -123,12 +105,7 @@ def with_structure(table: IndicatorTable, weight: float) -> IndicatorTable:
 
 
 def score_paths(name: str, evidence: Evidence, archs: Iterable[Arch]) -> dict[Arch, float]:
-    """The score of each architecture; a score of paths is computed for every architecture and not distilled.
-
-    Raises:
-        ScoreError: the score is unknown or not finite, or the supernet cannot have it.
-        ArchError: an architecture is not of the supernet's space.
-    """
+    """The score of each architecture; a score of paths is computed for every architecture and not distilled."""
     score = get_score(name)
     check_score(score, evidence.net)
     if score.additive:
@@ -187,10 +164,6 @@ def score_networks(
 
     An architecture without a score, such as a cell through which nothing reaches the output, counts as lower than all
     others.
-
-    Raises:
-        ScoreError: the score is unknown or needs a supernet, or no architecture has it.
-        ArchError: an architecture is not of the space.
     """
     score = get_score(name)
     check_network_score(score, evidence.space)

@@ -109,10 +109,6 @@ def agreement(
         k: number of best architectures.
         allow_identity: whether architectures may skip normal layers.
         seed: seed of the random architectures and of the bootstrap.
-
-    Raises:
-        ValueError: there are fewer than two tables.
-        InfeasibleConstraintError: no architecture is within the limits.
     """
     if len(tables) < 2:
         raise ValueError(f"agreement needs the tables of at least two seeds, got {len(tables)}")

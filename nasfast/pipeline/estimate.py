@@ -107,16 +107,7 @@ class Plan:
 
 
 def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: float | None = None) -> Plan:
-    """Time a few steps of each stage of a run in this process.
-
-    Args:
-        cfg: resolved settings of the run.
-        tasks: where networks are retrained; None for one after another in the process of the run.
-        max_hours: after this time the run would stop; None for no limit.
-
-    Raises:
-        ConfigError, DataError, ScoreError, InfeasibleConstraintError, RunDirectoryError: the run would be refused.
-    """
+    """Time a few steps of each stage of a run in this process; raises what the run would, where it would be refused."""
     use_threads(cfg.threads)
     trial = Trial(cfg)
     number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures

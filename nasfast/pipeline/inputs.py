@@ -52,15 +52,7 @@ def retrain_loaders(
 ) -> tuple[Loader, Loader]:
     """The loaders of a retraining, with its augmentation; every seed has the same validation images.
 
-    Args:
-        cfg: settings of the run.
-        space: the space.
-        seed: seed of order and augmentation; None takes the run's.
-        world: the ranks that share every batch.
-        hold_out: whether held-out training images validate.
-
-    Raises:
-        ConfigError, DataError: the images have other classes than the space, or see `make_loaders`.
+    `seed` is that of order and augmentation, None the run's. With `hold_out`, held-out training images validate.
     """
     data = cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
     train, val = make_loaders(
@@ -133,12 +125,7 @@ def space_of(cfg: RunConfig) -> SearchSpace:
 
 
 def load_supernet(cfg: RunConfig) -> tuple[Supernet, Checkpoint]:
-    """The trained supernet of a run directory, and its checkpoint.
-
-    Raises:
-        FileNotFoundError: there is no space or no checkpoint.
-        CheckpointError: no checkpoint is usable.
-    """
+    """The trained supernet of a run directory, and its checkpoint."""
     space = saved_space(cfg)
     newest = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").latest(fingerprint=space.fingerprint)
     if newest is None:

@@ -85,12 +85,6 @@ def retrain_best(
 
     Returns:
         Results by name: `best`, `best-2`, ..., `random`, ..., and with `retrain.seeds` also `best-seed-1` and the like.
-
-    Raises:
-        FileNotFoundError: the search has not run.
-        ArchError, ConfigError: one of `archs` is not in the space; there are both `tasks` and several ranks.
-        TaskError: some networks are not retrained; the others are. CheckpointError and others: see
-            `nasfast.train.train`.
     """
     started = time.monotonic()
     check_one_process(tasks, world.size)
@@ -243,8 +237,7 @@ def train_network(
 ) -> dict[str, Any]:
     """The function of `network_task`: train a network, from its newest checkpoint where there is one.
 
-    Returns:
-        Its `result.json` without the time.
+    It returns `result.json` without the time.
     """
     cfg = settings_of_task(config, folder if out is None else Path(out), **machine)
     the_space, finished = space_kind(space).from_dict(space), cfg.run_dir / "retrain" / network / RESULT_FILE
@@ -414,10 +407,6 @@ def export(
         pareto: the networks of all points of the Pareto fronts in archs.json instead; a warning says if some of them
             were not retrained.
         onnx: whether to write model.onnx beside model.safetensors.
-
-    Raises:
-        FileNotFoundError: the run directory does not exist, or no such network was retrained.
-        RuntimeError: the extra `onnx` is missing, or an exported program disagrees with PyTorch.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():

@@ -46,12 +46,7 @@ class Network:
 
 
 def check_seeds(cfg: RunConfig, seeds: int) -> None:
-    """Refuse what cannot be repeated with several seeds, before anything is written.
-
-    Raises:
-        ConfigError: there are too few seeds, or the settings have no table, refine it, or need a supernet for
-            retraining.
-    """
+    """Refuse what cannot be repeated with several seeds, before anything is written."""
     if seeds < LEAST_SEEDS:
         raise ConfigError(f"--seeds must be at least {LEAST_SEEDS}, to compare them, got {seeds}")
     score = cfg.score
@@ -77,13 +72,7 @@ def check_seeds(cfg: RunConfig, seeds: int) -> None:
 
 
 def networks(answer: Arch, others: Mapping[str, Arch], seeds: int) -> list[Network]:
-    """What is retrained: the answer and the structural baseline with every seed, random architectures with one each.
-
-    Args:
-        answer: the answer.
-        others: its `rivals`.
-        seeds: number of seeds.
-    """
+    """What is retrained: the answer and the structural baseline with every seed, other rivals with one each."""
     found = [Network("answer", answer, seed) for seed in range(seeds)]
     if others.get("structure", answer) != answer:
         found += [Network("structure", others["structure"], seed) for seed in range(seeds)]
@@ -102,18 +91,6 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
         seeds: number of seeds, at least 2. It may grow when a run resumes.
         settings: where the tasks run, and for how long.
         resume: whether the run directory may have such a run already, which then continues.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        ConfigError: see `check_seeds`.
-        FileExistsError: the run directory has a run, and `resume` is false; or a run of a single seed.
-        CheckpointError: that run has other settings.
-        DataError: the images cannot be used.
-        TaskError: finished seeds had other settings; nothing was changed. Or fewer than two seeds ended well, so there
-            is nothing to compare.
-        RunDirectoryError: another process writes to the run directory.
     """
     check_seeds(cfg, seeds)
     cfg = cfg.replace(threads=cfg.threads or threads_for(seeds))  # results depend on it, so it is kept

@@ -97,18 +97,8 @@ def scored_with(cfg: RunConfig) -> dict[str, Any]:
 def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> Path:
     """Train the supernet; writes config.yaml, space.yaml, environment.json, metrics and checkpoints/.
 
-    Args:
-        cfg: settings of the run.
-        resume: whether to continue from the newest good checkpoint. A run that torchrun starts again continues in any
-            case.
-        world: the ranks that train together; only rank 0 reads and writes the run directory.
-
-    Returns:
-        Path of the final checkpoint.
-
-    Raises:
-        ConfigError, DataError: the settings or images cannot be used.
-        TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
+    With `resume`, or where torchrun starts the run again, it continues from the newest good checkpoint. It returns the
+    path of the final one.
     """
     started = time.monotonic()
     space, loader = configured_space(cfg, world=world)
@@ -178,15 +168,9 @@ def _check_continues(cfg: RunConfig, space: SearchSpace) -> None:
 
 @stage(create=False)
 def score(cfg: RunConfig) -> IndicatorTable | None:
-    """Write indicators.json.
+    """Write indicators.json, and return its table.
 
-    Returns:
-        The table; None for scores of whole paths that are not distilled, because the search computes those.
-
-    Raises:
-        FileNotFoundError, CheckpointError: see `load_supernet`.
-        ConfigError, ScoreError, TableError: the supernet cannot have this score, the score is not finite, or the user's
-            table cannot be used.
+    It is None for scores of whole paths that are not distilled, because the search computes those.
     """
     started = time.monotonic()
     check_settings(cfg)
@@ -219,12 +203,6 @@ def score_untrained(cfg: RunConfig, *, num_classes: int | None = None) -> Indica
         cfg: settings of the run; those of images and of the supernet are not used, but images must be those of networks
             that are trained already.
         num_classes: classes of the networks; None takes those of the run directory's space, or the space's own.
-
-    Raises:
-        ConfigError: the run directory has another space, or the settings cannot be used.
-        CheckpointError: the run directory has a run with other settings.
-        ScoreError: the score needs training or images, or a block has no such score.
-        InfeasibleConstraintError: no architecture meets the limits.
     """
     started = time.monotonic()
     if cfg.supernet.activation is not None:
@@ -270,14 +248,7 @@ def _untrained_space(cfg: RunConfig, num_classes: int | None) -> SearchSpace:
 
 @stage(create=False)
 def search(cfg: RunConfig) -> list[Candidate]:
-    """Write archs.json: the best architectures under the limits, and the Pareto front where scores are additive.
-
-    Raises:
-        FileNotFoundError: the stage before has not run.
-        InfeasibleConstraintError: no architecture meets a limit; the text gives the smallest attainable value.
-        ConfigError, TableError: a table cannot be used; that of scores has another score, or is damaged.
-        AccuracyError: `search.refine` is not a file of accuracies of the space.
-    """
+    """Write archs.json: the best architectures under the limits, and the Pareto front where scores are additive."""
     started = time.monotonic()
     check_settings(cfg, supernet=not without_supernet(cfg))
     space, run_dir, settings = saved_space(cfg), cfg.run_dir, cfg.search

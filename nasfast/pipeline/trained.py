@@ -87,12 +87,6 @@ def train_sample(
     Returns:
         Architecture -> accuracy in percent, of all that are finished and within the limits of the search.
         accuracies.json also has those that were trained under wider limits.
-
-    Raises:
-        AccuracyError: `count` or the number of finished trainings is below 10, or there are too few images.
-        ConfigError: earlier calls had other epochs.
-        InfeasibleConstraintError: the space has fewer architectures within the limits.
-        TaskError: earlier calls had other settings.
     """
     tasks = plan_sample(cfg, count, epochs=epochs)
     folder = cfg.run_dir / FOLDER

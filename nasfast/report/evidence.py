@@ -99,9 +99,6 @@ def compare(
         best: `result.json` of a retrained network.
         repeats: `result.json` of the same architecture trained with other seeds.
         peers: `result.json` of random architectures; those of another cost or training (`same_terms`) are left out.
-
-    Returns:
-        The comparison, or None if no peer is comparable.
     """
     peers = [peer for peer in peers if same_terms(best, peer)]
     return compare_runs([best, *(again for again in repeats if same_terms(best, again))], peers) if peers else None

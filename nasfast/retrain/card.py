@@ -64,9 +64,6 @@ def write_card(network: ArchNetwork, folder: Path, *, run_dir: Path) -> Path:
         network: the network.
         folder: the folder of its files; its accuracy is that of result.json there.
         run_dir: the run; its archs.json has the costs of searched architectures by tables, such as their latency.
-
-    Raises:
-        ConfigError: result.json or archs.json is damaged.
     """
     space, cost = network.space, network.space.cost(network.arch)
     rows = {"MACs per image": f"{cost.macs:,}", "parameters": f"{cost.params:,}", **_table_costs(network, run_dir)}

@@ -79,10 +79,7 @@ _tracking = False
 def tracked(names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> Iterator[None]:
     """Within this block, send the metrics of every training to these packages; an inner block changes nothing.
 
-    Args:
-        names: any of `wandb` and `mlflow`.
-        folder: the run directory, after which the run is named.
-        settings: the settings of the run, as nested mappings.
+    The run is named after its folder.
     """
     global _tracking
     if _tracking or not names:
