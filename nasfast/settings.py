@@ -147,12 +147,7 @@ MethodName = Literal["dinas", "dinas_paper", "bnnas", "fairnas", "spos"]
 
 @dataclass(frozen=True)
 class Method:
-    """The preset of a method: what distinguishes it from the others.
-
-    Attributes:
-        init, layer_indicators, trainable, classifier, sampler, hold_out: as in `SupernetConfig`.
-        score, distill, structure: as in `ScoreConfig`; `score` is its `name`.
-    """
+    """The preset of a method: fields of `SupernetConfig` and `ScoreConfig`, where `score` is the latter's `name`."""
 
     init: Init
     layer_indicators: bool
@@ -258,10 +253,6 @@ def default_lr(trainable: Trainable, layers: int) -> float:
     The gradients of indicators are small: at 0.1 the gammas of a frozen network hardly leave 1 in a few thousand steps.
     Indicators take 0.5, the supernet rate of the Single Path One-Shot and BN-NAS settings. All BatchNorms together take
     0.4, or 0.05 in a space of more than ten searched layers (docs/ranking.md 3).
-
-    Args:
-        trainable: what trains.
-        layers: number of searched layers of the space.
     """
     return {"indicators": 0.5, "bn": 0.05 if layers > DEEP_LAYERS else 0.4, "all": ALL_LR}[trainable]
 

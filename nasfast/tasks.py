@@ -117,12 +117,7 @@ class TaskResult:
 
 
 def check_done(results: Sequence[TaskResult], what: str) -> None:
-    """Refuse to go on while tasks are not finished.
-
-    Args:
-        results: how the tasks ended.
-        what: what they are, and how to continue, as the error says it behind their number.
-    """
+    """Raise TaskError while tasks are not finished; `what` says what they are and how to continue."""
     if missing := [result for result in results if result.status != "done"]:
         failed = [f"; {r.name}: {r.error} (log: {r.log})" for r in missing if r.status == "failed"]
         raise TaskError(f"{len(missing)} of {len(results)} {what}" + "".join(failed))

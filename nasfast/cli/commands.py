@@ -19,7 +19,7 @@ from nasfast.config import ConfigError
 from nasfast.display import text_table
 from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import MIN_RESAMPLES, rank
-from nasfast.indicators.scores import check_network_score, get_score, parts_of, score_networks, score_paths, summed
+from nasfast.indicators.scores import check_network_score, get_score, parts_of, score_networks, summed
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.measure.doctor import doctor
@@ -27,7 +27,7 @@ from nasfast.measure.latency import check_replaceable, head_of, latency
 from nasfast.measure.step_times import step_times
 from nasfast.pipeline.check import check_one_process, without_supernet
 from nasfast.pipeline.estimate import plan_run
-from nasfast.pipeline.inputs import evidence_to_rank, untrained_networks
+from nasfast.pipeline.inputs import result_of, scores_of, space_of, untrained_networks
 from nasfast.pipeline.seeds import plan_seeds, run_seeds
 from nasfast.pipeline.seeds_page import STABILITY_FILE, sentences, write_stability_page
 from nasfast.pipeline.trained import (
@@ -313,28 +313,23 @@ def _config_of(out: str) -> RunConfig:
 
 
 def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, float], ArchSpace]:
-    path = Path(args.predictor) if args.predictor else Path(args.out) / TABLE_FILE
-    if args.out is not None and not path.exists():
-        raise FileNotFoundError(f"{path} is missing: run `nasfast score --out {args.out}` first")
+    if args.out is not None:
+        table = result_of(Path(args.out) / TABLE_FILE, IndicatorTable.load, f"nasfast score --out {args.out}")
+        return table, table.space
     try:
-        table = IndicatorTable.load(path)
+        table = IndicatorTable.load(args.predictor)
     except TableError:
-        if args.out is not None:
-            raise
         space = named_space(args.space)
-        return read_scores(path, space), space
+        return read_scores(args.predictor, space), space
     return table, table.space
 
 
 def _ranked_by_score(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:
     """Accuracies and scores of the same architectures; the score is computed for each and not distilled."""
     cfg = _config_of(args.out)
-    parts = []
-    for _, name in parts_of(args.score):
-        evidence = evidence_to_rank(cfg.replace(score=cfg.score.replace(name=name)))
-        accuracies = _sampled(args, evidence.space)
-        parts.append(score_paths(name, evidence, accuracies))
-    return accuracies, summed(args.score, parts), evidence.space
+    space = space_of(cfg)
+    accuracies = _sampled(args, space)
+    return accuracies, scores_of(cfg, args.score, accuracies), space
 
 
 def _ranked_networks(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:
@@ -426,13 +421,7 @@ _OTHERS: dict[str, Callable[[dict[str, Any], Parser], None]] = {
 
 
 def execute(command: str, given: dict[str, Any], parser: Parser) -> None:
-    """Carry out one command; the caller shows its errors.
-
-    Args:
-        command: `run`, `supernet`, ..., or with its kind `moments quick`.
-        given: the values of its flags, as `nasfast.cli.flags.parse` gives them.
-        parser: its parser, which has the defaults.
-    """
+    """Carry out one command with what `nasfast.cli.flags.parse` gave; the caller shows its errors."""
     if command in _STAGES:
         tasks = take_tasks(given)
         check_one_process(split_hours(tasks)[0], environment_size())

@@ -107,11 +107,7 @@ def _as_is(sample: Any) -> Any:
 class TorchvisionBackend:
     """Decodes with PIL and torchvision in the worker processes of a `torch.utils.data.DataLoader`.
 
-    Args:
-        source: the images.
-        augmentation: how the images are augmented.
-        workers: number of processes; 0 decodes in this process.
-        prefetch: number of batches that each worker prepares ahead.
+    0 workers decode in this process; `prefetch` is the number of batches that each worker prepares ahead.
     """
 
     kind = "torchvision"

@@ -25,12 +25,8 @@ _REFERENCE = "sqrt_size"
 class ScoreRow:
     """How one score or baseline ranks.
 
-    Attributes:
-        name: its name.
-        kendall: tau-b.
-        spearman: rho.
-        above: tau-b minus that of `sqrt_size`, from the same resamples.
-        wanted: about how many accuracies give tau the wanted interval; None if tau is undefined.
+    `above` is its tau-b minus that of `sqrt_size`, from the same resamples. `wanted` is about how many accuracies give
+    tau the wanted interval; None if tau is undefined.
     """
 
     name: str

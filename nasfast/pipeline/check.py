@@ -40,12 +40,8 @@ def nothing_is_trained(cfg: RunConfig) -> bool:
 def check_settings(cfg: RunConfig, *, supernet: bool = True) -> None:
     """Refuse other settings than those in config.yaml of the run directory, before replacing any file.
 
-    Settings of later stages and of the machine may differ.
-
-    Args:
-        cfg: the settings of this run.
-        supernet: whether the run has a supernet, so that its training and method may not differ either; without one,
-            the images are those of the first network that was trained.
+    Settings of later stages and of the machine may differ. Of a run without a supernet, so may its training and method,
+    and the images are those of the first network that was trained.
     """
     path = cfg.run_dir / CONFIG_FILE
     if not path.exists():

@@ -40,14 +40,9 @@ _FEW, _MORE = 2, 8
 
 @dataclass(frozen=True)
 class Work:
-    """What one kind of work takes.
+    """One kind of work: the time of one if nothing else uses its cores, and whether they run side by side, as tasks.
 
-    Attributes:
-        what: the kind of work.
-        number: how many there are.
-        seconds: time of one, if nothing else uses its cores.
-        memory: bytes that it takes at most: the peak of the process that timed it, which other kinds may have set.
-        apart: whether those of this kind run side by side, as tasks.
+    `memory` is the peak in bytes of the process that timed it, which other kinds may have set.
     """
 
     what: str
@@ -59,15 +54,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run takes; `str` of it is a table.
+    """What a run takes; `str` of it is a table. Each kind of work begins when the one before has ended.
 
-    Attributes:
-        estimates: its kinds of work, each of which begins when the one before has ended.
-        threads: CPU threads of each.
-        at_a_time: how many tasks run at a time.
-        settings: those of the tasks; None if the run has none.
-        notes: lines in front of the table.
-        max_hours: after this time the run stops; None for no limit.
+    `threads` are those of each, `settings` those of its tasks if it has any, and `notes` lines in front of the table.
     """
 
     estimates: tuple[Work, ...]
@@ -151,11 +140,7 @@ def _notes(cfg: RunConfig, trial: Trial, quick: Sequence[str]) -> tuple[str, ...
 
 
 class Trial:
-    """A few steps of the stages of a run with these resolved settings.
-
-    Attributes:
-        space, loader, net: the space, the training images and the supernet of the run.
-    """
+    """A few steps of the stages of a run with these resolved settings."""
 
     def __init__(self, cfg: RunConfig) -> None:
         check_free(cfg)

@@ -19,7 +19,7 @@ from nasfast.pipeline.agreement import Agreement, agreement
 from nasfast.pipeline.check import already_begun, check_settings
 from nasfast.pipeline.estimate import Plan, Trial, Work, memory
 from nasfast.pipeline.inputs import checked_space
-from nasfast.pipeline.networks import machine_of, network_task, random_peers, settings_of_seed, settings_of_task
+from nasfast.pipeline.networks import network_task, random_peers, settings_of_seed, settings_of_task
 from nasfast.pipeline.seeds_page import STABILITY_FILE, write_stability_page
 from nasfast.pipeline.stages import score, search, supernet
 from nasfast.runtime.device import use_threads
@@ -203,19 +203,20 @@ def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings
 
 def seed_task(cfg: RunConfig, number: int) -> Task:
     """Supernet, score and search of one seed, in `seed-NUMBER`, which is a run directory like any other."""
+    config, machine = settings_of_seed(cfg, cfg.seed + number)
     return Task(
         f"seed-{number}",
         f"{__name__}:score_seed",
-        {"config": settings_of_seed(cfg, cfg.seed + number)},
+        {"config": config},
         threads=cfg.threads,
         gpus=gpus_for(cfg.torch_device),
-        machine=machine_of(cfg),
+        machine=machine,
     )
 
 
 def score_seed(folder: Path, *, config: Mapping[str, Any], **machine: Any) -> dict[str, Any]:
     """The function of `seed_task`; the result names the best architectures."""
-    cfg = settings_of_task(config, folder, **machine)
+    cfg = settings_of_task(config, folder, machine)
     supernet(cfg, resume=(folder / "checkpoints").exists())
     score(cfg)
     return {"top": [list(candidate.arch) for candidate in search(cfg)]}

@@ -24,7 +24,7 @@ from nasfast.indicators.scores import gives_table, score_of, score_table, untrai
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, TableError
 from nasfast.measure.doctor import environment
 from nasfast.pipeline.check import already_begun, check_scoring, check_search, check_settings, without_supernet
-from nasfast.pipeline.inputs import configured_space, evidence_of, saved_space
+from nasfast.pipeline.inputs import configured_space, evidence_of, result_of, saved_space
 from nasfast.report import at_chance, training_top1
 from nasfast.runtime.arguments import check_type
 from nasfast.runtime.device import use_threads
@@ -298,16 +298,11 @@ def search(cfg: RunConfig) -> list[Candidate]:
 def _searched_table(cfg: RunConfig) -> IndicatorTable:
     """The table of the score stage, refined if `search.refine` is given; refined.json is what the search had then."""
     path, refined, name = cfg.run_dir / TABLE_FILE, cfg.run_dir / REFINED_FILE, cfg.score.label
-    command = f"run `nasfast score --out {cfg.out}`"
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: {command} first")
-    try:
-        table = IndicatorTable.load(path)
-    except TableError as error:
-        raise TableError(f"{error}: {command} again") from error
+    command = f"nasfast score --out {cfg.out}"
+    table = result_of(path, IndicatorTable.load, command)
     if (given := table.meta.get("score", name)) != name:
         raise ConfigError(
-            f"{path} has the score {given!r}, the settings say {name!r}: {command} with these settings first"
+            f"{path} has the score {given!r}, the settings say {name!r}: run `{command}` with these settings first"
         )
     if cfg.search.refine is None:
         refined.unlink(missing_ok=True)
