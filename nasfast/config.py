@@ -65,11 +65,9 @@ class ConfigBase:
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], *, where: str = "") -> Self:
-        """Build from a plain mapping.
+        """Build from a plain mapping; absent fields keep their defaults, in nested mappings too.
 
-        Args:
-            mapping: field name -> value; absent fields keep their defaults, in nested mappings too.
-            where: prefix of the keys in errors, e.g. `"train."`.
+        `where` is the prefix of the keys in errors, e.g. `"train."`.
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"{where.rstrip('.') or cls.__name__}: expected a mapping of keys, got {mapping!r}")

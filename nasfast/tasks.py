@@ -101,12 +101,9 @@ class Task:
 class TaskResult:
     """How a task ended.
 
-    Attributes:
-        name: name of the task.
-        status: `done`; `failed` in every attempt; or `stopped` by the time limit, from which a later call continues.
-        result: what the function returned; None unless done.
-        error: why it failed, on one line; empty unless failed.
-        log: file with everything that its attempts printed.
+    `status` is `done`; `failed` in every attempt; or `stopped` by the time limit, from which a later call continues.
+    `result` is None unless done, `error` one line or empty, and `log` the file with everything that its attempts
+    printed.
     """
 
     name: str
@@ -133,11 +130,7 @@ def save_result(folder: Path, task: Task, result: Any) -> None:
 
 
 def saved_result(folder: Path, task: Task) -> tuple[Any] | None:
-    """The result of a finished task in a tuple, or None if the task is not finished.
-
-    Raises:
-        TaskError: the file is damaged, or is of another task.
-    """
+    """The result of a finished task in a tuple, or None if the task is not finished."""
     path = folder / TASK_FILE
     if not path.exists():
         return None
@@ -190,9 +183,7 @@ def workers_for(number: int, *, threads: int, gpus: int = 0) -> int:
 class TaskRunner:
     """A context in which tasks run; the lock on the folder and the time limit stay from one `run` to the next.
 
-    Args:
-        folder: holds the folders of the tasks. All workers must see it under this path.
-        settings: where, how often and how long.
+    The folder holds the folders of the tasks, and all workers must see it under this path.
     """
 
     def __init__(self, folder: str | Path, settings: TaskSettings = TaskSettings()) -> None:
@@ -363,17 +354,10 @@ def _joined_cluster(address: str | None) -> Any:
 
 
 def execute(task: Task, folder: Path, here: str, deadline: float | None, modules: tuple[str, ...] = ()) -> Ending:
-    """Run one task in this process, whose main thread this must be.
+    """Run one task in this process, whose main thread this must be; an error of its function is an ending, too.
 
-    Args:
-        task: what to do.
-        folder: the task's folder, an absolute path.
-        here: working directory of the driver, to which relative paths in the arguments refer.
-        deadline: time (`time.time`) at which the task saves what it has and stops; None for none.
-        modules: what `nasfast.runtime.imports` imports first.
-
-    Returns:
-        How it ended. Errors of the function are an ending, too, and their tracebacks are in the log.
+    `folder` is absolute. Relative paths in the arguments refer to `here`, the working directory of the driver. At the
+    deadline (`time.time`) the task saves what it has and stops. `modules` are imported first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _logged(folder / LOG_FILE):

@@ -58,13 +58,8 @@ class CacheBackend:
     leave them out.
 
     Images are decoded when the first batch is asked for, so that a run that cannot begin for another reason fails
-    before it spends the time.
-
-    Args:
-        source: the images; the parts of a split share one cache, except at evaluation.
-        augmentation: how the images are augmented.
-        workers: threads that decode for the cache; 0 counts as 1.
-        cache_dir: folder of the caches; None takes `nasfast/images` in the user's cache folder.
+    before it spends the time. The parts of a split share one cache, except at evaluation. `cache_dir` of None takes
+    `nasfast/images` in the user's cache folder.
     """
 
     kind = "cache"

@@ -114,15 +114,8 @@ def _pipeline(
 ) -> tuple[Pipeline, _Inbox]:
     """A pipeline from files to (H, W, C) bytes, and the inbox from which it takes its plans.
 
-    Args:
-        source: the images.
-        augmentation: how the images are augmented.
-        batch_size: largest number of images of a batch.
-        threads: number of CPU threads.
-        depth: number of batches that the pipeline works on at once.
-        device_id: the GPU that decodes; None for the CPU.
-        render: whether the pipeline makes the views. Otherwise it only decodes what they show: the window where it is
-            cut out first, or the whole image.
+    It works on `depth` batches at once, on the GPU `device_id` or, for None, on the CPU. With `render` it makes the
+    views; otherwise it only decodes what they show: the window where it is cut out first, or the whole image.
     """
     from nvidia.dali import Pipeline, fn, types
 
@@ -180,13 +173,6 @@ class DaliBackend:
     damaged in the middle, and that PIL refuses, may be shown with its damage. The pixels of an image depend only on its
     file and its view; on a GPU with JPEG engines they also depend on its place in the request, because DALI divides the
     decoding between engines and kernels by place.
-
-    Args:
-        source: the images, in files.
-        augmentation: how the images are augmented.
-        batch_size: number of images of the largest request.
-        workers: number of threads; 0 counts as 1.
-        prefetch: number of batches prepared ahead.
     """
 
     kind = "dali"

@@ -33,11 +33,8 @@ class AccuracyError(ValueError):
 def read_accuracies(path: str | Path, space: ArchSpace, *, column: str | None = None) -> dict[Arch, float]:
     """Trained accuracies of architectures, in the unit of the file: percent, or a share of 1.
 
-    Args:
-        path: a CSV file if the name ends with `.csv`, otherwise a JSON file.
-        space: the space of the architectures.
-        column: name of the accuracy, for entries that have several; None takes the first of mean_acc, accuracy, acc,
-            test_acc, val_acc.
+    A file is CSV if its name ends with `.csv`, otherwise JSON. `column` is the accuracy of entries that have several;
+    None takes the first of mean_acc, accuracy, acc, test_acc, val_acc.
     """
     names = _ACCURACY_KEYS if column is None else (column,)
     accuracies, unusable = {}, []

@@ -144,12 +144,10 @@ def rank_sum(
 
 
 def summed(name: str, scores: Sequence[dict[Arch, float]], failed: Collection[Arch] = ()) -> dict[Arch, float]:
-    """What a name says of its parts: one score itself, or the `rank_sum` of several.
+    """What a name such as `log_volume+synflow-ntk_q` says of its parts: one score itself, or the `rank_sum` of several.
 
-    Args:
-        name: such as `log_volume+synflow-ntk_q`.
-        scores: those of its parts, in the order of `parts_of`.
-        failed: architectures that lack one of the scores; they are lower than all others.
+    `scores` are those of its parts, in the order of `parts_of`; the architectures `failed`, which lack one of them, are
+    lower than all others.
     """
     signs = [sign for sign, _ in parts_of(name)]
     total = scores[0] if signs == [1.0] else rank_sum(scores, signs)

@@ -49,11 +49,7 @@ class IndicatorTable(Tabular):
     def of_rows(cls, space: LayerSpace, rows: Sequence[Mapping[int, float]], meta: dict[str, Any]) -> IndicatorTable:
         """The table with the rule `sum` that has the given scores by layer and Arch value.
 
-        Args:
-            space: the space of the table.
-            rows: for each layer, a score of every candidate. The identity of a normal layer may be left out, and a
-                pinned layer needs no scores.
-            meta: origin of the scores.
+        The identity of a normal layer may be left out, and a pinned layer needs no scores.
         """
         identities = [layer.indicator_choice for layer in space.layers]
         block = tuple(

@@ -214,16 +214,9 @@ def untrained_networks(
 ) -> NetworkEvidence:
     """What scores of untrained networks are computed from: a space and a loader of augmented training images.
 
-    Args:
-        name: built-in name or YAML file of a space of layers or of cells.
-        images: folder with one sub-folder per class, which says how many classes the networks have.
-        batch: images of a batch.
-        seed: seed of the weights, the order of images and their augmentation.
-        cells, channels: size of the networks in a space of cells; None keeps the space's.
-
-    Raises:
-        ConfigError: unknown space, sizes of cells for a space of layers, or fewer images than a batch.
-        DataError: the folder cannot be used.
+    `images` is a folder with one sub-folder per class, which says how many classes the networks have, and `batch` the
+    number of images of a batch. `cells` and `channels` are the size of networks in a space of cells; None keeps the
+    space's.
     """
     sizes = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
     if sizes and named_space(name).LAYERWISE:

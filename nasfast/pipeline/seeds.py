@@ -81,16 +81,11 @@ def networks(answer: Arch, others: Mapping[str, Arch], seeds: int) -> list[Netwo
 
 
 def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(), *, resume: bool = False) -> Path:
-    """Run everything for `seeds` seeds, and write `stability.json` and the page `report.html`.
+    """Run everything for `seeds` seeds; writes `stability.json` and returns the path of the page `report.html`.
 
-    The tasks are `seed-I` and `networks/ARCH/seed-I`, folders of the run directory. What is there when the time limit
-    comes, or when tasks fail in every attempt, is reported; the page names what is missing.
-
-    Args:
-        cfg: resolved settings of the run; seed I of the seeds is `cfg.seed + I`.
-        seeds: number of seeds, at least 2. It may grow when a run resumes.
-        settings: where the tasks run, and for how long.
-        resume: whether the run directory may have such a run already, which then continues.
+    The tasks are `seed-I` and `networks/ARCH/seed-I`, folders of the run directory; seed I is `cfg.seed + I`. There may
+    be more seeds when a run resumes. What is there when the time limit comes, or when tasks fail in every attempt, is
+    reported; the page names what is missing.
     """
     check_seeds(cfg, seeds)
     cfg = cfg.replace(threads=cfg.threads or threads_for(seeds))  # results depend on it, so it is kept

@@ -197,12 +197,9 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
 def score_untrained(cfg: RunConfig, *, num_classes: int | None = None) -> IndicatorTable:
     """Write config.yaml, space.yaml and the indicators.json of a score that needs neither training nor images.
 
-    A table that the same settings gave is kept.
-
-    Args:
-        cfg: settings of the run; those of images and of the supernet are not used, but images must be those of networks
-            that are trained already.
-        num_classes: classes of the networks; None takes those of the run directory's space, or the space's own.
+    A table that the same settings gave is kept. Settings of images and of the supernet are not used, but images must be
+    those of networks that are trained already. `num_classes` of None takes the classes of the run directory's space, or
+    the space's own.
     """
     started = time.monotonic()
     if cfg.supernet.activation is not None:

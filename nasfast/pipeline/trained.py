@@ -71,13 +71,8 @@ def train_sample(
     The sample is within the limits of the search and stratified by MACs (`nasfast.search.stratified_sample`). Each
     architecture is trained by `RECIPE` and `IMAGES` on the training images that remain when
     `data.val_fraction` of them are held out. The held-out images give its accuracy, so that a search which uses the
-    accuracies never sees `data.val`. Trainings that an earlier call finished count, and those that it began continue.
-
-    Args:
-        cfg: settings of the run; its folder gets the files.
-        count: number of architectures, at least 10; earlier calls may have trained more.
-        epochs: epochs of each training; None takes those of earlier calls, or of `RECIPE`.
-        settings: where and how long the trainings run.
+    accuracies never sees `data.val`. Trainings that an earlier call finished count, and those that it began continue;
+    `epochs` of None takes theirs, or those of `RECIPE`.
 
     Returns:
         Architecture -> accuracy in percent, of all that are finished and within the limits of the search.
