@@ -397,10 +397,6 @@ def _step(settings: dict[str, Any], parser: Parser) -> None:
         print(f"written: {out}")
 
 
-def _doctor(given: dict[str, Any], parser: Parser) -> None:
-    print(doctor())
-
-
 _STAGES: dict[str, Callable[..., None]] = {
     "run": _run,
     "supernet": _supernet,
@@ -416,7 +412,7 @@ _OTHERS: dict[str, Callable[[dict[str, Any], Parser], None]] = {
     "report": _report,
     "latency": _latency,
     "step": _step,
-    "doctor": _doctor,
+    "doctor": lambda given, parser: print(doctor()),
 }
 
 

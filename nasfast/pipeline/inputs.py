@@ -153,20 +153,22 @@ def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
     return evidence_for(cfg, net if score.trained else _untrained_supernet(cfg, net.space)), checkpoint
 
 
-def evidence_to_rank(cfg: RunConfig) -> Evidence:
-    """As `evidence_of`, but a score of untrained weights needs only the settings: they say space and weights."""
-    use_threads(cfg.threads)
-    return evidence_for(cfg, supernet_to_rank(cfg, trained=score_of(cfg.score).trained))
-
-
 def supernet_to_rank(cfg: RunConfig, *, trained: bool) -> Supernet:
     """The trained supernet of the run directory, or the untrained one of the settings."""
     return load_supernet(cfg)[0] if trained else _untrained_supernet(cfg, space_of(cfg))
 
 
 def scores_of(cfg: RunConfig, name: str, archs: Collection[Arch]) -> dict[Arch, float]:
-    """The score of this name, or the sum of ranks `A+B-C`, of each architecture; none is distilled."""
-    parts = [score_paths(part, evidence_to_rank(with_score(cfg, part)), archs) for _, part in parts_of(name)]
+    """The score of this name, or the sum of ranks `A+B-C`, of each architecture; none is distilled.
+
+    A score of untrained weights needs only the settings: they say space and weights.
+    """
+    use_threads(cfg.threads)
+    parts = []
+    for _, part in parts_of(name):
+        own = with_score(cfg, part)
+        net = supernet_to_rank(own, trained=score_of(own.score).trained)
+        parts.append(score_paths(part, evidence_for(own, net), archs))
     return summed(name, parts)
 
 

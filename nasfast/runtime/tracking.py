@@ -6,7 +6,6 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,10 @@ def _begin(name: str, run: str, folder: Path, settings: Mapping[str, Any]) -> tu
     package.set_experiment("nasfast")
     package.start_run(run_name=run)
     package.log_params(flatten(settings))
-    return partial(_log_mlflow, package), lambda failed: package.end_run("FAILED" if failed else "FINISHED")
-
-
-def _log_mlflow(package: Any, metrics: Mapping[str, float], step: int) -> None:
-    package.log_metrics(dict(metrics), step=step)
+    return (
+        lambda metrics, step: package.log_metrics(dict(metrics), step=step),
+        lambda failed: package.end_run("FAILED" if failed else "FINISHED"),
+    )
 
 
 class _Session:
