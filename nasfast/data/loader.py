@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -221,20 +221,11 @@ def _named_images(cfg: DataConfig, seed: int) -> tuple[ImageSource, ImageSource]
     return train, open_files(cfg.val, classes=train.classes)
 
 
-def make_augmentation(
-    cfg: DataConfig,
-    *,
-    train: bool,
-    resolution: int,
-    grey: bool = False,
-    seed: int = 0,
-    policy: AutoAugment | None = None,
-) -> Augmentation:
-    """The augmentation that `cfg` asks for; see `make_loader`."""
-    kind = cfg.augment
-    if kind == "auto":
-        kind = "shift" if cfg.source != "folder" else "cifar" if resolution <= SMALL else "imagenet"
-    return Augmentation(kind if train else "eval", resolution, grey=grey, seed=seed, policy=policy if train else None)
+def augment_of(cfg: DataConfig, resolution: int) -> Literal["imagenet", "cifar", "shift", "none"]:
+    """The augmentation of training images of this height and width that `cfg` asks for."""
+    if cfg.augment != "auto":
+        return cfg.augment
+    return "shift" if cfg.source != "folder" else "cifar" if resolution <= SMALL else "imagenet"
 
 
 def _make_backend(cfg: DataConfig, source: ImageSource, augmentation: Augmentation, batch_size: int) -> Backend:
@@ -317,7 +308,9 @@ def make_loader(
         dataset = open_images(cfg, seed=seed)[0 if train else 1]
     source = dataset if isinstance(dataset, ImageSource) else DatasetSource(dataset)
     grey = in_channels == 1
-    augmentation = make_augmentation(cfg, train=train, resolution=resolution, grey=grey, seed=seed, policy=policy)
+    policy = policy if train else None
+    kind = augment_of(cfg, resolution) if train else "eval"
+    augmentation = Augmentation(kind, resolution, grey=grey, seed=seed, policy=policy)
     mean, std = ((sum(v) / len(v),) if grey else v for v in (cfg.mean, cfg.std))
     images = ImageInfo(tuple(source.classes), augmentation.short_side, resolution, mean, std)
     loader = Loader(
@@ -332,7 +325,7 @@ def make_loader(
         mean=mean,
         std=std,
         images=images,
-        policy=augmentation.policy,
+        policy=policy,
     )
     loader.config = config
     return loader
