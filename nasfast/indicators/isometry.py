@@ -94,7 +94,7 @@ def candidate_maps(
     Every path has weights of its own and runs a batch of normal noise through candidates that are drawn uniformly. Then
     all candidates of each layer run on what the path gave the layer at its first call. The identity of a layer that
     keeps its shape is drawn as others are, but is not yielded. A module runs as a copy in eval mode and single
-    precision.
+    precision. The settings are those of `isometry_table`.
 
     Yields:
         The layer, the choice, a leaf (n, C_in, H, W), and the output (n, C_out, H', W') whose graph leads to it. The
