@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from nasfast.data import Loader
+from nasfast.display import text_table
 from nasfast.indicators.scores import Evidence, gives_table, score_of
 from nasfast.pipeline.check import check_scoring
 from nasfast.pipeline.inputs import configured_space, evidence_for, retrain_loaders
@@ -73,26 +74,25 @@ class Plan:
 
     def __str__(self) -> str:
         head = "tasks" if self.settings is not None and all(e.apart for e in self.estimates) else "stages"
-        width = max(len(head), *(len(e.what) for e in self.estimates))
-        lines = [*self.notes, f"{head:{width}}  number  threads  {'time of one':>11}  memory, at most"]
+        table = [[head, "number", "threads", "time of one", "memory, at most"]]
         for e in self.estimates:
             memory = f"{e.memory / 2**30:.1f} GiB"
-            lines.append(f"{e.what:{width}}  {e.number:6}  {self.threads:7}  {duration(e.seconds):>11}  {memory:>15}")
-        ends = []
-        if self.max_hours is not None and 3600 * self.max_hours < self.seconds:
-            ends = [f"--max_hours {self.max_hours:g} ends before that; --resume continues."]
-        if self.settings is None:
-            lines.append(f"One after another: about {duration(self.seconds)}. Nothing was trained.")
-            return "\n".join([*lines, *ends])
-        where = "" if self.settings.executor == "processes" else ", if the cluster has as many free cores"
-        what = "" if head == "tasks" else " networks"
-        lines.append(f"{self.at_a_time}{what} at a time: about {duration(self.seconds)}{where}. Nothing was trained.")
-        if not self.settings.workers and max((e.memory for e in self.estimates if e.apart), default=0) > MEMORY:
+            table.append([e.what, str(e.number), str(self.threads), duration(e.seconds), memory])
+        how, where = "One after another", ""
+        if self.settings is not None:
+            how = f"{self.at_a_time}{'' if head == 'tasks' else ' networks'} at a time"
+            where = "" if self.settings.executor == "processes" else ", if the cluster has as many free cores"
+        lines = [*self.notes, *text_table(table, right=1)]
+        lines.append(f"{how}: about {duration(self.seconds)}{where}. Nothing was trained.")
+        largest = max((e.memory for e in self.estimates if e.apart), default=0)
+        if self.settings is not None and not self.settings.workers and largest > MEMORY:
             lines.append(
                 f"A run counts {MEMORY / 2**30:.0f} GiB for each task, and these may need more: set "
                 "--workers to what fits."
             )
-        return "\n".join([*lines, *ends])
+        if self.max_hours is not None and 3600 * self.max_hours < self.seconds:
+            lines.append(f"--max_hours {self.max_hours:g} ends before that; --resume continues.")
+        return "\n".join(lines)
 
 
 def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: float | None = None) -> Plan:
