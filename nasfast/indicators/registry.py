@@ -55,11 +55,6 @@ class Score:
         """Whether its table needs only the space: neither training nor images."""
         return self.additive and self.networks and not self.images
 
-    @property
-    def summary(self) -> str:
-        """A sentence about the score: the first line of the function's docstring."""
-        return (self.function.__doc__ or "").strip().partition("\n")[0]
-
 
 SCORES: dict[str, Score] = {}
 """The scores that are registered so far; `all_scores` registers those of `nasfast.extensions` too."""

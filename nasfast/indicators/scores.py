@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from scipy.stats import rankdata
@@ -29,16 +30,13 @@ from nasfast.settings import ScoreConfig
 from nasfast.spaces import Arch, LayerSpace, format_arch
 
 
-def _register_baseline(name: str) -> None:
-    @register(name, additive=True, trained=False, images=False, networks=True)
-    def baseline(evidence: Evidence | NetworkEvidence) -> IndicatorTable:
-        return structure_table(space_of_layers(evidence), name)
-
-    baseline.__doc__ = f"The baseline {name} of docs/ranking_zero_cost.md: it depends only on the space."
+def _baseline(name: str, evidence: Evidence | NetworkEvidence) -> IndicatorTable:
+    """A baseline of docs/ranking_zero_cost.md, which depends only on the space."""
+    return structure_table(space_of_layers(evidence), name)
 
 
 for _name in BASELINES:
-    _register_baseline(_name)
+    register(_name, additive=True, trained=False, images=False, networks=True)(partial(_baseline, _name))
 
 
 def score_of(cfg: ScoreConfig) -> Score:

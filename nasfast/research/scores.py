@@ -28,14 +28,13 @@ def _register(name: str) -> None:
 
     @register(name, additive=False, trained=False, networks=True, refusal=refusal)
     def path_score(evidence: Evidence | NetworkEvidence, arch: Arch) -> float:
+        """A zero-cost score of docs/ranking_zero_cost.md, on the first batch of images."""
         # a standalone network is scored because all weights count, also those that are frozen in the supernet
         network = evidence.network(arch)
         try:
             return ZERO_COST[name](network, *evidence.batches[0])
         except ScoreError as error:
             raise ScoreError(f"path {format_arch(arch)} of {evidence.space.name} has no {name}: {error}") from error
-
-    path_score.__doc__ = f"The zero-cost score {name} of docs/ranking_zero_cost.md, on the first batch of images."
 
 
 for _name in ZERO_COST:
