@@ -81,20 +81,21 @@ class Task:
     gpus: int = 0
     machine: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What decides the result, as JSON; TaskError for arguments that JSON cannot keep."""
-        form = {"function": self.function, "arguments": dict(self.arguments), "threads": self.threads}
+    def __post_init__(self) -> None:
         try:
-            written = json.loads(json.dumps(form, allow_nan=False))
+            written = json.loads(json.dumps(self.identity, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise TaskError(f"task {self.name!r}: arguments must be JSON values: {error}") from error
-        if written != form:
+        if written != self.identity:
             raise TaskError(
                 f"task {self.name!r}: arguments must be JSON, with lists and not tuples, and with keys of text: got "
-                f"{form['arguments']!r}"
+                f"{dict(self.arguments)!r}"
             )
-        return written
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the result, as JSON."""
+        return {"function": self.function, "arguments": dict(self.arguments), "threads": self.threads}
 
 
 @dataclass(frozen=True)
@@ -223,8 +224,6 @@ class TaskRunner:
         twice = [name for name, count in Counter(task.name for task in tasks).items() if count > 1]
         if twice:
             raise TaskError(f"two tasks have the name {twice[0]!r}: give each its own")
-        for task in tasks:
-            task.identity  # noqa: B018  raises before anything runs
         missing = [task for task in tasks if saved_result(self.folder / task.name, task) is None]
         endings: dict[str, Ending] = {}
         if missing:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -178,8 +177,12 @@ def _form(
 
 def _plain(found: Agreement) -> dict[str, Any]:
     """The agreement as JSON, with what follows from it."""
-    form = json.loads(json.dumps(found, default=lambda part: vars(part)))
-    return {**form, "stable": found.stable, "of_mean": found.of_mean, "seeds_needed": found.seeds_needed}
+    return {
+        **dataclasses.asdict(found),
+        "stable": found.stable,
+        "of_mean": found.of_mean,
+        "seeds_needed": found.seeds_needed,
+    }
 
 
 def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings()) -> Plan:
