@@ -187,7 +187,7 @@ def isometry_table(
 
 
 @register("isometry", additive=True, trained=False, images=False, networks=True)
-def isometry(evidence: Evidence | NetworkEvidence) -> IndicatorTable:
+def isometry(evidence: NetworkEvidence) -> IndicatorTable:
     """Minus the mean log of the largest singular value of each untrained block's mean channel Jacobian."""
     if isinstance(evidence, Evidence) and isinstance(evidence.net, ModuleSupernet):
         return isometry_table(evidence.net, seed=evidence.seed)

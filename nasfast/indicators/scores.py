@@ -30,7 +30,7 @@ from nasfast.settings import ScoreConfig
 from nasfast.spaces import Arch, LayerSpace, format_arch
 
 
-def _baseline(name: str, evidence: Evidence | NetworkEvidence) -> IndicatorTable:
+def _baseline(name: str, evidence: NetworkEvidence) -> IndicatorTable:
     """A baseline of docs/ranking_zero_cost.md, which depends only on the space."""
     return structure_table(space_of_layers(evidence), name)
 
