@@ -90,17 +90,21 @@ def retrain_best(
     started = time.monotonic()
     check_one_process(tasks, world.size)
     form: Any = None
-    decides = world.is_main and _decides_images(cfg)  # before another rank begins
+    # of a run without a supernet, the first training decides the images, also where it is stopped
+    decides = world.is_main and without_supernet(cfg) and nothing_is_trained(cfg)  # before another rank begins
     if world.is_main:
         found, names = to_retrain(cfg, archs, pareto=pareto)
         form = {"space": found.to_dict(), "trainings": _with_seeds(names, cfg)}
     form = json.loads(world.broadcast(json.dumps(form).encode()))
     space = space_kind(form["space"]).from_dict(form["space"])
     trainings = {name: (tuple(arch), seed) for name, (arch, seed) in form["trainings"].items()}
+    if decides:
+        retrain_loaders(cfg, space)  # images that are refused decide nothing
+        save_config(cfg)
     if tasks is None:
-        results = _retrain_here(cfg, space, trainings, resume=resume, decides=decides, world=world)
+        results = _retrain_here(cfg, space, trainings, resume=resume, world=world)
     else:
-        results = _retrain_apart(cfg, space, trainings, resume=resume, decides=decides, settings=tasks)
+        results = _retrain_apart(cfg, space, trainings, resume=resume, settings=tasks)
     if world.is_main:
         # the logs of tasks, these or those of an earlier call, were for networks that failed
         shutil.rmtree(cfg.run_dir / FOLDER, ignore_errors=True)
@@ -109,26 +113,18 @@ def retrain_best(
     return results
 
 
-def _decides_images(cfg: RunConfig) -> bool:
-    """Of a run without a supernet, the first training decides the images, also where it is stopped."""
-    return without_supernet(cfg) and nothing_is_trained(cfg)
-
-
 def _retrain_here(
     cfg: RunConfig,
     space: ArchSpace,
     trainings: Mapping[str, tuple[Arch, int]],
     *,
     resume: bool,
-    decides: bool,
     world: World,
 ) -> dict[str, RetrainResult]:
     """Retrain architectures with their seeds in the processes of this run; see `retrain_best`."""
     side_by_side = cfg.retrain.parallel == "networks"
     team = world.alone() if side_by_side else world
     loaders = {s: retrain_loaders(cfg, space, seed=s, world=team) for s in sorted({s for _, s in trainings.values()})}
-    if decides:
-        save_config(cfg)
     net = None
     if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
         net = load_supernet(cfg)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
@@ -164,7 +160,6 @@ def _retrain_apart(
     trainings: Mapping[str, tuple[Arch, int]],
     *,
     resume: bool,
-    decides: bool,
     settings: TaskSettings,
 ) -> dict[str, RetrainResult]:
     """As `_retrain_here`, each network in one task; they write the files that retraining in this process writes."""
@@ -172,8 +167,6 @@ def _retrain_apart(
     for name, (arch, seed) in trainings.items():
         if not resume:
             check_not_begun(cfg.run_dir, name, arch, cfg.retrain, seed=seed)
-    if decides:
-        save_config(cfg)
     with TaskRunner(cfg.run_dir / FOLDER, settings) as runner:
         # a call in which another network failed has left them, and what is in retrain/ may have changed since then:
         # checkpoints say what is finished
