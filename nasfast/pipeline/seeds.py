@@ -129,8 +129,23 @@ def _run(cfg: RunConfig, seeds: int, runner: TaskRunner) -> Path:
             f"{len(good)} of {seeds} seeds ended well, at least {LEAST_SEEDS} are needed: "
             + "; ".join(f"{r.name}: {r.error} (log: {r.log})" for r in scored if r.status == "failed")
         )
-    form = _form(seeds, good, found, trained, [*scored, *(result for _, result in trained)])
-    form["no_structure"] = others is not None and "structure" not in others
+    ended = [*scored, *(result for _, result in trained)]
+    form = {
+        "seeds": seeds,
+        "scored": good,
+        "agreement": None if found is None else _plain(found),
+        "networks": [
+            {"role": network.role, "arch": list(network.arch), "seed": network.seed, "result": result.result}
+            for network, result in trained
+            if result.status == "done"
+        ],
+        "missing": {
+            result.name: {"status": result.status, "error": result.error, "log": result.log.name}
+            for result in ended
+            if result.status != "done"
+        },
+        "no_structure": others is not None and "structure" not in others,
+    }
     write_atomic(cfg.run_dir / STABILITY_FILE, seal(form).encode())
     return write_stability_page(cfg.run_dir)
 
@@ -146,33 +161,6 @@ def _retrain(
     ended = runner.run({task.name: task for task in tasks}.values())
     results = {result.name: result for result in ended}
     return [(network, results[task.name]) for network, task in zip(chosen, tasks, strict=True)]
-
-
-def _form(
-    seeds: int,
-    good: Sequence[str],
-    found: Agreement | None,
-    trained: Sequence[tuple[Network, TaskResult]],
-    results: Sequence[TaskResult],
-) -> dict[str, Any]:
-    """`stability.json`: what was asked for, what was found, and what is missing."""
-    networks = [
-        {"role": network.role, "arch": list(network.arch), "seed": network.seed, "result": result.result}
-        for network, result in trained
-        if result.status == "done"
-    ]
-    missing = {
-        result.name: {"status": result.status, "error": result.error, "log": result.log.name}
-        for result in results
-        if result.status != "done"
-    }
-    return {
-        "seeds": seeds,
-        "scored": list(good),
-        "agreement": None if found is None else _plain(found),
-        "networks": networks,
-        "missing": missing,
-    }
 
 
 def _plain(found: Agreement) -> dict[str, Any]:
