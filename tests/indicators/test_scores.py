@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import kendalltau
-from tiny import batches, tiny_space
+from tiny import batches, tiny_macro_space, tiny_space
 from torch.nn import functional as F
 
 from nasfast import extensions
@@ -23,7 +23,7 @@ from nasfast.spaces import FairSampler
 from nasfast.supernet import Supernet
 from nasfast.train import TrainConfig, train_supernet
 
-HELD_OUT = batches(4, seed=9)
+HELD_OUT, MACRO = batches(4, seed=9), tiny_macro_space()
 
 
 @pytest.fixture(scope="module")
@@ -91,8 +91,8 @@ def test_recalibrated_accuracy_needs_training_images(trained):
 
 
 @pytest.mark.slow
-def test_every_score_gives_a_table_or_says_why_not(macro_space):
-    net = Supernet(macro_space, init="aligned")
+def test_every_score_gives_a_table_or_says_why_not():
+    net = Supernet(MACRO, init="aligned")
     images = batches(2, resolution=12)
     evidence = Evidence(net, images, loaders=(images, images), paths=12)
     assert list_scores() == sorted(all_scores())
@@ -100,7 +100,7 @@ def test_every_score_gives_a_table_or_says_why_not(macro_space):
     for name in available(net):
         table = score_table(name, evidence)
         assert table.meta["score"] == name
-        assert len(search_table(table, macro_space, top_k=2)) == 2
+        assert len(search_table(table, MACRO, top_k=2)) == 2
 
 
 def test_refusals_list_what_can_be_had(trained, monkeypatch):
@@ -116,12 +116,12 @@ def test_refusals_list_what_can_be_had(trained, monkeypatch):
         register("synflow", additive=False)(lambda evidence, arch: 0.0)
 
 
-def test_paths_without_a_finite_score_are_refused(macro_space, monkeypatch):
+def test_paths_without_a_finite_score_are_refused(monkeypatch):
     """They would rank with the best paths, because a nan is below nothing."""
-    net = Supernet(macro_space, init="aligned")
+    net = Supernet(MACRO, init="aligned")
     with torch.no_grad():
         net.layers[1].candidates[2].project.bn.weight[0] = float("nan")
-    good, bad = (0, 1, *(0,) * (len(macro_space) - 2)), (0, 2, *(0,) * (len(macro_space) - 2))
+    good, bad = (0, 1, *(0,) * (len(MACRO) - 2)), (0, 2, *(0,) * (len(MACRO) - 2))
     evidence = Evidence(net, batches(1, resolution=12))
     assert math.isfinite(score_paths("path_loss", evidence, [good])[good])
     with pytest.raises(ScoreError, match=r"1 of 2 paths have no finite path_loss, the first is \[0 2"):
