@@ -20,8 +20,8 @@ from nasfast.indicators.scores import Evidence, score_of, score_paths, score_tab
 from nasfast.search import search_table
 from nasfast.settings import METHODS, ScoreConfig
 from nasfast.spaces import FairSampler
-from nasfast.supernet import Supernet
-from nasfast.train import TrainConfig, train_supernet
+from nasfast.supernet import Supernet, inherit
+from nasfast.train import TrainConfig, evaluate, recalibrate_bn, train_supernet
 
 HELD_OUT, MACRO = batches(4, seed=9), tiny_macro_space()
 
@@ -88,6 +88,24 @@ def test_recalibrated_accuracy_needs_training_images(trained):
         score_paths("recalibrated_accuracy", Evidence(trained, HELD_OUT), [(0, 0, 0, 0)])
     found = score_paths("recalibrated_accuracy", Evidence(trained, [], loaders=(batches(3), HELD_OUT)), [(0, 0, 0, 0)])
     assert 0.25 < found[0, 0, 0, 0] <= 1
+
+
+def test_recalibrated_accuracy_is_that_of_the_standalone_network_and_leaves_the_supernet(trained):
+    train, held, arch = batches(6), batches(3, seed=1), (1, 0, 2, 1)
+    network = inherit(trained, arch)
+    recalibrate_bn(network, train, batches=2)
+    want = evaluate(network, held).top1
+    # the images must be normalised by the statistics of the path: without any the network guesses
+    assert evaluate(inherit(trained, arch).eval(), held).top1 != want
+    before = {name: tensor.clone() for name, tensor in trained.state_dict().items()}
+    flags, mode = [p.requires_grad for p in trained.parameters()], trained.training
+    trained.train()
+    evidence = Evidence(trained, held, loaders=(train, held), recalibration_batches=2)
+    assert score_paths("recalibrated_accuracy", evidence, [arch]) == {arch: want}
+    after = trained.state_dict()
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    assert trained.training and flags == [p.requires_grad for p in trained.parameters()]
+    trained.train(mode)
 
 
 @pytest.mark.slow
