@@ -65,15 +65,9 @@ class ConfigBase:
 
     @classmethod
     def from_dict(cls, mapping: Mapping[str, Any], *, where: str = "") -> Self:
-        """Build from a plain mapping.
+        """Build from a plain mapping; absent fields keep their defaults, in nested mappings too.
 
-        Args:
-            mapping: field name -> value; absent fields keep their defaults, in nested mappings too.
-            where: prefix of the keys in errors, e.g. `"train."`.
-
-        Raises:
-            ConfigError: a key is unknown; the nearest valid one is named.
-            ConfigError: a required key is missing, or a value has the wrong type.
+        `where` is the prefix of the keys in errors, e.g. `"train."`.
         """
         if not isinstance(mapping, Mapping):
             raise ConfigError(f"{where.rstrip('.') or cls.__name__}: expected a mapping of keys, got {mapping!r}")
@@ -100,11 +94,7 @@ class ConfigBase:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a YAML file (JSON is YAML too).
-
-        Raises:
-            ConfigError: the file cannot be read or is not YAML, or see `from_dict`; the text names the file.
-        """
+        """Read a YAML file (JSON is YAML too); ConfigError, which names the file, where it cannot be used."""
         form = load_yaml(path)
         try:
             return cls.from_dict(form)
@@ -134,11 +124,7 @@ def dump_yaml(form: dict[str, Any]) -> str:
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """The top-level mapping of a YAML file.
-
-    Raises:
-        ConfigError: the file is absent, empty, truncated, not YAML, or not a mapping.
-    """
+    """The top-level mapping of a YAML file; ConfigError where the file cannot be used."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
@@ -197,11 +183,7 @@ _SUFFIXES = {"K": 3, "M": 6, "G": 9}
 
 
 def to_number(value: Any) -> float:
-    """A number, also from a text such as 475e6 or 2.4M: K, M and G are thousands, millions and thousands of millions.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A number, also from a text such as 475e6 or 2.4M: K, M and G are thousands, millions and 10^9."""
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)([KMG])", value) if isinstance(value, str) else None
     return float(f"{match[1]}e{_SUFFIXES[match[2]]}" if match else value)
 

@@ -24,11 +24,7 @@ class Tabular:
         """The rows, each from column names to values; all have the same columns."""
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """The rows as a pandas DataFrame.
-
-        Raises:
-            RuntimeError: pandas is not installed.
-        """
+        """The rows as a pandas DataFrame."""
         try:
             import pandas
         except ImportError as error:

@@ -55,14 +55,7 @@ _OF_SEARCH = "PIL jsonargparse matplotlib rich safetensors scipy torchvision yam
 
 
 def load(entry: str) -> Any:
-    """Import what an entry names.
-
-    Args:
-        entry: `module:attribute`, or a module.
-
-    Raises:
-        ModuleNotFoundError: a package is not installed; the text names the extra that has it.
-    """
+    """Import what an entry names; the error for a missing package names the extra that has it."""
     name, _, attribute = entry.partition(":")
     try:
         module = importlib.import_module(name)

@@ -47,11 +47,7 @@ AutoAugment = Literal["autoaugment", "randaugment", "trivialaugment"]
 
 
 def check_policy(loader: str, policy: AutoAugment | None) -> None:
-    """Refuse a policy that a loader cannot apply.
-
-    Raises:
-        ConfigError: the loader is `dali` or `cache`, which do not call torchvision's transforms.
-    """
+    """Refuse a policy that a loader cannot apply: `dali` and `cache` do not call torchvision's transforms."""
     if policy is not None and loader in ("dali", "cache"):
         raise ConfigError(
             f"data.loader={loader!r} cannot augment by {policy!r}, which torchvision applies to single images: set "
@@ -151,12 +147,7 @@ MethodName = Literal["dinas", "dinas_paper", "bnnas", "fairnas", "spos"]
 
 @dataclass(frozen=True)
 class Method:
-    """The preset of a method: what distinguishes it from the others.
-
-    Attributes:
-        init, layer_indicators, trainable, classifier, sampler, hold_out: as in `SupernetConfig`.
-        score, distill, structure: as in `ScoreConfig`; `score` is its `name`.
-    """
+    """The preset of a method: fields of `SupernetConfig` and `ScoreConfig`, where `score` is the latter's `name`."""
 
     init: Init
     layer_indicators: bool
@@ -223,11 +214,7 @@ class SupernetConfig(ConfigBase):
                 raise ValueError(f"{name} must be finite and not negative, got {value}")
 
     def preset(self, method: str) -> Method:
-        """The method's preset, with the values that are set here in place of its own.
-
-        Raises:
-            ValueError: unknown method, or settings of aligned weights for weights that are not aligned.
-        """
+        """The method's preset, with the values that are set here in place of its own."""
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; {nearest(method, METHODS)}")
         names = ("init", "layer_indicators", "trainable", "classifier", "sampler", "hold_out")
@@ -266,10 +253,6 @@ def default_lr(trainable: Trainable, layers: int) -> float:
     The gradients of indicators are small: at 0.1 the gammas of a frozen network hardly leave 1 in a few thousand steps.
     Indicators take 0.5, the supernet rate of the Single Path One-Shot and BN-NAS settings. All BatchNorms together take
     0.4, or 0.05 in a space of more than ten searched layers (docs/ranking.md 3).
-
-    Args:
-        trainable: what trains.
-        layers: number of searched layers of the space.
     """
     return {"indicators": 0.5, "bn": 0.05 if layers > DEEP_LAYERS else 0.4, "all": ALL_LR}[trainable]
 
@@ -324,11 +307,7 @@ class TrainConfig(ConfigBase):
 
     @property
     def peak_lr(self) -> float:
-        """`lr` of a stage that trains.
-
-        Raises:
-            ValueError: it is null.
-        """
+        """`lr` of a stage that trains."""
         if self.lr is None:
             raise ValueError("train: cfg.lr is not set: give a learning rate (train_supernet and retrain choose one)")
         return self.lr
@@ -468,11 +447,7 @@ class SearchConfig(ConfigBase):
 
     @property
     def table_limits(self) -> list[tuple[str, float | None]]:
-        """Files of `tables` and their limits.
-
-        Raises:
-            ValueError: a limit is no number.
-        """
+        """Files of `tables` and their limits."""
         found: list[tuple[str, float | None]] = []
         for text in self.tables:
             file, limited, maximum = text.rpartition("<=")
@@ -649,11 +624,7 @@ class RunConfig(ConfigBase):
         check_policy(self.data.loader, self.retrain.auto_augment)
 
     def resolved(self) -> RunConfig:
-        """The same settings, with each null that the method's preset decides replaced by its value.
-
-        Raises:
-            ConfigError: the learning rate depends on the space, and that cannot be read.
-        """
+        """The same settings, with each null that the method's preset decides replaced by its value."""
         lr = self.train.lr
         if lr is None:
             # whichever variant, resolution and classes: they do not change on which side of DEEP_LAYERS a space is
@@ -678,11 +649,7 @@ class RunConfig(ConfigBase):
 
     @property
     def torch_device(self) -> str:
-        """The device to use, `cpu` or `cuda`.
-
-        Raises:
-            ConfigError: `device` is cuda and torch sees no GPU.
-        """
+        """The device to use, `cpu` or `cuda`."""
         # imported here, because it imports torch, and help must not wait for that
         from nasfast.runtime.device import torch_device
 

@@ -81,36 +81,30 @@ class Task:
     gpus: int = 0
     machine: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """What decides the result, as JSON.
-
-        Raises:
-            TaskError: an argument is not JSON, or changes when it is written as JSON.
-        """
-        form = {"function": self.function, "arguments": dict(self.arguments), "threads": self.threads}
+    def __post_init__(self) -> None:
         try:
-            written = json.loads(json.dumps(form, allow_nan=False))
+            written = json.loads(json.dumps(self.identity, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise TaskError(f"task {self.name!r}: arguments must be JSON values: {error}") from error
-        if written != form:
+        if written != self.identity:
             raise TaskError(
                 f"task {self.name!r}: arguments must be JSON, with lists and not tuples, and with keys of text: got "
-                f"{form['arguments']!r}"
+                f"{dict(self.arguments)!r}"
             )
-        return written
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the result, as JSON."""
+        return {"function": self.function, "arguments": dict(self.arguments), "threads": self.threads}
 
 
 @dataclass(frozen=True)
 class TaskResult:
     """How a task ended.
 
-    Attributes:
-        name: name of the task.
-        status: `done`; `failed` in every attempt; or `stopped` by the time limit, from which a later call continues.
-        result: what the function returned; None unless done.
-        error: why it failed, on one line; empty unless failed.
-        log: file with everything that its attempts printed.
+    `status` is `done`; `failed` in every attempt; or `stopped` by the time limit, from which a later call continues.
+    `result` is None unless done, `error` one line or empty, and `log` the file with everything that its attempts
+    printed.
     """
 
     name: str
@@ -121,27 +115,14 @@ class TaskResult:
 
 
 def check_done(results: Sequence[TaskResult], what: str) -> None:
-    """Refuse to go on while tasks are not finished.
-
-    Args:
-        results: how the tasks ended.
-        what: what they are, and how to continue, as the error says it behind their number.
-
-    Raises:
-        TaskError: some are not done; the text has the errors of those that failed, and their logs.
-    """
+    """Raise TaskError while tasks are not finished; `what` says what they are and how to continue."""
     if missing := [result for result in results if result.status != "done"]:
         failed = [f"; {r.name}: {r.error} (log: {r.log})" for r in missing if r.status == "failed"]
         raise TaskError(f"{len(missing)} of {len(results)} {what}" + "".join(failed))
 
 
 def save_result(folder: Path, task: Task, result: Any) -> None:
-    """Write the result of a task, which finishes the task.
-
-    Raises:
-        TaskError: the result is not JSON.
-        OSError: the file cannot be written.
-    """
+    """Write the result of a task, which finishes the task."""
     try:
         text = seal({**task.identity, "result": result})
     except (TypeError, ValueError) as error:
@@ -150,11 +131,7 @@ def save_result(folder: Path, task: Task, result: Any) -> None:
 
 
 def saved_result(folder: Path, task: Task) -> tuple[Any] | None:
-    """The result of a finished task in a tuple, or None if the task is not finished.
-
-    Raises:
-        TaskError: the file is damaged, or is of another task.
-    """
+    """The result of a finished task in a tuple, or None if the task is not finished."""
     path = folder / TASK_FILE
     if not path.exists():
         return None
@@ -207,13 +184,7 @@ def workers_for(number: int, *, threads: int, gpus: int = 0) -> int:
 class TaskRunner:
     """A context in which tasks run; the lock on the folder and the time limit stay from one `run` to the next.
 
-    Args:
-        folder: holds the folders of the tasks. All workers must see it under this path.
-        settings: where, how often and how long.
-
-    Raises:
-        RunDirectoryError: another driver works in the folder; nothing was changed. Raised on entry, as the next one.
-        TaskError: the Ray cluster cannot be used.
+    The folder holds the folders of the tasks, and all workers must see it under this path.
     """
 
     def __init__(self, folder: str | Path, settings: TaskSettings = TaskSettings()) -> None:
@@ -248,19 +219,11 @@ class TaskRunner:
 
         An attempt that raises, or whose worker dies, is repeated from what it left in its folder. A task that fails in
         every attempt is logged and reported, and the others go on.
-
-        Returns:
-            How each task ended, in the order of `tasks`.
-
-        Raises:
-            TaskError: two tasks have one name, an argument is not JSON, or a folder has another task's result.
         """
         tasks = list(tasks)
         twice = [name for name, count in Counter(task.name for task in tasks).items() if count > 1]
         if twice:
             raise TaskError(f"two tasks have the name {twice[0]!r}: give each its own")
-        for task in tasks:
-            task.identity  # noqa: B018  raises before anything runs
         missing = [task for task in tasks if saved_result(self.folder / task.name, task) is None]
         endings: dict[str, Ending] = {}
         if missing:
@@ -319,11 +282,7 @@ class TaskRunner:
         return "failed", error
 
     def _in_process(self, task: Task, *arguments: Any) -> Ending:
-        """One attempt in a new process of this machine.
-
-        Raises:
-            EOFError: the process died.
-        """
+        """One attempt in a new process of this machine; EOFError if the process died."""
         # a forked process would share locks and threads of PyTorch with this one
         context = get_context("spawn")
         receiver, sender = context.Pipe(duplex=False)
@@ -394,17 +353,10 @@ def _joined_cluster(address: str | None) -> Any:
 
 
 def execute(task: Task, folder: Path, here: str, deadline: float | None, modules: tuple[str, ...] = ()) -> Ending:
-    """Run one task in this process, whose main thread this must be.
+    """Run one task in this process, whose main thread this must be; an error of its function is an ending, too.
 
-    Args:
-        task: what to do.
-        folder: the task's folder, an absolute path.
-        here: working directory of the driver, to which relative paths in the arguments refer.
-        deadline: time (`time.time`) at which the task saves what it has and stops; None for none.
-        modules: what `nasfast.runtime.imports` imports first.
-
-    Returns:
-        How it ended. Errors of the function are an ending, too, and their tracebacks are in the log.
+    `folder` is absolute. Relative paths in the arguments refer to `here`, the working directory of the driver. At the
+    deadline (`time.time`) the task saves what it has and stops. `modules` are imported first.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _logged(folder / LOG_FILE):

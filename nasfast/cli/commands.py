@@ -19,7 +19,7 @@ from nasfast.config import ConfigError
 from nasfast.display import text_table
 from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.rank import MIN_RESAMPLES, rank
-from nasfast.indicators.scores import check_network_score, get_score, parts_of, score_networks, score_paths, summed
+from nasfast.indicators.scores import check_network_score, get_score, parts_of, score_networks, summed
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.measure.doctor import doctor
@@ -27,7 +27,7 @@ from nasfast.measure.latency import check_replaceable, head_of, latency
 from nasfast.measure.step_times import step_times
 from nasfast.pipeline.check import check_one_process, without_supernet
 from nasfast.pipeline.estimate import plan_run
-from nasfast.pipeline.inputs import evidence_to_rank, untrained_networks
+from nasfast.pipeline.inputs import result_of, scores_of, space_of, untrained_networks
 from nasfast.pipeline.seeds import plan_seeds, run_seeds
 from nasfast.pipeline.seeds_page import STABILITY_FILE, sentences, write_stability_page
 from nasfast.pipeline.trained import (
@@ -102,12 +102,7 @@ def _joined(cfg: RunConfig) -> Iterator[tuple[RunConfig, World]]:
 
 @contextlib.contextmanager
 def at_most(hours: float | None) -> Iterator[None]:
-    """Stop what runs within the block after this time, as SIGTERM does.
-
-    Raises:
-        Terminated: the time is over, or SIGTERM came.
-        ConfigError: this is one process of several.
-    """
+    """Stop what runs within the block after this time, as SIGTERM does."""
     if hours is not None and environment_size() > 1:
         raise ConfigError(
             "--max_hours stops one process, and torchrun would start its ranks again: leave it out, and stop torchrun "
@@ -318,28 +313,23 @@ def _config_of(out: str) -> RunConfig:
 
 
 def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, float], ArchSpace]:
-    path = Path(args.predictor) if args.predictor else Path(args.out) / TABLE_FILE
-    if args.out is not None and not path.exists():
-        raise FileNotFoundError(f"{path} is missing: run `nasfast score --out {args.out}` first")
+    if args.out is not None:
+        table = result_of(Path(args.out) / TABLE_FILE, IndicatorTable.load, f"nasfast score --out {args.out}")
+        return table, table.space
     try:
-        table = IndicatorTable.load(path)
+        table = IndicatorTable.load(args.predictor)
     except TableError:
-        if args.out is not None:
-            raise
         space = named_space(args.space)
-        return read_scores(path, space), space
+        return read_scores(args.predictor, space), space
     return table, table.space
 
 
 def _ranked_by_score(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:
     """Accuracies and scores of the same architectures; the score is computed for each and not distilled."""
     cfg = _config_of(args.out)
-    parts = []
-    for _, name in parts_of(args.score):
-        evidence = evidence_to_rank(cfg.replace(score=cfg.score.replace(name=name)))
-        accuracies = _sampled(args, evidence.space)
-        parts.append(score_paths(name, evidence, accuracies))
-    return accuracies, summed(args.score, parts), evidence.space
+    space = space_of(cfg)
+    accuracies = _sampled(args, space)
+    return accuracies, scores_of(cfg, args.score, accuracies), space
 
 
 def _ranked_networks(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:
@@ -407,10 +397,6 @@ def _step(settings: dict[str, Any], parser: Parser) -> None:
         print(f"written: {out}")
 
 
-def _doctor(given: dict[str, Any], parser: Parser) -> None:
-    print(doctor())
-
-
 _STAGES: dict[str, Callable[..., None]] = {
     "run": _run,
     "supernet": _supernet,
@@ -426,21 +412,12 @@ _OTHERS: dict[str, Callable[[dict[str, Any], Parser], None]] = {
     "report": _report,
     "latency": _latency,
     "step": _step,
-    "doctor": _doctor,
+    "doctor": lambda given, parser: print(doctor()),
 }
 
 
 def execute(command: str, given: dict[str, Any], parser: Parser) -> None:
-    """Carry out one command; the caller shows its errors.
-
-    Args:
-        command: `run`, `supernet`, ..., or with its kind `moments quick`.
-        given: the values of its flags, as `nasfast.cli.flags.parse` gives them.
-        parser: its parser, which has the defaults.
-
-    Raises:
-        FlagError: flags contradict each other.
-    """
+    """Carry out one command with what `nasfast.cli.flags.parse` gave; the caller shows its errors."""
     if command in _STAGES:
         tasks = take_tasks(given)
         check_one_process(split_hours(tasks)[0], environment_size())

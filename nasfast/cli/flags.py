@@ -46,11 +46,7 @@ class _ConfigFile(jsonargparse.ActionConfigFile):
 
 
 class Parser(jsonargparse.ArgumentParser):
-    """jsonargparse's parser, whose errors are short and name the nearest flag or command.
-
-    Attributes:
-        argv: what is parsed.
-    """
+    """jsonargparse's parser, whose errors are short and name the nearest flag or command; `argv` is what is parsed."""
 
     argv: Sequence[str] = ()
 
@@ -220,16 +216,9 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], Parser]:
 
     It ends the process after printing help, settings or completions (status 0) and where a flag is wrong (status 2).
 
-    Args:
-        argv: the command and its flags.
-
     Returns:
         Name of the command, with its kind where it has kinds (`moments quick`); the values that files and flags give,
         by nested names; and its parser, which has the defaults.
-
-    Raises:
-        ConfigError: --config names neither a file nor a recipe.
-        ValueError: a module of --import cannot be imported.
     """
     root = Parser(
         prog="nasfast",
@@ -275,9 +264,6 @@ def run_config(command: str, given: dict[str, Any]) -> tuple[RunConfig, dict[str
 
     Values come from RunConfig, then from the run directory's config.yaml if the command continues a run, then from what
     was given.
-
-    Raises:
-        ConfigError: a setting cannot be used; the text says which.
     """
     settings = {field.name for field in dataclasses.fields(RunConfig)}
     others = {name: value for name, value in given.items() if name not in settings}

@@ -36,9 +36,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Args:
         argv: the command and its flags; None takes those of the process.
-
-    Raises:
-        SystemExit: after help (status 0), and where a flag is wrong (status 2).
     """
     try:
         try:

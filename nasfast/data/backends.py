@@ -107,11 +107,7 @@ def _as_is(sample: Any) -> Any:
 class TorchvisionBackend:
     """Decodes with PIL and torchvision in the worker processes of a `torch.utils.data.DataLoader`.
 
-    Args:
-        source: the images.
-        augmentation: how the images are augmented.
-        workers: number of processes; 0 decodes in this process.
-        prefetch: number of batches that each worker prepares ahead.
+    0 workers decode in this process; `prefetch` is the number of batches that each worker prepares ahead.
     """
 
     kind = "torchvision"
@@ -121,11 +117,7 @@ class TorchvisionBackend:
         self._workers, self._prefetch = workers, prefetch
 
     def decode(self, requests: Sequence[Request], device: torch.device) -> Iterator[Decoded]:
-        """Answers in the order of the requests.
-
-        Raises:
-            RuntimeError: a worker was killed, e.g. because memory was short; PyTorch raises it at once.
-        """
+        """Answers in the order of the requests; PyTorch raises RuntimeError at once if a worker was killed."""
         yield from DataLoader(
             _Requests(self._source, self._augmentation, requests),
             batch_size=None,

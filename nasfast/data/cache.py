@@ -58,16 +58,8 @@ class CacheBackend:
     leave them out.
 
     Images are decoded when the first batch is asked for, so that a run that cannot begin for another reason fails
-    before it spends the time.
-
-    Args:
-        source: the images; the parts of a split share one cache, except at evaluation.
-        augmentation: how the images are augmented.
-        workers: threads that decode for the cache; 0 counts as 1.
-        cache_dir: folder of the caches; None takes `nasfast/images` in the user's cache folder.
-
-    Raises:
-        ConfigError: the augmentation crops images of different sizes.
+    before it spends the time. The parts of a split share one cache, except at evaluation. `cache_dir` of None takes
+    `nasfast/images` in the user's cache folder.
     """
 
     kind = "cache"
@@ -108,9 +100,6 @@ class CacheBackend:
         """Answers in the order of the requests.
 
         Images that stay on the GPU give batches there; other batches for a GPU are in pinned host memory.
-
-        Raises:
-            DataError: the cache cannot be written, or images without files take too much memory.
         """
         array = self._on_device(device)
         for request in requests:
@@ -302,9 +291,6 @@ def _windows(array: Tensor, index: np.ndarray, window: np.ndarray, mirror: np.nd
         index: (n,) which images.
         window: (n, 4) int64, see `Views`; height and width are S.
         mirror: (n,) bool, which windows are flipped left and right.
-
-    Returns:
-        (n, S, S, C) uint8 on the same device.
     """
     count, (total, side, _, channels) = len(index), array.shape
     images = array.view(total, -1).index_select(0, _on(array.device, index))

@@ -70,13 +70,7 @@ def _cuts_window(augmentation: Augmentation) -> bool:
 
 
 class _Plan(NamedTuple):
-    """How a request is answered.
-
-    Attributes:
-        request: the request.
-        views: the views of all images of the request.
-        rows: (n,) which of these images DALI decodes; PIL decodes the others.
-    """
+    """A request with the views of its images; DALI decodes those in `rows` (n,), and PIL the others."""
 
     request: Request
     views: Views
@@ -120,15 +114,8 @@ def _pipeline(
 ) -> tuple[Pipeline, _Inbox]:
     """A pipeline from files to (H, W, C) bytes, and the inbox from which it takes its plans.
 
-    Args:
-        source: the images.
-        augmentation: how the images are augmented.
-        batch_size: largest number of images of a batch.
-        threads: number of CPU threads.
-        depth: number of batches that the pipeline works on at once.
-        device_id: the GPU that decodes; None for the CPU.
-        render: whether the pipeline makes the views. Otherwise it only decodes what they show: the window where it is
-            cut out first, or the whole image.
+    It works on `depth` batches at once, on the GPU `device_id` or, for None, on the CPU. With `render` it makes the
+    views; otherwise it only decodes what they show: the window where it is cut out first, or the whole image.
     """
     from nvidia.dali import Pipeline, fn, types
 
@@ -186,17 +173,6 @@ class DaliBackend:
     damaged in the middle, and that PIL refuses, may be shown with its damage. The pixels of an image depend only on its
     file and its view; on a GPU with JPEG engines they also depend on its place in the request, because DALI divides the
     decoding between engines and kernels by place.
-
-    Args:
-        source: the images, in files.
-        augmentation: how the images are augmented.
-        batch_size: number of images of the largest request.
-        workers: number of threads; 0 counts as 1.
-        prefetch: number of batches prepared ahead.
-
-    Raises:
-        ConfigError: the images are not in files.
-        RuntimeError: DALI cannot be imported.
     """
 
     kind = "dali"
@@ -295,12 +271,7 @@ class DaliBackend:
             return -1, -1
 
     def _outputs(self, pipeline: Pipeline) -> Sequence[np.ndarray] | Tensor:
-        """The next batch: decoded (H, W, C) arrays, or on a GPU a tensor (N, resolution, resolution, C).
-
-        Raises:
-            StopIteration: there is no next batch.
-            Exception: DALI could not open or decode an image.
-        """
+        """The next batch: decoded (H, W, C) arrays, or on a GPU a tensor (N, resolution, resolution, C)."""
         if self._device.type != "cuda":
             (output,) = pipeline.outputs()
             return [np.asarray(output[place]) for place in range(len(output))]

@@ -32,11 +32,7 @@ class DataError(ValueError):
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The image with 8 bits per channel: red, green and blue.
-
-    Raises:
-        ValueError: its pixels have no fixed range.
-    """
+    """The image with 8 bits per channel: red, green and blue."""
     # convert() clamps at 255 and does not scale: 16-bit grey would become white
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BIT_FORMATS):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -46,11 +42,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def open_image(path: str) -> Image.Image:
-    """The image of a file, in RGB.
-
-    Raises:
-        OSError: the file is missing, damaged or no image; the text names it.
-    """
+    """The image of a file, in RGB; OSError if it is missing, damaged or no image."""
     try:
         with Image.open(path) as opened:
             return to_rgb(opened)
@@ -77,11 +69,7 @@ class ImageSource(ABC):
 
     @abstractmethod
     def image(self, index: int) -> Image.Image:
-        """The RGB image.
-
-        Raises:
-            OSError: the image cannot be decoded.
-        """
+        """The RGB image; OSError if it cannot be decoded."""
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -92,11 +80,7 @@ class ImageSource(ABC):
         return None
 
     def file(self, index: int) -> str:
-        """As `path`, for callers that need a file.
-
-        Raises:
-            DataError: there is no file.
-        """
+        """As `path`, for callers that need a file; DataError where there is none."""
         path = self.path(index)
         if path is None:
             raise DataError(f"{self.name(index)} is in no file: set data.loader=torchvision")
@@ -127,10 +111,6 @@ class FolderSource(_FileSource):
 
     Attributes:
         not_images: files that were skipped because their ending is not that of an image.
-
-    Raises:
-        DataError: the folder is missing, has no class folder or only one, has an empty class, or its classes differ
-            from `classes`.
     """
 
     def __init__(self, root: str | Path, *, classes: Sequence[str] | None = None) -> None:
@@ -183,10 +163,6 @@ class ListSource(_FileSource):
         path: the text file, UTF-8.
         classes: expected class names in label order (those of the training images); None takes the file's own: its
             names in sorted order, or for numbers 0 to the largest.
-
-    Raises:
-        DataError: the file is missing or not text, a line has no label, there is only one class, a number has no image,
-            or a label is not in `classes`.
     """
 
     def __init__(self, path: str | Path, *, classes: Sequence[str] | None = None) -> None:
@@ -235,11 +211,7 @@ class ListSource(_FileSource):
 
 
 def open_files(path: str | Path, *, classes: Sequence[str] | None = None) -> FolderSource | ListSource:
-    """The images of a folder with a sub-folder per class, or of a text file that lists them.
-
-    Raises:
-        DataError: nothing exists at `path`, or see `FolderSource` and `ListSource`.
-    """
+    """The images of a folder with a sub-folder per class, or of a text file that lists them."""
     if not Path(path).exists():
         raise DataError(f"{path} does not exist: give a folder with one sub-folder per class, or a list of images")
     return (ListSource if Path(path).is_file() else FolderSource)(path, classes=classes)
@@ -254,10 +226,6 @@ class DatasetSource(ImageSource):
         dataset: has `__len__` and `__getitem__`; images are PIL images, uint8 tensors (1 or 3, H, W), or uint8 arrays
             (H, W) or (H, W, 3); labels are integers.
         classes: class names; None takes the data set's `classes`, or numbers.
-
-    Raises:
-        DataError: the data set has no length or no images, its labels are not integers from 0, or it has fewer than two
-            classes.
     """
 
     def __init__(self, dataset: Any, *, classes: Sequence[str] | None = None) -> None:
@@ -308,12 +276,7 @@ class DatasetSource(ImageSource):
 
 
 class SubsetSource(ImageSource):
-    """Some images of another source.
-
-    Attributes:
-        source: the other source.
-        indices: (len,) int64 indices of images in it.
-    """
+    """Some images of another source, by their indices (len,) int64 in it."""
 
     def __init__(self, source: ImageSource, indices: np.ndarray) -> None:
         self.source = source
@@ -333,15 +296,9 @@ class SubsetSource(ImageSource):
 
 
 def split_source(source: ImageSource, val_fraction: float, seed: int) -> tuple[SubsetSource, SubsetSource]:
-    """Split a source into training and validation parts by class; each part has at least one image of every class.
+    """Split a source into training and validation parts by class.
 
-    Args:
-        source: the images.
-        val_fraction: share of each class that goes to the validation part.
-        seed: seed of the draw.
-
-    Raises:
-        DataError: a class has fewer than two images.
+    The second has `val_fraction` of each class; each part has at least one image of every class.
     """
     rng = np.random.default_rng(seed)
     train, val = [], []

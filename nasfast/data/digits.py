@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Literal
 
@@ -38,55 +39,45 @@ def _enlarge(image: np.ndarray, side: int) -> Image.Image:
     return Image.fromarray(image).resize((side, side), Image.Resampling.BICUBIC)
 
 
-class DigitsSource(ImageSource):
+class _MemorySource(ImageSource):
+    """Images of the ten digits, held in memory with their names."""
+
+    in_memory = True
+    classes = tuple(map(str, range(10)))
+
+    def __init__(self, images: Sequence[Image.Image], labels: np.ndarray, names: Sequence[str]) -> None:
+        self._images, self.labels, self._names = images, labels, names
+
+    def image(self, index: int) -> Image.Image:
+        return self._images[index]
+
+    def name(self, index: int) -> str:
+        return self._names[index]
+
+
+class DigitsSource(_MemorySource):
     """Scikit-learn's 1797 handwritten digits (8 x 8, UCI), enlarged to 32 x 32 RGB and held in memory.
 
-    Args:
-        split: `val` takes every fifth image of each class, `train` the others.
-
-    Raises:
-        RuntimeError: scikit-learn is not installed.
+    Part `val` has every fifth image of each class, `train` the others.
     """
 
-    in_memory = True
-
     def __init__(self, split: Split) -> None:
-        self._numbers, images, self.labels = _load(split)
-        self.classes = tuple(map(str, range(10)))
-        self._images = [_enlarge(image, _SIDE).convert("RGB") for image in images]
-
-    def image(self, index: int) -> Image.Image:
-        return self._images[index]
-
-    def name(self, index: int) -> str:
-        return f"digit {self._numbers[index]}"
+        numbers, images, labels = _load(split)
+        enlarged = [_enlarge(image, _SIDE).convert("RGB") for image in images]
+        super().__init__(enlarged, labels, [f"digit {number}" for number in numbers])
 
 
-class ClutteredDigitsSource(ImageSource):
+class ClutteredDigitsSource(_MemorySource):
     """Handwritten digits at random places among pieces of other digits, with noise: 32 x 32 RGB, held in memory.
 
-    Every architecture learns plain digits almost perfectly. These are harder, so architectures differ. The
-    images are the same in every run. Both parts draw from their own part of the digits (see `DigitsSource`).
-
-    Args:
-        split: `train` has 2000 images, `val` 1000.
-
-    Raises:
-        RuntimeError: scikit-learn is not installed.
+    Every architecture learns plain digits almost perfectly. These are harder, so architectures differ. The images are
+    the same in every run. Both parts, `train` of 2000 images and `val` of 1000, draw from their own part of the digits
+    (see `DigitsSource`).
     """
 
-    in_memory = True
-
     def __init__(self, split: Split) -> None:
-        self.classes = tuple(map(str, range(10)))
-        labels, self._images = _make_cluttered(split)
-        self.labels = labels.copy()
-
-    def image(self, index: int) -> Image.Image:
-        return self._images[index]
-
-    def name(self, index: int) -> str:
-        return f"cluttered digit {index}"
+        labels, images = _make_cluttered(split)
+        super().__init__(images, labels.copy(), [f"cluttered digit {number}" for number in range(len(labels))])
 
 
 @cache  # every stage of a run, and every network that a process retrains, opens the same images

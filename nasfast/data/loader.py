@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -54,9 +54,6 @@ class Loader:
         held_out: whether the images of its config are split, so that a search has images that no supernet saw.
         kind: name of the backend: `torchvision`, `dali` or `cache`.
         bad_files: names of the images that could not be read.
-
-    Raises:
-        DataError: a batch has fewer images than there are ranks.
     """
 
     def __init__(
@@ -136,9 +133,6 @@ class Loader:
 
         Yields:
             this rank's images (N, C, H, W) and labels (N,) on `device`.
-
-        Raises:
-            DataError: more than `max_bad_files` images could not be read, or no image of a training batch could.
         """
         device = torch.device(device)
         scale, offset = self._scale.to(device), self._offset.to(device)
@@ -204,14 +198,7 @@ def _name_some(names: list[str]) -> str:
 
 
 def open_images(cfg: DataConfig, *, seed: int = 0, hold_out: bool = False) -> tuple[ImageSource, ImageSource]:
-    """Training and validation images, before they have loaders.
-
-    Args:
-        cfg, seed, hold_out: see `make_loaders`.
-
-    Raises:
-        ConfigError, DataError: see `make_loaders`.
-    """
+    """Training and validation images, before they have loaders; see `make_loaders`."""
     train, val = _named_images(cfg, seed)
     return split_source(train, cfg.val_fraction, seed) if hold_out else (train, val)
 
@@ -234,20 +221,11 @@ def _named_images(cfg: DataConfig, seed: int) -> tuple[ImageSource, ImageSource]
     return train, open_files(cfg.val, classes=train.classes)
 
 
-def make_augmentation(
-    cfg: DataConfig,
-    *,
-    train: bool,
-    resolution: int,
-    grey: bool = False,
-    seed: int = 0,
-    policy: AutoAugment | None = None,
-) -> Augmentation:
-    """The augmentation that `cfg` asks for; see `make_loader`."""
-    kind = cfg.augment
-    if kind == "auto":
-        kind = "shift" if cfg.source != "folder" else "cifar" if resolution <= SMALL else "imagenet"
-    return Augmentation(kind if train else "eval", resolution, grey=grey, seed=seed, policy=policy if train else None)
+def augment_of(cfg: DataConfig, resolution: int) -> Literal["imagenet", "cifar", "shift", "none"]:
+    """The augmentation of training images of this height and width that `cfg` asks for."""
+    if cfg.augment != "auto":
+        return cfg.augment
+    return "shift" if cfg.source != "folder" else "cifar" if resolution <= SMALL else "imagenet"
 
 
 def _make_backend(cfg: DataConfig, source: ImageSource, augmentation: Augmentation, batch_size: int) -> Backend:
@@ -330,7 +308,9 @@ def make_loader(
         dataset = open_images(cfg, seed=seed)[0 if train else 1]
     source = dataset if isinstance(dataset, ImageSource) else DatasetSource(dataset)
     grey = in_channels == 1
-    augmentation = make_augmentation(cfg, train=train, resolution=resolution, grey=grey, seed=seed, policy=policy)
+    policy = policy if train else None
+    kind = augment_of(cfg, resolution) if train else "eval"
+    augmentation = Augmentation(kind, resolution, grey=grey, seed=seed, policy=policy)
     mean, std = ((sum(v) / len(v),) if grey else v for v in (cfg.mean, cfg.std))
     images = ImageInfo(tuple(source.classes), augmentation.short_side, resolution, mean, std)
     loader = Loader(
@@ -345,7 +325,7 @@ def make_loader(
         mean=mean,
         std=std,
         images=images,
-        policy=augmentation.policy,
+        policy=policy,
     )
     loader.config = config
     return loader

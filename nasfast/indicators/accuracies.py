@@ -33,15 +33,8 @@ class AccuracyError(ValueError):
 def read_accuracies(path: str | Path, space: ArchSpace, *, column: str | None = None) -> dict[Arch, float]:
     """Trained accuracies of architectures, in the unit of the file: percent, or a share of 1.
 
-    Args:
-        path: a CSV file if the name ends with `.csv`, otherwise a JSON file.
-        space: the space of the architectures.
-        column: name of the accuracy, for entries that have several; None takes the first of mean_acc, accuracy, acc,
-            test_acc, val_acc.
-
-    Raises:
-        AccuracyError: the file has another form or fewer than `MIN_ARCHITECTURES` architectures; or architectures are
-            not of `space`, occur twice, or have no accuracy from 0 to 100. The text counts these and names the first.
+    A file is CSV if its name ends with `.csv`, otherwise JSON. `column` is the accuracy of entries that have several;
+    None takes the first of mean_acc, accuracy, acc, test_acc, val_acc.
     """
     names = _ACCURACY_KEYS if column is None else (column,)
     accuracies, unusable = {}, []
@@ -65,11 +58,7 @@ def read_accuracies(path: str | Path, space: ArchSpace, *, column: str | None = 
 
 
 def read_scores(path: str | Path, space: ArchSpace) -> dict[Arch, float]:
-    """Scores of a predictor, from a JSON mapping of architecture to number or a CSV file with the header `arch,score`.
-
-    Raises:
-        AccuracyError: the file has another form, or architectures that are not of `space`; the text says how many.
-    """
+    """Scores of a predictor, from a JSON mapping of architecture to number or a CSV file with the header arch,score."""
     scores = {}
     for key, arch, entry in _read_entries(path, space):
         value = entry["score"] if isinstance(entry, dict) and set(entry) == {"score"} else entry
@@ -150,11 +139,7 @@ def _number(text: str) -> float | str:
 
 
 def _accuracy(entry: Any, names: tuple[str, ...]) -> float:
-    """The accuracy of an entry; the mean if it has several runs.
-
-    Raises:
-        AccuracyError: it has none, or one below 0 or above 100.
-    """
+    """The accuracy of an entry; the mean if it has several runs."""
     value = entry
     if isinstance(entry, dict):
         name = next((name for name in names if name in entry), None)

@@ -24,14 +24,7 @@ def _mean_abs_gamma(bn: nn.BatchNorm2d) -> float:
 def score(net: Supernet, *, meta: dict[str, Any] | None = None) -> IndicatorTable:
     """The table of S_v = mean |gamma| of every candidate's indicator BN, and S_u of every layer indicator.
 
-    Args:
-        net: a trained supernet; an untrained one scores 1 everywhere.
-        meta: what the table says about its origin, e.g. method and step.
-
-    Raises:
-        TableError: a gamma is not finite.
-        ScoreError: a candidate has no BatchNorm.
-        TypeError: `net` is not a supernet.
+    An untrained supernet scores 1 everywhere. `meta` is what the table says about its origin, e.g. method and step.
     """
     check_type("net", net, Supernet, advice="nasfast.Supernet(space) makes one")
     if why := _refusal(net):

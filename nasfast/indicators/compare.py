@@ -25,12 +25,8 @@ _REFERENCE = "sqrt_size"
 class ScoreRow:
     """How one score or baseline ranks.
 
-    Attributes:
-        name: its name.
-        kendall: tau-b.
-        spearman: rho.
-        above: tau-b minus that of `sqrt_size`, from the same resamples.
-        wanted: about how many accuracies give tau the wanted interval; None if tau is undefined.
+    `above` is its tau-b minus that of `sqrt_size`, from the same resamples. `wanted` is about how many accuracies give
+    tau the wanted interval; None if tau is undefined.
     """
 
     name: str
@@ -44,12 +40,9 @@ class ScoreRow:
 class ScoreComparison:
     """Rank correlations of scores and baselines with trained accuracies.
 
-    Attributes:
-        architectures: number of architectures compared.
-        half_width: half the width of the interval that `ScoreRow.wanted` is about.
-        rows: the scores, then the baselines.
-        refused: score -> why there is no row of it.
-        attainable: `attainable_tau` of the accuracies; None if single images were not recorded.
+    `rows` are the scores, then the baselines; `half_width` is half the width of the interval that `ScoreRow.wanted` is
+    about; `refused` says of a score why it has no row; `attainable` is the `attainable_tau` of the accuracies, None if
+    single images were not recorded.
     """
 
     architectures: int
@@ -99,19 +92,8 @@ def compare_scores(
     """Rank accuracies by several scores and by the baselines of `nasfast.indicators.structure`.
 
     The width of a bootstrap interval falls like one over the root of the number of architectures n, so an interval of
-    half width h' instead of h needs about n (h / h')^2 of them.
-
-    Args:
-        accuracies: architecture -> accuracy, in any unit.
-        scores: name -> table, or score of each architecture.
-        space: the space of the architectures.
-        half_width: half the width of the interval that `ScoreRow.wanted` is about.
-        refused: score -> why it is not in `scores`; kept in the comparison.
-        attainable: `attainable_tau` of the accuracies; kept in the comparison.
-        resamples, seed: see `nasfast.indicators.rank.rank`.
-
-    Raises:
-        AccuracyError, ArchError, ValueError: see `nasfast.indicators.rank.rank`; `half_width` is not positive.
+    half width h' instead of h needs about n (h / h')^2 of them. `refused` and `attainable` are kept in the comparison;
+    `resamples` and `seed` are those of `rank`.
     """
     if not 0 < half_width < math.inf:
         raise ValueError(f"the half width of the interval must be positive, got {half_width}")

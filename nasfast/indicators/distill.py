@@ -31,10 +31,6 @@ def distill(
         scores: path -> score, larger is better.
         values: for each layer, the values that the table scores; every value must occur among the paths.
         meta: what the table says about its origin.
-
-    Raises:
-        ScoreError: a score is not finite (the text names the candidate whose paths are so most often), or there are too
-            few paths to determine the scores of all candidates.
     """
     archs, y = list(scores), np.array(list(scores.values()), dtype=np.float64)
     columns = {pair: i for i, pair in enumerate((layer, v) for layer, row in enumerate(values) for v in row)}
@@ -71,10 +67,6 @@ def z_sum(parts: Sequence[tuple[IndicatorTable, float]], *, meta: dict[str, Any]
 
     Mean and standard deviation are those of a table's score over all architectures of the space; they are exact because
     layers add up independently. A table that gives every architecture the same score adds nothing.
-
-    Args:
-        parts: tables of one space, each with its weight.
-        meta: what the sum says about its origin.
     """
     space = parts[0][0].space
     rows: list[dict[int, float]] = [

@@ -1,4 +1,4 @@
-"""What scores are computed from: `Evidence` has a supernet, `NetworkEvidence` single untrained networks."""
+"""What scores are computed from: `NetworkEvidence` has single untrained networks, `Evidence` a supernet."""
 
 from __future__ import annotations
 
@@ -20,8 +20,30 @@ _LEAST_PATHS = 300
 """Number of sampled paths where none is given; spaces with more candidates take more, see `Evidence`."""
 
 
-class Evidence:
-    """A supernet, with the images and the sampled paths on which its scores are measured.
+class NetworkEvidence:
+    """Untrained networks of any space, and images, from which scores of single networks are computed.
+
+    Args:
+        space: a space of layers or of cells.
+        images: any sized iterable of (images, labels), or an epoch loader; a score of a network takes the first batch.
+        seed: seed of the weights; all networks are initialised from the same seed.
+    """
+
+    def __init__(self, space: ArchSpace, images: object, *, seed: int = 0) -> None:
+        self.space, self.images, self.seed = space, images, seed
+
+    @cached_property
+    def batches(self) -> list[tuple[Tensor, Tensor]]:
+        """The first batch: images (N, C, H, W) and labels (N,)."""
+        return _some(islice(as_epochs(self.images).epoch(0), 1))
+
+    def network(self, arch: Arch) -> nn.Module:
+        """The network of an architecture as PyTorch initialises its modules, in training mode."""
+        return untrained(self.space, arch, seed=self.seed)
+
+
+class Evidence(NetworkEvidence):
+    """A supernet, whose networks have its weights, with the images and the sampled paths of its scores.
 
     Args:
         net: the supernet, on its device.
@@ -47,16 +69,12 @@ class Evidence:
         seed: int = 0,
         bf16: bool = False,
     ) -> None:
-        self.net, self.images, self.loaders = net, images, loaders
-        self.recalibration_batches, self.seed, self.bf16 = recalibration_batches, seed, bf16
+        super().__init__(net.space, images, seed=seed)
+        self.net, self.loaders = net, loaders
+        self.recalibration_batches, self.bf16 = recalibration_batches, bf16
         self._outcomes: dict[Arch, tuple[float, float]] = {}
         free = sum(len(values) - 1 for values in self.values)
         self.paths = max(_LEAST_PATHS, 4 * free) if paths is None else paths
-
-    @property
-    def space(self) -> LayerSpace:
-        """The supernet's space."""
-        return self.net.space
 
     def network(self, arch: Arch) -> nn.Module:
         """The standalone network of an architecture, with the supernet's weights."""
@@ -75,11 +93,7 @@ class Evidence:
 
     @cached_property
     def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """Images (N, C, H, W) and labels (N,) on the supernet's device.
-
-        Raises:
-            ScoreError: the loader gave no image.
-        """
+        """Images (N, C, H, W) and labels (N,) on the supernet's device."""
         return _some(as_epochs(self.images).epoch(0, device=str(self.device)))
 
     def sample(self, count: int | None = None) -> list[Arch]:
@@ -110,32 +124,6 @@ class Evidence:
         return self._outcomes[path]
 
 
-class NetworkEvidence:
-    """Untrained networks of any space, and images, from which scores of single networks are computed.
-
-    Args:
-        space: a space of layers or of cells.
-        images: any sized iterable of (images, labels), or an epoch loader; a score of a network takes the first batch.
-        seed: seed of the weights; all networks are initialised from the same seed.
-    """
-
-    def __init__(self, space: ArchSpace, images: object, *, seed: int = 0) -> None:
-        self.space, self.images, self.seed = space, images, seed
-
-    @cached_property
-    def batches(self) -> list[tuple[Tensor, Tensor]]:
-        """The first batch: images (N, C, H, W) and labels (N,).
-
-        Raises:
-            ScoreError: the loader gave no image.
-        """
-        return _some(islice(as_epochs(self.images).epoch(0), 1))
-
-    def network(self, arch: Arch) -> nn.Module:
-        """The network of an architecture as PyTorch initialises its modules, in training mode."""
-        return untrained(self.space, arch, seed=self.seed)
-
-
 def _some(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
     found = list(batches)
     if not found:
@@ -143,12 +131,8 @@ def _some(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor
     return found
 
 
-def space_of_layers(evidence: Evidence | NetworkEvidence) -> LayerSpace:
-    """The space of a score that is a table of (layer, candidate).
-
-    Raises:
-        ScoreError: it is a space of cells.
-    """
+def space_of_layers(evidence: NetworkEvidence) -> LayerSpace:
+    """The space of a score that is a table of (layer, candidate); ScoreError for one of cells."""
     if not isinstance(evidence.space, LayerSpace):
         raise ScoreError(
             f"{evidence.space.name} is a space of cells, and this score is a table of layers: take another"

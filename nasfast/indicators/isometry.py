@@ -51,9 +51,6 @@ def mean_channel_jacobian(inputs: Tensor, outputs: Tensor, signs: Tensor, *, ret
         outputs: (N, C_out, ceil(H / s), ceil(W / s)); where the stride s does not divide H or W, zeros fill the rest.
         signs: in the shape of `outputs`.
         retain_graph: whether to keep the graph for another product.
-
-    Raises:
-        ScoreError: the outputs do not depend on the inputs, are no maps, or have another shape.
     """
     if outputs.ndim != 4 or inputs.ndim != 4:
         raise ScoreError(
@@ -97,17 +94,11 @@ def candidate_maps(
     Every path has weights of its own and runs a batch of normal noise through candidates that are drawn uniformly. Then
     all candidates of each layer run on what the path gave the layer at its first call. The identity of a layer that
     keeps its shape is drawn as others are, but is not yielded. A module runs as a copy in eval mode and single
-    precision.
-
-    Args:
-        of, activation, init, paths, batch, pixels, seed: see `isometry_table`.
+    precision. The settings are those of `isometry_table`.
 
     Yields:
         The layer, the choice, a leaf (n, C_in, H, W), and the output (n, C_out, H', W') whose graph leads to it. The
         caller may free the graph.
-
-    Raises:
-        ScoreError: a module takes something else than square images, or a choice than one map (N, C, H, W).
     """
     net: Supernet | ModuleSupernet
     if isinstance(of, ModuleSupernet):
@@ -196,7 +187,7 @@ def isometry_table(
 
 
 @register("isometry", additive=True, trained=False, images=False, networks=True)
-def isometry(evidence: Evidence | NetworkEvidence) -> IndicatorTable:
+def isometry(evidence: NetworkEvidence) -> IndicatorTable:
     """Minus the mean log of the largest singular value of each untrained block's mean channel Jacobian."""
     if isinstance(evidence, Evidence) and isinstance(evidence.net, ModuleSupernet):
         return isometry_table(evidence.net, seed=evidence.seed)

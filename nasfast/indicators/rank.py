@@ -323,7 +323,7 @@ def _report(
         group = depth == d
         w = weights[:, group]
         tau = kendall_tau(x[group], truth[group], w)
-        by_depth[int(d)] = _optional(tau[0])
+        by_depth[int(d)] = None if np.isnan(tau[0]) else float(tau[0])
         size = w.sum(axis=1, dtype=np.float64)
         count = np.where(np.isnan(tau), 0, size * (size - 1) / 2)
         total += np.nan_to_num(tau) * count
@@ -362,10 +362,6 @@ def _why_undefined(x: np.ndarray, truth: np.ndarray, depth: np.ndarray, *, withi
     if len(np.unique(depth)) == len(depth):
         return f"{what} no two architectures have the same depth"
     return f"{what} architectures of equal depth do not differ in it, or not in accuracy"
-
-
-def _optional(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)
 
 
 def _ranks(values: ArrayLike) -> np.ndarray:

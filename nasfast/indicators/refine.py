@@ -70,16 +70,6 @@ def refine(
     Elements of Statistical Learning, 7.10, takes the standard error of the least error itself.) The choice of the
     penalty is a part of what `Refinement.refined` cross-validates. A gain that chance could explain is not taken,
     because with few or noisy accuracies such a gain is mostly a loss (docs/ranking.md 4).
-
-    Args:
-        table: the scores to refine.
-        accuracies: architecture -> accuracy, in any unit.
-        resamples: number of bootstrap resamples of the intervals.
-        seed: seed of the bootstrap.
-
-    Raises:
-        AccuracyError: there are fewer than 10 accuracies, one is not finite, or all are equal.
-        ArchError: an architecture is not of the table's space.
     """
     space = table.space
     _check(accuracies)

@@ -44,58 +44,36 @@ class Score:
     name: str
     function: Callable[..., Any]
     additive: bool
-    trained: bool
-    images: bool
-    held_out: bool
-    networks: bool
-    refusal: Callable[[Supernet], str | None]
+    trained: bool = True
+    images: bool = True
+    held_out: bool = False
+    networks: bool = False
+    refusal: Callable[[Supernet], str | None] = lambda net: None
 
     @property
     def untrained(self) -> bool:
         """Whether its table needs only the space: neither training nor images."""
         return self.additive and self.networks and not self.images
 
-    @property
-    def summary(self) -> str:
-        """A sentence about the score: the first line of the function's docstring."""
-        return (self.function.__doc__ or "").strip().partition("\n")[0]
-
 
 SCORES: dict[str, Score] = {}
 """The scores that are registered so far; `all_scores` registers those of `nasfast.extensions` too."""
 
 
-def register(
-    name: str,
-    *,
-    additive: bool,
-    trained: bool = True,
-    images: bool = True,
-    held_out: bool = False,
-    networks: bool = False,
-    refusal: Callable[[Supernet], str | None] = lambda net: None,
-) -> Callable[[Callable], Callable]:
-    """Decorator that makes a function a score; the arguments are the attributes of `Score`.
-
-    Raises:
-        KeyError: the name is taken.
-    """
+def register(name: str, *, additive: bool, **kind: Any) -> Callable[[Callable], Callable]:
+    """Decorator that makes a function a score; the arguments are the attributes of `Score`."""
 
     def decorate(function: Callable) -> Callable:
         if name in SCORES or extensions.SCORES.get(name, function.__module__) != function.__module__:
             raise KeyError(f"a score {name!r} is registered already: choose another name")
-        SCORES[name] = Score(name, function, additive, trained, images, held_out, networks, refusal)
+        SCORES[name] = Score(name, function, additive, **kind)
         return function
 
     return decorate
 
 
 def get_score(name: str) -> Score:
-    """The score of a name.
-
-    Raises:
-        ScoreError: there is no such score; the text names the nearest.
-    """
+    """The score of a name; ScoreError if there is none."""
     if name in extensions.SCORES:
         importlib.import_module(extensions.SCORES[name])
     if name not in SCORES:
@@ -116,22 +94,14 @@ def all_scores() -> dict[str, Score]:
 
 
 def check_score(score: Score, net: Supernet) -> None:
-    """Refuse a score that a supernet cannot have.
-
-    Raises:
-        ScoreError: it cannot have it; the text lists the scores that it can have.
-    """
+    """Raise ScoreError for a score that a supernet cannot have."""
     why = score.refusal(net)
     if why is not None:
         raise ScoreError(f"{net.space.name} has no score {score.name!r}: {why}. It can have {_names(available(net))}")
 
 
 def check_network_score(score: Score, space: ArchSpace) -> None:
-    """Refuse a score that needs a supernet where there are only untrained networks.
-
-    Raises:
-        ScoreError: it needs one; the text lists the scores that do not.
-    """
+    """Raise ScoreError for a score that needs a supernet where there are only untrained networks."""
     if not score.networks:
         raise ScoreError(
             f"the score {score.name!r} needs a supernet, and {space.name} has only single untrained networks here. "

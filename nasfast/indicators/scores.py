@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from scipy.stats import rankdata
@@ -29,25 +30,17 @@ from nasfast.settings import ScoreConfig
 from nasfast.spaces import Arch, LayerSpace, format_arch
 
 
-def _register_baseline(name: str) -> None:
-    @register(name, additive=True, trained=False, images=False, networks=True)
-    def baseline(evidence: Evidence | NetworkEvidence) -> IndicatorTable:
-        return structure_table(space_of_layers(evidence), name)
-
-    baseline.__doc__ = f"The baseline {name} of docs/ranking_zero_cost.md: it depends only on the space."
+def _baseline(name: str, evidence: NetworkEvidence) -> IndicatorTable:
+    """A baseline of docs/ranking_zero_cost.md, which depends only on the space."""
+    return structure_table(space_of_layers(evidence), name)
 
 
 for _name in BASELINES:
-    _register_baseline(_name)
+    register(_name, additive=True, trained=False, images=False, networks=True)(partial(_baseline, _name))
 
 
 def score_of(cfg: ScoreConfig) -> Score:
-    """The score of resolved settings.
-
-    Raises:
-        ScoreError: there is no such score; the text names the nearest.
-        ValueError: the settings have no name.
-    """
+    """The score of resolved settings."""
     if cfg.name is None:
         raise ValueError("the name of the score is null: call resolved(method), which takes that of the method")
     return get_score(cfg.name)
@@ -89,18 +82,7 @@ def score_table(
 def untrained_table(
     name: str, space: LayerSpace, *, structure: float = 0.0, seed: int = 0, meta: dict[str, Any] | None = None
 ) -> IndicatorTable:
-    """The table of a score that needs neither training nor images.
-
-    Args:
-        name: a score whose `untrained` is true: `isometry`, or a baseline.
-        space: a space of layers.
-        structure: see `score_table`.
-        seed: seed of weights.
-        meta: see `score_table`.
-
-    Raises:
-        ScoreError: the score is unknown or needs training or images, or a block has no such score.
-    """
+    """The table of a score that needs neither training nor images (`Score.untrained`); see `score_table`."""
     score = get_score(name)
     if not score.untrained:
         can = ", ".join(sorted(other.name for other in SCORES.values() if other.untrained))
@@ -112,9 +94,7 @@ def untrained_table(
 def with_structure(table: IndicatorTable, weight: float) -> IndicatorTable:
     """A table beside the baseline `sqrt_size`, both in units of their standard deviation over the space (`z_sum`).
 
-    Args:
-        table: scores of candidates.
-        weight: weight of `sqrt_size`; 0 gives the table itself, in its own units.
+    The baseline has the given weight; 0 gives the table itself, in its own unit.
     """
     if not weight:
         return table
@@ -123,12 +103,7 @@ def with_structure(table: IndicatorTable, weight: float) -> IndicatorTable:
 
 
 def score_paths(name: str, evidence: Evidence, archs: Iterable[Arch]) -> dict[Arch, float]:
-    """The score of each architecture; a score of paths is computed for every architecture and not distilled.
-
-    Raises:
-        ScoreError: the score is unknown or not finite, or the supernet cannot have it.
-        ArchError: an architecture is not of the supernet's space.
-    """
+    """The score of each architecture; a score of paths is computed for every architecture and not distilled."""
     score = get_score(name)
     check_score(score, evidence.net)
     if score.additive:
@@ -167,12 +142,10 @@ def rank_sum(
 
 
 def summed(name: str, scores: Sequence[dict[Arch, float]], failed: Collection[Arch] = ()) -> dict[Arch, float]:
-    """What a name says of its parts: one score itself, or the `rank_sum` of several.
+    """What a name such as `log_volume+synflow-ntk_q` says of its parts: one score itself, or the `rank_sum` of several.
 
-    Args:
-        name: such as `log_volume+synflow-ntk_q`.
-        scores: those of its parts, in the order of `parts_of`.
-        failed: architectures that lack one of the scores; they are lower than all others.
+    `scores` are those of its parts, in the order of `parts_of`; the architectures `failed`, which lack one of them, are
+    lower than all others.
     """
     signs = [sign for sign, _ in parts_of(name)]
     total = scores[0] if signs == [1.0] else rank_sum(scores, signs)
@@ -187,10 +160,6 @@ def score_networks(
 
     An architecture without a score, such as a cell through which nothing reaches the output, counts as lower than all
     others.
-
-    Raises:
-        ScoreError: the score is unknown or needs a supernet, or no architecture has it.
-        ArchError: an architecture is not of the space.
     """
     score = get_score(name)
     check_network_score(score, evidence.space)

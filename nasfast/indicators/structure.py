@@ -74,15 +74,7 @@ def _counts(space: ArchSpace) -> dict[str, Rows]:
 
 
 def structure_rows(space: ArchSpace, name: str) -> Rows:
-    """The terms of a baseline, for each value of an architecture and each allowed option.
-
-    Args:
-        space: a space of layers or of cells.
-        name: one of `baselines(space)`.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """The terms of a baseline, for each value of an architecture and each allowed option."""
     if name in BASELINES:
         return tuple(BASELINES[name](options) for options in space.operators)
     counts = _counts(space)
@@ -92,22 +84,13 @@ def structure_rows(space: ArchSpace, name: str) -> Rows:
 
 
 def structure_scores(space: ArchSpace, name: str, archs: Iterable[Iterable[int]]) -> list[float]:
-    """The baseline of each architecture.
-
-    Raises:
-        ArchError: an architecture is not of `space`.
-        ValueError: the name is unknown.
-    """
+    """The baseline of each architecture."""
     rows = structure_rows(space, name)
     return [math.fsum(row[k] for row, k in zip(rows, space.check(arch), strict=True)) for arch in archs]
 
 
 def structure_table(space: LayerSpace, name: str) -> IndicatorTable:
-    """The baseline as a table, which `nasfast.search_table` maximises exactly.
-
-    Raises:
-        ValueError: the name is unknown.
-    """
+    """The baseline as a table, which `nasfast.search_table` maximises exactly."""
     block = tuple(
         {choice: row[choice] for choice in layer.options if choice not in (layer.indicator_choice, SKIP)}
         for layer, row in zip(space.layers, structure_rows(space, name), strict=True)

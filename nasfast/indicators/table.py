@@ -49,11 +49,7 @@ class IndicatorTable(Tabular):
     def of_rows(cls, space: LayerSpace, rows: Sequence[Mapping[int, float]], meta: dict[str, Any]) -> IndicatorTable:
         """The table with the rule `sum` that has the given scores by layer and Arch value.
 
-        Args:
-            space: the space of the table.
-            rows: for each layer, a score of every candidate. The identity of a normal layer may be left out, and a
-                pinned layer needs no scores.
-            meta: origin of the scores.
+        The identity of a normal layer may be left out, and a pinned layer needs no scores.
         """
         identities = [layer.indicator_choice for layer in space.layers]
         block = tuple(
@@ -126,11 +122,7 @@ class IndicatorTable(Tabular):
         return tuple(table)
 
     def score(self, arch: Iterable[int]) -> float:
-        """Sum over layers of the combined scores; a skipped layer scores its layer indicator, or 0 without one.
-
-        Raises:
-            ArchError: `arch` does not belong to the space.
-        """
+        """Sum over layers of the combined scores; a skipped layer scores its layer indicator, or 0 without one."""
         rows = zip(self.scores, self.layer, self.space.check(arch), strict=True)
         return sum(row[choice] if choice in row else layer_score or 0.0 for row, layer_score, choice in rows)
 
@@ -149,11 +141,7 @@ class IndicatorTable(Tabular):
 
     @classmethod
     def from_json(cls, text: str) -> IndicatorTable:
-        """Inverse of `to_json`.
-
-        Raises:
-            TableError: the text is not a table, or is damaged.
-        """
+        """Inverse of `to_json`; TableError for a text that is no table, or damaged."""
         try:
             form = unseal(text)
             if form["format"] != _FORMAT:
@@ -177,12 +165,7 @@ class IndicatorTable(Tabular):
 
     @classmethod
     def load(cls, path: str | Path) -> IndicatorTable:
-        """Read a table.
-
-        Raises:
-            OSError: the file cannot be read.
-            TableError: it is not a table, or is damaged.
-        """
+        """Read a table; errors as in `from_json`."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
         except (TableError, UnicodeDecodeError) as error:

@@ -27,13 +27,7 @@ __all__ = ["RunResult", "export", "retrain_best", "run", "score", "score_untrain
 
 @dataclass(frozen=True, repr=False)
 class RunResult(Tabular):
-    """The results of a whole run.
-
-    Attributes:
-        candidates: the best architectures, best first; empty on ranks other than 0.
-        retrained: results of retraining by name: `best`, ..., `random`.
-        report: path of report.html; None on ranks other than 0.
-    """
+    """The results of a whole run; ranks other than 0 have neither candidates nor a report."""
 
     candidates: list[Candidate]
     retrained: dict[str, RetrainResult]
@@ -73,9 +67,6 @@ def run(
         tasks: where networks are retrained; see `retrain_best`.
         callbacks: each is called with stage, step and metrics of every line of metrics.jsonl that this process writes;
             tasks have processes of their own.
-
-    Raises:
-        TypeError: `cfg` is not a RunConfig.
     """
     check_one_process(tasks, world.size)
     with calling(callbacks):

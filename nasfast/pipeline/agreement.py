@@ -40,11 +40,8 @@ Rows = Sequence[dict[int, float]]
 class Placed:
     """An architecture among the best of all seeds.
 
-    Attributes:
-        arch: the architecture.
-        mean_rank: mean over the seeds of its rank among all architectures that are compared; 1 is the best.
-        in_top: how many seeds have it among their own K best, which are proven.
-        macs, params: its cost.
+    `mean_rank` is the mean over the seeds of its rank among all architectures that are compared; 1 is the best.
+    `in_top` counts the seeds that have it among their own K best, which are proven.
     """
 
     arch: Arch
@@ -99,17 +96,9 @@ class Agreement:
 
 
 def agreement(tables: Sequence[IndicatorTable], limits: Limits, *, k: int, seed: int = 0) -> Agreement:
-    """Compare the tables of several seeds.
+    """Compare the tables of several seeds, at least two of one space, on random architectures within the limits.
 
-    Args:
-        tables: one for each seed, at least two, of one space.
-        limits: limits of the search; architectures outside do not count.
-        k: number of best architectures.
-        seed: seed of the random architectures and of the bootstrap.
-
-    Raises:
-        ValueError: there are fewer than two tables.
-        InfeasibleConstraintError: no architecture is within the limits.
+    `k` is the number of best architectures, `seed` that of the random ones and of the bootstrap.
     """
     if len(tables) < 2:
         raise ValueError(f"agreement needs the tables of at least two seeds, got {len(tables)}")

@@ -40,16 +40,8 @@ def nothing_is_trained(cfg: RunConfig) -> bool:
 def check_settings(cfg: RunConfig, *, supernet: bool = True) -> None:
     """Refuse other settings than those in config.yaml of the run directory, before replacing any file.
 
-    Settings of later stages and of the machine may differ.
-
-    Args:
-        cfg: the settings of this run.
-        supernet: whether the run has a supernet, so that its training and method may not differ either; without one,
-            the images are those of the first network that was trained.
-
-    Raises:
-        CheckpointError: the settings differ.
-        ConfigError: the file is damaged.
+    Settings of later stages and of the machine may differ. Of a run without a supernet, so may its training and method,
+    and the images are those of the first network that was trained.
     """
     path = cfg.run_dir / CONFIG_FILE
     if not path.exists():
@@ -69,11 +61,7 @@ def check_settings(cfg: RunConfig, *, supernet: bool = True) -> None:
 
 
 def check_one_process(tasks: TaskSettings | None, processes: int) -> None:
-    """Refuse tasks in several processes, each of which would start all of them.
-
-    Raises:
-        ConfigError: there are both.
-    """
+    """Refuse tasks in several processes, each of which would start all of them."""
     if tasks is not None and processes > 1:
         raise ConfigError(
             "tasks (--seeds, --executor, --workers and the like) train each network in one process, and there are "
@@ -96,12 +84,7 @@ def already_begun(cfg: RunConfig, what: str, check: Callable[[RunConfig], None])
 
 
 def check_scoring(cfg: RunConfig, net: Supernet) -> None:
-    """Refuse a score that the supernet cannot have, before hours of training.
-
-    Raises:
-        ScoreError: there is no such score, or this supernet cannot have it.
-        ConfigError: it needs images that the supernet is not trained on, and there are none.
-    """
+    """Refuse a score that the supernet cannot have, before hours of training."""
     score = score_of(cfg.score)
     check_score(score, net)
     if score.held_out and not cfg.holds_out:
@@ -111,14 +94,7 @@ def check_scoring(cfg: RunConfig, net: Supernet) -> None:
 
 
 def check_search(cfg: RunConfig, space: SearchSpace) -> None:
-    """Refuse settings that the search would refuse, and a bad table of scores, before hours of training.
-
-    Raises:
-        ConfigError: the search needs additive scores, and the score scores whole paths.
-        ConfigError: a table of costs cannot be read, or is of another space.
-        AccuracyError: `search.refine` is not a file of accuracies of this space.
-        InfeasibleConstraintError: no architecture meets the limits.
-    """
+    """Refuse settings that the search would refuse, and a bad table of scores, before hours of training."""
     score = cfg.score
     if score.table is not None:
         read_cost_table(score.table, space)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from nasfast.data import Loader
+from nasfast.display import text_table
 from nasfast.indicators.scores import Evidence, gives_table, score_of
 from nasfast.pipeline.check import check_scoring
 from nasfast.pipeline.inputs import configured_space, evidence_for, retrain_loaders
@@ -40,14 +41,9 @@ _FEW, _MORE = 2, 8
 
 @dataclass(frozen=True)
 class Work:
-    """What one kind of work takes.
+    """One kind of work: the time of one if nothing else uses its cores, and whether they run side by side, as tasks.
 
-    Attributes:
-        what: the kind of work.
-        number: how many there are.
-        seconds: time of one, if nothing else uses its cores.
-        memory: bytes that it takes at most: the peak of the process that timed it, which other kinds may have set.
-        apart: whether those of this kind run side by side, as tasks.
+    `memory` is the peak in bytes of the process that timed it, which other kinds may have set.
     """
 
     what: str
@@ -59,15 +55,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run takes; `str` of it is a table.
+    """What a run takes; `str` of it is a table. Each kind of work begins when the one before has ended.
 
-    Attributes:
-        estimates: its kinds of work, each of which begins when the one before has ended.
-        threads: CPU threads of each.
-        at_a_time: how many tasks run at a time.
-        settings: those of the tasks; None if the run has none.
-        notes: lines in front of the table.
-        max_hours: after this time the run stops; None for no limit.
+    `threads` are those of each, `settings` those of its tasks if it has any, and `notes` lines in front of the table.
     """
 
     estimates: tuple[Work, ...]
@@ -84,39 +74,29 @@ class Plan:
 
     def __str__(self) -> str:
         head = "tasks" if self.settings is not None and all(e.apart for e in self.estimates) else "stages"
-        width = max(len(head), *(len(e.what) for e in self.estimates))
-        lines = [*self.notes, f"{head:{width}}  number  threads  {'time of one':>11}  memory, at most"]
+        table = [[head, "number", "threads", "time of one", "memory, at most"]]
         for e in self.estimates:
             memory = f"{e.memory / 2**30:.1f} GiB"
-            lines.append(f"{e.what:{width}}  {e.number:6}  {self.threads:7}  {duration(e.seconds):>11}  {memory:>15}")
-        ends = []
-        if self.max_hours is not None and 3600 * self.max_hours < self.seconds:
-            ends = [f"--max_hours {self.max_hours:g} ends before that; --resume continues."]
-        if self.settings is None:
-            lines.append(f"One after another: about {duration(self.seconds)}. Nothing was trained.")
-            return "\n".join([*lines, *ends])
-        where = "" if self.settings.executor == "processes" else ", if the cluster has as many free cores"
-        what = "" if head == "tasks" else " networks"
-        lines.append(f"{self.at_a_time}{what} at a time: about {duration(self.seconds)}{where}. Nothing was trained.")
-        if not self.settings.workers and max((e.memory for e in self.estimates if e.apart), default=0) > MEMORY:
+            table.append([e.what, str(e.number), str(self.threads), duration(e.seconds), memory])
+        how, where = "One after another", ""
+        if self.settings is not None:
+            how = f"{self.at_a_time}{'' if head == 'tasks' else ' networks'} at a time"
+            where = "" if self.settings.executor == "processes" else ", if the cluster has as many free cores"
+        lines = [*self.notes, *text_table(table, right=1)]
+        lines.append(f"{how}: about {duration(self.seconds)}{where}. Nothing was trained.")
+        largest = max((e.memory for e in self.estimates if e.apart), default=0)
+        if self.settings is not None and not self.settings.workers and largest > MEMORY:
             lines.append(
                 f"A run counts {MEMORY / 2**30:.0f} GiB for each task, and these may need more: set "
                 "--workers to what fits."
             )
-        return "\n".join([*lines, *ends])
+        if self.max_hours is not None and 3600 * self.max_hours < self.seconds:
+            lines.append(f"--max_hours {self.max_hours:g} ends before that; --resume continues.")
+        return "\n".join(lines)
 
 
 def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: float | None = None) -> Plan:
-    """Time a few steps of each stage of a run in this process.
-
-    Args:
-        cfg: resolved settings of the run.
-        tasks: where networks are retrained; None for one after another in the process of the run.
-        max_hours: after this time the run would stop; None for no limit.
-
-    Raises:
-        ConfigError, DataError, ScoreError, InfeasibleConstraintError, RunDirectoryError: the run would be refused.
-    """
+    """Time a few steps of each stage of a run in this process; raises what the run would, where it would be refused."""
     use_threads(cfg.threads)
     trial = Trial(cfg)
     number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures
@@ -160,11 +140,7 @@ def _notes(cfg: RunConfig, trial: Trial, quick: Sequence[str]) -> tuple[str, ...
 
 
 class Trial:
-    """A few steps of the stages of a run with these resolved settings.
-
-    Attributes:
-        space, loader, net: the space, the training images and the supernet of the run.
-    """
+    """A few steps of the stages of a run with these resolved settings."""
 
     def __init__(self, cfg: RunConfig) -> None:
         check_free(cfg)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from nasfast.config import ConfigError, load_yaml
 from nasfast.data import DataConfig, FolderSource, ImageSource, Loader, make_loader, make_loaders, random_subset
 from nasfast.data.loader import open_images
-from nasfast.indicators.scores import Evidence, NetworkEvidence, score_of
+from nasfast.indicators.scores import Evidence, NetworkEvidence, parts_of, score_of, score_paths, summed
+from nasfast.indicators.table import TableError
 from nasfast.pipeline.check import check_scoring, check_search
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.settings import SPACE_FILE, RunConfig
-from nasfast.spaces import ArchSpace, ModuleSpace, SearchSpace, get_space, named_space, read_space, space_kind
+from nasfast.spaces import Arch, ArchSpace, ModuleSpace, SearchSpace, get_space, named_space, read_space, space_kind
 from nasfast.supernet import Supernet
 from nasfast.train.checkpoint import Checkpoint, CheckpointFolder
 from nasfast.train.supernet import make_supernet
 
 _LOG = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
 
 def image_loaders(
@@ -35,16 +40,7 @@ def image_loaders(
     With `hold_out`, held-out training images validate, so that the search never sees those of `data.val`. `images` are
     those of `open_images`, where they are open already.
     """
-    return make_loaders(
-        cfg.data,
-        resolution=space.resolution,
-        in_channels=space.in_channels,
-        seed=cfg.seed,
-        hold_out=hold_out,
-        rank=world.rank,
-        world=world.size,
-        images=images,
-    )
+    return _loaders(cfg.data, space, world, seed=cfg.seed, hold_out=hold_out, images=images)
 
 
 def retrain_loaders(
@@ -52,33 +48,32 @@ def retrain_loaders(
 ) -> tuple[Loader, Loader]:
     """The loaders of a retraining, with its augmentation; every seed has the same validation images.
 
-    Args:
-        cfg: settings of the run.
-        space: the space.
-        seed: seed of order and augmentation; None takes the run's.
-        world: the ranks that share every batch.
-        hold_out: whether held-out training images validate.
-
-    Raises:
-        ConfigError, DataError: the images have other classes than the space, or see `make_loaders`.
+    `seed` is that of order and augmentation, None the run's. With `hold_out`, held-out training images validate.
     """
     data = cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
-    train, val = make_loaders(
-        data,
-        resolution=space.resolution,
-        in_channels=space.in_channels,
-        seed=cfg.seed if seed is None else seed,
-        hold_out=hold_out,
-        policy=cfg.retrain.auto_augment,
-        rank=world.rank,
-        world=world.size,
-    )
+    seed = cfg.seed if seed is None else seed
+    train, val = _loaders(data, space, world, seed=seed, hold_out=hold_out, policy=cfg.retrain.auto_augment)
     if len(train.source.classes) != space.num_classes:
         raise ConfigError(
             f"the images have {len(train.source.classes)} classes, {cfg.run_dir / SPACE_FILE} has {space.num_classes}: "
             "give the images of the run"
         )
     return train, val
+
+
+def _loaders(data: DataConfig, space: ArchSpace, world: World, **options: Any) -> tuple[Loader, Loader]:
+    size: dict[str, Any] = {"resolution": space.resolution, "in_channels": space.in_channels}
+    return make_loaders(data, **size, rank=world.rank, world=world.size, **options)
+
+
+def result_of(path: Path, load: Callable[[Path], Result], command: str) -> Result:
+    """What a stage wrote to a file; the error for one that is missing or damaged names the command of the stage."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run `{command}` first")
+    try:
+        return load(path)
+    except (ConfigError, TableError) as error:
+        raise type(error)(f"{error}: run `{command}` again") from error
 
 
 def saved_space(cfg: RunConfig) -> SearchSpace:
@@ -133,12 +128,7 @@ def space_of(cfg: RunConfig) -> SearchSpace:
 
 
 def load_supernet(cfg: RunConfig) -> tuple[Supernet, Checkpoint]:
-    """The trained supernet of a run directory, and its checkpoint.
-
-    Raises:
-        FileNotFoundError: there is no space or no checkpoint.
-        CheckpointError: no checkpoint is usable.
-    """
+    """The trained supernet of a run directory, and its checkpoint."""
     space = saved_space(cfg)
     newest = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").latest(fingerprint=space.fingerprint)
     if newest is None:
@@ -150,9 +140,9 @@ def load_supernet(cfg: RunConfig) -> tuple[Supernet, Checkpoint]:
     total = settings["train"]["epochs"] * settings["batches_per_epoch"]
     if step < total:
         _LOG.warning("%s was saved at step %d of %d: the supernet's training has not ended", path, step, total)
-    net, _ = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
+    net = _untrained_supernet(cfg, space)
     net.load_state_dict(checkpoint.part("model."))
-    return net.to(cfg.torch_device).to(memory_format=torch.channels_last), checkpoint
+    return net, checkpoint
 
 
 def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
@@ -163,15 +153,28 @@ def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
     return evidence_for(cfg, net if score.trained else _untrained_supernet(cfg, net.space)), checkpoint
 
 
-def evidence_to_rank(cfg: RunConfig) -> Evidence:
-    """As `evidence_of`, but a score of untrained weights needs only the settings: they say space and weights."""
-    use_threads(cfg.threads)
-    return evidence_for(cfg, supernet_to_rank(cfg, trained=score_of(cfg.score).trained))
-
-
 def supernet_to_rank(cfg: RunConfig, *, trained: bool) -> Supernet:
     """The trained supernet of the run directory, or the untrained one of the settings."""
     return load_supernet(cfg)[0] if trained else _untrained_supernet(cfg, space_of(cfg))
+
+
+def scores_of(cfg: RunConfig, name: str, archs: Collection[Arch]) -> dict[Arch, float]:
+    """The score of this name, or the sum of ranks `A+B-C`, of each architecture; none is distilled.
+
+    A score of untrained weights needs only the settings: they say space and weights.
+    """
+    use_threads(cfg.threads)
+    parts = []
+    for _, part in parts_of(name):
+        own = with_score(cfg, part)
+        net = supernet_to_rank(own, trained=score_of(own.score).trained)
+        parts.append(score_paths(part, evidence_for(own, net), archs))
+    return summed(name, parts)
+
+
+def with_score(cfg: RunConfig, name: str) -> RunConfig:
+    """The settings with this score."""
+    return cfg.replace(score=cfg.score.replace(name=name))
 
 
 def _untrained_supernet(cfg: RunConfig, space: SearchSpace) -> Supernet:
@@ -213,16 +216,9 @@ def untrained_networks(
 ) -> NetworkEvidence:
     """What scores of untrained networks are computed from: a space and a loader of augmented training images.
 
-    Args:
-        name: built-in name or YAML file of a space of layers or of cells.
-        images: folder with one sub-folder per class, which says how many classes the networks have.
-        batch: images of a batch.
-        seed: seed of the weights, the order of images and their augmentation.
-        cells, channels: size of the networks in a space of cells; None keeps the space's.
-
-    Raises:
-        ConfigError: unknown space, sizes of cells for a space of layers, or fewer images than a batch.
-        DataError: the folder cannot be used.
+    `images` is a folder with one sub-folder per class, which says how many classes the networks have, and `batch` the
+    number of images of a batch. `cells` and `channels` are the size of networks in a space of cells; None keeps the
+    space's.
     """
     sizes = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
     if sizes and named_space(name).LAYERWISE:

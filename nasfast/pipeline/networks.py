@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
@@ -14,9 +15,9 @@ from typing import Any
 
 import torch
 
-from nasfast.config import ConfigError
+from nasfast.config import ConfigError, merge
 from nasfast.pipeline.check import MACHINE_DATA, check_one_process, check_settings, nothing_is_trained, without_supernet
-from nasfast.pipeline.inputs import load_supernet, retrain_loaders, saved_space, space_of_cells
+from nasfast.pipeline.inputs import load_supernet, result_of, retrain_loaders, saved_space, space_of_cells
 from nasfast.pipeline.stages import save_config, say, stage
 from nasfast.retrain import RetrainResult, export_onnx, export_program, load_model, retrain
 from nasfast.retrain.card import write_card
@@ -85,27 +86,25 @@ def retrain_best(
 
     Returns:
         Results by name: `best`, `best-2`, ..., `random`, ..., and with `retrain.seeds` also `best-seed-1` and the like.
-
-    Raises:
-        FileNotFoundError: the search has not run.
-        ArchError, ConfigError: one of `archs` is not in the space; there are both `tasks` and several ranks.
-        TaskError: some networks are not retrained; the others are. CheckpointError and others: see
-            `nasfast.train.train`.
     """
     started = time.monotonic()
     check_one_process(tasks, world.size)
     form: Any = None
-    decides = world.is_main and _decides_images(cfg)  # before another rank begins
+    # of a run without a supernet, the first training decides the images, also where it is stopped
+    decides = world.is_main and without_supernet(cfg) and nothing_is_trained(cfg)  # before another rank begins
     if world.is_main:
         found, names = to_retrain(cfg, archs, pareto=pareto)
         form = {"space": found.to_dict(), "trainings": _with_seeds(names, cfg)}
     form = json.loads(world.broadcast(json.dumps(form).encode()))
     space = space_kind(form["space"]).from_dict(form["space"])
     trainings = {name: (tuple(arch), seed) for name, (arch, seed) in form["trainings"].items()}
+    if decides:
+        retrain_loaders(cfg, space)  # images that are refused decide nothing
+        save_config(cfg)
     if tasks is None:
-        results = _retrain_here(cfg, space, trainings, resume=resume, decides=decides, world=world)
+        results = _retrain_here(cfg, space, trainings, resume=resume, world=world)
     else:
-        results = _retrain_apart(cfg, space, trainings, resume=resume, decides=decides, settings=tasks)
+        results = _retrain_apart(cfg, space, trainings, resume=resume, settings=tasks)
     if world.is_main:
         # the logs of tasks, these or those of an earlier call, were for networks that failed
         shutil.rmtree(cfg.run_dir / FOLDER, ignore_errors=True)
@@ -114,26 +113,18 @@ def retrain_best(
     return results
 
 
-def _decides_images(cfg: RunConfig) -> bool:
-    """Of a run without a supernet, the first training decides the images, also where it is stopped."""
-    return without_supernet(cfg) and nothing_is_trained(cfg)
-
-
 def _retrain_here(
     cfg: RunConfig,
     space: ArchSpace,
     trainings: Mapping[str, tuple[Arch, int]],
     *,
     resume: bool,
-    decides: bool,
     world: World,
 ) -> dict[str, RetrainResult]:
     """Retrain architectures with their seeds in the processes of this run; see `retrain_best`."""
     side_by_side = cfg.retrain.parallel == "networks"
     team = world.alone() if side_by_side else world
     loaders = {s: retrain_loaders(cfg, space, seed=s, world=team) for s in sorted({s for _, s in trainings.values()})}
-    if decides:
-        save_config(cfg)
     net = None
     if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
         net = load_supernet(cfg)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
@@ -169,7 +160,6 @@ def _retrain_apart(
     trainings: Mapping[str, tuple[Arch, int]],
     *,
     resume: bool,
-    decides: bool,
     settings: TaskSettings,
 ) -> dict[str, RetrainResult]:
     """As `_retrain_here`, each network in one task; they write the files that retraining in this process writes."""
@@ -177,8 +167,6 @@ def _retrain_apart(
     for name, (arch, seed) in trainings.items():
         if not resume:
             check_not_begun(cfg.run_dir, name, arch, cfg.retrain, seed=seed)
-    if decides:
-        save_config(cfg)
     with TaskRunner(cfg.run_dir / FOLDER, settings) as runner:
         # a call in which another network failed has left them, and what is in retrain/ may have changed since then:
         # checkpoints say what is finished
@@ -202,23 +190,18 @@ def network_task(
     in_run: bool = False,
     hold_out: bool = False,
 ) -> Task:
-    """The training of one network.
+    """The training of one network of a space, as a task of this name.
 
-    Args:
-        cfg: settings of the run.
-        space: its space.
-        arch: the architecture.
-        seed: seed of the training.
-        name: name of the task.
-        in_run: whether the network is that of the run called `name`, whose directory is locked by the caller; otherwise
-            its files are in the folder of the task.
-        hold_out: whether the accuracy is that of held-out training images, and no checkpoint stays at the end.
+    With `in_run` it is the network of the run that is called `name`, whose directory the caller has locked; otherwise
+    its files are in the folder of the task. With `hold_out` its accuracy is that of held-out training images, and no
+    checkpoint stays at the end.
     """
+    config, machine = settings_of_seed(cfg, seed)
     return Task(
         name,
         f"{__name__}:train_network",
         {
-            "config": settings_of_seed(cfg, seed),
+            "config": config,
             "space": space.to_dict(),
             "arch": list(arch),
             "network": name if in_run else NETWORK,
@@ -226,7 +209,7 @@ def network_task(
         },
         threads=cfg.threads or torch.get_num_threads(),  # results depend on it, so a task has that of this process
         gpus=gpus_for(cfg.torch_device),
-        machine={**machine_of(cfg), "out": cfg.out if in_run else None},
+        machine={**machine, "out": cfg.out if in_run else None},
     )
 
 
@@ -243,10 +226,9 @@ def train_network(
 ) -> dict[str, Any]:
     """The function of `network_task`: train a network, from its newest checkpoint where there is one.
 
-    Returns:
-        Its `result.json` without the time.
+    It returns `result.json` without the time.
     """
-    cfg = settings_of_task(config, folder if out is None else Path(out), **machine)
+    cfg = settings_of_task(config, folder if out is None else Path(out), machine)
     the_space, finished = space_kind(space).from_dict(space), cfg.run_dir / "retrain" / network / RESULT_FILE
     if hold_out and finished.exists():  # its checkpoints are gone
         result = RetrainResult.load(finished)
@@ -275,26 +257,20 @@ def train_network(
     return form
 
 
-def settings_of_seed(cfg: RunConfig, seed: int) -> dict[str, Any]:
-    """The settings that decide the results of one seed of a run; all seeds have the same validation images."""
+def settings_of_seed(cfg: RunConfig, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings that decide the results of one seed of a run, and those of the machine, without the run directory.
+
+    All seeds have the same validation images.
+    """
     data = cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
     form = cfg.replace(seed=seed, data=data, search=cfg.search.replace(seed=seed)).to_dict()
-    for mapping, keys in ((form, ("out", "track")), (form["data"], MACHINE_DATA)):
-        for key in keys:
-            del mapping[key]
-    return form
+    del form["out"]
+    return form, {"data": {key: form["data"].pop(key) for key in MACHINE_DATA}, "track": form.pop("track")}
 
 
-def machine_of(cfg: RunConfig) -> dict[str, Any]:
-    """The settings that `settings_of_seed` leaves out, without the place of the files."""
-    return {"data": {key: getattr(cfg.data, key) for key in MACHINE_DATA}, "track": list(cfg.track)}
-
-
-def settings_of_task(
-    config: Mapping[str, Any], out: Path, *, data: Mapping[str, Any], track: Sequence[str]
-) -> RunConfig:
-    """The settings of a task: those that decide its results, its folder, and what `machine_of` gave."""
-    return RunConfig.from_dict({**config, "data": {**config["data"], **data}, "track": list(track), "out": str(out)})
+def settings_of_task(config: Mapping[str, Any], out: Path, machine: Mapping[str, Any]) -> RunConfig:
+    """The settings of a task from the two parts that `settings_of_seed` gave, and its run directory."""
+    return RunConfig.from_dict(merge({**config, "out": str(out)}, machine))
 
 
 # which networks, and their names
@@ -366,13 +342,8 @@ def _of_cells(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
 
 def _result(run_dir: Path, space: SearchSpace) -> SearchResult:
     """archs.json."""
-    path = run_dir / ARCHS_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: run `nasfast search --out {run_dir}` first")
-    try:
-        return load_candidates(path, space)
-    except ConfigError as error:
-        raise ConfigError(f"{error}: run `nasfast search --out {run_dir}` again") from error
+    load = functools.partial(load_candidates, space=space)
+    return result_of(run_dir / ARCHS_FILE, load, f"nasfast search --out {run_dir}")
 
 
 def _best(found: SearchResult) -> dict[str, Arch]:
@@ -414,10 +385,6 @@ def export(
         pareto: the networks of all points of the Pareto fronts in archs.json instead; a warning says if some of them
             were not retrained.
         onnx: whether to write model.onnx beside model.safetensors.
-
-    Raises:
-        FileNotFoundError: the run directory does not exist, or no such network was retrained.
-        RuntimeError: the extra `onnx` is missing, or an exported program disagrees with PyTorch.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():

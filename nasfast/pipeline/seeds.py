@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from nasfast.pipeline.agreement import Agreement, agreement
 from nasfast.pipeline.check import already_begun, check_settings
 from nasfast.pipeline.estimate import Plan, Trial, Work, memory
 from nasfast.pipeline.inputs import checked_space
-from nasfast.pipeline.networks import machine_of, network_task, random_peers, settings_of_seed, settings_of_task
+from nasfast.pipeline.networks import network_task, random_peers, settings_of_seed, settings_of_task
 from nasfast.pipeline.seeds_page import STABILITY_FILE, write_stability_page
 from nasfast.pipeline.stages import score, search, supernet
 from nasfast.runtime.device import use_threads
@@ -46,12 +45,7 @@ class Network:
 
 
 def check_seeds(cfg: RunConfig, seeds: int) -> None:
-    """Refuse what cannot be repeated with several seeds, before anything is written.
-
-    Raises:
-        ConfigError: there are too few seeds, or the settings have no table, refine it, or need a supernet for
-            retraining.
-    """
+    """Refuse what cannot be repeated with several seeds, before anything is written."""
     if seeds < LEAST_SEEDS:
         raise ConfigError(f"--seeds must be at least {LEAST_SEEDS}, to compare them, got {seeds}")
     score = cfg.score
@@ -77,13 +71,7 @@ def check_seeds(cfg: RunConfig, seeds: int) -> None:
 
 
 def networks(answer: Arch, others: Mapping[str, Arch], seeds: int) -> list[Network]:
-    """What is retrained: the answer and the structural baseline with every seed, random architectures with one each.
-
-    Args:
-        answer: the answer.
-        others: its `rivals`.
-        seeds: number of seeds.
-    """
+    """What is retrained: the answer and the structural baseline with every seed, other rivals with one each."""
     found = [Network("answer", answer, seed) for seed in range(seeds)]
     if others.get("structure", answer) != answer:
         found += [Network("structure", others["structure"], seed) for seed in range(seeds)]
@@ -92,28 +80,11 @@ def networks(answer: Arch, others: Mapping[str, Arch], seeds: int) -> list[Netwo
 
 
 def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(), *, resume: bool = False) -> Path:
-    """Run everything for `seeds` seeds, and write `stability.json` and the page `report.html`.
+    """Run everything for `seeds` seeds; writes `stability.json` and returns the path of the page `report.html`.
 
-    The tasks are `seed-I` and `networks/ARCH/seed-I`, folders of the run directory. What is there when the time limit
-    comes, or when tasks fail in every attempt, is reported; the page names what is missing.
-
-    Args:
-        cfg: resolved settings of the run; seed I of the seeds is `cfg.seed + I`.
-        seeds: number of seeds, at least 2. It may grow when a run resumes.
-        settings: where the tasks run, and for how long.
-        resume: whether the run directory may have such a run already, which then continues.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        ConfigError: see `check_seeds`.
-        FileExistsError: the run directory has a run, and `resume` is false; or a run of a single seed.
-        CheckpointError: that run has other settings.
-        DataError: the images cannot be used.
-        TaskError: finished seeds had other settings; nothing was changed. Or fewer than two seeds ended well, so there
-            is nothing to compare.
-        RunDirectoryError: another process writes to the run directory.
+    The tasks are `seed-I` and `networks/ARCH/seed-I`, folders of the run directory; seed I is `cfg.seed + I`. There may
+    be more seeds when a run resumes. What is there when the time limit comes, or when tasks fail in every attempt, is
+    reported; the page names what is missing.
     """
     check_seeds(cfg, seeds)
     cfg = cfg.replace(threads=cfg.threads or threads_for(seeds))  # results depend on it, so it is kept
@@ -156,8 +127,23 @@ def _run(cfg: RunConfig, seeds: int, runner: TaskRunner) -> Path:
             f"{len(good)} of {seeds} seeds ended well, at least {LEAST_SEEDS} are needed: "
             + "; ".join(f"{r.name}: {r.error} (log: {r.log})" for r in scored if r.status == "failed")
         )
-    form = _form(seeds, good, found, trained, [*scored, *(result for _, result in trained)])
-    form["no_structure"] = others is not None and "structure" not in others
+    ended = [*scored, *(result for _, result in trained)]
+    form = {
+        "seeds": seeds,
+        "scored": good,
+        "agreement": None if found is None else _plain(found),
+        "networks": [
+            {"role": network.role, "arch": list(network.arch), "seed": network.seed, "result": result.result}
+            for network, result in trained
+            if result.status == "done"
+        ],
+        "missing": {
+            result.name: {"status": result.status, "error": result.error, "log": result.log.name}
+            for result in ended
+            if result.status != "done"
+        },
+        "no_structure": others is not None and "structure" not in others,
+    }
     write_atomic(cfg.run_dir / STABILITY_FILE, seal(form).encode())
     return write_stability_page(cfg.run_dir)
 
@@ -175,37 +161,14 @@ def _retrain(
     return [(network, results[task.name]) for network, task in zip(chosen, tasks, strict=True)]
 
 
-def _form(
-    seeds: int,
-    good: Sequence[str],
-    found: Agreement | None,
-    trained: Sequence[tuple[Network, TaskResult]],
-    results: Sequence[TaskResult],
-) -> dict[str, Any]:
-    """`stability.json`: what was asked for, what was found, and what is missing."""
-    networks = [
-        {"role": network.role, "arch": list(network.arch), "seed": network.seed, "result": result.result}
-        for network, result in trained
-        if result.status == "done"
-    ]
-    missing = {
-        result.name: {"status": result.status, "error": result.error, "log": result.log.name}
-        for result in results
-        if result.status != "done"
-    }
-    return {
-        "seeds": seeds,
-        "scored": list(good),
-        "agreement": None if found is None else _plain(found),
-        "networks": networks,
-        "missing": missing,
-    }
-
-
 def _plain(found: Agreement) -> dict[str, Any]:
     """The agreement as JSON, with what follows from it."""
-    form = json.loads(json.dumps(found, default=lambda part: vars(part)))
-    return {**form, "stable": found.stable, "of_mean": found.of_mean, "seeds_needed": found.seeds_needed}
+    return {
+        **dataclasses.asdict(found),
+        "stable": found.stable,
+        "of_mean": found.of_mean,
+        "seeds_needed": found.seeds_needed,
+    }
 
 
 def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings()) -> Plan:
@@ -224,19 +187,20 @@ def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings
 
 def seed_task(cfg: RunConfig, number: int) -> Task:
     """Supernet, score and search of one seed, in `seed-NUMBER`, which is a run directory like any other."""
+    config, machine = settings_of_seed(cfg, cfg.seed + number)
     return Task(
         f"seed-{number}",
         f"{__name__}:score_seed",
-        {"config": settings_of_seed(cfg, cfg.seed + number)},
+        {"config": config},
         threads=cfg.threads,
         gpus=gpus_for(cfg.torch_device),
-        machine=machine_of(cfg),
+        machine=machine,
     )
 
 
 def score_seed(folder: Path, *, config: Mapping[str, Any], **machine: Any) -> dict[str, Any]:
     """The function of `seed_task`; the result names the best architectures."""
-    cfg = settings_of_task(config, folder, **machine)
+    cfg = settings_of_task(config, folder, machine)
     supernet(cfg, resume=(folder / "checkpoints").exists())
     score(cfg)
     return {"top": [list(candidate.arch) for candidate in search(cfg)]}

@@ -30,12 +30,7 @@ _BASELINE_COST = "at most 1 % more MACs, perhaps fewer"
 
 
 def write_stability_page(run_dir: str | Path) -> Path:
-    """Write `report.html` from `stability.json` and the folders of the seeds.
-
-    Raises:
-        FileNotFoundError: there is no `stability.json`.
-        ValueError: it is damaged.
-    """
+    """Write `report.html` from `stability.json` and the folders of the seeds."""
     folder = Path(run_dir)
     form = unseal((folder / STABILITY_FILE).read_text(encoding="utf-8"))
     config = (folder / CONFIG_FILE).read_text(encoding="utf-8")

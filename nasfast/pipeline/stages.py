@@ -24,7 +24,7 @@ from nasfast.indicators.scores import gives_table, score_of, score_table, untrai
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, TableError
 from nasfast.measure.doctor import environment
 from nasfast.pipeline.check import already_begun, check_scoring, check_search, check_settings, without_supernet
-from nasfast.pipeline.inputs import configured_space, evidence_of, saved_space
+from nasfast.pipeline.inputs import configured_space, evidence_of, result_of, saved_space
 from nasfast.report import at_chance, training_top1
 from nasfast.runtime.arguments import check_type
 from nasfast.runtime.device import use_threads
@@ -97,18 +97,8 @@ def scored_with(cfg: RunConfig) -> dict[str, Any]:
 def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> Path:
     """Train the supernet; writes config.yaml, space.yaml, environment.json, metrics and checkpoints/.
 
-    Args:
-        cfg: settings of the run.
-        resume: whether to continue from the newest good checkpoint. A run that torchrun starts again continues in any
-            case.
-        world: the ranks that train together; only rank 0 reads and writes the run directory.
-
-    Returns:
-        Path of the final checkpoint.
-
-    Raises:
-        ConfigError, DataError: the settings or images cannot be used.
-        TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
+    With `resume`, or where torchrun starts the run again, it continues from the newest good checkpoint. It returns the
+    path of the final one.
     """
     started = time.monotonic()
     space, loader = configured_space(cfg, world=world)
@@ -178,15 +168,9 @@ def _check_continues(cfg: RunConfig, space: SearchSpace) -> None:
 
 @stage(create=False)
 def score(cfg: RunConfig) -> IndicatorTable | None:
-    """Write indicators.json.
+    """Write indicators.json, and return its table.
 
-    Returns:
-        The table; None for scores of whole paths that are not distilled, because the search computes those.
-
-    Raises:
-        FileNotFoundError, CheckpointError: see `load_supernet`.
-        ConfigError, ScoreError, TableError: the supernet cannot have this score, the score is not finite, or the user's
-            table cannot be used.
+    It is None for scores of whole paths that are not distilled, because the search computes those.
     """
     started = time.monotonic()
     check_settings(cfg)
@@ -213,18 +197,9 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
 def score_untrained(cfg: RunConfig, *, num_classes: int | None = None) -> IndicatorTable:
     """Write config.yaml, space.yaml and the indicators.json of a score that needs neither training nor images.
 
-    A table that the same settings gave is kept.
-
-    Args:
-        cfg: settings of the run; those of images and of the supernet are not used, but images must be those of networks
-            that are trained already.
-        num_classes: classes of the networks; None takes those of the run directory's space, or the space's own.
-
-    Raises:
-        ConfigError: the run directory has another space, or the settings cannot be used.
-        CheckpointError: the run directory has a run with other settings.
-        ScoreError: the score needs training or images, or a block has no such score.
-        InfeasibleConstraintError: no architecture meets the limits.
+    A table that the same settings gave is kept. Settings of images and of the supernet are not used, but images must be
+    those of networks that are trained already. `num_classes` of None takes the classes of the run directory's space, or
+    the space's own.
     """
     started = time.monotonic()
     if cfg.supernet.activation is not None:
@@ -270,14 +245,7 @@ def _untrained_space(cfg: RunConfig, num_classes: int | None) -> SearchSpace:
 
 @stage(create=False)
 def search(cfg: RunConfig) -> list[Candidate]:
-    """Write archs.json: the best architectures under the limits, and the Pareto front where scores are additive.
-
-    Raises:
-        FileNotFoundError: the stage before has not run.
-        InfeasibleConstraintError: no architecture meets a limit; the text gives the smallest attainable value.
-        ConfigError, TableError: a table cannot be used; that of scores has another score, or is damaged.
-        AccuracyError: `search.refine` is not a file of accuracies of the space.
-    """
+    """Write archs.json: the best architectures under the limits, and the Pareto front where scores are additive."""
     started = time.monotonic()
     check_settings(cfg, supernet=not without_supernet(cfg))
     space, run_dir, settings = saved_space(cfg), cfg.run_dir, cfg.search
@@ -325,16 +293,11 @@ def search(cfg: RunConfig) -> list[Candidate]:
 def _searched_table(cfg: RunConfig) -> IndicatorTable:
     """The table of the score stage, refined if `search.refine` is given; refined.json is what the search had then."""
     path, refined, name = cfg.run_dir / TABLE_FILE, cfg.run_dir / REFINED_FILE, cfg.score.label
-    command = f"run `nasfast score --out {cfg.out}`"
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: {command} first")
-    try:
-        table = IndicatorTable.load(path)
-    except TableError as error:
-        raise TableError(f"{error}: {command} again") from error
+    command = f"nasfast score --out {cfg.out}"
+    table = result_of(path, IndicatorTable.load, command)
     if (given := table.meta.get("score", name)) != name:
         raise ConfigError(
-            f"{path} has the score {given!r}, the settings say {name!r}: {command} with these settings first"
+            f"{path} has the score {given!r}, the settings say {name!r}: run `{command}` with these settings first"
         )
     if cfg.search.refine is None:
         refined.unlink(missing_ok=True)

@@ -21,11 +21,11 @@ from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.compare import ScoreComparison, attainable_tau, compare_scores
 from nasfast.indicators.rank import rank
 from nasfast.indicators.registry import ScoreError, all_scores
-from nasfast.indicators.scores import parts_of, score_of, score_paths, summed
+from nasfast.indicators.scores import parts_of, score_of
 from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.estimate import check_free, network_seconds
-from nasfast.pipeline.inputs import evidence_for, evidence_to_rank, retrain_loaders, space_of, supernet_to_rank
+from nasfast.pipeline.inputs import evidence_for, retrain_loaders, scores_of, space_of, supernet_to_rank, with_score
 from nasfast.pipeline.networks import NETWORK, network_task
 from nasfast.retrain.retrain import RESULT_FILE, RetrainResult
 from nasfast.runtime.device import use_threads
@@ -57,12 +57,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SampleSettings(ConfigBase):
-    """RUN/trained/settings.yaml: what all trainings of a sample share, whenever they run.
-
-    Attributes:
-        epochs: epochs of each training.
-        threads: CPU threads of each training, on which its bytes depend.
-    """
+    """RUN/trained/settings.yaml: what all trainings of a sample share; their bytes depend on the number of threads."""
 
     epochs: int
     threads: int
@@ -76,23 +71,12 @@ def train_sample(
     The sample is within the limits of the search and stratified by MACs (`nasfast.search.stratified_sample`). Each
     architecture is trained by `RECIPE` and `IMAGES` on the training images that remain when
     `data.val_fraction` of them are held out. The held-out images give its accuracy, so that a search which uses the
-    accuracies never sees `data.val`. Trainings that an earlier call finished count, and those that it began continue.
-
-    Args:
-        cfg: settings of the run; its folder gets the files.
-        count: number of architectures, at least 10; earlier calls may have trained more.
-        epochs: epochs of each training; None takes those of earlier calls, or of `RECIPE`.
-        settings: where and how long the trainings run.
+    accuracies never sees `data.val`. Trainings that an earlier call finished count, and those that it began continue;
+    `epochs` of None takes theirs, or those of `RECIPE`.
 
     Returns:
         Architecture -> accuracy in percent, of all that are finished and within the limits of the search.
         accuracies.json also has those that were trained under wider limits.
-
-    Raises:
-        AccuracyError: `count` or the number of finished trainings is below 10, or there are too few images.
-        ConfigError: earlier calls had other epochs.
-        InfeasibleConstraintError: the space has fewer architectures within the limits.
-        TaskError: earlier calls had other settings.
     """
     tasks = plan_sample(cfg, count, epochs=epochs)
     folder = cfg.run_dir / FOLDER
@@ -172,12 +156,8 @@ def compare_trained(
 ) -> ScoreComparison:
     """Rank a trained sample by the run's table, by scores and by baselines; writes trained.json and rank.json.
 
-    Args:
-        cfg: settings of the run.
-        accuracies: what `train_sample` returned.
-        names: scores, each computed for each architecture; `A+B-C` is a sum of ranks. Empty takes every
-            registered score that is no baseline.
-        half_width, resamples: see `compare_scores`.
+    Each of the scores `names` is computed for each architecture; none takes every registered score that is no baseline.
+    `half_width` and `resamples` are those of `compare_scores`.
     """
     space, table, refused = space_of(cfg), cfg.run_dir / TABLE_FILE, {}
     scores: dict[str, IndicatorTable | Mapping[Arch, float]] = {}
@@ -186,8 +166,7 @@ def compare_trained(
         rank(accuracies, loaded, space, resamples=resamples, seed=cfg.seed).save(cfg.run_dir / "rank.json")
     for name in names or [name for name in all_scores() if name not in BASELINES]:
         try:
-            parts = [score_paths(part, evidence_to_rank(_named(cfg, part)), accuracies) for _, part in parts_of(name)]
-            scores[name] = summed(name, parts)
+            scores[name] = scores_of(cfg, name, accuracies)
         except (ScoreError, ConfigError, FileNotFoundError) as error:
             refused[name] = str(error)
     found = compare_scores(
@@ -221,13 +200,8 @@ def check_names(cfg: RunConfig, names: Sequence[str]) -> None:
     # of each kind one is loaded, because nothing is computed that could change it
     supernet = functools.cache(functools.partial(supernet_to_rank, cfg))
     for part in [part for name in names for _, part in parts_of(name)]:
-        named = _named(cfg, part)
+        named = with_score(cfg, part)
         evidence_for(named, supernet(trained=score_of(named.score).trained))
-
-
-def _named(cfg: RunConfig, score: str) -> RunConfig:
-    """The settings with this score."""
-    return cfg.replace(score=cfg.score.replace(name=score))
 
 
 def _sample_settings(cfg: RunConfig, shared: SampleSettings) -> RunConfig:

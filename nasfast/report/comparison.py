@@ -19,7 +19,7 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.report.evidence import compare, compare_runs, is_peer, repeats_of
 from nasfast.report.page import figure_of, millions, page_of, percent, svg_of, table_of
 from nasfast.report.plots import SERIES, literal, new_figure
-from nasfast.report.run_files import NotRun, RunFiles, body_of
+from nasfast.report.run_files import NotRun, RunFiles, body_of, limits_of
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.progress import duration
 from nasfast.search import sample_under
@@ -42,13 +42,6 @@ def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
     Args:
         run_dirs: at least two run directories.
         page: the page, an HTML file; an existing one is replaced.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        ValueError: fewer than two runs, one twice, or a run of several seeds.
-        FileNotFoundError: a run directory does not exist or has no config.yaml.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):
@@ -108,10 +101,8 @@ def _column(run: RunFiles) -> dict[str, str]:
         found["space"] = f"{space.name}, {space.cardinality:.3g} architectures"
     if (result := _known(lambda: run.result)) is not None and result.candidates:
         best = result.candidates[0]
-        limits = [f"{millions(v)} {u}" for v, u in ((result.max_macs, "MACs"), (result.max_params, "parameters")) if v]
-        limits += [f"{t.maximum:g} {t.unit} of {t.quantity}" for t in result.tables if t.maximum is not None]
         found |= {
-            "limits": " and ".join(limits) or "none",
+            "limits": limits_of(result),
             "best architecture": format_arch(best.arch),
             "score": f"{best.score:.5g}" + (", proven" if best.optimal else ""),
             "MACs": millions(best.macs),

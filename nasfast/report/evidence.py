@@ -93,15 +93,9 @@ def compare(
 ) -> Comparison | None:
     """Compare the best network with random ones on the images on which all of them were evaluated (`compare_runs`).
 
-    If the best one was trained once, the interval does not have the scatter of its own training.
-
-    Args:
-        best: `result.json` of a retrained network.
-        repeats: `result.json` of the same architecture trained with other seeds.
-        peers: `result.json` of random architectures; those of another cost or training (`same_terms`) are left out.
-
-    Returns:
-        The comparison, or None if no peer is comparable.
+    All are `result.json` of retrained networks; `repeats` are of the same architecture trained with other seeds. Those
+    of another cost or training (`same_terms`) are left out, and without a peer there is no comparison. If the best one
+    was trained once, the interval does not have the scatter of its own training.
     """
     peers = [peer for peer in peers if same_terms(best, peer)]
     return compare_runs([best, *(again for again in repeats if same_terms(best, again))], peers) if peers else None

@@ -28,7 +28,7 @@ from nasfast.report.page import (
     percent,
     table_of,
 )
-from nasfast.report.run_files import NotRun, RunFiles, body_of
+from nasfast.report.run_files import NotRun, RunFiles, body_of, limits_of
 from nasfast.runtime.files import write_atomic
 from nasfast.search import pareto_front, sample_under
 from nasfast.spaces import Arch, SearchSpace, format_arch
@@ -79,15 +79,6 @@ def write_report(run_dir: str | Path) -> Path:
     """Write `report.html`, and its figures under `report/`, from the files that the run directory has.
 
     A section whose file is absent says which command writes the file; one whose file is damaged says so.
-
-    Args:
-        run_dir: the run directory.
-
-    Returns:
-        Path of report.html.
-
-    Raises:
-        FileNotFoundError: `run_dir` is not a directory.
     """
     folder = Path(run_dir)
     if not folder.is_dir():
@@ -120,8 +111,6 @@ def write_report(run_dir: str | Path) -> Path:
 def _summary(run: RunFiles) -> str:
     result, space = run.result, run.space
     best = result.candidates[0]
-    limits = [f"{millions(v)} {u}" for v, u in ((result.max_macs, "MACs"), (result.max_params, "parameters")) if v]
-    limits += [f"{t.maximum:g} {t.unit} of {escape(t.quantity)}" for t in result.tables if t.maximum is not None]
     cards = [
         (f"{best.score:.4g}", "score, proven highest within the limits" if best.optimal else "score"),
         (millions(best.macs), "MACs per image"),
@@ -141,7 +130,7 @@ def _summary(run: RunFiles) -> str:
     sentences = [
         f"Space {escape(space.name)}: {space.cardinality:.3g} architectures, {len(space)} layers, "
         f"{space.resolution} x {space.resolution} input, {space.num_classes} classes.",
-        f"Limits: {' and '.join(limits) or 'none'}.",
+        f"Limits: {escape(limits_of(result))}.",
         *(f"{escape(t.quantity.capitalize())}: {escape(t.about)}." for t in result.tables if t.about),
         f"Best architecture: <code>{escape(format_arch(best.arch))}</code>",
     ]

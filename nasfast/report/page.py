@@ -24,10 +24,7 @@ _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 def page_of(name: str, kind: str, sections: Sequence[tuple[str, str, str]]) -> str:
     """A self-contained page, which loads nothing and has no script.
 
-    Args:
-        name: the heading.
-        kind: kind of the page, for the title.
-        sections: (key, title, body) of each section; title and body are HTML.
+    `kind` is that of the page, for the title; `sections` are (key, title, body), where title and body are HTML.
     """
     body = "\n".join(f'<section id="{key}"><h2>{title}</h2>\n{text}\n</section>' for key, title, text in sections)
     links = " ".join(f'<a href="#{key}">{title}</a>' for key, title, _ in sections)

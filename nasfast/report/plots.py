@@ -33,11 +33,9 @@ _FINE_SPREAD = 0.05
 
 
 def training_curves(metrics: Sequence[Mapping[str, Any]], stages: Sequence[str]) -> Figure:
-    """Loss and accuracy against the step.
+    """Loss and accuracy against the step, for the given stages of metrics.jsonl.
 
-    Args:
-        metrics: lines of `metrics.jsonl`.
-        stages: the stages to draw. The seeds of a network, and all random networks, share a colour.
+    The seeds of a network, and all random networks, share a colour.
     """
     figure, (loss, accuracy) = new_figure(10, 3.6, columns=2)
     series = [_series(stage) for stage in stages]
@@ -71,9 +69,7 @@ def _series(stage: str) -> str:
 def indicator_heatmap(table: IndicatorTable, arch: Arch | None = None) -> Figure:
     """Block scores by layer (rows) and choice (columns), with the layer indicators as a separate column.
 
-    Args:
-        table: the scores.
-        arch: an architecture whose choices get a frame; None for none.
+    The choices of `arch` get a frame.
     """
     layers = table.space.layers
     labels = list(dict.fromkeys(layer.label(c) for layer in layers for c in layer.options if c != SKIP))

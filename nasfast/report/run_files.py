@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable
-from nasfast.report.page import escape
+from nasfast.report.page import escape, millions
 from nasfast.runtime.files import read_metrics
 from nasfast.search import SearchResult, load_candidates
 from nasfast.spaces import SearchSpace, get_space
@@ -72,6 +72,13 @@ class RunFiles:
             self.folder.glob("retrain/*/result.json"), key=lambda p: (p.parent.name != "best", p.parent.name)
         )
         return {path.parent.name: self.form(str(path.relative_to(self.folder)), "nasfast retrain") for path in files}
+
+
+def limits_of(result: SearchResult) -> str:
+    """The limits of a search, such as `475.00 M MACs and 7.5 ms of latency`."""
+    limits = [f"{millions(v)} {u}" for v, u in ((result.max_macs, "MACs"), (result.max_params, "parameters")) if v]
+    limits += [f"{t.maximum:g} {t.unit} of {t.quantity}" for t in result.tables if t.maximum is not None]
+    return " and ".join(limits) or "none"
 
 
 def body_of(build: Callable[[], str]) -> str:

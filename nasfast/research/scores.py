@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nasfast.indicators.evidence import Evidence, NetworkEvidence
+from nasfast.indicators.evidence import NetworkEvidence
 from nasfast.indicators.registry import ScoreError, register
 from nasfast.indicators.table import IndicatorTable
 from nasfast.research.nasi.config import NasiConfig
@@ -27,15 +27,14 @@ def _register(name: str) -> None:
     refusal = _no_relu if name == "naswot" else lambda net: None
 
     @register(name, additive=False, trained=False, networks=True, refusal=refusal)
-    def path_score(evidence: Evidence | NetworkEvidence, arch: Arch) -> float:
+    def path_score(evidence: NetworkEvidence, arch: Arch) -> float:
+        """A zero-cost score of docs/ranking_zero_cost.md, on the first batch of images."""
         # a standalone network is scored because all weights count, also those that are frozen in the supernet
         network = evidence.network(arch)
         try:
             return ZERO_COST[name](network, *evidence.batches[0])
         except ScoreError as error:
             raise ScoreError(f"path {format_arch(arch)} of {evidence.space.name} has no {name}: {error}") from error
-
-    path_score.__doc__ = f"The zero-cost score {name} of docs/ranking_zero_cost.md, on the first batch of images."
 
 
 for _name in ZERO_COST:
@@ -47,7 +46,7 @@ def _of_module(net: Supernet) -> str | None:
 
 
 @register("nasi", additive=True, trained=False, networks=True, refusal=_of_module)
-def nasi(evidence: Evidence | NetworkEvidence) -> IndicatorTable | LogitTable:
+def nasi(evidence: NetworkEvidence) -> IndicatorTable | LogitTable:
     """The logits of a search by NASI (docs/nasi.md): 100 sampled architectures, each on a batch of its own, mu 1.
 
     It has an untrained supernet of its own, whose weights are PyTorch's.

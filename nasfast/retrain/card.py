@@ -60,13 +60,7 @@ With nasfast: `nasfast.load_model(FOLDER)`. With onnxruntime: `{onnx}`, if it wa
 def write_card(network: ArchNetwork, folder: Path, *, run_dir: Path) -> Path:
     """Write README.md: costs, accuracy with its interval, how images become the input, and how to load the files.
 
-    Args:
-        network: the network.
-        folder: the folder of its files; its accuracy is that of result.json there.
-        run_dir: the run; its archs.json has the costs of searched architectures by tables, such as their latency.
-
-    Raises:
-        ConfigError: result.json or archs.json is damaged.
+    The accuracy is that of result.json in the folder; archs.json of the run has costs by tables, such as the latency.
     """
     space, cost = network.space, network.space.cost(network.arch)
     rows = {"MACs per image": f"{cost.macs:,}", "parameters": f"{cost.params:,}", **_table_costs(network, run_dir)}

@@ -34,9 +34,6 @@ def save_model(network: ArchNetwork, path: str | Path) -> None:
     """Write the weights to `path`, and config.json beside it; `load_model` and timm need both.
 
     The metadata of the safetensors file has the architecture and `network.images`, too.
-
-    Raises:
-        OSError, CheckpointError: a file cannot be written.
     """
     path = Path(path)
     write_atomic(path.parent / FORM_FILE, (json.dumps(network_form(network), indent=1) + "\n").encode())
@@ -70,11 +67,7 @@ def network_form(network: ArchNetwork) -> dict[str, Any]:
 
 
 def read_form(path: Path) -> tuple[ArchSpace, Arch, str]:
-    """The space, the architecture and the activation in a config.json.
-
-    Raises:
-        ValueError: it is damaged, or not of a network of nasfast; the text names the file.
-    """
+    """The space, the architecture and the activation in a config.json; ValueError if it has none."""
     try:
         args = json.loads(path.read_text(encoding="utf-8"))["model_args"]
         space = space_kind(args["space"]).from_dict(args["space"])
@@ -97,11 +90,7 @@ def _images(network: ArchNetwork) -> dict[str, Any] | None:
 
 
 def model_folder(folder: Path, name: str) -> Path:
-    """The folder of one of the networks in `folder`.
-
-    Raises:
-        FileNotFoundError: there is no network of this name; the text has the names that exist.
-    """
+    """The folder of one of the networks in `folder`; FileNotFoundError with the names that exist."""
     if not (folder / name).is_dir():
         names = [file.parent.name for file in folder.glob(f"*/{MODEL_FILE}")]
         there = nearest(name, names) if names else "`nasfast retrain` makes networks"

@@ -165,11 +165,7 @@ def retrain(
 
 
 def check_not_begun(run_dir: str | Path, name: str, arch: Arch, cfg: RetrainConfig, *, seed: int) -> None:
-    """Refuse a retraining that has checkpoints, as `retrain` does without `resume`, before anything is loaded.
-
-    Raises:
-        FileExistsError: there are checkpoints; the text says whether these settings could continue them.
-    """
+    """Refuse a retraining that has checkpoints, as `retrain` does without `resume`, before anything is loaded."""
     folder = CheckpointFolder(Path(run_dir) / "checkpoints", _prefix(name, arch))
     given = {"train": _with_lr(cfg).train.of_result, **_settings_of(cfg, seed)}
     known_later = ("stage", "batches_per_epoch", "activation")
@@ -227,11 +223,7 @@ def mixing(cfg: RetrainConfig, num_classes: int) -> Callable[[Tensor, Tensor], t
 def _inherited(
     space: ArchSpace, arch: Arch, supernet: Supernet | None, train_loader: object, device: str
 ) -> ArchNetwork:
-    """The network with the supernet's weights on its device, with BatchNorm statistics of its own path.
-
-    Raises:
-        ValueError: there is no supernet, or the network has cells.
-    """
+    """The network with the supernet's weights on its device, with BatchNorm statistics of its own path."""
     if not space.LAYERWISE:
         raise ValueError(
             "retrain.init='inherit': networks of cells begin with fresh weights; set e.g. retrain.init=orthogonal"

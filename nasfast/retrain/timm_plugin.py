@@ -46,10 +46,6 @@ def nasfast(
         pretrained_cfg: that of config.json.
         kwargs: `num_classes` and `in_chans` are optional. Other arguments of timm's scripts (drop rates and the like)
             have no meaning here and must be unset.
-
-    Raises:
-        ValueError: no exported network is named, or an argument would be ignored, or a network of cells is asked for
-            its maps.
     """
     if space is None:
         raise ValueError(

@@ -9,11 +9,7 @@ _SYSTEM = Path("/")
 
 
 def cores(system: Path = _SYSTEM) -> int:
-    """CPU cores that this process may use, at least one: those of its affinity, or fewer by its quota of time.
-
-    Args:
-        system: root of the file system, for tests.
-    """
+    """CPU cores that this process may use, at least one: those of its affinity, or fewer by its quota of time."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     group = system / "sys/fs/cgroup"
     # quota and period in microseconds: control groups version 2 ("max" is no quota), then version 1 (-1 is none)
@@ -25,11 +21,7 @@ def cores(system: Path = _SYSTEM) -> int:
 
 
 def free_memory(system: Path = _SYSTEM) -> int:
-    """Bytes that this process and new ones may still use: what is available, and what the control group allows.
-
-    Args:
-        system: root of the file system, for tests.
-    """
+    """Bytes that this process and new ones may still use: what is available, and what the control group allows."""
     # only Linux has this file
     lines = (line.split() for line in _text(system / "proc/meminfo").splitlines())
     free = next((int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"), None)

@@ -8,11 +8,7 @@ from nasfast.config import ConfigError
 
 
 def torch_device(name: str) -> str:
-    """The device to use; `auto` takes the GPU if torch sees one, otherwise the CPU.
-
-    Raises:
-        ConfigError: the name is cuda or cuda:N, and torch sees no GPU.
-    """
+    """The device to use; `auto` takes the GPU if torch sees one, otherwise the CPU."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():

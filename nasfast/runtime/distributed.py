@@ -139,10 +139,6 @@ def start(device: str) -> Iterator[World]:
 
     Args:
         device: `cpu` (gloo), or `cuda` (NCCL, one GPU per process, which becomes the current GPU).
-
-    Raises:
-        RankError: this machine has more processes than GPUs, the device names one GPU for all processes, or it is of
-            another kind than rank 0's.
     """
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     size, rank = environment_size(), environment_rank()

@@ -26,11 +26,7 @@ def temporary_beside(path: Path) -> Path:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Replace the file `path` such that a crash or a full disk leaves either the old file or the new one.
-
-    Raises:
-        OSError: the write failed; the old file is intact.
-    """
+    """Replace the file `path` such that a crash or a full disk leaves either the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # tempfile is not used: its files are readable by their owner only, and the new file would be so too
     temporary = temporary_beside(path)
@@ -51,11 +47,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def link_atomic(source: Path, target: Path) -> None:
-    """Make `target` another name of the file `source`, or a copy if the file system has no hard links.
-
-    Raises:
-        OSError: neither could be made; an old file of that name is intact.
-    """
+    """Make `target` another name of the file `source`, or a copy if the file system has no hard links."""
     temporary = temporary_beside(target)
     try:
         temporary.unlink(missing_ok=True)
@@ -68,11 +60,7 @@ def link_atomic(source: Path, target: Path) -> None:
 
 
 def check_room(folder: Path, size: int) -> None:
-    """Check that `size` bytes can be written to `folder`, by reserving and releasing them.
-
-    Raises:
-        OSError: the bytes cannot be reserved, or the folder cannot be written.
-    """
+    """Check that `size` bytes can be written to `folder`, by reserving and releasing them; OSError if they cannot."""
     folder.mkdir(parents=True, exist_ok=True)
     temporary = temporary_beside(folder / "room")
     try:
@@ -88,11 +76,7 @@ def seal(form: dict[str, Any], *, indent: int | None = 1) -> str:
 
 
 def unseal(text: str) -> dict[str, Any]:
-    """The mapping in a text that `seal` made; a text without a digest, written by hand, is accepted unchecked.
-
-    Raises:
-        ValueError: the text is not JSON, is no mapping, or has changed since it was sealed.
-    """
+    """The mapping in a text that `seal` made; a text without a digest, written by hand, is accepted unchecked."""
     form = json.loads(text)
     if not isinstance(form, dict):
         raise ValueError(f"expected a mapping, got {type(form).__name__}")
@@ -158,12 +142,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 
 
 def checkpoint_state(path: Path) -> dict[str, Any]:
-    """The state that a checkpoint of nasfast (`nasfast.train.checkpoint`) has in its head; no tensor is read.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is no checkpoint of nasfast, or truncated.
-    """
+    """The state that a checkpoint of nasfast (`nasfast.train.checkpoint`) has in its head; no tensor is read."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if length > os.fstat(file.fileno()).st_size:
@@ -185,10 +164,6 @@ def answers_to_hex(right: bytes) -> str:
 
 
 def answers_from_hex(text: str, images: int) -> list[bool]:
-    """The inverse of `answers_to_hex`; images without a digit count as wrong.
-
-    Raises:
-        ValueError: the text is not pairs of hexadecimal digits.
-    """
+    """The inverse of `answers_to_hex`; images without a digit count as wrong."""
     digits = "".join(f"{byte:08b}" for byte in bytes.fromhex(text))
     return [digit == "1" for digit in digits[:images].ljust(images, "0")]

@@ -18,13 +18,9 @@ def imported() -> tuple[str, ...]:
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules of the user's, each once per process.
+    """Import modules of the user's, each once per process; ValueError says which failed and why.
 
-    Args:
-        names: names of modules, which the current folder may have, or paths of Python files.
-
-    Raises:
-        ValueError: a module does not exist, or fails when it is imported; the text says why.
+    A name is that of a module, which the current folder may have, or the path of a Python file.
     """
     for name in names:
         is_file = name.endswith(".py")
@@ -46,11 +42,7 @@ def import_modules(names: Iterable[str]) -> None:
 
 
 def _import_file(path: Path) -> None:
-    """Import a file as the module of its name.
-
-    Raises:
-        ImportError: there is no such file, or there is another module of this name.
-    """
+    """Import a file as the module of its name."""
     if not path.is_file():
         raise ImportError("there is no such file")
     if path.stem in sys.modules:

@@ -36,12 +36,7 @@ def require_onnx() -> None:
 
 
 def check_provider(provider: str) -> None:
-    """Refuse an execution provider that the installed onnxruntime has not.
-
-    Raises:
-        ConfigError: it has not; the text says what to install.
-        RuntimeError: the extra `onnx` is not installed.
-    """
+    """Refuse an execution provider that the installed onnxruntime has not; the text says what to install."""
     require_onnx()
     import onnxruntime
 
@@ -53,15 +48,9 @@ def check_provider(provider: str) -> None:
 
 
 def write_onnx(network: nn.Module, images: Tensor, path: Path) -> None:
-    """Write a network with a free batch size.
+    """Write a network, in eval mode on the CPU, with a free batch size.
 
-    Args:
-        network: in eval mode, on the CPU.
-        images: (N, C, H, W) with N > 1, an example of the input.
-        path: the file.
-
-    Raises:
-        RuntimeError: the extra `onnx` is not installed.
+    `images` (N, C, H, W), N > 1, are an example of its input.
     """
     require_onnx()
     torch.onnx.export(

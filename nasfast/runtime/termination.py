@@ -30,11 +30,7 @@ class Terminated(SystemExit):
 
 
 class StopRequest:
-    """Records whether SIGTERM came.
-
-    Attributes:
-        requested: whether it came; it is never reset.
-    """
+    """Records in `requested` whether SIGTERM came; it is never reset."""
 
     def __init__(self) -> None:
         self.requested = False

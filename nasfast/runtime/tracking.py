@@ -6,7 +6,6 @@ import importlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,10 @@ def _begin(name: str, run: str, folder: Path, settings: Mapping[str, Any]) -> tu
     package.set_experiment("nasfast")
     package.start_run(run_name=run)
     package.log_params(flatten(settings))
-    return partial(_log_mlflow, package), lambda failed: package.end_run("FAILED" if failed else "FINISHED")
-
-
-def _log_mlflow(package: Any, metrics: Mapping[str, float], step: int) -> None:
-    package.log_metrics(dict(metrics), step=step)
+    return (
+        lambda metrics, step: package.log_metrics(dict(metrics), step=step),
+        lambda failed: package.end_run("FAILED" if failed else "FINISHED"),
+    )
 
 
 class _Session:
@@ -79,10 +77,7 @@ _tracking = False
 def tracked(names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> Iterator[None]:
     """Within this block, send the metrics of every training to these packages; an inner block changes nothing.
 
-    Args:
-        names: any of `wandb` and `mlflow`.
-        folder: the run directory, after which the run is named.
-        settings: the settings of the run, as nested mappings.
+    The run is named after its folder.
     """
     global _tracking
     if _tracking or not names:

@@ -11,13 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from tiny import tiny_space
 
 import nasfast
 from nasfast import extensions, pipeline
-from nasfast.cli.flags import COMMANDS, Parser
+from nasfast.cli.flags import COMMANDS, Parser, parse, run_config
 from nasfast.cli.main import main
-from nasfast.config import load_yaml
+from nasfast.config import load_yaml, to_number
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.research.studies import registry
 from nasfast.retrain import save_model
@@ -87,6 +88,51 @@ def test_stages_that_continue_a_run_start_from_its_config(seen, tmp_path):
 def test_a_recipe_is_a_file_of_the_package(seen, name):
     file = load_yaml(Path(nasfast.__file__).parent / "recipes" / f"{name}.yaml")
     assert config_of(seen, "--config", name) == RunConfig.from_dict(file).resolved()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("2.4M", 2.4e6), ("475e6", 475e6), (".5G", 0.5e9), ("12K", 12e3), ("7", 7.0)]
+)
+def test_large_numbers_may_have_a_suffix(tmp_path, text, value):
+    flags = ["--search.max_macs", text, f"--search.max_params={text}", "--out", "2M"]
+    cfg, _ = run_config("score", parse(["score", *flags])[1])
+    assert (cfg.search.max_macs, cfg.search.max_params, cfg.out) == (value, value, "2M")
+    (tmp_path / "c.yaml").write_text(f"search: {{max_macs: {text}}}\n")
+    cfg, _ = run_config("score", parse(["score", "--config", str(tmp_path / "c.yaml")])[1])
+    assert cfg.search.max_macs == value
+
+
+@pytest.mark.parametrize("text", ["2.4m", "M", "1.2.3M", "-1M", "2 M", "infM"])
+def test_nothing_else_is_read_as_a_suffix(text):
+    with pytest.raises(ValueError):
+        to_number(text)
+
+
+def test_settings_are_printed_and_read_again(tmp_path, capsys):
+    flags = ["--data.train", "images", "--search.max_macs", "2.4M", "--seed", "7", "--train.epochs=3"]
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *flags, "--print_config"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert yaml.safe_load(text)["train"]["momentum"] == 0.9, "defaults are printed too"
+    (tmp_path / "all.yaml").write_text(text)
+    again = parse(["run", "--config", str(tmp_path / "all.yaml")])[1]
+    assert run_config("run", again)[0] == run_config("run", parse(["run", *flags])[1])[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "key", "value"),
+    [
+        (["latency", "--threads", "3"], "threads", 3),
+        (["moments", "quick", "--seed", "5"], "seed", 5),
+        (["export", "--out", "runs/x"], "out", "runs/x"),
+    ],
+)
+def test_every_command_prints_its_settings(command, key, value, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--print_config"])
+    assert ended.value.code == 0
+    assert yaml.safe_load(capsys.readouterr().out)[key] == value
 
 
 # what goes wrong

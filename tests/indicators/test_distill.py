@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 from scipy.stats import kendalltau
-from tiny import tiny_space
+from tiny import tiny_macro_space, tiny_space
 
 from nasfast.indicators.distill import distill, z_sum
 from nasfast.indicators.registry import ScoreError
@@ -17,7 +17,7 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.search import search_table
 from nasfast.spaces import SKIP
 
-SPACE = tiny_space()
+SPACE, MACRO = tiny_space(), tiny_macro_space()
 OPTIONS = [layer.options for layer in SPACE.layers]
 ARCHS = list(itertools.product(*OPTIONS))
 
@@ -108,8 +108,8 @@ def test_equal_scores_have_no_r2():
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.25])
-def test_a_sum_of_tables_is_that_of_standard_scores(weight, macro_space):
-    for space in (SPACE, macro_space):
+def test_a_sum_of_tables_is_that_of_standard_scores(weight):
+    for space in (SPACE, MACRO):
         archs = list(itertools.product(*(layer.options for layer in space.layers)))
         rows = [
             {c: random.Random(f"{i} {c}").gauss(5, 2) for c in layer.options} for i, layer in enumerate(space.layers)
@@ -121,12 +121,12 @@ def test_a_sum_of_tables_is_that_of_standard_scores(weight, macro_space):
         assert [table.score(arch) for arch in archs] == pytest.approx(wanted, abs=1e-9)
 
 
-def test_a_product_table_enters_a_sum_with_its_products(macro_space):
-    archs = list(itertools.product(*(layer.options for layer in macro_space.layers)))
-    identities = [layer.indicator_choice for layer in macro_space.layers]
+def test_a_product_table_enters_a_sum_with_its_products():
+    archs = list(itertools.product(*(layer.options for layer in MACRO.layers)))
+    identities = [layer.indicator_choice for layer in MACRO.layers]
     block = tuple({c: 1.0 + c + i for c in range(3) if c != identity} for i, identity in enumerate(identities))
-    product = IndicatorTable(macro_space, block, tuple(None if identity is None else 3.0 for identity in identities))
-    constant = IndicatorTable.of_rows(macro_space, [dict.fromkeys(range(3), 1.0)] * 4, {})
+    product = IndicatorTable(MACRO, block, tuple(None if identity is None else 3.0 for identity in identities))
+    constant = IndicatorTable.of_rows(MACRO, [dict.fromkeys(range(3), 1.0)] * 4, {})
     table = z_sum([(product, 1.0), (constant, 1.0)], meta={})
     a = np.array([product.score(arch) for arch in archs])
     assert [table.score(arch) for arch in archs] == pytest.approx((a - a.mean()) / a.std(), abs=1e-9)

@@ -17,7 +17,6 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import seeds_page as page
 from nasfast.pipeline.agreement import STABLE_TAU, agreement, mean_tau, random_architectures
 from nasfast.pipeline.seeds import check_seeds, networks, rivals, run_seeds, seed_task
-from nasfast.report.evidence import compare_runs
 from nasfast.search import Limits
 from nasfast.settings import RunConfig
 from nasfast.spaces import SKIP
@@ -109,21 +108,6 @@ def test_how_many_seeds_are_needed_by_hand():
 def form(right) -> dict:
     right = np.asarray(right, dtype=np.uint8)
     return {"images": len(right), "correct": np.packbits(right).tobytes().hex(), "top1": float(right.mean())}
-
-
-def test_several_trainings_widen_the_interval_by_their_scatter():
-    rng = np.random.default_rng(0)
-    ours = [rng.random(400) < share for share in (0.8, 0.83, 0.9)]
-    theirs = [rng.random(400) < share for share in (0.7, 0.72)]
-    found = compare_runs([form(r) for r in ours], [form(r) for r in theirs])
-    d = np.mean(ours, axis=0) - np.mean(theirs, axis=0)
-    half = 100 * math.sqrt(
-        (1.959963985 * np.std(d, ddof=1) / 20) ** 2
-        + (4.302652730 * np.std([r.mean() for r in ours], ddof=1) / math.sqrt(3)) ** 2
-        + (12.70620474 * np.std([r.mean() for r in theirs], ddof=1) / math.sqrt(2)) ** 2
-    )
-    assert (found.gain, found.runs, found.peers) == (pytest.approx(100 * d.mean()), 3, 2)
-    assert (found.low, found.high) == (pytest.approx(found.gain - half), pytest.approx(found.gain + half))
 
 
 def config(**changes) -> RunConfig:

@@ -11,7 +11,6 @@ from digits_runs import EVOLUTION, LIMIT, write_config
 
 from nasfast import pipeline
 from nasfast.cli.main import main
-from nasfast.config import ConfigError
 from nasfast.pipeline.inputs import evidence_of, image_loaders
 from nasfast.retrain import load_model
 from nasfast.search import load_candidates
@@ -113,11 +112,3 @@ def test_stages_without_training_use_the_threads_of_the_config(run_dir, tmp_path
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("threads", -3), ("seed", -1), ("recalibration_batches", 0), ("device", "banana")]
-)
-def test_settings_of_the_run_are_checked(field, value):
-    with pytest.raises(ConfigError, match=field):
-        RunConfig.from_dict({field: value})

@@ -42,15 +42,18 @@ def test_one_peer_by_hand():
     assert found.headline == expected
 
 
-def test_three_peers_by_hand():
+@pytest.mark.parametrize("shares", [(0.9,), (0.95, 0.94)], ids=["one training", "two trainings"])
+def test_three_peers_by_hand(shares):
     rng = np.random.default_rng(0)
-    best, *peers = (rng.random(400) < share for share in (0.9, 0.7, 0.72, 0.77))
-    found = compare(form(best), [form(p) for p in peers])
-    d = best - np.mean(peers, axis=0)
-    of_images = 1.959963985 * np.std(d, ddof=1) / 20
-    of_archs = 4.302652730 * np.std([p.mean() for p in peers], ddof=1) / math.sqrt(3)
-    assert found.gain == pytest.approx(100 * (best.mean() - np.mean([p.mean() for p in peers])))
-    assert found.high - found.gain == pytest.approx(100 * math.hypot(of_images, of_archs))
+    ours, peers = ([rng.random(400) < share for share in group] for group in (shares, (0.7, 0.72, 0.77)))
+    found = compare(form(ours[0]), [form(p) for p in peers], [form(o) for o in ours[1:]])
+    d = np.mean(ours, axis=0) - np.mean(peers, axis=0)
+    half = [1.959963985 * np.std(d, ddof=1) / 20]
+    for group, t in ((ours, 12.70620474), (peers, 4.302652730)):
+        if len(group) > 1:
+            half.append(t * np.std([one.mean() for one in group], ddof=1) / math.sqrt(len(group)))
+    assert (found.gain, found.runs, found.peers) == (pytest.approx(100 * d.mean()), len(shares), 3)
+    assert found.high - found.gain == pytest.approx(100 * math.hypot(*half))
     assert found.gain - found.low == pytest.approx(found.high - found.gain)
     start = f"{found.gain:+.1f} points over 3 random networks of equal cost (95 % interval {found.low:.1f} to "
     assert found.headline.startswith(start) and found.significant and "significant" not in found.headline

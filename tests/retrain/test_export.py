@@ -1,4 +1,4 @@
-"""A network as files: the same logits after reloading, errors that name the file, programs of torch.export and ONNX."""
+"""A network as files: the same logits, classes and errors after reloading, programs of torch.export and ONNX."""
 
 from __future__ import annotations
 
@@ -10,23 +10,40 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from tiny import batches, tiny_excited_space, tiny_space
 
-from nasfast.retrain import RetrainConfig, RetrainResult, export_onnx, export_program, load_model, save_model
+from nasfast.data import preprocess
+from nasfast.retrain import (
+    ImageInfo,
+    RetrainConfig,
+    RetrainResult,
+    classify,
+    export_onnx,
+    export_program,
+    load_model,
+    save_model,
+)
 from nasfast.retrain.card import write_card
 from nasfast.search import Candidate, Limits, save_candidates
 from nasfast.spaces import SKIP, CostTable
 from nasfast.supernet import build
 
 SPACE, ARCH = tiny_space(), (1, 0, 2, SKIP)
+INFO = ImageInfo(tuple(f"class {i}" for i in range(SPACE.num_classes)), 16, 16, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
 
 
 @pytest.fixture
 def network():
     """A network whose running statistics change its results."""
+    return trained()
+
+
+def trained():
     network = build(SPACE, ARCH, seed=2)
     for x, _ in batches(3):
         network.train()(x)
+    network.images = INFO
     return network.eval()
 
 
@@ -51,6 +68,30 @@ def test_saving_again_gives_the_same_bytes(network, folder, tmp_path_factory):
     save_model(load_model(folder), other / "model.safetensors")
     for name in ("config.json", "model.safetensors"):
         assert (other / name).read_bytes() == (folder / name).read_bytes()
+
+
+def test_the_files_say_how_images_become_the_input(folder):
+    assert load_model(folder).images == INFO
+    form = json.loads((folder / "config.json").read_text())
+    told = form["pretrained_cfg"]
+    assert (tuple(form["label_names"]), tuple(told["mean"]), tuple(told["std"])) == (INFO.classes, INFO.mean, INFO.std)
+    assert told["crop_pct"] == INFO.resolution / INFO.short_side
+
+
+def test_the_most_probable_classes_come_first(folder):
+    network, picture = load_model(folder).train(), Image.effect_noise((40, 30), 90.0).convert("RGB")
+    found = classify(network, picture, top_k=2)
+    with torch.no_grad():
+        want = network.eval()(preprocess(picture, INFO)[None]).softmax(1)[0]
+    best = want.argsort(descending=True)[:2].tolist()
+    assert found == [(INFO.classes[i], pytest.approx(float(want[i]))) for i in best]
+    assert sum(p for _, p in classify(network, picture, top_k=99)) == pytest.approx(1)
+    with pytest.raises(ValueError, match="top_k must be 1 or more, got 0"):
+        classify(network, picture, top_k=0)
+    network.images = None
+    save_model(network, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="set network.images"):
+        classify(load_model(folder), picture)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
@@ -136,6 +177,7 @@ def test_a_program_with_an_operator_of_another_library_is_refused(network, tmp_p
 
 
 def test_the_card_says_what_is_known(network, folder):
+    network.images = None
     text = write_card(network, folder, run_dir=folder).read_text()
     cost = SPACE.cost(ARCH)
     assert f"| MACs per image | {cost.macs:,} |" in text and f"| parameters | {cost.params:,} |" in text
@@ -176,14 +218,14 @@ def test_onnx_computes_the_same_at_any_batch_size(onnx_file, batch):
     (got,) = session.run(["logits"], {"images": x.numpy()})
     with torch.no_grad():
         torch.testing.assert_close(torch.from_numpy(got), network(x), rtol=1e-4, atol=1e-4)
+    found = {key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()}
+    assert ImageInfo.from_dict(found["images"]) == INFO
+    assert (found["space"], found["arch"], found["macs"]) == (SPACE.name, list(ARCH), SPACE.cost(ARCH).macs)
 
 
 @pytest.fixture(scope="module")
 def onnx_file(tmp_path_factory):
-    network = build(SPACE, ARCH, seed=2)
-    for x, _ in batches(3):
-        network.train()(x)
-    path = tmp_path_factory.mktemp("onnx") / "deep" / "model.onnx"
+    network, path = trained(), tmp_path_factory.mktemp("onnx") / "deep" / "model.onnx"
     difference = export_onnx(network, path)
     assert not network.training
     assert [p.name for p in path.parent.iterdir()] == ["model.onnx"]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from tiny import batches, tiny_excited_space, tiny_space
 
-from nasfast.config import ConfigError
 from nasfast.indicators.scores import Evidence, score_paths
 from nasfast.retrain import RetrainConfig, RetrainResult, load_model, retrain
 from nasfast.retrain.export import read_form
@@ -123,15 +122,3 @@ def test_another_architecture_does_not_resume_this_one(retrained, tmp_path):
     other = retrain(tiny_space(), (0, 0, 0, 1), batches(1), batches(1), cfg, run_dir=tmp_path, resume=True)
     assert other.arch == load_model(tmp_path / "retrain/best").arch == (0, 0, 0, 1)
     assert (tmp_path / "retrain-superseded/best-0_0_0_0/model.safetensors").read_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("form", "message"),
-    [
-        ({"top_k": 0}, "top_k must be at least 1"),
-        ({"random_architectures": -1}, "random_architectures must not be negative, got -1"),
-    ],
-)
-def test_settings_that_cannot_be(form, message):
-    with pytest.raises(ConfigError, match=message):
-        RetrainConfig.from_dict(form)

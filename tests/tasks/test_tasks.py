@@ -116,21 +116,6 @@ def test_two_tasks_of_one_name_are_refused(tmp_path):
         runner.run([DIE, DIE])
 
 
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        ({"workers": -1}, "workers"),
-        ({"attempts": 0}, "attempts"),
-        ({"max_hours": 0.0}, "max_hours"),
-        ({"max_hours": 1e9}, "max_hours must be positive and at most 1,000,000, got"),
-        ({"ray_address": "a:1"}, "--executor ray"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(changes, text):
-    with pytest.raises(ValueError, match=text):
-        TaskSettings(**changes)
-
-
 @pytest.mark.slow
 def test_processes_carry_on_after_errors_and_deaths(tmp_path, caplog):
     with TaskRunner(tmp_path, TaskSettings(workers=1, attempts=2)) as runner:

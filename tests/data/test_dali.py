@@ -1,24 +1,152 @@
-"""The DALI backend: the same images as torchvision's, whatever the files hold and however they are decoded."""
+"""The DALI backend: torchvision's images whatever the files hold, through epochs, threads, and files that change."""
 
 from __future__ import annotations
 
+import gc
+import io
+import itertools
+import logging
+import os
 import struct
+import sys
+import time
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from dali_images import CPU, by_dali, by_torchvision, distance, encoded, photograph, photographs, same, shares, write
 from PIL import Image
 
-from nasfast.data import FolderSource, dali
+from nasfast.config import ConfigError
+from nasfast.data import DigitsSource, FolderSource, Loader, TorchvisionBackend, dali
 from nasfast.data.augment import Augmentation
 from nasfast.data.backends import Request
 from nasfast.data.dali import DaliBackend
+from nasfast.data.datasets import SubsetSource
 
 pytest.importorskip("nvidia.dali")
 
 pytestmark = pytest.mark.dali
+
+CPU = torch.device("cpu")
+
+
+def photograph(seed: int, width: int, height: int) -> Image.Image:
+    """Shapes and textures of every scale, as photographs have them."""
+    random = np.random.default_rng(seed)
+    pixels = np.zeros((height, width, 3))
+    for octave in range(2, 9):
+        noise = random.normal(size=(2**octave, 2**octave, 3)) * 90 / octave**1.5
+        layers = [Image.fromarray(noise[..., c].astype(np.float32)).resize((width, height)) for c in range(3)]
+        pixels += np.stack([np.asarray(layer) for layer in layers], -1)
+    rows, columns = np.mgrid[:height, :width]
+    for _ in range(4):
+        y, x, radius = random.uniform(0, height), random.uniform(0, width), random.uniform(5, min(height, width) / 2)
+        pixels[(rows - y) ** 2 + (columns - x) ** 2 < radius**2] += random.normal(size=3) * 60
+    return Image.fromarray((pixels + 128).clip(0, 255).astype(np.uint8))
+
+
+def write(folder: Path, images: dict[str, bytes]) -> FolderSource:
+    """Files of the classes `a` and `b` in turn."""
+    for number, (name, data) in enumerate(images.items()):
+        path = folder / "ab"[number % 2] / f"{number:02d}-{name}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return FolderSource(folder)
+
+
+def encoded(image: Image.Image, form: str = "JPEG", **options) -> bytes:
+    file = io.BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def photographs(sizes: list[tuple[int, int]]) -> dict[str, bytes]:
+    """JPEG files of qualities 75 to 95, each subsampling of chroma, baseline and progressive."""
+    forms = itertools.cycle(itertools.product((75, 85, 95), (0, 1, 2), (False, True)))
+    return {
+        f"{width}x{height}.jpg": encoded(
+            photograph(number, width, height), quality=quality, subsampling=subsampling, progressive=progressive
+        )
+        for number, ((width, height), (quality, subsampling, progressive)) in enumerate(zip(sizes, forms, strict=False))
+    }
+
+
+SIZES = [(150, 113), (113, 150), (64, 64), (32, 32), (200, 90), (33, 47), (500, 375), (61, 240), (16, 16), (97, 101)]
+
+
+def shares(count: int, size: int, *, epoch: int = 0) -> list[Request]:
+    """All images of an epoch in a random order, `size` at a time."""
+    order = np.random.default_rng(epoch).permutation(count)
+    return [Request(order[start : start + size], epoch, start) for start in range(0, count, size)]
+
+
+def by_dali(source, augmentation: Augmentation, requests, *, batch_size: int = 16, **settings) -> list:
+    return list(DaliBackend(source, augmentation, batch_size=batch_size, **settings).decode(requests, CPU))
+
+
+def by_torchvision(source, augmentation: Augmentation, requests) -> list:
+    return list(TorchvisionBackend(source, augmentation).decode(requests, CPU))
+
+
+def same(one, other) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a.images, b.images) and np.array_equal(a.kept, b.kept) and a.bad == b.bad
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def distance(one, other) -> torch.Tensor:
+    """Levels between the values of the images, (N, C, H, W)."""
+    assert [list(d.kept) for d in one] == [list(d.kept) for d in other]
+    assert [d.bad for d in one] == [d.bad for d in other]
+    return torch.cat([(a.images.int() - b.images.int()).abs() for a, b in zip(one, other, strict=True)])
+
+
+@pytest.fixture(scope="session")
+def album(tmp_path_factory) -> FolderSource:
+    """Photographs of many sizes and kinds, all for DALI; tests must not change them."""
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter, which neither loader does
+    return write(
+        tmp_path_factory.mktemp("album"),
+        {
+            **photographs(SIZES),
+            "turned.jpg": encoded(photograph(20, 120, 80), quality=90, exif=exif),
+            "grey.jpg": encoded(photograph(21, 90, 120).convert("L"), quality=90),
+            "colour.png": encoded(photograph(22, 70, 50), "PNG"),
+            "grey.png": encoded(photograph(23, 50, 70).convert("L"), "PNG"),
+        },
+    )
+
+
+@pytest.fixture
+def spoilt(tmp_path) -> FolderSource:
+    """Good files, and one unreadable file of every kind."""
+    good = photographs([(80, 60), (60, 80), (50, 50), (90, 40)])
+    jpeg, png = encoded(photograph(5, 80, 60), quality=90), encoded(photograph(6, 80, 60), "PNG")
+    flipped = bytearray(png)
+    flipped[len(png) // 2] ^= 255
+    bad = {
+        "cut.jpg": jpeg[: len(jpeg) * 9 // 10],
+        "cut-early.jpg": jpeg[: len(jpeg) // 2],
+        "cut-progressive.jpg": encoded(photograph(7, 80, 60), progressive=True)[:-100],
+        "no-end.jpg": jpeg[:-2],
+        "cut.png": png[: len(png) // 2],
+        "cut-but-ended.png": png[: len(png) // 2] + png[-12:],
+        "flipped.png": bytes(flipped),
+        "text.jpg": b"this is no image",
+        "header.jpg": jpeg[:4] + b"\xff\xd9",
+        "empty.jpg": b"",
+        "missing.jpg": jpeg,
+    }
+    source = write(tmp_path, {**good, **bad})
+    os.remove(next(source.path(i) for i in range(len(source)) if source.path(i).endswith("missing.jpg")))
+    return source
+
+
+# images
 
 
 @pytest.mark.parametrize("grey", [False, True], ids=["rgb", "grey"])
@@ -224,3 +352,101 @@ def test_a_gpu_shows_the_same_windows(album, spoilt, kind, side, gpu):
         assert distance(host, by_torchvision(source, augmentation, requests)).float().mean() < 2
         again = list(backend.decode(requests, torch.device(gpu)))
         assert same([decoded._replace(images=decoded.images.cpu()) for decoded in again], host)
+
+
+# epochs
+
+
+def test_files_that_change_while_they_are_used(tmp_path, caplog):
+    """DALI fails at windows beyond a file's new edge: PIL decodes this image, and nothing else changes."""
+    source = write(tmp_path, photographs([(120, 90), (121, 90), (90, 120), (119, 90)]))
+    augmentation = Augmentation("imagenet", 32)
+    backend = DaliBackend(source, augmentation, batch_size=2, workers=1)
+    orders = [(0, 1), (2, 3), (1, 0), (0, 1), (1, 2), (0, 1), (3, 0), (1, 0), (0, 1), (1, 3)]
+    requests = [Request(np.array(rows), 0, 2 * place) for place, rows in enumerate(orders)]
+    before = list(backend.decode(requests, CPU))
+    Path(source.path(2)).write_bytes(encoded(photograph(9, 20, 10)))
+    Path(source.path(3)).unlink()
+    with caplog.at_level(logging.WARNING, logger="nasfast"):
+        after = list(backend.decode(requests, CPU))
+    want = by_torchvision(source, augmentation, requests)
+    assert distance(after, want).max() <= 2
+    for one, other, request in zip(before, after, requests, strict=True):
+        for place, row in enumerate(other.kept):
+            if request.indices[row] < 2:
+                assert torch.equal(one.images[row], other.images[place])
+    assert [message.count("DALI cannot decode") for message in caplog.messages] == [1, 1], "each file is named once"
+    assert [decoded.bad for decoded in after] == [[source.name(3)] if 3 in rows else [] for rows in orders]
+
+
+def threads(want: int | None = None) -> int:
+    """Threads of this process. Threads that have ended may be listed a little longer, so this waits for `want`."""
+    until = time.monotonic() + 5
+    while (count := len(os.listdir("/proc/self/task"))) != want is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    return count
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+def test_nothing_is_left_of_an_epoch_that_is_broken_off(album, request):
+    augmentation, requests = Augmentation("imagenet", 32), shares(len(album), 3)
+    want = by_dali(album, augmentation, requests)
+    torch.randn(200, 200) @ torch.randn(200, 200)  # PyTorch's threads have started
+    before = threads()
+    gc.disable()  # because a collection would hide that something still holds pipelines
+    request.addfinalizer(gc.enable)
+    backend = DaliBackend(album, augmentation, batch_size=3)
+    for consumed in (0, 1, 3):
+        answers = backend.decode(requests, CPU)
+        list(itertools.islice(answers, consumed))
+        answers.close()
+        assert threads(before) == before
+    assert same(list(backend.decode(requests, CPU)), want)
+    kept = len(backend._idle)
+    for _ in range(3):
+        assert same(list(backend.decode(requests, CPU)), want)
+    assert len(backend._idle) == kept == 1, "each epoch made a pipeline of its own"
+    del backend
+    assert threads(before) == before
+
+
+def test_two_epochs_at_once(album):
+    augmentation = Augmentation("cifar", 32)
+    backend = DaliBackend(album, augmentation, batch_size=4)
+    first, second = shares(len(album), 4), shares(len(album), 4, epoch=1)
+    pairs = list(zip(backend.decode(first, CPU), backend.decode(second, CPU), strict=True))
+    assert same([one for one, _ in pairs], by_dali(album, augmentation, first))
+    assert same([other for _, other in pairs], by_dali(album, augmentation, second))
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_labels_of_an_epoch_are_torchvisions(album, tmp_path, bad):
+    source = album
+    if bad:
+        images = {f"{i}-{Path(album.path(i)).name}": Path(album.path(i)).read_bytes() for i in range(len(album))}
+        source = write(tmp_path, {**images, "text.jpg": b"no image", "cut.jpg": next(iter(images.values()))[:-50]})
+    augmentation = Augmentation("imagenet", 32, seed=1)
+    batches = []
+    for backend in (DaliBackend(source, augmentation, batch_size=4), TorchvisionBackend(source, augmentation)):
+        loader = Loader(source, backend, batch_size=4, shuffle=True, seed=1, max_bad_files=2)
+        batches.append([list(loader.epoch(epoch)) for epoch in range(2)])
+        assert len(loader.bad_files) == 2 * bad
+    for got, want in zip(*batches, strict=True):
+        assert [y.tolist() for _, y in got] == [y.tolist() for _, y in want]
+        assert all((255 * (x - z)).abs().max() < 2.01 for (x, _), (z, _) in zip(got, want, strict=True))
+
+
+def test_subsets_and_lists_have_their_files(album):
+    part = SubsetSource(album, np.array([7, 2, 5]))
+    request = [Request(np.array([2, 0]), 0, 0)]
+    want = by_dali(album, Augmentation("none", 16), [Request(np.array([5, 7]), 0, 0)])
+    assert same(by_dali(part, Augmentation("none", 16), request), want)
+
+
+def test_what_it_cannot_do_is_said(monkeypatch, album):
+    with pytest.raises(ConfigError, match="DALI decodes image files, and DigitsSource has none"):
+        DaliBackend(DigitsSource("val"), Augmentation("shift", 32), batch_size=4)
+    assert dali.refusal(album) is None
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)
+    with pytest.raises(RuntimeError, match="pip install 'nasfast\\[dali\\]'"):
+        DaliBackend(album, Augmentation("cifar", 32), batch_size=4)
