@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.fusion import members
-from nasfast.fusion.chain import Members
-from nasfast.fusion.execute import BoundChain
+from nasfast.fusion.chain import BoundChain
 from nasfast.fusion.members import ACTIVATION_FUNCTIONS
 from nasfast.fusion.replaced import ReplacedForward, hooks_of
 from nasfast.fusion.stages import Way, result_dtype
@@ -244,8 +243,8 @@ def _steps(leaves: Sequence[Callable], chains: Sequence[BoundChain]) -> list[Cal
     while place < len(leaves):
         length = 0
         for found in chains:
-            if leaves[place] is found.members.convs[0]:
-                length = _length(leaves[place:], found.members)
+            if leaves[place] is found.convs[0]:
+                length = _length(leaves[place:], found)
                 if length:
                     steps.append(_ChainCall(found, list(leaves[place : place + length])))
                 break
@@ -255,10 +254,10 @@ def _steps(leaves: Sequence[Callable], chains: Sequence[BoundChain]) -> list[Cal
     return steps
 
 
-def _length(leaves: Sequence[Callable], chain: Members) -> int:
+def _length(leaves: Sequence[Callable], found: BoundChain) -> int:
     """The number of first leaves that are the calls of the chain; 0 if they are not."""
     place = 0
-    for conv, norm, act in zip(chain.convs, chain.norms, chain.acts, strict=True):
+    for conv, norm, act in zip(found.convs, found.norms, found.chain.acts, strict=True):
         if len(leaves) < place + 2 or leaves[place] is not conv or leaves[place + 1] is not norm:
             return 0
         place += 2

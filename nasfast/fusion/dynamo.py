@@ -28,10 +28,9 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nasfast.fusion import members
-from nasfast.fusion.chain import stage_of
-from nasfast.fusion.execute import compiled_way, fits
+from nasfast.fusion.chain import compiled_way, fits
 from nasfast.fusion.match import Matcher, TracedStage, adds_in_place
-from nasfast.fusion.members import Conv, square_conv
+from nasfast.fusion.members import Conv, square_conv, stage_of
 from nasfast.fusion.stages import Folded, Way, plain_stages, result_dtype, run_stages, sources_of, transformed
 from nasfast.ops.reference import ConvBNParams, Stage
 

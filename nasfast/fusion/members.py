@@ -16,6 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.ops.modules import ACTIVATION_MODULES, BNAct2d
+from nasfast.ops.reference import ConvBNParams, Stage
 
 
 def convolutions(module: nn.Module) -> dict[str, _ConvNd]:
@@ -63,16 +64,17 @@ def conv_problem(conv: _ConvNd) -> str | None:
     return None
 
 
-def runs_conv(module: nn.Module) -> bool:
+def runs_conv(module: nn.Module | None) -> bool:
     """Whether a call of the module runs what nn.Conv2d runs."""
     runs = _runs(module, nn.Conv2d, _CONV_FORWARD)
     return runs and isinstance(module, nn.Conv2d) and type(module)._conv_forward is _CONV_FUNCTION
 
 
-def _runs(module: nn.Module, cls: type[nn.Module], forward: Callable) -> bool:
+def _runs(module: nn.Module | None, cls: type[nn.Module], forward: Callable) -> bool:
     """Whether a call of the module runs this forward of cls."""
-    own = vars(module).get("forward")
-    return isinstance(module, cls) and type(module).forward is forward and isinstance(own, (ReplacedForward, NoneType))
+    if not isinstance(module, cls) or type(module).forward is not forward:
+        return False
+    return isinstance(vars(module).get("forward"), (ReplacedForward, NoneType))
 
 
 # as PyTorch has them: users may patch classes
@@ -175,6 +177,26 @@ def square_conv(
     if step is None or pad is None or _one(dilation) != 1:
         return None
     return Conv(weight, bias, step, pad, 1, groups)
+
+
+def stage_of(
+    conv: Conv,
+    act: str,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Stage | None:
+    """The stage of a convolution, an activation and a call of F.batch_norm with these arguments behind its input;
+    None if BatchNorm has no affine parameters, as every stage has.
+    """
+    if weight is None or bias is None:
+        return None
+    params = ConvBNParams(conv.weight, weight, bias, running_mean, running_var, conv.bias)
+    return Stage(params, conv.stride, conv.padding, conv.groups, act, training, momentum, eps)
 
 
 def _one(value: str | int | Sequence[int]) -> int | None:

@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from nasfast.fusion.chain import stage_of
-from nasfast.fusion.execute import BoundChain
-from nasfast.fusion.members import ACTIVATION_FUNCTIONS, Conv, activation_of, square_conv
+from nasfast.fusion.chain import BoundChain
+from nasfast.fusion.members import ACTIVATION_FUNCTIONS, Conv, activation_of, square_conv, stage_of
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way, plain, result_dtype
 from nasfast.ops.reference import Stage
