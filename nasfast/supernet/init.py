@@ -220,9 +220,6 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
         scheme: one of `orthogonal`, `aligned`, `delta_orthogonal`, `gaussian`, `he`, or an InitScheme. Here `aligned`
             is that of small spaces; `aligned_scheme` chooses by the number of layers.
         seed: global seed; the seed of each tensor derives from it and the tensor's name.
-
-    Raises:
-        ValueError: the scheme is unknown, or has no construction for a convolution.
     """
     if not isinstance(scheme, InitScheme):
         if scheme not in get_args(Init):

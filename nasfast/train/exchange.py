@@ -58,9 +58,6 @@ class FlatExchange:
             result: of this rank.
             images: number of images of this rank.
             stop: whether this rank was asked to stop.
-
-        Raises:
-            RankError: a rank is gone.
         """
         if self._world.size == 1:
             return Outcome(*result, images, stop)

@@ -46,11 +46,7 @@ class TrainingDivergedError(RuntimeError):
 
 
 def make_optimizer(model: nn.Module, cfg: TrainConfig) -> torch.optim.SGD:
-    """SGD over the parameters that train; weight decay applies only to tensors of two or more dimensions.
-
-    Raises:
-        ValueError: no parameter trains.
-    """
+    """SGD over the parameters that train; weight decay applies only to tensors of two or more dimensions."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("nothing to train: no parameter has requires_grad=True; see Supernet.freeze")
@@ -200,11 +196,7 @@ class _Training:
         return make_engine(self.exchange.module, cfg.engine, batch=shape, label_smoothing=smoothing, bf16=bf16)
 
     def read(self, paths: int) -> None:
-        """Read the results of the steps since the last read together; `paths` is the number of paths of a step.
-
-        Raises:
-            TrainingDivergedError: a loss or a gradient norm is not finite.
-        """
+        """Read the results of the steps since the last read together; `paths` is the number of paths of a step."""
         steps, self.pending = self.pending, []
         rows = [
             torch.stack([torch.as_tensor(v, dtype=torch.float64, device=norm.device) for v in (*outcome, norm)])
@@ -237,9 +229,6 @@ class _Training:
         """Evaluate and save, then end the training if SIGTERM came.
 
         SIGTERM does not wait for an evaluation; the checkpoint then says that the evaluation is due.
-
-        Raises:
-            Terminated: SIGTERM came.
         """
         at, better = self.at, False
         at.evaluation_due = evaluates
@@ -268,11 +257,7 @@ class _Training:
             self.clock = time.monotonic()  # the speed is that of steps
 
     def take_result(self) -> None:
-        """Give the model the weights that count: those of the best evaluation with patience, else the average.
-
-        Raises:
-            CheckpointError: the best checkpoint cannot be read.
-        """
+        """Give the model the weights that count: those of the best evaluation with patience, else the average."""
         if self.exhausted and self.at.step < self.total:
             _LOG.info(
                 "%s: stopped after %d of %d epochs, because %d evaluations were not better than the best top-1, %.2f%%",
