@@ -15,18 +15,21 @@ from nasfast.fusion import FuseReport
 
 timm = pytest.importorskip("timm")
 
-# models of well-known blocks
-MODELS = [
-    "mobilenet_v2",
-    "shufflenet_v2_x0_5",
-    "resnet18",
-    "mobilenet_v3_small",
-    "regnet_y_400mf",
-    "timm/mobilenetv2_100",
-    "timm/mobilenetv3_small_100",
-    "timm/ghostnet_100",
-    "timm/rexnet_100",
-]
+# models of well-known blocks: convolutions in chains, of all, chains
+MODELS = {
+    "mobilenet_v2": (52, 52, 19),
+    "shufflenet_v2_x0_5": (56, 56, 21),
+    "mnasnet0_5": (52, 52, 18),
+    "resnet18": (20, 20, 12),
+    "resnet50": (53, 53, 21),
+    "mobilenet_v3_small": (34, 52, 22),
+    "regnet_y_400mf": (53, 85, 37),
+    "timm/mobilenetv2_100": (52, 52, 19),
+    "timm/mobilenetv3_small_100": (34, 53, 22),
+    "timm/efficientnet_lite0": (49, 49, 18),
+    "timm/ghostnet_100": (80, 95, 75),
+    "timm/rexnet_100": (62, 75, 44),
+}
 
 
 def make(name: str) -> nn.Module:
