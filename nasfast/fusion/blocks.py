@@ -166,7 +166,7 @@ class _ChainCall:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, add: Callable = operator.add) -> Tensor:
         way = self._runs.way(x)
-        if way is not None and way is not Way.PLAIN:
+        if way is not Way.PLAIN:
             y = self._runs.run_all(way, x, residual)
             return y.to(result_dtype(x)) if add is operator.iadd else y
         for call in self._calls:

@@ -122,20 +122,20 @@ class BoundChain:
             places += [(bn._buffers, name) for name in ("running_mean", "running_var", "num_batches_tracked")]
         return places
 
-    def way(self, x: Tensor, *, recorded: bool = False) -> Way | None:
-        """How the chain runs on x; None if PyTorch must run it, as with tensors that are not ordinary ones.
+    def way(self, x: Tensor, *, recorded: bool = False) -> Way:
+        """How the chain runs on x. PyTorch must run tensors that are not ordinary ones.
 
         Args:
             x: the input of the chain.
             recorded: whether the chain is recorded in placeholders while its module's own forward runs.
         """
         if type(x) not in ORDINARY or x.dim() != 4 or not self.stages or not self._ordinary or transformed():
-            return None
+            return Way.PLAIN
         if self._always:
             return Way.OPERATOR
         around = surroundings(x)
         if around is None:
-            return None
+            return Way.PLAIN
         # without gradients it does not matter what could have one
         learned = () if around[-1] is None else tuple(map(_REQUIRES_GRAD, self._learned))
         way = self._ways.get((around, learned, recorded))
@@ -220,23 +220,23 @@ class CompiledChain(BoundChain):
         # both are read again where the chain runs
         self._batch = self._cumulative = True
 
-    def way(self, x: Tensor, *, recorded: bool = False) -> Way | None:
+    def way(self, x: Tensor, *, recorded: bool = False) -> Way:
         """As `BoundChain.way`."""
         if not self.stages:
-            return None
+            return Way.PLAIN
         trains = torch.is_grad_enabled() and any([stage.params.conv_weight.requires_grad for stage in self.stages])
         return compiled_way(x, self.stages, always=self._always, trains=trains)
 
 
-def compiled_way(x: Tensor, stages: Sequence[Stage], *, always: bool, trains: bool) -> Way | None:
-    """How stages run on x in a compiled graph, where nothing can be measured; None if they are not those of a chain.
+def compiled_way(x: Tensor, stages: Sequence[Stage], *, always: bool, trains: bool) -> Way:
+    """How stages run on x in a compiled graph, where nothing can be measured.
 
     Args:
         always: whether a chain always runs on the operator, and not only where the rule expects a gain.
         trains: whether a convolution trains.
     """
     if x.dim() != 4 or not fits(x, stages):
-        return None
+        return Way.PLAIN
     return Way.OPERATOR if always or rule.pays(x, in_float32(stages), trains=trains, recorded=False) else Way.PLAIN
 
 

@@ -99,11 +99,11 @@ def fuse_graph(graph_module: fx.GraphModule, *, folding: bool, always: bool) -> 
         ways = [_way(chain, False, always) for chain in chains]
     # what reads a chain's result is replaced before it, and then finds it there
     for chain, way in sorted(zip(chains, ways, strict=True), key=lambda one: -matcher.order[one[0].nodes[-1]]):
-        if way is Way.OPERATOR or way is Way.FOLDED:
+        if way is not Way.PLAIN:
             _replace(graph_module, chain, way)
     graph.lint()
     graph_module.recompile()
-    return Counter(way for way in ways if way is not None)
+    return Counter(ways)
 
 
 def _replace(graph_module: fx.GraphModule, chain: _GraphChain, way: Way) -> None:
@@ -253,18 +253,18 @@ class _GraphChain(NamedTuple):
         return cls(traced[0].conv.args[0], tuple(stages), residual, adds_in_place(add), (*nodes, add))
 
 
-def _way(chain: _GraphChain, folding: bool, always: bool) -> Way | None:
-    """How a chain runs; None if its tensors are not those of a chain."""
+def _way(chain: _GraphChain, folding: bool, always: bool) -> Way:
+    """How a chain runs."""
     x, y, residual = _tensor(chain.x), _tensor(chain.nodes[-1]), _tensor(chain.residual)
     stages: Any = fx.map_arg(chain.stages, _tensor)
     given = [x, y, *sources_of(stages), *([] if residual is None else [residual])]
     if not all(isinstance(tensor, FakeTensor) for tensor in given):
-        return None
+        return Way.PLAIN
     # the operator's results are in channels_last, and what follows may depend on the layout
     if x.dim() != 4 or not y.is_contiguous(memory_format=torch.channels_last):
-        return None
+        return Way.PLAIN
     if residual is not None and residual.shape != y.shape:
-        return None
+        return Way.PLAIN
     # autocast may be a part of the graph
     dtype = _tensor(chain.nodes[0]).dtype
     casts = dtype.itemsize == 2 and any(
@@ -272,7 +272,7 @@ def _way(chain: _GraphChain, folding: bool, always: bool) -> Way | None:
     )
     with torch.autocast(x.device.type, dtype) if casts else nullcontext():
         if folding and not any(stage.training for stage in stages) and all(tensor.is_cpu for tensor in given):
-            return Way.FOLDED if fits(x, stages) else None
+            return Way.FOLDED if fits(x, stages) else Way.PLAIN
         trains = y.requires_grad and any(stage.params.conv_weight.requires_grad for stage in stages)
         return compiled_way(x, stages, always=always, trains=trains)
 

@@ -118,7 +118,7 @@ class _Recording:
         """What the convolution returns; None if the chain runs on PyTorch."""
         found, weight = self.chains[module], module._parameters.get("weight")
         way = found.way(input, recorded=True)
-        if weight is None or way is None or way is Way.PLAIN or module.padding_mode != "zeros":
+        if weight is None or way is Way.PLAIN or module.padding_mode != "zeros":
             return None
         settings: Any = module.stride, module.padding, module.dilation, module.groups
         conv = square_conv(weight, module.bias, *settings)  # type: ignore[arg-type]
