@@ -232,18 +232,18 @@ class _Trace(Matcher):
         stacks = [self.stack(node) for node in (*nodes, *([] if add is None else [add]))]
         around = common(stacks)
         owner = self._modules[around[-1][1] if around else ""]
-        names = {id(m): tuple(name.split(".")) for name, m in owner.named_modules() if name}
+        names = {m: tuple(name.split(".")) for name, m in owner.named_modules() if name}
         called = [self._modules[node.target] for node in nodes if node.op == "call_module"]
         # a BatchNorm of timm calls its own activation
         called += [inner for module in called if isinstance(module, _BatchNorm) for inner in module.children()]
         between = [self._modules[path] for stack in stacks for _, path in stack[len(around) :]]
-        if any(id(m) not in names for m in (*called, *between)):
+        if any(m not in names for m in (*called, *between)):
             self.reasons |= {stage.conv: "is no submodule of the module that calls it" for stage in stages}
             return
-        watched = dict.fromkeys(names[id(m)] for m in (*called, *between))
+        watched = dict.fromkeys(names[m] for m in (*called, *between))
         chain = Chain(
-            convs=tuple(names[id(self._modules[stage.conv.target])] for stage in stages),
-            norms=tuple(names[id(self._modules[stage.norm.target])] for stage in stages),
+            convs=tuple(names[self._modules[stage.conv.target]] for stage in stages),
+            norms=tuple(names[self._modules[stage.norm.target]] for stage in stages),
             acts=tuple(stage.act for stage in stages),
             residual=add is not None,
             watched=tuple(watched),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from types import NoneType
@@ -108,14 +109,20 @@ def module_activation(module: nn.Module) -> str | None:
     return _ACTIVATIONS.get(runs)
 
 
+def called(node: fx.Node) -> object:
+    """The function or the method of tensors that a traced call is one of; None for other nodes."""
+    if node.op == "call_method":
+        return getattr(Tensor, str(node.target), None)
+    return node.target if node.op == "call_function" else None
+
+
 def function_activation(node: fx.Node) -> str | None:
     """Name of the activation that a traced call of a function or method computes; None if no stage can have it."""
     if len(node.all_input_nodes) != 1:
         return None
     # the input comes first unless it is named
     rest = node.args[1:] if node.args and isinstance(node.args[0], fx.Node) else node.args
-    function = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
-    return activation_of(function, *rest, **{name: value for name, value in node.kwargs.items() if name != "input"})
+    return activation_of(called(node), *rest, **{name: value for name, value in node.kwargs.items() if name != "input"})
 
 
 def untouchable(module: nn.Module) -> str | None:
@@ -211,6 +218,17 @@ def _one(value: str | int | Sequence[int]) -> int | None:
 def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> str | None:
     return "relu6" if (min_val, max_val) == (0, 6) else None
 
+
+ADDITIONS: dict[object, bool] = {
+    torch.add: False,
+    operator.add: False,
+    operator.iadd: True,
+    Tensor.add: False,
+    Tensor.add_: True,
+    Tensor.__add__: False,
+    Tensor.__iadd__: True,
+}
+"""The additions that can belong to a chain, and whether they change their first argument."""
 
 ACTIVATION_FUNCTIONS: dict[object, str] = {
     F.relu: "relu",

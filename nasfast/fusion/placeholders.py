@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from nasfast.fusion.chain import BoundChain
-from nasfast.fusion.members import ACTIVATION_FUNCTIONS, Conv, activation_of, square_conv, stage_of
+from nasfast.fusion.members import ACTIVATION_FUNCTIONS, ADDITIONS, Conv, activation_of, square_conv, stage_of
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way, plain, result_dtype
 from nasfast.ops.reference import Stage
@@ -254,10 +254,9 @@ def _still(stage: Stage) -> Stage:
 
 
 _DIMENSIONS = {Tensor.dim, Tensor.ndim.__get__}  # type: ignore[attr-defined]  # ndim of the class is a property
-_ADDITIONS = {torch.add: False, Tensor.add: False, Tensor.__add__: False, Tensor.add_: True, Tensor.__iadd__: True}
 _EXTENSIONS: dict[object, Callable[..., Tensor | None]] = {
     torch.conv2d: _extend_conv,
     F.batch_norm: _extend_batch_norm,
     **{function: partial(_extend_activation, function) for function in (*ACTIVATION_FUNCTIONS, F.hardtanh)},
-    **{function: partial(_extend_add, in_place) for function, in_place in _ADDITIONS.items()},
+    **{function: partial(_extend_add, in_place) for function, in_place in ADDITIONS.items()},
 }
