@@ -38,6 +38,8 @@ class FusedChain:
         residual: whether the operator also makes the addition to the chain's result.
         runs: when it runs on the operator where gradients or batch statistics are needed.
         example: how it runs on inputs like the example that was given; "" if it was not measured.
+        recorded: whether it is recorded while its module's own forward runs, which is not well known.
+        hooked: paths of modules inside of it that have hooks; while they are there, it runs unfused.
     """
 
     owner: str
@@ -47,6 +49,8 @@ class FusedChain:
     residual: bool
     runs: str
     example: str
+    recorded: bool
+    hooked: tuple[str, ...]
 
     def __str__(self) -> str:
         return ", ".join([*self.stages, *(["+ residual"] if self.residual else [])])
@@ -187,8 +191,8 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
         except BaseException:
             unfuse(model)
             raise
-    chains, slow = _fused_chains(model, findings, only_faster, measured)
-    notes = _notes(model, chains, slow, only_faster)
+    chains = _fused_chains(model, findings, only_faster, measured)
+    notes = _notes(model, chains, only_faster)
     if again:
         notes.append("the model was fused before: what was measured is forgotten")
     if example is not None and chains and not measured:
@@ -252,35 +256,33 @@ def _check_module(op: str, model: nn.Module) -> None:
 
 def _fused_chains(
     model: nn.Module, findings: Findings, only_faster: bool, measured: dict[tuple[nn.Conv2d, ...], Way]
-) -> tuple[list[FusedChain], dict[str, list[str]]]:
-    """What the report says of the chains of a fused model, in the order of its convolutions, and of the modules that
-    make them slow: those with hooks, and the first convolutions of chains that are recorded.
-    """
+) -> list[FusedChain]:
+    """What the report says of the chains of a fused model, in the order of its convolutions."""
     names = {module: name for name, module in model.named_modules()}
     places = {name: i for i, name in enumerate(names.values())}
     chains: list[FusedChain] = []
-    slow: dict[str, list[str]] = {"hooked": [], "recorded": []}
     for owner, its_chains in findings.chains.items():
         module = model.get_submodule(owner)
         binding = vars(module)["forward"].bind()
+        recorded = binding.block is None
         for chain in its_chains:
             convs, norms = ([module.get_submodule(".".join(p)) for p in paths] for paths in (chain.convs, chain.norms))
             bound = next((found for found in binding.chains if found.chain == chain), None)
             way = None if bound is None else measured.get(bound.convs)
-            recorded = binding.block is None
-            described = FusedChain(
-                owner,
-                tuple(names[conv] for conv in convs),
-                tuple(names[bn] for bn in norms),
-                tuple(map(_describe, convs, chain.acts)),
-                chain.residual,
-                "fused" if not only_faster else _runs([] if bound is None else bound.stages, recorded=recorded),
-                "" if way is None else _EXAMPLES[way],
+            chains.append(
+                FusedChain(
+                    owner=owner,
+                    convolutions=tuple(names[conv] for conv in convs),
+                    batch_norms=tuple(names[bn] for bn in norms),
+                    stages=tuple(map(_describe, convs, chain.acts)),
+                    residual=chain.residual,
+                    runs="fused" if not only_faster else _runs(bound.stages if bound else [], recorded=recorded),
+                    example="" if way is None else _EXAMPLES[way],
+                    recorded=recorded,
+                    hooked=tuple(f"{owner}.{path}".lstrip(".") for path in chain.hooked(module)),
+                )
             )
-            chains.append(described)
-            slow["hooked"] += [f"{owner}.{path}".lstrip(".") for path in chain.hooked(module)]
-            slow["recorded"] += described.convolutions[:1] if recorded else ()
-    return sorted(chains, key=lambda chain: places[chain.convolutions[0]]), slow
+    return sorted(chains, key=lambda chain: places[chain.convolutions[0]])
 
 
 def _runs(stages: Sequence[Stage], *, recorded: bool) -> str:
@@ -327,7 +329,7 @@ def _type(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}"
 
 
-def _notes(model: nn.Module, chains: list[FusedChain], slow: dict[str, list[str]], only_faster: bool) -> list[str]:
+def _notes(model: nn.Module, chains: list[FusedChain], only_faster: bool) -> list[str]:
     """What may make chains slow, and how they run without gradients."""
     convs: dict[str, Any] = {name: model.get_submodule(name) for chain in chains for name in chain.convolutions}
     on_cpu = only_faster and any(parameter.device.type == "cpu" for parameter in model.parameters())
@@ -346,13 +348,13 @@ def _notes(model: nn.Module, chains: list[FusedChain], slow: dict[str, list[str]
         (
             "module",
             "in chains with hooks; while they are there, the chain runs unfused",
-            slow["hooked"],
+            [path for chain in chains for path in chain.hooked],
         ),
         (
             "chain",
             "in a forward that is not well known: folded only where the convolutions give "
             f"{rule.LEAST_RECORDED:,} numbers or more per stage and thread, and on PyTorch under torch.compile",
-            slow["recorded"] if on_cpu else [],
+            [chain.convolutions[0] for chain in chains if on_cpu and chain.recorded],
         ),
     ]
     told = [f"{_count(len(names), what)} {text}: {_listed(names)}" for what, text, names in notes if names]

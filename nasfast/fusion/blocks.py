@@ -99,8 +99,7 @@ def bind(module: nn.Module, chains: Sequence[BoundChain], opened: Sequence[nn.Mo
     """The forward of a well-known block as it is now; None for other modules, and where it does not have the chains.
 
     Args:
-        module: the module.
-        chains: all chains that its forward runs, without those that have hooks.
+        chains: all chains that the module's forward runs, without those that have hooks.
         opened: the modules between it and the modules of its chains. Their forwards are not called.
     """
     block = block_of(module)
@@ -124,10 +123,8 @@ class BoundBlock:
     """The forward of a block.
 
     Args:
-        steps: its parts.
+        steps, last, add: its parts, what is called behind the addition, and the addition, as in `Block`.
         shortcut: what computes from its input what is added; None if nothing is added.
-        last: what is called behind the addition.
-        add: as in `Block`.
     """
 
     def __init__(

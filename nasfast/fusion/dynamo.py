@@ -51,13 +51,12 @@ def compile_graph(
     """Compile a graph of TorchDynamo; for `torch.compile(model, backend="nasfast", options={...})`.
 
     Args:
-        graph_module: the graph; it is changed.
-        example_inputs: its inputs.
+        graph_module, example_inputs: the graph, which is changed, and its inputs.
         options: `inner` is the backend for what is left, a name or a function; by default "eager" for graphs with
             folded chains and where there is no C++ compiler, and otherwise "inductor". `only_faster` is as in
             `nasfast.fuse`.
         mode: None; the modes are inductor's.
-        name: a label of the compilation, which is not used.
+        name: not used.
 
     Raises:
         ValueError: an option or a mode that there is not.

@@ -25,8 +25,7 @@ class ChainForward(ReplacedForward):
     """Replaces the forward of a module that owns chains.
 
     Args:
-        module: the module.
-        chains: its chains.
+        module, chains: the module and its chains.
         always: whether every chain always runs on the operator.
         measured: for each chain, how it was measured to run fastest in a situation.
     """

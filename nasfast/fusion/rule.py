@@ -147,10 +147,6 @@ def measure(model: nn.Module, arguments: Sequence[Any]) -> dict[tuple[nn.Conv2d,
 
     Buffers are restored. The chains keep what was measured.
 
-    Args:
-        model: a fused model.
-        arguments: those of its forward.
-
     Returns:
         For the convolutions of each chain that was measured, how it runs fastest.
     """
