@@ -98,6 +98,19 @@ def check_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
         assert_close(name, got[name].double(), want[name].double(), floor=1.0)
 
 
+def check_close(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance: float) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def median_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """Of float64 values that are wanted; kinks and sums in another order make single tensors differ."""
+    assert got.keys() == want.keys()
+    errors = [(got[n].double() - want[n].double()).norm() / want[n].double().norm().clamp_min(1e-3) for n in want]
+    return float(torch.stack(errors).quantile(0.5))
+
+
 def conv(*sizes: int, **settings) -> nn.Conv2d:
     return nn.Conv2d(*sizes, **{"bias": False, **settings})
 

@@ -22,12 +22,6 @@ class EpochLoader(Protocol):
     ) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
-class _SizedBatches(Protocol):
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
-
-
 class _IterableLoader:
     """Adapter for e.g. a `torch.utils.data.DataLoader`; to skip to a position it iterates over all batches before.
 
@@ -35,7 +29,7 @@ class _IterableLoader:
     adapter was made. A `generator` of the DataLoader or of its sampler keeps its own seed.
     """
 
-    def __init__(self, batches: _SizedBatches, classes: int | None) -> None:
+    def __init__(self, batches: Any, classes: int | None) -> None:
         self._batches, self._classes = batches, classes
         owners = (batches, getattr(batches, "sampler", None))
         own = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]

@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -228,7 +229,7 @@ class CheckpointFolder:
         return None
 
 
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager):
     """Saves into a CheckpointFolder in one thread while training goes on; at most one checkpoint is being saved.
 
     It is a context manager; its end waits for the last checkpoint.
@@ -249,9 +250,6 @@ class CheckpointWriter:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
