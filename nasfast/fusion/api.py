@@ -184,18 +184,17 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     findings = find_chains(model)
     again = unfuse(model) > 0
     _replace_forwards(model, findings, only_faster)
-    measured: dict[tuple[nn.Conv2d, ...], Way] = {}
     if example is not None:
         try:
-            measured = rule.measure(model, [example] if isinstance(example, Tensor) else list(example))
+            rule.measure(model, [example] if isinstance(example, Tensor) else list(example))
         except BaseException:
             unfuse(model)
             raise
-    chains = _fused_chains(model, findings, only_faster, measured)
+    chains = _fused_chains(model, findings, only_faster)
     notes = _notes(model, chains, only_faster)
     if again:
         notes.append("the model was fused before: what was measured is forgotten")
-    if example is not None and chains and not measured:
+    if example is not None and chains and not any(chain.example for chain in chains):
         notes.append("the example reached no chain that could be measured")
     convs, norms = members.convolutions(model), members.batch_norms(model)
     taken = {name for chain in chains for name in (*chain.convolutions, *chain.batch_norms)}
@@ -254,21 +253,19 @@ def _check_module(op: str, model: nn.Module) -> None:
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def _fused_chains(
-    model: nn.Module, findings: Findings, only_faster: bool, measured: dict[tuple[nn.Conv2d, ...], Way]
-) -> list[FusedChain]:
+def _fused_chains(model: nn.Module, findings: Findings, only_faster: bool) -> list[FusedChain]:
     """What the report says of the chains of a fused model, in the order of its convolutions."""
     names = {module: name for name, module in model.named_modules()}
     places = {name: i for i, name in enumerate(names.values())}
     chains: list[FusedChain] = []
-    for owner, its_chains in findings.chains.items():
+    for owner in findings.chains:
         module = model.get_submodule(owner)
-        binding = vars(module)["forward"].bind()
+        forward = vars(module)["forward"]
+        binding = forward.bind()
         recorded = binding.block is None
-        for chain in its_chains:
+        for chain, measured in zip(forward.chains, forward.measured, strict=True):
             convs, norms = ([module.get_submodule(".".join(p)) for p in paths] for paths in (chain.convs, chain.norms))
-            bound = next((found for found in binding.chains if found.chain == chain), None)
-            way = None if bound is None else measured.get(bound.convs)
+            stages: list[Stage] = next((found.stages for found in binding.chains if found.chain == chain), [])
             chains.append(
                 FusedChain(
                     owner=owner,
@@ -276,8 +273,8 @@ def _fused_chains(
                     batch_norms=tuple(names[bn] for bn in norms),
                     stages=tuple(map(_describe, convs, chain.acts)),
                     residual=chain.residual,
-                    runs="fused" if not only_faster else _runs(bound.stages if bound else [], recorded=recorded),
-                    example="" if way is None else _EXAMPLES[way],
+                    runs="fused" if not only_faster else _runs(stages, recorded=recorded),
+                    example=_EXAMPLES[next(reversed(measured.values()))] if measured else "",
                     recorded=recorded,
                     hooked=tuple(f"{owner}.{path}".lstrip(".") for path in chain.hooked(module)),
                 )

@@ -155,11 +155,8 @@ class BoundChain:
         if not fits(x, stages):
             return Way.PLAIN
         folds = not batch and not wanted and self._can_fold(x)
-        example = rule.example.get()
-        if example is not None or (situation not in self._measured and not folds and not rule.knows(x)):
+        if rule.measures.get() or (situation not in self._measured and not folds and not rule.knows(x)):
             self._measured[situation] = rule.faster(stages, x, Way.FOLDED if folds else Way.OPERATOR)
-            if example is not None:
-                example[self.convs] = self._measured[situation]
         if situation in self._measured:
             return self._measured[situation]
         if folds:
