@@ -240,7 +240,7 @@ def _replace_forwards(model: nn.Module, findings: Findings, only_faster: bool) -
     """Give their forwards to the modules that own chains and to the squeeze-and-excitations."""
     for owner, chains in findings.chains.items():
         module = model.get_submodule(owner)
-        module.forward = ChainForward(module, chains, always=not only_faster)
+        module.forward = ChainForward(module, [(chain, {}) for chain in chains], always=not only_faster)
         for chain in chains:
             start = module.get_submodule(chain.start)
             start.forward = StartForward(start)
@@ -263,7 +263,7 @@ def _fused_chains(model: nn.Module, findings: Findings, only_faster: bool) -> li
         forward = vars(module)["forward"]
         binding = forward.bind()
         recorded = binding.block is None
-        for chain, measured in zip(forward.chains, forward.measured, strict=True):
+        for chain, measured in forward.chains:
             convs, norms = ([module.get_submodule(".".join(p)) for p in paths] for paths in (chain.convs, chain.norms))
             stages: list[Stage] = next((found.stages for found in binding.chains if found.chain == chain), [])
             chains.append(

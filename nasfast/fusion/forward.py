@@ -25,21 +25,18 @@ class ChainForward(ReplacedForward):
     """Replaces the forward of a module that owns chains.
 
     Args:
-        module, chains: the module and its chains.
+        module: the module.
+        chains: its chains, each with how it was measured to run fastest in a situation.
         always: whether every chain always runs on the operator.
-        measured: for each chain, how it was measured to run fastest in a situation.
     """
 
-    def __init__(
-        self, module: nn.Module, chains: Sequence[Chain], always: bool, measured: Sequence[dict[tuple, Way]] = ()
-    ) -> None:
+    def __init__(self, module: nn.Module, chains: Sequence[tuple[Chain, dict[tuple, Way]]], always: bool) -> None:
         super().__init__(module)
-        self.chains, self.always = tuple(chains), always
-        self.measured = tuple(measured) or tuple({} for _ in self.chains)
+        self.chains, self.always = chains, always
         self._binding: Binding | None = None
 
     def __reduce__(self) -> tuple:
-        return ChainForward, (self.module, self.chains, self.always, self.measured)
+        return ChainForward, (self.module, self.chains, self.always)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
@@ -102,7 +99,7 @@ def _present_chains(forward: ChainForward) -> tuple[list[BoundChain], list[Path]
     pending: list[tuple[Path, ChainForward]] = [((), forward)]
     while pending:
         path, forward = pending.pop(0)
-        for own, measured in zip(forward.chains, forward.measured, strict=True):
+        for own, measured in forward.chains:
             chain = own.below(path)
             paths += (*chain.convs, *chain.norms, *chain.watched)
             found = chain.bind(module, forward.always, measured)
