@@ -119,9 +119,7 @@ def trace_space(module: nn.Module, example: tuple[Any, ...], *, name: str) -> Mo
     with the candidates that are active, in the module's present mode; nothing but MACs and shapes is kept.
 
     Args:
-        module: the module.
         example: positional arguments of the call; MACs are those of this call, so give one image.
-        name: name of the space.
     """
     traces = {name: _Trace(name, choice) for name, choice in find_choices(module).items()}
     handles = [trace.choice.register_forward_hook(trace.run_all, with_kwargs=True) for trace in traces.values()]

@@ -122,13 +122,7 @@ def standalone_network(space: ArchSpace, arch: Iterable[int], *, activation: str
 
 
 def untrained(space: ArchSpace, arch: Iterable[int], *, seed: int = 0) -> ArchNetwork:
-    """The network of an architecture as PyTorch initialises its modules, in training mode.
-
-    Args:
-        space: a space of layers or of cells.
-        arch: one of its architectures.
-        seed: seed of the weights.
-    """
+    """The network of an architecture as PyTorch initialises its modules by a seed, in training mode."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         return standalone_network(space, arch).train()

@@ -47,7 +47,6 @@ class TrainableSummary:
     """What trains after `freeze`.
 
     Attributes:
-        trainable: the choice.
         by_role: role -> number of parameter tensors that train, and of their elements.
         total_elements: number of elements of all parameters.
     """
@@ -150,7 +149,7 @@ class Supernet(nn.Module):
             RuntimeError: a candidate cannot run on the input of its choice.
             TypeError: the model is no module, or takes other arguments than the example.
         """
-        return ModuleSupernet(model, example, init=init, classifier=classifier, name=name, seed=seed)
+        return ModuleSupernet(model, example, init, classifier, name, seed)
 
     def forward(self, x: Tensor, path: Iterable[int]) -> Tensor:
         """Logits (N, num_classes) of images (N, in_channels, resolution, resolution) through one path.
@@ -235,15 +234,9 @@ class ModuleSupernet(Supernet):
     classifier: nn.Module | None  # type: ignore[assignment]
 
     def __init__(
-        self,
-        model: nn.Module,
-        example: Any,
-        *,
-        init: Init | InitScheme | None,
-        classifier: str | None,
-        name: str | None,
-        seed: int,
-    ) -> None:
+        self, model: nn.Module, example: Any, init: Init | InitScheme | None, classifier: str | None,
+        name: str | None, seed: int,
+    ) -> None:  # fmt: skip
         nn.Module.__init__(self)
         check_type("model", model, nn.Module, advice="build it with nasfast.Choice where candidates are to be compared")
         module = copy.deepcopy(model).eval()

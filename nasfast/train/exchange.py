@@ -19,13 +19,9 @@ from nasfast.runtime.distributed import World
 
 
 class Outcome(NamedTuple):
-    """The outcome of one step over all ranks; with several ranks, images and stop are tensors on the device.
+    """The mean loss, correct predictions and images of one step over all ranks, and whether a rank was asked to stop.
 
-    Attributes:
-        loss: mean loss.
-        correct: number of correct predictions.
-        images: number of images in the whole batch.
-        stop: above zero if a rank was asked to stop.
+    With several ranks, images and stop, which is then above zero, are tensors on the device.
     """
 
     loss: Tensor
@@ -44,9 +40,7 @@ def exchange(
 
     Args:
         parameters: those that train.
-        result: of this rank.
-        images: number of images of this rank.
-        stop: whether this rank was asked to stop.
+        result, images, stop: of this rank: what its step gave, its number of images, and whether it was asked to stop.
         world: the ranks.
     """
     if world.size == 1:
