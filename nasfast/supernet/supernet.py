@@ -234,9 +234,14 @@ class ModuleSupernet(Supernet):
     classifier: nn.Module | None  # type: ignore[assignment]
 
     def __init__(
-        self, model: nn.Module, example: Any, init: Init | InitScheme | None, classifier: str | None,
-        name: str | None, seed: int,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        example: Any,
+        init: Init | InitScheme | None,
+        classifier: str | None,
+        name: str | None,
+        seed: int,
+    ) -> None:
         nn.Module.__init__(self)
         check_type("model", model, nn.Module, advice="build it with nasfast.Choice where candidates are to be compared")
         module = copy.deepcopy(model).eval()
