@@ -58,7 +58,7 @@ def find_chains(model: nn.Module) -> Findings:
         if problem is not None:
             reasons[name] = problem
     with _unchanged_surroundings():
-        search.findings.excitations = list(find_excitations(twin))
+        search.findings.excitations = find_excitations(twin)
         search.opaque.update(map(twin.get_submodule, search.findings.excitations))
         search.visit(twin)
     for name in members.convolutions(model):

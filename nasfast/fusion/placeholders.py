@@ -29,9 +29,6 @@ from nasfast.ops.reference import Stage
 class StartForward(ReplacedForward):
     """Replaces the forward of the convolution that starts a chain which is recorded."""
 
-    def __reduce__(self) -> tuple:
-        return StartForward, (self.module,)
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
         if len(args) == 1 and not kwargs and not torch.compiler.is_compiling():
