@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from nasfast.fusion import blocks
 from nasfast.fusion.chain import BoundChain, Chain, Path, descendant
-from nasfast.fusion.placeholders import run_own_forward
+from nasfast.fusion.placeholders import Recording
 from nasfast.fusion.replaced import ReplacedForward, Watch, must_run_unfused
 from nasfast.fusion.stages import Way
 
@@ -54,7 +54,7 @@ class ChainForward(ReplacedForward):
         if binding is None or not binding.watch.same(module):
             binding = self._binding = self.bind()
         if binding.block is None or not alone:
-            return run_own_forward(forward, binding.starts, args, kwargs)
+            return Recording(binding.starts).run(forward, args, kwargs)
         return binding.block.run(args[0])
 
     def bind(self) -> Binding:

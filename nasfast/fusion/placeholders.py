@@ -41,19 +41,6 @@ class StartForward(ReplacedForward):
         return type(module).forward(module, *args, **kwargs)
 
 
-def run_own_forward(
-    forward: Callable, chains: Mapping[nn.Module, BoundChain], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Run a module's own forward with its chains, by their first convolutions, which have a `StartForward`."""
-    recording = _Recording(chains)
-    token = _RECORDING.set(recording)
-    try:
-        result = forward(*args, **kwargs)
-    finally:
-        _RECORDING.reset(token)
-    return recording.finish(result)
-
-
 class _Context(NamedTuple):
     """The settings of PyTorch that decide, besides the arguments, how an operation runs."""
 
@@ -104,8 +91,12 @@ class _Run:
         return value
 
 
-class _Recording:
-    """One forward of a module: its chains, those that began, and the recording in which the forward runs."""
+class Recording:
+    """One run of a module's own forward: its chains, those that began, and the recording in which the forward runs.
+
+    Args:
+        chains: the chains by their first convolutions, which have a `StartForward`.
+    """
 
     def __init__(self, chains: Mapping[nn.Module, BoundChain]) -> None:
         self.chains, self.outer = chains, _RECORDING.get()
@@ -124,8 +115,13 @@ class _Recording:
         self.runs.append(_Run(found, way, input))
         return _Placeholder(self.runs[-1], (), conv)
 
-    def finish(self, result: Any) -> Any:
+    def run(self, forward: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of the forward without placeholders; updates the statistics of all BatchNorms that were called."""
+        token = _RECORDING.set(self)
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            _RECORDING.reset(token)
         if self.runs and type(result) is not Tensor:
             result = pytree.tree_map_only(_Placeholder, _value, result)
         for run in self.runs:
@@ -134,7 +130,7 @@ class _Recording:
         return result
 
 
-_RECORDING: ContextVar[_Recording | None] = ContextVar("recording", default=None)
+_RECORDING: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
 class _Placeholder(Tensor):
