@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 from nasfast.fusion import members, rule
 from nasfast.fusion.excite import ExcitationForward
 from nasfast.fusion.find import Findings, find_chains
-from nasfast.fusion.forward import ChainForward
+from nasfast.fusion.forward import Binding, ChainForward
 from nasfast.fusion.placeholders import StartForward
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way
@@ -261,7 +261,7 @@ def _fused_chains(model: nn.Module, findings: Findings, only_faster: bool) -> li
     for owner in findings.chains:
         module = model.get_submodule(owner)
         forward = vars(module)["forward"]
-        binding = forward.bind()
+        binding = Binding(forward)
         recorded = binding.block is None
         for chain, measured in forward.chains:
             convs, norms = ([module.get_submodule(".".join(p)) for p in paths] for paths in (chain.convs, chain.norms))

@@ -44,7 +44,7 @@ class ChainForward(ReplacedForward):
         alone = len(args) == 1 and not kwargs and type(args[0]) is Tensor
         if torch.compiler.is_compiling():
             known = alone and not torch.compiler.is_exporting()
-            block = self.bind().block if known else None
+            block = Binding(self).block if known else None
             return forward(*args, **kwargs) if block is None else block.run(args[0])
         if must_run_unfused():
             # steps of an optimizer may follow that no version counter counts
@@ -52,14 +52,10 @@ class ChainForward(ReplacedForward):
             return forward(*args, **kwargs)
         binding = self._binding
         if binding is None or not binding.watch.same(module):
-            binding = self._binding = self.bind()
+            binding = self._binding = Binding(self)
         if binding.block is None or not alone:
             return Recording(binding.starts).run(forward, args, kwargs)
         return binding.block.run(args[0])
-
-    def bind(self) -> Binding:
-        """The forward with the present modules."""
-        return Binding(self)
 
 
 class Binding:

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nasfast
 from nasfast.fusion import rule
+from nasfast.fusion.forward import Binding
 
 RECORDED = rule.LEAST_RECORDED  # which is 0 in the other tests
 
@@ -155,7 +156,7 @@ def test_the_rule_decides_by_size(pixels, runs, dtype, executed):
     for i in (0, 1, 2):
         model[i][1].requires_grad_()
     report = nasfast.fuse(model)
-    stages = model.forward.bind().chains[0].stages
+    stages = Binding(model.forward).chains[0].stages
     least = rule.least_results(torch.empty(0, dtype=dtype), stages, trains=False, recorded=False)
     assert f"fused where the convolutions give {least:,} numbers" in report.chains[0].runs
     exact = copy.deepcopy(model).double()

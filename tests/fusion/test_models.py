@@ -8,7 +8,7 @@ import torch
 from fused_models import MODELS, check_same, disturb, fuse_all, make, median_error, observe, set_mode
 
 import nasfast
-from nasfast.fusion.forward import ChainForward
+from nasfast.fusion.forward import Binding, ChainForward
 
 # one for each kind of block: inverted residuals, shuffle units, dense convolutions, squeeze and excitation
 FAST = ["mobilenet_v2", "shufflenet_v2_x0_5", "resnet18", "mobilenet_v3_small"]
@@ -26,7 +26,7 @@ def test_models_give_the_same(name, mode, executed):
     report = fuse_all(fused)
     assert (report.fused, report.convolutions, len(report.chains)) == MODELS[name]
     forwards = [(type(m).__name__, vars(m).get("forward")) for m in fused.modules()]
-    assert {kind for kind, f in forwards if isinstance(f, ChainForward) and f.bind().block is None} <= RECORDED
+    assert {kind for kind, f in forwards if isinstance(f, ChainForward) and Binding(f).block is None} <= RECORDED
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     want = observe(plain, x)
     assert executed == []
