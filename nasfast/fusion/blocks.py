@@ -130,26 +130,22 @@ class BoundBlock:
     def __init__(
         self, steps: list[Callable], shortcut: list[Callable] | None, last: list[Callable], add: Callable
     ) -> None:
-        self._adds = shortcut is not None
-        first, other = steps, shortcut or []
-        # the chain of the shortcut may have the addition
-        if other and _has_addition(other[-1]) and not _has_addition(first[-1]):
-            first, other = other, first
-        *self._before, self._end = first
-        self._other, self._last, self._add = other, last, add
+        *self._before, self._end = steps
+        self._shortcut, self._last, self._add = shortcut, last, add
+        self._end_adds = isinstance(self._end, _ChainCall) and self._end.residual
 
     def run(self, x: Tensor) -> Any:
         """The result of the forward for (N, C, H, W)."""
         y = x
         for step in self._before:
             y = step(y)
-        if not self._adds:
+        if self._shortcut is None:
             y = self._end(y)
         else:
             other = x
-            for step in self._other:
+            for step in self._shortcut:
                 other = step(other)
-            y = self._end(y, other, self._add) if _has_addition(self._end) else self._add(self._end(y), other)
+            y = self._end(y, other, self._add) if self._end_adds else self._add(self._end(y), other)
         for step in self._last:
             y = step(y)
         return y
@@ -169,10 +165,6 @@ class _ChainCall:
         for call in self._calls:
             x = call(x)
         return x if residual is None else add(x, residual)
-
-
-def _has_addition(step: Callable) -> bool:
-    return isinstance(step, _ChainCall) and step.residual
 
 
 def _parts(module: nn.Module, block: Block, adds: bool) -> list[Callable] | None:
