@@ -250,7 +250,7 @@ def _length(leaves: Sequence[Callable], found: BoundChain) -> int:
         if len(leaves) < place + 2 or leaves[place] is not conv or leaves[place + 1] is not norm:
             return 0
         place += 2
-        own = members.module_activation(norm.get_submodule("act")) if members.has_activation(norm) else "identity"
+        own = members.own_activation(norm)
         if own == act:
             continue
         if own != "identity" or len(leaves) == place or _activation(leaves[place]) != act:

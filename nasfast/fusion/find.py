@@ -211,11 +211,9 @@ class _Trace(Matcher):
         return sum(self.stack(other)[: len(around)] == around for other in calls) > 1
 
     def own_activation(self, norm: fx.Node) -> tuple[str, fx.Node | None] | None:
-        bn = self._modules[norm.target]
-        own = bn.get_submodule("act") if members.has_activation(bn) else nn.Identity()
-        if type(own) is nn.Identity:
+        act = members.own_activation(self._modules[norm.target])
+        if act == "identity":
             return None
-        act = members.module_activation(own)
         return ("identity", None) if act is None else (act, norm)
 
     def changes_in_place(self, node: fx.Node) -> bool:

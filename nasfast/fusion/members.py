@@ -109,6 +109,11 @@ def module_activation(module: nn.Module) -> str | None:
     return _ACTIVATIONS.get(runs)
 
 
+def own_activation(bn: nn.Module) -> str | None:
+    """The activation that a BatchNorm computes itself, "identity" if there is none; None if no stage can have it."""
+    return module_activation(bn.get_submodule("act")) if has_activation(bn) else "identity"
+
+
 def called(node: fx.Node) -> object:
     """The function or the method of tensors that a traced call is one of; None for other nodes."""
     if node.op == "call_method":
