@@ -15,18 +15,21 @@ from nasfast.fusion import FuseReport
 
 timm = pytest.importorskip("timm")
 
-# models of well-known blocks
-MODELS = [
-    "mobilenet_v2",
-    "shufflenet_v2_x0_5",
-    "resnet18",
-    "mobilenet_v3_small",
-    "regnet_y_400mf",
-    "timm/mobilenetv2_100",
-    "timm/mobilenetv3_small_100",
-    "timm/ghostnet_100",
-    "timm/rexnet_100",
-]
+# models of well-known blocks: convolutions in chains, of all, chains
+MODELS = {
+    "mobilenet_v2": (52, 52, 19),
+    "shufflenet_v2_x0_5": (56, 56, 21),
+    "mnasnet0_5": (52, 52, 18),
+    "resnet18": (20, 20, 12),
+    "resnet50": (53, 53, 21),
+    "mobilenet_v3_small": (34, 52, 22),
+    "regnet_y_400mf": (53, 85, 37),
+    "timm/mobilenetv2_100": (52, 52, 19),
+    "timm/mobilenetv3_small_100": (34, 53, 22),
+    "timm/efficientnet_lite0": (49, 49, 18),
+    "timm/ghostnet_100": (80, 95, 75),
+    "timm/rexnet_100": (62, 75, 44),
+}
 
 
 def make(name: str) -> nn.Module:
@@ -93,6 +96,19 @@ def check_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     for name in want:
         # what is zero but for rounding has terms of order one
         assert_close(name, got[name].double(), want[name].double(), floor=1.0)
+
+
+def check_close(got: dict[str, Tensor], want: dict[str, Tensor], **tolerance: float) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def median_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """Of float64 values that are wanted; kinks and sums in another order make single tensors differ."""
+    assert got.keys() == want.keys()
+    errors = [(got[n].double() - want[n].double()).norm() / want[n].double().norm().clamp_min(1e-3) for n in want]
+    return float(torch.stack(errors).quantile(0.5))
 
 
 def conv(*sizes: int, **settings) -> nn.Conv2d:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members, rule
-from nasfast.fusion.chain import Chain, descendant
 from nasfast.fusion.excite import ExcitationForward
-from nasfast.fusion.find import Findings, LocatedChain, find_chains
-from nasfast.fusion.forward import ChainForward
+from nasfast.fusion.find import Findings, find_chains
+from nasfast.fusion.forward import Binding, ChainForward
 from nasfast.fusion.placeholders import StartForward
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way
@@ -39,6 +38,8 @@ class FusedChain:
         residual: whether the operator also makes the addition to the chain's result.
         runs: when it runs on the operator where gradients or batch statistics are needed.
         example: how it runs on inputs like the example that was given; "" if it was not measured.
+        recorded: whether it is recorded while its module's own forward runs, which is not well known.
+        hooked: paths of modules inside of it that have hooks; while they are there, it runs unfused.
     """
 
     owner: str
@@ -48,6 +49,8 @@ class FusedChain:
     residual: bool
     runs: str
     example: str
+    recorded: bool
+    hooked: tuple[str, ...]
 
     def __str__(self) -> str:
         return ", ".join([*self.stages, *(["+ residual"] if self.residual else [])])
@@ -181,29 +184,27 @@ def fuse(model: nn.Module, example: Tensor | Sequence[Any] | None = None, *, onl
     findings = find_chains(model)
     again = unfuse(model) > 0
     _replace_forwards(model, findings, only_faster)
-    measured: dict[tuple[nn.Conv2d, ...], Way] = {}
     if example is not None:
         try:
-            measured = rule.measure(model, [example] if isinstance(example, Tensor) else list(example))
+            rule.measure(model, [example] if isinstance(example, Tensor) else list(example))
         except BaseException:
             unfuse(model)
             raise
-    notes = _notes(model, findings.chains, only_faster)
+    chains = _fused_chains(model, findings, only_faster)
+    notes = _notes(model, chains, only_faster)
     if again:
         notes.append("the model was fused before: what was measured is forgotten")
-    if example is not None and findings.chains and not measured:
+    if example is not None and chains and not any(chain.example for chain in chains):
         notes.append("the example reached no chain that could be measured")
     convs, norms = members.convolutions(model), members.batch_norms(model)
-    places = {name: i for i, name in enumerate(convs)}
-    chains = sorted(findings.chains, key=lambda located: places[located.convolutions[0]])
-    taken = {name for located in chains for name in (*located.convolutions, *located.norms)}
+    taken = {name for chain in chains for name in (*chain.convolutions, *chain.batch_norms)}
     taken |= {
         f"{path}.{name}".lstrip(".")
         for path in findings.excitations
         for name in members.convolutions(model.get_submodule(path))
     }
     return FuseReport(
-        chains=tuple(_fused_chain(model, located, only_faster, measured) for located in chains),
+        chains=tuple(chains),
         excitations=tuple(findings.excitations),
         left=tuple(
             NotFused(name, type(module).__name__, findings.reasons.get(name, "not behind a fused convolution"))
@@ -237,14 +238,11 @@ def unfuse(model: nn.Module) -> int:
 
 def _replace_forwards(model: nn.Module, findings: Findings, only_faster: bool) -> None:
     """Give their forwards to the modules that own chains and to the squeeze-and-excitations."""
-    owned: dict[str, list[Chain]] = defaultdict(list)
-    for located in findings.chains:
-        owned[located.owner].append(located.chain)
-    for owner, its_chains in owned.items():
+    for owner, chains in findings.chains.items():
         module = model.get_submodule(owner)
-        module.forward = ChainForward(module, its_chains, always=not only_faster)
-        for chain in its_chains:
-            start = descendant(module, chain.convs[0])
+        module.forward = ChainForward(module, [(chain, {}) for chain in chains], always=not only_faster)
+        for chain in chains:
+            start = module.get_submodule(chain.start)
             start.forward = StartForward(start)
     for module in map(model.get_submodule, findings.excitations):
         module.forward = ExcitationForward(module)
@@ -255,28 +253,38 @@ def _check_module(op: str, model: nn.Module) -> None:
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def _fused_chain(
-    model: nn.Module, located: LocatedChain, only_faster: bool, measured: dict[tuple[nn.Conv2d, ...], Way]
-) -> FusedChain:
-    """What the report says of a chain of a fused model."""
-    convs = [model.get_submodule(name) for name in located.convolutions]
-    found = located.chain.members(model.get_submodule(located.owner))
-    stages = None if found is None else found.stages()
-    way = None if found is None else measured.get(found.convs)
-    return FusedChain(
-        located.owner,
-        located.convolutions,
-        located.norms,
-        tuple(_describe(conv, act) for conv, act in zip(convs, located.chain.acts, strict=True)),
-        located.chain.residual,
-        "fused" if not only_faster else _runs(stages, recorded=_is_recorded(model, located)),
-        "" if way is None else _EXAMPLES[way],
-    )
+def _fused_chains(model: nn.Module, findings: Findings, only_faster: bool) -> list[FusedChain]:
+    """What the report says of the chains of a fused model, in the order of its convolutions."""
+    names = {module: name for name, module in model.named_modules()}
+    places = {name: i for i, name in enumerate(names.values())}
+    chains: list[FusedChain] = []
+    for owner in findings.chains:
+        module = model.get_submodule(owner)
+        forward = vars(module)["forward"]
+        binding = Binding(forward)
+        recorded = binding.block is None
+        for chain, measured in forward.chains:
+            convs, norms = ([module.get_submodule(".".join(p)) for p in paths] for paths in (chain.convs, chain.norms))
+            stages: list[Stage] = next((found.stages for found in binding.chains if found.chain == chain), [])
+            chains.append(
+                FusedChain(
+                    owner=owner,
+                    convolutions=tuple(names[conv] for conv in convs),
+                    batch_norms=tuple(names[bn] for bn in norms),
+                    stages=tuple(map(_describe, convs, chain.acts)),
+                    residual=chain.residual,
+                    runs="fused" if not only_faster else _runs(stages, recorded=recorded),
+                    example=_EXAMPLES[next(reversed(measured.values()))] if measured else "",
+                    recorded=recorded,
+                    hooked=tuple(f"{owner}.{path}".lstrip(".") for path in chain.hooked(module)),
+                )
+            )
+    return sorted(chains, key=lambda chain: places[chain.convolutions[0]])
 
 
-def _runs(stages: Sequence[Stage] | None, *, recorded: bool) -> str:
+def _runs(stages: Sequence[Stage], *, recorded: bool) -> str:
     """`FusedChain.runs` by the rule."""
-    if stages is None:
+    if not stages:
         return "on PyTorch"
     weights = [stage.params.conv_weight for stage in stages]
     x = weights[0].new_empty(0)
@@ -290,12 +298,6 @@ def _runs(stages: Sequence[Stage] | None, *, recorded: bool) -> str:
     if least is None:
         return f"on PyTorch: the fused operator is not faster in {_type(x)}"
     return "fused" if least == 0 else f"fused where the convolutions give {least:,} numbers or more per thread"
-
-
-def _is_recorded(model: nn.Module, located: LocatedChain) -> bool:
-    """Whether a chain of a fused model is recorded while its module's own forward runs."""
-    forward = vars(model.get_submodule(located.owner))["forward"]
-    return forward.is_recorded()
 
 
 def _describe(conv: Any, act: str) -> str:
@@ -324,7 +326,7 @@ def _type(x: Tensor) -> str:
     return f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}"
 
 
-def _notes(model: nn.Module, chains: list[LocatedChain], only_faster: bool) -> list[str]:
+def _notes(model: nn.Module, chains: list[FusedChain], only_faster: bool) -> list[str]:
     """What may make chains slow, and how they run without gradients."""
     convs: dict[str, Any] = {name: model.get_submodule(name) for chain in chains for name in chain.convolutions}
     on_cpu = only_faster and any(parameter.device.type == "cpu" for parameter in model.parameters())
@@ -343,17 +345,13 @@ def _notes(model: nn.Module, chains: list[LocatedChain], only_faster: bool) -> l
         (
             "module",
             "in chains with hooks; while they are there, the chain runs unfused",
-            [
-                f"{located.owner}.{path}".lstrip(".")
-                for located in chains
-                for path in located.chain.hooked(model.get_submodule(located.owner))
-            ],
+            [path for chain in chains for path in chain.hooked],
         ),
         (
             "chain",
             "in a forward that is not well known: folded only where the convolutions give "
             f"{rule.LEAST_RECORDED:,} numbers or more per stage and thread, and on PyTorch under torch.compile",
-            [located.convolutions[0] for located in chains if on_cpu and _is_recorded(model, located)],
+            [chain.convolutions[0] for chain in chains if on_cpu and chain.recorded],
         ),
     ]
     told = [f"{_count(len(names), what)} {text}: {_listed(names)}" for what, text, names in notes if names]

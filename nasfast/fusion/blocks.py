@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.fusion import members
-from nasfast.fusion.chain import Members
-from nasfast.fusion.execute import BoundChain
+from nasfast.fusion.chain import BoundChain
 from nasfast.fusion.members import ACTIVATION_FUNCTIONS
 from nasfast.fusion.replaced import ReplacedForward, hooks_of
 from nasfast.fusion.stages import Way, result_dtype
@@ -100,8 +99,7 @@ def bind(module: nn.Module, chains: Sequence[BoundChain], opened: Sequence[nn.Mo
     """The forward of a well-known block as it is now; None for other modules, and where it does not have the chains.
 
     Args:
-        module: the module.
-        chains: all chains that its forward runs, without those that have hooks.
+        chains: all chains that the module's forward runs, without those that have hooks.
         opened: the modules between it and the modules of its chains. Their forwards are not called.
     """
     block = block_of(module)
@@ -125,35 +123,29 @@ class BoundBlock:
     """The forward of a block.
 
     Args:
-        steps: its parts.
+        steps, last, add: its parts, what is called behind the addition, and the addition, as in `Block`.
         shortcut: what computes from its input what is added; None if nothing is added.
-        last: what is called behind the addition.
-        add: as in `Block`.
     """
 
     def __init__(
         self, steps: list[Callable], shortcut: list[Callable] | None, last: list[Callable], add: Callable
     ) -> None:
-        self._adds = shortcut is not None
-        first, other = steps, shortcut or []
-        # the chain of the shortcut may have the addition
-        if other and _has_addition(other[-1]) and not _has_addition(first[-1]):
-            first, other = other, first
-        *self._before, self._end = first
-        self._other, self._last, self._add = other, last, add
+        *self._before, self._end = steps
+        self._shortcut, self._last, self._add = shortcut, last, add
+        self._end_adds = isinstance(self._end, _ChainCall) and self._end.residual
 
     def run(self, x: Tensor) -> Any:
         """The result of the forward for (N, C, H, W)."""
         y = x
         for step in self._before:
             y = step(y)
-        if not self._adds:
+        if self._shortcut is None:
             y = self._end(y)
         else:
             other = x
-            for step in self._other:
+            for step in self._shortcut:
                 other = step(other)
-            y = self._end(y, other, self._add) if _has_addition(self._end) else self._add(self._end(y), other)
+            y = self._end(y, other, self._add) if self._end_adds else self._add(self._end(y), other)
         for step in self._last:
             y = step(y)
         return y
@@ -167,16 +159,12 @@ class _ChainCall:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None, add: Callable = operator.add) -> Tensor:
         way = self._runs.way(x)
-        if way is not None and way is not Way.PLAIN:
+        if way is not Way.PLAIN:
             y = self._runs.run_all(way, x, residual)
             return y.to(result_dtype(x)) if add is operator.iadd else y
         for call in self._calls:
             x = call(x)
         return x if residual is None else add(x, residual)
-
-
-def _has_addition(step: Callable) -> bool:
-    return isinstance(step, _ChainCall) and step.residual
 
 
 def _parts(module: nn.Module, block: Block, adds: bool) -> list[Callable] | None:
@@ -244,8 +232,8 @@ def _steps(leaves: Sequence[Callable], chains: Sequence[BoundChain]) -> list[Cal
     while place < len(leaves):
         length = 0
         for found in chains:
-            if leaves[place] is found.members.convs[0]:
-                length = _length(leaves[place:], found.members)
+            if leaves[place] is found.convs[0]:
+                length = _length(leaves[place:], found)
                 if length:
                     steps.append(_ChainCall(found, list(leaves[place : place + length])))
                 break
@@ -255,14 +243,14 @@ def _steps(leaves: Sequence[Callable], chains: Sequence[BoundChain]) -> list[Cal
     return steps
 
 
-def _length(leaves: Sequence[Callable], chain: Members) -> int:
+def _length(leaves: Sequence[Callable], found: BoundChain) -> int:
     """The number of first leaves that are the calls of the chain; 0 if they are not."""
     place = 0
-    for conv, norm, act in zip(chain.convs, chain.norms, chain.acts, strict=True):
+    for conv, norm, act in zip(found.convs, found.norms, found.chain.acts, strict=True):
         if len(leaves) < place + 2 or leaves[place] is not conv or leaves[place + 1] is not norm:
             return 0
         place += 2
-        own = members.module_activation(norm.get_submodule("act")) if members.has_activation(norm) else "identity"
+        own = members.own_activation(norm)
         if own == act:
             continue
         if own != "identity" or len(leaves) == place or _activation(leaves[place]) != act:

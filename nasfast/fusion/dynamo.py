@@ -28,10 +28,9 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nasfast.fusion import members
-from nasfast.fusion.chain import stage_of
-from nasfast.fusion.execute import compiled_way, fits
+from nasfast.fusion.chain import compiled_way, fits
 from nasfast.fusion.match import Matcher, TracedStage, adds_in_place
-from nasfast.fusion.members import Conv, square_conv
+from nasfast.fusion.members import Conv, square_conv, stage_of
 from nasfast.fusion.stages import Folded, Way, plain_stages, result_dtype, run_stages, sources_of, transformed
 from nasfast.ops.reference import ConvBNParams, Stage
 
@@ -52,13 +51,12 @@ def compile_graph(
     """Compile a graph of TorchDynamo; for `torch.compile(model, backend="nasfast", options={...})`.
 
     Args:
-        graph_module: the graph; it is changed.
-        example_inputs: its inputs.
+        graph_module, example_inputs: the graph, which is changed, and its inputs.
         options: `inner` is the backend for what is left, a name or a function; by default "eager" for graphs with
             folded chains and where there is no C++ compiler, and otherwise "inductor". `only_faster` is as in
             `nasfast.fuse`.
         mode: None; the modes are inductor's.
-        name: a label of the compilation, which is not used.
+        name: not used.
 
     Raises:
         ValueError: an option or a mode that there is not.
@@ -100,11 +98,11 @@ def fuse_graph(graph_module: fx.GraphModule, *, folding: bool, always: bool) -> 
         ways = [_way(chain, False, always) for chain in chains]
     # what reads a chain's result is replaced before it, and then finds it there
     for chain, way in sorted(zip(chains, ways, strict=True), key=lambda one: -matcher.order[one[0].nodes[-1]]):
-        if way is Way.OPERATOR or way is Way.FOLDED:
+        if way is not Way.PLAIN:
             _replace(graph_module, chain, way)
     graph.lint()
     graph_module.recompile()
-    return Counter(way for way in ways if way is not None)
+    return Counter(ways)
 
 
 def _replace(graph_module: fx.GraphModule, chain: _GraphChain, way: Way) -> None:
@@ -254,18 +252,18 @@ class _GraphChain(NamedTuple):
         return cls(traced[0].conv.args[0], tuple(stages), residual, adds_in_place(add), (*nodes, add))
 
 
-def _way(chain: _GraphChain, folding: bool, always: bool) -> Way | None:
-    """How a chain runs; None if its tensors are not those of a chain."""
+def _way(chain: _GraphChain, folding: bool, always: bool) -> Way:
+    """How a chain runs."""
     x, y, residual = _tensor(chain.x), _tensor(chain.nodes[-1]), _tensor(chain.residual)
     stages: Any = fx.map_arg(chain.stages, _tensor)
     given = [x, y, *sources_of(stages), *([] if residual is None else [residual])]
     if not all(isinstance(tensor, FakeTensor) for tensor in given):
-        return None
+        return Way.PLAIN
     # the operator's results are in channels_last, and what follows may depend on the layout
     if x.dim() != 4 or not y.is_contiguous(memory_format=torch.channels_last):
-        return None
+        return Way.PLAIN
     if residual is not None and residual.shape != y.shape:
-        return None
+        return Way.PLAIN
     # autocast may be a part of the graph
     dtype = _tensor(chain.nodes[0]).dtype
     casts = dtype.itemsize == 2 and any(
@@ -273,7 +271,7 @@ def _way(chain: _GraphChain, folding: bool, always: bool) -> Way | None:
     )
     with torch.autocast(x.device.type, dtype) if casts else nullcontext():
         if folding and not any(stage.training for stage in stages) and all(tensor.is_cpu for tensor in given):
-            return Way.FOLDED if fits(x, stages) else None
+            return Way.FOLDED if fits(x, stages) else Way.PLAIN
         trains = y.requires_grad and any(stage.params.conv_weight.requires_grad for stage in stages)
         return compiled_way(x, stages, always=always, trains=trains)
 

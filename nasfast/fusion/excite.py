@@ -8,7 +8,6 @@ two tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -64,13 +63,10 @@ class Excitation(NamedTuple):
     gate: str
 
 
-def find_excitations(model: nn.Module, path: str = "") -> Iterator[str]:
+def find_excitations(model: nn.Module) -> list[str]:
     """The paths of the squeeze-and-excitations of a model."""
-    if members.untouchable(model) is None and excitation_of(model) is not None:
-        yield path
-        return
-    for name, child in model.named_children():
-        yield from find_excitations(child, f"{path}.{name}" if path else name)
+    candidates = [(path, module) for path, module in model.named_modules() if members.untouchable(module) is None]
+    return [path for path, module in candidates if excitation_of(module) is not None]
 
 
 def excitation_of(module: nn.Module) -> Excitation | None:
@@ -110,9 +106,6 @@ class ExcitationForward(ReplacedForward):
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
         self._bound: tuple[Watch, Excitation | None] | None = None
-
-    def __reduce__(self) -> tuple:
-        return ExcitationForward, (self.module,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module

@@ -28,34 +28,18 @@ from nasfast.fusion.replaced import HOOKS, ReplacedForward
 from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual
 
 
-@dataclass(frozen=True)
-class LocatedChain:
-    """A chain and its place in the model.
-
-    Attributes:
-        owner: path of the module whose forward runs it.
-        chain: what that forward needs in order to run it.
-        convolutions, norms: paths of the convolutions and BatchNorms, one of each per stage.
-    """
-
-    owner: str
-    chain: Chain
-    convolutions: tuple[str, ...]
-    norms: tuple[str, ...]
-
-
 @dataclass
 class Findings:
     """Result of `find_chains`.
 
     Attributes:
-        chains: the chains, in no particular order.
+        chains: for the path of each module that owns chains, these.
         reasons: by path, why a convolution is in no chain, and why a BatchNorm cannot be in one. A BatchNorm that could
             be in a chain has no reason here.
         excitations: paths of the squeeze-and-excitations; their convolutions have no reason here.
     """
 
-    chains: list[LocatedChain] = field(default_factory=list)
+    chains: dict[str, list[Chain]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     excitations: list[str] = field(default_factory=list)
 
@@ -74,14 +58,13 @@ def find_chains(model: nn.Module) -> Findings:
         if problem is not None:
             reasons[name] = problem
     with _unchanged_surroundings():
-        search.findings.excitations = list(find_excitations(twin))
+        search.findings.excitations = find_excitations(twin)
         search.opaque.update(map(twin.get_submodule, search.findings.excitations))
         search.visit(twin)
     for name in members.convolutions(model):
         reasons.setdefault(name, "no traced forward reaches it")
-    for located in search.findings.chains:
-        for name in (*located.convolutions, *located.norms):
-            reasons.pop(name, None)
+    for name in search.in_chains:
+        reasons.pop(name, None)
     return search.findings
 
 
@@ -119,6 +102,7 @@ class _Search:
         self.weights = Counter(id(p) for m in model.modules() for p in m._parameters.values() if p is not None)
         # modules that no trace looks into, because their own trace failed or because they must not be changed
         self.opaque: set[nn.Module] = set()
+        # the convolutions and BatchNorms of chains
         self.in_chains: set[str] = set()
 
     def visit(self, module: nn.Module) -> None:
@@ -227,11 +211,9 @@ class _Trace(Matcher):
         return sum(self.stack(other)[: len(around)] == around for other in calls) > 1
 
     def own_activation(self, norm: fx.Node) -> tuple[str, fx.Node | None] | None:
-        bn = self._modules[norm.target]
-        own = bn.get_submodule("act") if members.has_activation(bn) else nn.Identity()
-        if type(own) is nn.Identity:
+        act = members.own_activation(self._modules[norm.target])
+        if act == "identity":
             return None
-        act = members.module_activation(own)
         return ("identity", None) if act is None else (act, norm)
 
     def changes_in_place(self, node: fx.Node) -> bool:
@@ -248,26 +230,24 @@ class _Trace(Matcher):
         stacks = [self.stack(node) for node in (*nodes, *([] if add is None else [add]))]
         around = common(stacks)
         owner = self._modules[around[-1][1] if around else ""]
-        names = {id(m): tuple(name.split(".")) for name, m in owner.named_modules() if name}
+        names = {m: tuple(name.split(".")) for name, m in owner.named_modules() if name}
         called = [self._modules[node.target] for node in nodes if node.op == "call_module"]
         # a BatchNorm of timm calls its own activation
         called += [inner for module in called if isinstance(module, _BatchNorm) for inner in module.children()]
         between = [self._modules[path] for stack in stacks for _, path in stack[len(around) :]]
-        convs = tuple(self._name(stage.conv) for stage in stages)
-        if any(id(m) not in names for m in (*called, *between)):
+        if any(m not in names for m in (*called, *between)):
             self.reasons |= {stage.conv: "is no submodule of the module that calls it" for stage in stages}
             return
-        watched = dict.fromkeys(names[id(m)] for m in (*called, *between))
+        watched = dict.fromkeys(names[m] for m in (*called, *between))
         chain = Chain(
-            convs=tuple(names[id(self._modules[stage.conv.target])] for stage in stages),
-            norms=tuple(names[id(self._modules[stage.norm.target])] for stage in stages),
+            convs=tuple(names[self._modules[stage.conv.target]] for stage in stages),
+            norms=tuple(names[self._modules[stage.norm.target]] for stage in stages),
             acts=tuple(stage.act for stage in stages),
             residual=add is not None,
             watched=tuple(watched),
         )
-        norms = tuple(self._name(stage.norm) for stage in stages)
-        self._search.in_chains.update(convs)
-        self._search.findings.chains.append(LocatedChain(self._search.names[owner], chain, convs, norms))
+        self._search.in_chains.update(self._name(node) for stage in stages for node in (stage.conv, stage.norm))
+        self._search.findings.chains.setdefault(self._search.names[owner], []).append(chain)
 
     def _module(self, node: fx.Node) -> nn.Module | None:
         return self._modules[node.target] if node.op == "call_module" else None

@@ -12,12 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from inspect import signature
 
-import torch
 from torch import fx
 
-# whether they change their first argument
-_ADD_FUNCTIONS: dict[object, bool] = {torch.add: False, operator.add: False, operator.iadd: True}
-_ADD_METHODS: dict[object, bool] = {"add": False, "add_": True}
+from nasfast.fusion.members import ADDITIONS, called
 
 
 @dataclass
@@ -194,10 +191,7 @@ class Matcher(ABC):
         """Whether the node adds another tensor to the value; not if it adds the value in place to the other tensor."""
         if len(node.args) != 2 or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
             return False
-        if node.op == "call_function":
-            in_place = _ADD_FUNCTIONS.get(node.target)
-        else:
-            in_place = _ADD_METHODS.get(node.target) if node.op == "call_method" else None
+        in_place = ADDITIONS.get(called(node))
         if in_place is None or node in self._taken or node.args[0] is node.args[1]:
             return False
         return not in_place or node.args[0] is value
@@ -232,7 +226,7 @@ def _inplace(call: fx.Node) -> bool:
 
 def adds_in_place(add: fx.Node | None) -> bool:
     """Whether the addition behind a chain keeps the type of the chain's result."""
-    return add is not None and add.target in (operator.iadd, "add_")
+    return add is not None and ADDITIONS[called(add)]
 
 
 def common(stacks: Iterable[list[tuple[str, str]]]) -> list[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from types import NoneType
@@ -16,6 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.ops.modules import ACTIVATION_MODULES, BNAct2d
+from nasfast.ops.reference import ConvBNParams, Stage
 
 
 def convolutions(module: nn.Module) -> dict[str, _ConvNd]:
@@ -63,16 +65,17 @@ def conv_problem(conv: _ConvNd) -> str | None:
     return None
 
 
-def runs_conv(module: nn.Module) -> bool:
+def runs_conv(module: nn.Module | None) -> bool:
     """Whether a call of the module runs what nn.Conv2d runs."""
     runs = _runs(module, nn.Conv2d, _CONV_FORWARD)
     return runs and isinstance(module, nn.Conv2d) and type(module)._conv_forward is _CONV_FUNCTION
 
 
-def _runs(module: nn.Module, cls: type[nn.Module], forward: Callable) -> bool:
+def _runs(module: nn.Module | None, cls: type[nn.Module], forward: Callable) -> bool:
     """Whether a call of the module runs this forward of cls."""
-    own = vars(module).get("forward")
-    return isinstance(module, cls) and type(module).forward is forward and isinstance(own, (ReplacedForward, NoneType))
+    if not isinstance(module, cls) or type(module).forward is not forward:
+        return False
+    return isinstance(vars(module).get("forward"), (ReplacedForward, NoneType))
 
 
 # as PyTorch has them: users may patch classes
@@ -106,14 +109,25 @@ def module_activation(module: nn.Module) -> str | None:
     return _ACTIVATIONS.get(runs)
 
 
+def own_activation(bn: nn.Module) -> str | None:
+    """The activation that a BatchNorm computes itself, "identity" if there is none; None if no stage can have it."""
+    return module_activation(bn.get_submodule("act")) if has_activation(bn) else "identity"
+
+
+def called(node: fx.Node) -> object:
+    """The function or the method of tensors that a traced call is one of; None for other nodes."""
+    if node.op == "call_method":
+        return getattr(Tensor, str(node.target), None)
+    return node.target if node.op == "call_function" else None
+
+
 def function_activation(node: fx.Node) -> str | None:
     """Name of the activation that a traced call of a function or method computes; None if no stage can have it."""
     if len(node.all_input_nodes) != 1:
         return None
     # the input comes first unless it is named
     rest = node.args[1:] if node.args and isinstance(node.args[0], fx.Node) else node.args
-    function = getattr(Tensor, str(node.target), None) if node.op == "call_method" else node.target
-    return activation_of(function, *rest, **{name: value for name, value in node.kwargs.items() if name != "input"})
+    return activation_of(called(node), *rest, **{name: value for name, value in node.kwargs.items() if name != "input"})
 
 
 def untouchable(module: nn.Module) -> str | None:
@@ -177,6 +191,26 @@ def square_conv(
     return Conv(weight, bias, step, pad, 1, groups)
 
 
+def stage_of(
+    conv: Conv,
+    act: str,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Stage | None:
+    """The stage of a convolution, an activation and a call of F.batch_norm with these arguments behind its input;
+    None if BatchNorm has no affine parameters, as every stage has.
+    """
+    if weight is None or bias is None:
+        return None
+    params = ConvBNParams(conv.weight, weight, bias, running_mean, running_var, conv.bias)
+    return Stage(params, conv.stride, conv.padding, conv.groups, act, training, momentum, eps)
+
+
 def _one(value: str | int | Sequence[int]) -> int | None:
     """The value of a convolution's setting if it is the same in both directions, else None."""
     if isinstance(value, str):
@@ -189,6 +223,17 @@ def _one(value: str | int | Sequence[int]) -> int | None:
 def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> str | None:
     return "relu6" if (min_val, max_val) == (0, 6) else None
 
+
+ADDITIONS: dict[object, bool] = {
+    torch.add: False,
+    operator.add: False,
+    operator.iadd: True,
+    Tensor.add: False,
+    Tensor.add_: True,
+    Tensor.__add__: False,
+    Tensor.__iadd__: True,
+}
+"""The additions that can belong to a chain, and whether they change their first argument."""
 
 ACTIVATION_FUNCTIONS: dict[object, str] = {
     F.relu: "relu",

@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from nasfast.fusion.chain import stage_of
-from nasfast.fusion.execute import BoundChain
-from nasfast.fusion.members import ACTIVATION_FUNCTIONS, Conv, activation_of, square_conv
+from nasfast.fusion.chain import BoundChain
+from nasfast.fusion.members import ACTIVATION_FUNCTIONS, ADDITIONS, Conv, activation_of, square_conv, stage_of
 from nasfast.fusion.replaced import ReplacedForward
 from nasfast.fusion.stages import Way, plain, result_dtype
 from nasfast.ops.reference import Stage
@@ -29,9 +28,6 @@ from nasfast.ops.reference import Stage
 
 class StartForward(ReplacedForward):
     """Replaces the forward of the convolution that starts a chain which is recorded."""
-
-    def __reduce__(self) -> tuple:
-        return StartForward, (self.module,)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
@@ -43,19 +39,6 @@ class StartForward(ReplacedForward):
             if started is not None:
                 return started
         return type(module).forward(module, *args, **kwargs)
-
-
-def run_own_forward(
-    forward: Callable, chains: Mapping[nn.Module, BoundChain], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Run a module's own forward with its chains, by their first convolutions, which have a `StartForward`."""
-    recording = _Recording(chains)
-    token = _RECORDING.set(recording)
-    try:
-        result = forward(*args, **kwargs)
-    finally:
-        _RECORDING.reset(token)
-    return recording.finish(result)
 
 
 class _Context(NamedTuple):
@@ -108,8 +91,12 @@ class _Run:
         return value
 
 
-class _Recording:
-    """One forward of a module: its chains, those that began, and the recording in which the forward runs."""
+class Recording:
+    """One run of a module's own forward: its chains, those that began, and the recording in which the forward runs.
+
+    Args:
+        chains: the chains by their first convolutions, which have a `StartForward`.
+    """
 
     def __init__(self, chains: Mapping[nn.Module, BoundChain]) -> None:
         self.chains, self.outer = chains, _RECORDING.get()
@@ -119,7 +106,7 @@ class _Recording:
         """What the convolution returns; None if the chain runs on PyTorch."""
         found, weight = self.chains[module], module._parameters.get("weight")
         way = found.way(input, recorded=True)
-        if weight is None or way is None or way is Way.PLAIN or module.padding_mode != "zeros":
+        if weight is None or way is Way.PLAIN or module.padding_mode != "zeros":
             return None
         settings: Any = module.stride, module.padding, module.dilation, module.groups
         conv = square_conv(weight, module.bias, *settings)  # type: ignore[arg-type]
@@ -128,8 +115,13 @@ class _Recording:
         self.runs.append(_Run(found, way, input))
         return _Placeholder(self.runs[-1], (), conv)
 
-    def finish(self, result: Any) -> Any:
+    def run(self, forward: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """The result of the forward without placeholders; updates the statistics of all BatchNorms that were called."""
+        token = _RECORDING.set(self)
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            _RECORDING.reset(token)
         if self.runs and type(result) is not Tensor:
             result = pytree.tree_map_only(_Placeholder, _value, result)
         for run in self.runs:
@@ -138,7 +130,7 @@ class _Recording:
         return result
 
 
-_RECORDING: ContextVar[_Recording | None] = ContextVar("recording", default=None)
+_RECORDING: ContextVar[Recording | None] = ContextVar("recording", default=None)
 
 
 class _Placeholder(Tensor):
@@ -255,10 +247,9 @@ def _still(stage: Stage) -> Stage:
 
 
 _DIMENSIONS = {Tensor.dim, Tensor.ndim.__get__}  # type: ignore[attr-defined]  # ndim of the class is a property
-_ADDITIONS = {torch.add: False, Tensor.add: False, Tensor.__add__: False, Tensor.add_: True, Tensor.__iadd__: True}
 _EXTENSIONS: dict[object, Callable[..., Tensor | None]] = {
     torch.conv2d: _extend_conv,
     F.batch_norm: _extend_batch_norm,
     **{function: partial(_extend_activation, function) for function in (*ACTIVATION_FUNCTIONS, F.hardtanh)},
-    **{function: partial(_extend_add, in_place) for function, in_place in _ADDITIONS.items()},
+    **{function: partial(_extend_add, in_place) for function, in_place in ADDITIONS.items()},
 }

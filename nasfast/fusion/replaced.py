@@ -36,6 +36,9 @@ class ReplacedForward:
             )
         return module
 
+    def __reduce__(self) -> tuple:
+        return type(self), (self.module,)
+
     @property
     def __signature__(self) -> inspect.Signature:
         return inspect.signature(partial(type(self.module).forward, self.module))

@@ -67,8 +67,8 @@ LEAST_RECORDED = 120_000
 _ROUNDS = 5
 _GAIN = 0.97
 
-# while `fuse` measures an example: for the convolutions of each chain, how it runs fastest
-example: ContextVar[dict[tuple[nn.Conv2d, ...], Way] | None] = ContextVar("example", default=None)
+# whether `fuse` runs an example, on which every chain is measured
+measures: ContextVar[bool] = ContextVar("measures", default=False)
 
 
 def knows(x: Tensor) -> bool:
@@ -142,30 +142,21 @@ def _results(x: Tensor, stages: Sequence[Stage]) -> int:
     return total
 
 
-def measure(model: nn.Module, arguments: Sequence[Any]) -> dict[tuple[nn.Conv2d, ...], Way]:
+def measure(model: nn.Module, arguments: Sequence[Any]) -> None:
     """Run the model once, and every chain that it reaches several times, fused and on PyTorch.
 
     Buffers are restored. The chains keep what was measured.
-
-    Args:
-        model: a fused model.
-        arguments: those of its forward.
-
-    Returns:
-        For the convolutions of each chain that was measured, how it runs fastest.
     """
-    found: dict[tuple[nn.Conv2d, ...], Way] = {}
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    token = example.set(found)
+    token = measures.set(True)
     try:
         with torch.random.fork_rng():
             model(*arguments)
     finally:
-        example.reset(token)
+        measures.reset(token)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)
-    return found
 
 
 def faster(stages: Sequence[Stage], x: Tensor, way: Way) -> Way:

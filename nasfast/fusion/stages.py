@@ -27,25 +27,14 @@ from nasfast.ops.reference import Stage
 # cores.
 _MIN_PRODUCTS = 8_000_000
 
-# oneDNN's name and numbers of each activation of a stage that it computes with the convolution
-_ONEDNN_ACTS: dict[str, tuple[str, list[float]]] = {
-    "identity": ("none", []),
-    "relu": ("relu", []),
-    "relu6": ("hardtanh", [0.0, 6.0]),
-    "tanh": ("tanh", []),
-    "hswish": ("hardswish", []),
-    "silu": ("swish", []),
-}
-
-
-# the activations of stages, changing their input
-_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda z: z,
-    "relu": torch.relu_,
-    "relu6": partial(F.hardtanh, min_val=0.0, max_val=6.0, inplace=True),
-    "tanh": torch.tanh_,
-    "hswish": partial(F.hardswish, inplace=True),
-    "silu": partial(F.silu, inplace=True),
+# the activations of stages, changing their input, and oneDNN's names and numbers of them behind a convolution
+_ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str, list[float]]] = {
+    "identity": (lambda z: z, "none", []),
+    "relu": (torch.relu_, "relu", []),
+    "relu6": (partial(F.hardtanh, min_val=0.0, max_val=6.0, inplace=True), "hardtanh", [0.0, 6.0]),
+    "tanh": (torch.tanh_, "tanh", []),
+    "hswish": (partial(F.hardswish, inplace=True), "hardswish", []),
+    "silu": (partial(F.silu, inplace=True), "swish", []),
 }
 
 
@@ -90,7 +79,8 @@ def plain_stages(x: Tensor, stages: Sequence[Stage]) -> Tensor:
         x = F.batch_norm(
             x, params.running_mean, params.running_var, params.bn_weight, params.bn_bias, training, momentum, eps
         )
-        x = _IN_PLACE[act](x)
+        activate, *_ = _ACTIVATIONS[act]
+        x = activate(x)
     return x
 
 
@@ -210,11 +200,11 @@ def _fold(
     out = tuple((n + 2 * stage.padding - k) // stage.stride + 1 for n, k in zip(size, kernel, strict=True))
     products = batch * math.prod(out) * folded.numel()
     faster = products >= _MIN_PRODUCTS or per_group == 1 < channels or dtype != torch.float32
+    activate, name, numbers = _ACTIVATIONS[stage.act]
     if not faster or not _onednn_computes(dtype, weight.device):
-        activate, conv = _IN_PLACE[stage.act], (folded, bias, stage.stride, stage.padding, 1, stage.groups)
+        conv = folded, bias, stage.stride, stage.padding, 1, stage.groups
         return (lambda x: activate(torch.conv2d(x, *conv))), out
     padding, stride, dilation, groups = [stage.padding] * 2, [stage.stride] * 2, [1, 1], stage.groups
-    name, numbers = _ONEDNN_ACTS[stage.act]
     shape = batch, per_group * groups, *size
     packed = torch.ops.mkldnn._reorder_convolution_weight(folded, padding, stride, dilation, groups, shape)
     run = torch.ops.mkldnn._convolution_pointwise.default

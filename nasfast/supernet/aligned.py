@@ -42,15 +42,12 @@ def align(module: nn.Module, alpha: float, beta: float, gains: Mapping[str, floa
 
     Args:
         module: every block in it that has `linear_paths()` is aligned. That method gives a mapping from role to the
-            ConvBNAct units from the block's input (or a part of its channels) to its output.
+            ConvBNAct units from the block's input (or a part of its channels) to its output. A pointwise convolution
+            before the last must not narrow.
         alpha: share of the centre tap in a depthwise filter, from 0 to 1.
         beta: share of the common linear part in the last pointwise weight of a path, from 0 to 1.
         gains: gain of a convolution by the name of the activation behind it.
         seed: seed of the matrices R; each has its own random stream by layer, role and shape.
-
-    Raises:
-        ValueError: a candidate has no `linear_paths()`, a path has a convolution that is neither pointwise nor
-            depthwise, or a pointwise one before the last narrows.
     """
     paths = list(_paths(module))
     names = [f"{name}.aligned|{shape}" for name, _, shape in paths]

@@ -200,11 +200,7 @@ def block_builder(kind: str) -> Callable[[BlockBuilder], BlockBuilder]:
 
 
 def build_block(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
-    """The module of one candidate.
-
-    Raises:
-        ValueError: the kind has no builder, or its module has no `last_bn`.
-    """
+    """The module of one candidate."""
     if layer.activation is not None:
         units = replace(units, act=layer.activation)
     if block.kind not in _BLOCK_BUILDERS:

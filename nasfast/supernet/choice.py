@@ -72,12 +72,7 @@ class Choice(nn.Module):
 
 
 def find_choices(module: nn.Module) -> dict[str, Choice]:
-    """The choices of a module by name, in the order of `named_modules`.
-
-    Raises:
-        ValueError: there is none, one is inside a candidate of another, two have one name, or a parameter belongs to
-            two choices, or to one and to the rest of the module.
-    """
+    """The choices of a module by name, in the order of `named_modules`."""
     found: dict[str, Choice] = {}
     for path, choice in module.named_modules():
         if not isinstance(choice, Choice):
@@ -124,14 +119,7 @@ def trace_space(module: nn.Module, example: tuple[Any, ...], *, name: str) -> Mo
     with the candidates that are active, in the module's present mode; nothing but MACs and shapes is kept.
 
     Args:
-        module: the module.
         example: positional arguments of the call; MACs are those of this call, so give one image.
-        name: name of the space.
-
-    Raises:
-        ValueError: see `find_choices`; or the call does not reach a choice, or its candidates give other shapes.
-        RuntimeError: a candidate cannot run on the input of its choice.
-        TypeError: the module takes other arguments.
     """
     traces = {name: _Trace(name, choice) for name, choice in find_choices(module).items()}
     handles = [trace.choice.register_forward_hook(trace.run_all, with_kwargs=True) for trace in traces.values()]

@@ -47,7 +47,6 @@ class TrainableSummary:
     """What trains after `freeze`.
 
     Attributes:
-        trainable: the choice.
         by_role: role -> number of parameter tensors that train, and of their elements.
         total_elements: number of elements of all parameters.
     """
@@ -150,7 +149,7 @@ class Supernet(nn.Module):
             RuntimeError: a candidate cannot run on the input of its choice.
             TypeError: the model is no module, or takes other arguments than the example.
         """
-        return ModuleSupernet(model, example, init=init, classifier=classifier, name=name, seed=seed)
+        return ModuleSupernet(model, example, init, classifier, name, seed)
 
     def forward(self, x: Tensor, path: Iterable[int]) -> Tensor:
         """Logits (N, num_classes) of images (N, in_channels, resolution, resolution) through one path.
@@ -238,7 +237,6 @@ class ModuleSupernet(Supernet):
         self,
         model: nn.Module,
         example: Any,
-        *,
         init: Init | InitScheme | None,
         classifier: str | None,
         name: str | None,

@@ -22,12 +22,6 @@ class EpochLoader(Protocol):
     ) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
-class _SizedBatches(Protocol):
-    def __len__(self) -> int: ...
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]: ...
-
-
 class _IterableLoader:
     """Adapter for e.g. a `torch.utils.data.DataLoader`; to skip to a position it iterates over all batches before.
 
@@ -35,7 +29,7 @@ class _IterableLoader:
     adapter was made. A `generator` of the DataLoader or of its sampler keeps its own seed.
     """
 
-    def __init__(self, batches: _SizedBatches, classes: int | None) -> None:
+    def __init__(self, batches: Any, classes: int | None) -> None:
         self._batches, self._classes = batches, classes
         owners = (batches, getattr(batches, "sampler", None))
         own = [g for owner in owners if isinstance(g := getattr(owner, "generator", None), torch.Generator)]
@@ -113,14 +107,8 @@ def _set_states(generators: Iterable[torch.Generator], states: list[Tensor]) -> 
 def as_epochs(loader: object, *, classes: int | None = None) -> EpochLoader:
     """`loader` itself if it is an EpochLoader, or an adapter for an iterable of (images, labels) with a length.
 
-    The adapter checks every batch, and raises TypeError or ValueError for one that is no such pair.
-
-    Args:
-        loader: the loader, or the iterable.
-        classes: the network's number of classes, which every label must be below; None if it is not known.
-
-    Raises:
-        TypeError: `loader` is neither.
+    The adapter raises TypeError or ValueError for a batch that is no such pair, or where a label is not below
+    `classes`, the network's number of classes; None if that is not known.
     """
     if isinstance(loader, EpochLoader):
         return loader
@@ -132,12 +120,7 @@ def as_epochs(loader: object, *, classes: int | None = None) -> EpochLoader:
 
 
 def to_learn_from(loader: object, *, classes: int | None = None) -> EpochLoader:
-    """`as_epochs(loader, classes=classes)`, which has at least one batch.
-
-    Raises:
-        TypeError: see `as_epochs`.
-        ValueError: it has no batch, so that nothing would be learnt.
-    """
+    """`as_epochs(loader, classes=classes)`, which has at least one batch."""
     epochs = as_epochs(loader, classes=classes)
     if len(epochs) == 0:
         raise ValueError(

@@ -9,6 +9,7 @@ import json
 import logging
 import shutil
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,15 +91,7 @@ def _header_bytes(form: dict[str, Any]) -> bytes:
 
 
 def decode(data: bytes, name: str) -> Checkpoint:
-    """The checkpoint in bytes that `encode` made; checks the digest.
-
-    Args:
-        data: the bytes.
-        name: where the bytes are from, for errors.
-
-    Raises:
-        CheckpointError: the bytes are no checkpoint of nasfast, are truncated or were altered.
-    """
+    """The checkpoint in bytes that `encode` made; errors say `name`. It raises CheckpointError for all other bytes."""
     try:
         tensors = load_bytes(data)
         form, end = _header(data)
@@ -113,12 +106,7 @@ def decode(data: bytes, name: str) -> Checkpoint:
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint, *, also: Path | None = None) -> None:
-    """Write one checkpoint.
-
-    Args:
-        path: the file.
-        checkpoint: what to write.
-        also: a second name that the file gets afterwards.
+    """Write one checkpoint, and then give its file a second name, `also`.
 
     Raises:
         CheckpointError: the disk is full or the folder not writable; older checkpoints are intact.
@@ -186,15 +174,7 @@ class CheckpointFolder:
             path.unlink(missing_ok=True)
 
     def check_room(self, size: int, *, evaluates: bool) -> None:
-        """Refuse to begin a training whose checkpoints could not be saved.
-
-        Args:
-            size: bytes of one checkpoint.
-            evaluates: whether the best checkpoint is kept too.
-
-        Raises:
-            CheckpointError: there is no room for one checkpoint more than are kept, or the folder cannot be written.
-        """
+        """Refuse a training whose checkpoints of `size` bytes, and the best one if it evaluates, have no room."""
         count = self.keep + 1 + evaluates
         try:
             check_room(self.folder, size)
@@ -210,16 +190,7 @@ class CheckpointFolder:
             ) from error
 
     def save(self, step: int, checkpoint: Checkpoint, *, best: bool = False) -> None:
-        """Write a checkpoint, and delete the oldest ones that are too many.
-
-        Args:
-            step: its step.
-            checkpoint: what to write.
-            best: whether it is the best so far.
-
-        Raises:
-            CheckpointError: see `save_checkpoint`.
-        """
+        """Write the checkpoint of a step, which may be the best so far, and delete old ones that are too many."""
         if best:
             # the best gets its name first: a run that resumes from the other name takes the best as saved
             save_checkpoint(self.best, checkpoint, also=self.path(step))
@@ -229,14 +200,10 @@ class CheckpointFolder:
             old.unlink()
 
     def latest(self, *, fingerprint: str) -> tuple[Path, Checkpoint] | None:
-        """The newest usable checkpoint; the best is tried last. Unusable ones are skipped with a warning.
+        """The newest usable checkpoint and its path, None if there is none; the best is tried last.
 
-        Args:
-            fingerprint: what the checkpoint's `state["fingerprint"]` must equal (that of a space, or of a space and an
-                Arch).
-
-        Returns:
-            The path and the checkpoint, or None if there is no checkpoint.
+        A checkpoint of another fingerprint (of a space, or of a space and an Arch) or a damaged one is skipped with a
+        warning.
 
         Raises:
             CheckpointError: there are checkpoints, but none is usable.
@@ -262,7 +229,7 @@ class CheckpointFolder:
         return None
 
 
-class CheckpointWriter:
+class CheckpointWriter(AbstractContextManager):
     """Saves into a CheckpointFolder in one thread while training goes on; at most one checkpoint is being saved.
 
     It is a context manager; its end waits for the last checkpoint.
@@ -274,30 +241,15 @@ class CheckpointWriter:
         self._pending: Future[None] | None = None
 
     def save(self, step: int, checkpoint: Checkpoint, *, best: bool = False) -> None:
-        """Begin to save a checkpoint, after waiting for the one before.
-
-        Args:
-            step, best: see `CheckpointFolder.save`.
-            checkpoint: what to save; its tensors must not change any more.
-
-        Raises:
-            CheckpointError: the checkpoint before could not be saved.
-        """
+        """Begin to save a checkpoint, whose tensors must not change any more, after waiting for the one before."""
         self.wait()
         self._pending = self._thread.submit(self._folder.save, step, checkpoint, best=best)
 
     def wait(self) -> None:
-        """Wait until the checkpoint is on disk.
-
-        Raises:
-            CheckpointError: it could not be saved.
-        """
+        """Wait until the checkpoint is on disk, or raise the CheckpointError of its saving."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
-
-    def __enter__(self) -> CheckpointWriter:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:

@@ -25,7 +25,7 @@ except ImportError:  # the extra `tensorboard` is not installed
 _LOG = logging.getLogger(__name__)
 
 
-class TrainLog:
+class TrainLog(contextlib.AbstractContextManager):
     """Writes a stage's metrics to file, TensorBoard and screen.
 
     It removes the stage's lines after `step`, which an interrupted run wrote. So a resumed run leaves the same file as
@@ -99,7 +99,7 @@ class TrainLog:
         more = progress.following()
         return text if not more else f"{text}, all {progress.duration(left + more * per_step * self._total)}"
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close TensorBoard's file and end the progress bar."""
         with self._on_board():
             if self._board:
@@ -118,12 +118,6 @@ class TrainLog:
                 "%s: cannot write TensorBoard events (%s); none from here on, metrics.jsonl has all figures",
                 self._stage, error,
             )  # fmt: skip
-
-    def __enter__(self) -> TrainLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _short(name: str, value: float) -> str:

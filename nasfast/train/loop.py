@@ -33,7 +33,7 @@ from nasfast.train.batches import EpochLoader, to_learn_from
 from nasfast.train.checkpoint import SUFFIX, CheckpointError, CheckpointFolder, CheckpointWriter, load_checkpoint
 from nasfast.train.config import TrainExtras, TrainStage
 from nasfast.train.evaluate import Evaluation
-from nasfast.train.exchange import Exchange, FlatExchange, Outcome, OverlappedExchange
+from nasfast.train.exchange import Outcome, exchange
 from nasfast.train.log import TrainLog
 from nasfast.train.schedule import lr_at
 from nasfast.train.state import Sums, TrainState, begin, seed_other_rank
@@ -46,11 +46,7 @@ class TrainingDivergedError(RuntimeError):
 
 
 def make_optimizer(model: nn.Module, cfg: TrainConfig) -> torch.optim.SGD:
-    """SGD over the parameters that train; weight decay applies only to tensors of two or more dimensions.
-
-    Raises:
-        ValueError: no parameter trains.
-    """
+    """SGD over the parameters that train; weight decay applies only to tensors of two or more dimensions."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise ValueError("nothing to train: no parameter has requires_grad=True; see Supernet.freeze")
@@ -116,8 +112,7 @@ class _Training:
         self.folder = CheckpointFolder(folder, stage.file_prefix, keep=cfg.keep_checkpoints)
         self.at = begin(self.state, self.folder, stage=stage, world=self.world)
         self.seed = torch.initial_seed()
-        overlapped = self.sampler is None and self.world.size > 1
-        self.exchange: Exchange = (OverlappedExchange if overlapped else FlatExchange)(model, self.world)
+        self.trainable = [p for p in model.parameters() if p.requires_grad]
         self.log: TrainLog | None = None
         self.writer: CheckpointWriter | None = None
         self.pending: list[tuple[int, Outcome, Tensor]] = []
@@ -150,10 +145,10 @@ class _Training:
                         x = x.contiguous(memory_format=torch.channels_last)
                     for group in self.optimizer.param_groups:
                         group["lr"] = lr
-                    self.exchange.begin(x)
                     # gradients of several paths add up (FairNAS, algorithm 1)
                     result = runner.forward_backward(x, y, paths)
-                    outcome = self.exchange.finish(result, len(x), stop=self.stop.requested)
+                    stop = self.stop.requested
+                    outcome = exchange(self.trainable, result, len(x), stop=stop, world=self.world)
                     norm = update(self.optimizer, cfg.clip_norm).to(outcome.loss.device)
                     if self.averaged is not None:
                         self.averaged.update_parameters(self.model)
@@ -197,14 +192,10 @@ class _Training:
         """What `cfg.engine` asks for: on a CPU an `EagerEngine`, which calls the model."""
         cfg, shape = self.cfg, tuple(x.shape)
         smoothing, bf16 = cfg.label_smoothing, cfg.precision == "bf16"
-        return make_engine(self.exchange.module, cfg.engine, batch=shape, label_smoothing=smoothing, bf16=bf16)
+        return make_engine(self.model, cfg.engine, batch=shape, label_smoothing=smoothing, bf16=bf16)
 
     def read(self, paths: int) -> None:
-        """Read the results of the steps since the last read together; `paths` is the number of paths of a step.
-
-        Raises:
-            TrainingDivergedError: a loss or a gradient norm is not finite.
-        """
+        """Read the results of the steps since the last read together; `paths` is the number of paths of a step."""
         steps, self.pending = self.pending, []
         rows = [
             torch.stack([torch.as_tensor(v, dtype=torch.float64, device=norm.device) for v in (*outcome, norm)])
@@ -237,9 +228,6 @@ class _Training:
         """Evaluate and save, then end the training if SIGTERM came.
 
         SIGTERM does not wait for an evaluation; the checkpoint then says that the evaluation is due.
-
-        Raises:
-            Terminated: SIGTERM came.
         """
         at, better = self.at, False
         at.evaluation_due = evaluates
@@ -268,11 +256,7 @@ class _Training:
             self.clock = time.monotonic()  # the speed is that of steps
 
     def take_result(self) -> None:
-        """Give the model the weights that count: those of the best evaluation with patience, else the average.
-
-        Raises:
-            CheckpointError: the best checkpoint cannot be read.
-        """
+        """Give the model the weights that count: those of the best evaluation with patience, else the average."""
         if self.exhausted and self.at.step < self.total:
             _LOG.info(
                 "%s: stopped after %d of %d epochs, because %d evaluations were not better than the best top-1, %.2f%%",

@@ -71,10 +71,8 @@ class TrainState:
     """Everything that a stage changes, and what identifies the stage.
 
     Attributes:
-        model, optimizer, sampler: what the stage trains with; the sampler may be None.
         averaged: the moving average of the model's weights; None if there is none.
-        fingerprint: digest of what is trained.
-        settings: what else the result depends on.
+        fingerprint, settings: digest of what is trained, and what else the result depends on.
         loader_kind: the backend that decodes the images, None if unknown. All backends show the same windows up to
             rounding.
     """
@@ -118,11 +116,7 @@ class TrainState:
         return Checkpoint(storable(tensors), state)
 
     def restore(self, checkpoint: Checkpoint) -> Progress:
-        """Take over the state of a checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint does not fit the model, the sampler or the generators.
-        """
+        """Take over the state of a checkpoint."""
         state = checkpoint.state
         try:
             self.model.load_state_dict(checkpoint.part("model."))
@@ -175,11 +169,7 @@ def begin(state: TrainState, folder: CheckpointFolder, *, stage: TrainStage, wor
 def _newest(
     state: TrainState, folder: CheckpointFolder, stage: TrainStage, *, resume: bool, leads: bool
 ) -> Checkpoint | None:
-    """The newest checkpoint of a stage, if it is to continue from one.
-
-    Raises:
-        CheckpointError, FileExistsError: see `begin`.
-    """
+    """The newest checkpoint of a stage, if it is to continue from one."""
     if not resume:
         if stage.overwrite:
             # another process may be training there
@@ -241,9 +231,6 @@ def check_new(
         settings: what a checkpoint must match to be continued.
         extends: see `TrainStage`.
         unknown: names of settings that are not known yet, and are not compared.
-
-    Raises:
-        FileExistsError: there are checkpoints; the text says whether they can be continued.
     """
     if not (paths := folder.paths()):
         return

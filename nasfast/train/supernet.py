@@ -40,11 +40,7 @@ _LATER_FILES = (
 def make_supernet(
     space: SearchSpace, method: str, cfg: SupernetConfig = SupernetConfig(), *, seed: int = 0
 ) -> tuple[Supernet, Sampler]:
-    """The supernet and the sampler of a method, with the overrides of `cfg`.
-
-    Raises:
-        ValueError: unknown method.
-    """
+    """The supernet and the sampler of a method, with the overrides of `cfg`."""
     chosen = cfg.preset(method)
     indicators = chosen.layer_indicators
     init: Init | InitScheme = chosen.init
@@ -145,9 +141,6 @@ def _describe(
     """Write space.yaml and config.yaml, which the commands that go on read, where there are none or they are replaced.
 
     A run directory that has checkpoints is left as it is: `train` refuses it, or continues it.
-
-    Raises:
-        ConfigError: space.yaml is of another space or damaged, and is not to be replaced.
     """
     run_dir = Path(stage.run_dir)
     if CheckpointFolder(run_dir / "checkpoints", stage.file_prefix).paths() and not stage.overwrite:

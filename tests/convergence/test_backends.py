@@ -50,6 +50,7 @@ def test_the_losses_are_the_same(runs):
     assert len(default) == len(reference) == 100
     assert default == pytest.approx(reference, rel=LOSS_TOLERANCE)
     assert default[:5] == pytest.approx(reference[:5], rel=2e-6)
+    assert sum(default[-10:]) < sum(default[:10])
 
 
 @pytest.mark.slow
@@ -61,13 +62,7 @@ def test_the_ranking_is_the_same(runs):
             for other in theirs:
                 if theirs[one] - theirs[other] > 2 * TIE:
                     assert ours[one] > ours[other]
-
-
-@pytest.mark.slow
-def test_the_training_did_something(runs):
-    (losses, table), _ = runs
-    assert sum(losses[-10:]) < sum(losses[:10])
-    assert max(abs(v - 1) for row in table.block for v in row.values()) > 20 * TIE
+    assert max(abs(v - 1) for row in default.block for v in row.values()) > 20 * TIE
 
 
 def test_one_step_on_either_backend_moves_the_same_parameters(tmp_path):

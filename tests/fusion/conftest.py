@@ -48,6 +48,6 @@ def folds(monkeypatch):
             calls.append(len(stages))
             super().__init__(stages, *args)
 
-    for user in ("execute", "dynamo"):
+    for user in ("chain", "dynamo"):
         monkeypatch.setattr(f"nasfast.fusion.{user}.Folded", Recorded)
     return calls

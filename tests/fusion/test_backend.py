@@ -12,6 +12,7 @@ from fused_models import (
     Body,
     Fickle,
     added_in_place,
+    check_close,
     check_same,
     conv,
     disturb,
@@ -170,9 +171,7 @@ def test_other_batch_sizes_run_on_the_operators(ways):
     compiled = compile_model(copy.deepcopy(model), inner)
     for graphs, batch in enumerate((2, 3, 4, 2), 1):
         x = images(batch, 4, 9, 9, dtype=torch.float)
-        got, want = observe(compiled, x), observe(model, x)
-        for name in want:
-            torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-4)
+        check_close(observe(compiled, x), observe(model, x), rtol=1e-4, atol=1e-4)
         # each size has its own graph
         assert operators[torch.ops.nasfast.conv_bn_act_chain_fwd.default] == ways["OPERATOR"] == min(graphs, 3)
 
@@ -257,7 +256,5 @@ def test_inductor_compiles_what_is_left(ways):
     model = set_mode(disturb(InvertedResidual(4, 4, 1, 2)), "frozen convolutions").to(memory_format=torch.channels_last)
     compiled, x = copy.deepcopy(model), images(2, 4, 8, 8, dtype=torch.float)
     compile_model(compiled, "inductor")
-    got, want = observe(compiled, x, 2), observe(model, x, 2)
-    for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-4)
+    check_close(observe(compiled, x, 2), observe(model, x, 2), rtol=1e-4, atol=1e-4)
     assert ways[Way.OPERATOR.name] == 1

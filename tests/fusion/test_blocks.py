@@ -7,7 +7,7 @@ from collections import OrderedDict
 
 import pytest
 import torch
-from fused_models import MODELS, Switch, check_same, disturb, make, observe, set_mode, unit
+from fused_models import Switch, check_same, disturb, observe, unit
 from tolerances import assert_close
 from torch import Tensor, nn
 from torch.nn import functional
@@ -16,25 +16,6 @@ from torchvision.models.mobilenetv2 import InvertedResidual
 from torchvision.models.resnet import BasicBlock
 
 import nasfast
-from nasfast.fusion import forward
-
-# the others are chains of a whole network's forward, and of squeeze-and-excitations with BatchNorm
-WITHOUT = {"ResNet", "EfficientNet", "MobileNetV3", "GhostNet", "SEModule"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_models_run_as_blocks(name, executed):
-    plain = set_mode(disturb(make(name).double()), "frozen convolutions")
-    fused = copy.deepcopy(plain)
-    report = nasfast.fuse(fused, only_faster=False)
-    forwards = [(type(m).__name__, vars(m).get("forward")) for m in fused.modules()]
-    assert {n for n, f in forwards if isinstance(f, forward.ChainForward) and f.is_recorded()} <= WITHOUT
-    x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    for mode in (True, False):
-        executed.clear()
-        check_same(observe(fused.train(mode), x), observe(plain.train(mode), x))
-        assert sum(stages for stages, _ in executed) == report.fused
 
 
 def block() -> InvertedResidual:

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from fused_models import Candidate, disturb, fuse_all, observe, set_mode, small, unit
+from fused_models import Candidate, check_close, disturb, fuse_all, observe, set_mode, small, unit
 from torch import nn
 from torchvision.models.mobilenetv2 import InvertedResidual
 
@@ -31,12 +31,6 @@ def compiled():
 
     yield compile_model, operators
     torch.compiler.reset()
-
-
-def check_close(got, want):
-    assert got.keys() == want.keys()
-    for key, value in want.items():
-        torch.testing.assert_close(got[key], value, msg=lambda text, key=key: f"{key}: {text}")
 
 
 @pytest.mark.parametrize("training", [True, False])

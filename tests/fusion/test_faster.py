@@ -2,11 +2,22 @@
 
 import copy
 import pickle
-import statistics
 
 import pytest
 import torch
-from fused_models import MODELS, Candidate, Switch, check_same, conv, disturb, make, observe, set_mode, unit
+from fused_models import (
+    MODELS,
+    Candidate,
+    Switch,
+    check_same,
+    conv,
+    disturb,
+    make,
+    median_error,
+    observe,
+    set_mode,
+    unit,
+)
 from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import nasfast
 from nasfast.fusion import rule
+from nasfast.fusion.forward import Binding
 
 RECORDED = rule.LEAST_RECORDED  # which is 0 in the other tests
 
@@ -53,22 +65,15 @@ def test_folding(dtype, layout, folds):
     got = fused(x)
     assert got.dtype == dtype
     assert_close("folded", got, exact(x.double()), tolerance)
-    assert folds == [3]
     fused(x)
     assert folds == [3]
-
-
-def test_folding_under_autocast(folds):
-    plain = disturb(block()).eval()
-    fused = copy.deepcopy(plain)
-    nasfast.fuse(fused)
-    x = torch.randn(4, 16, 40, 40)
-    with torch.autocast("cpu", torch.bfloat16):
-        got = fused(x)
-    assert got.dtype == torch.bfloat16
-    assert_close("autocast", got, plain.double()(x.double()), BFLOAT16_CHAIN)
-    assert_close("without", fused(x), plain(x.double()), FLOAT32_CHAIN)
-    assert folds == [3, 3]
+    if dtype == torch.float32:
+        with torch.autocast("cpu", torch.bfloat16):
+            got = fused(x)
+        assert got.dtype == torch.bfloat16
+        assert_close("autocast", got, exact(x.double()), BFLOAT16_CHAIN)
+        assert_close("without again", fused(x), exact(x.double()), FLOAT32_CHAIN)
+        assert folds == [3, 3, 3]
 
 
 SOURCES = ["0.0.weight", "2.0.bias", "1.1.weight", "2.1.running_mean"]
@@ -151,7 +156,7 @@ def test_the_rule_decides_by_size(pixels, runs, dtype, executed):
     for i in (0, 1, 2):
         model[i][1].requires_grad_()
     report = nasfast.fuse(model)
-    stages = model.forward.chains[0].members(model).stages()
+    stages = Binding(model.forward).chains[0].stages
     least = rule.least_results(torch.empty(0, dtype=dtype), stages, trains=False, recorded=False)
     assert f"fused where the convolutions give {least:,} numbers" in report.chains[0].runs
     exact = copy.deepcopy(model).double()
@@ -351,16 +356,8 @@ def test_bfloat16_modules_run_fused(executed):
     x = torch.randn(8, 3, 96, 96)
     want, got, usual = (observe(m, x.to(next(m.parameters()).dtype)) for m in (plain, fused, eager))
     assert sum(stages for stages, _ in executed) == report.fused
-
-    def error(seen: dict[str, Tensor]) -> float:
-        errors = [
-            float((seen[n].double() - want[n].double()).norm() / want[n].double().norm().clamp_min(1e-3)) for n in want
-        ]
-        return statistics.median(errors)
-
-    assert got.keys() == want.keys()
     assert {name: t.dtype for name, t in got.items()} == {name: t.dtype for name, t in usual.items()}
-    assert error(got) <= 1.1 * error(usual)
+    assert median_error(got, want) <= 1.1 * median_error(usual, want)
 
 
 def test_errors_say_what_to_do():

@@ -3,39 +3,30 @@
 import copy
 import pickle
 
-import numpy as np
 import pytest
 import torch
-from fused_models import check_same, disturb, fuse_all, make, observe, set_mode
-from torch import Tensor
+from fused_models import MODELS, check_same, disturb, fuse_all, make, median_error, observe, set_mode
 
 import nasfast
-
-# model: convolutions in chains, of all, chains
-MODELS = {
-    "mobilenet_v2": (52, 52, 19),
-    "shufflenet_v2_x0_5": (56, 56, 21),
-    "mnasnet0_5": (52, 52, 18),
-    "resnet18": (20, 20, 12),
-    "resnet50": (53, 53, 21),
-    "mobilenet_v3_small": (34, 52, 22),
-    "timm/mobilenetv2_100": (52, 52, 19),
-    "timm/efficientnet_lite0": (49, 49, 18),
-}
+from nasfast.fusion.forward import Binding, ChainForward
 
 # one for each kind of block: inverted residuals, shuffle units, dense convolutions, squeeze and excitation
-FAST = {"mobilenet_v2", "shufflenet_v2_x0_5", "resnet18", "mobilenet_v3_small"}
+FAST = ["mobilenet_v2", "shufflenet_v2_x0_5", "resnet18", "mobilenet_v3_small"]
 MODES = ["frozen convolutions", "eval", "frozen all but BatchNorm", "all trainable", "mixed"]
+CASES = [(name, mode) for name in FAST for mode in MODES]
+CASES += [pytest.param(n, m, marks=pytest.mark.slow) for n in MODELS if n not in FAST for m in MODES[:2]]
+# whose chains are recorded: those of a whole network's forward, and of squeeze-and-excitations with BatchNorm
+RECORDED = {"ResNet", "EfficientNet", "MobileNetV3", "GhostNet", "SEModule"}
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [(name, mode) for name in MODELS for mode in (MODES if name in FAST else MODES[:1])]
-)
+@pytest.mark.parametrize(("name", "mode"), CASES)
 def test_models_give_the_same(name, mode, executed):
     plain = set_mode(disturb(make(name).double()), mode)
     fused = copy.deepcopy(plain)
     report = fuse_all(fused)
     assert (report.fused, report.convolutions, len(report.chains)) == MODELS[name]
+    forwards = [(type(m).__name__, vars(m).get("forward")) for m in fused.modules()]
+    assert {kind for kind, f in forwards if isinstance(f, ChainForward) and Binding(f).block is None} <= RECORDED
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
     want = observe(plain, x)
     assert executed == []
@@ -54,14 +45,7 @@ def test_float32_is_as_accurate(name, mode, backend, monkeypatch):
     fuse_all(fused)
     x = torch.randn(4, 3, 64, 64)
     want = observe(exact, x.double())
-
-    def error(got: dict[str, Tensor]) -> float:
-        assert got.keys() == want.keys()
-        errors = [float((got[n].double() - want[n]).norm() / want[n].double().norm().clamp_min(1e-3)) for n in want]
-        return float(np.median(errors))
-
-    # kinks and sums in another order make single tensors differ, in the same way for both
-    assert error(observe(fused, x)) <= 3 * error(observe(plain, x))
+    assert median_error(observe(fused, x), want) <= 3 * median_error(observe(plain, x), want)
 
 
 @pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18", "timm/mobilenetv2_100"])

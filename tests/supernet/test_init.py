@@ -14,6 +14,7 @@ import nasfast
 from nasfast.ops import BACKENDS, reference, use_backend
 from nasfast.ops.modules import ConvBNAct
 from nasfast.ops.orthogonal import tensor_generator
+from nasfast.settings import SupernetConfig
 from nasfast.spaces import Block, FixedLayer, SearchSpace, Stage, digits_mini
 from nasfast.supernet import InitScheme, Supernet, build, init, initialize
 
@@ -83,21 +84,14 @@ def assert_normal(weight: torch.Tensor, std: float) -> None:
     assert (weight / std).pow(4).mean().item() == pytest.approx(3, abs=5 * math.sqrt(96 / n))
 
 
-@pytest.mark.parametrize("activation", ["relu6", "tanh"])
-def test_gaussian_variance_is_gain_over_fan_in(activation):
-    net = Supernet(digits_mini(), init="gaussian", activation=activation)
+@pytest.mark.parametrize(("scheme", "activation"), [("gaussian", "relu6"), ("gaussian", "tanh"), ("he", "relu6")])
+def test_gaussian_variance_is_gain_over_fan_in_and_that_of_he_fan_out_without_gain(scheme, activation):
+    net = Supernet(digits_mini(), init=scheme, activation=activation)
     for _, conv, gain in units(net):
+        fan_in, fan_out = conv.weight[0].numel(), conv.kernel_size[0] ** 2 * conv.out_channels
         if conv.weight.numel() > 500:
-            assert_normal(conv.weight, gain / math.sqrt(conv.weight[0].numel()))
-    assert_normal(net.classifier.weight, 1 / math.sqrt(160))
-
-
-def test_he_is_fan_out_without_gain():
-    net = Supernet(digits_mini(), init="he")
-    for _, conv, _ in units(net):
-        if conv.weight.numel() > 500:
-            assert_normal(conv.weight, math.sqrt(2 / (conv.kernel_size[0] ** 2 * conv.out_channels)))
-    assert_normal(net.classifier.weight, 0.01)
+            assert_normal(conv.weight, gain / math.sqrt(fan_in) if scheme == "gaussian" else math.sqrt(2 / fan_out))
+    assert_normal(net.classifier.weight, 1 / math.sqrt(160) if scheme == "gaussian" else 0.01)
 
 
 @pytest.mark.parametrize("scheme", ["orthogonal", "aligned", "delta_orthogonal", "gaussian", "he"])
@@ -135,10 +129,11 @@ def test_seeds_decide_and_the_global_generator_does_not(scheme):
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
-def test_weights_do_not_depend_on_other_candidates():
+@pytest.mark.parametrize("scheme", ["orthogonal", "aligned"])
+def test_weights_do_not_depend_on_other_candidates(scheme):
     space = tiny_space()
     stages = tuple(stage.replace(choices=(*stage.choices, Block("mbconv", 7, 2))) for stage in space.stages)
-    small, large = Supernet(space, seed=3).state_dict(), Supernet(space.replace(stages=stages), seed=3).state_dict()
+    small, large = (Supernet(s, init=scheme, seed=3).state_dict() for s in (space, space.replace(stages=stages)))
     assert len(large) > len(small)
     for name, tensor in small.items():
         assert torch.equal(tensor, large[name]), name
@@ -283,14 +278,28 @@ def test_named_schemes_are_schemes_and_networks_take_either():
     assert own.blocks[0].depthwise.conv.weight.count_nonzero() == own.blocks[0].depthwise.conv.out_channels
 
 
+ALIGNED = {"alignment": 0.5, "depthwise": "unit_norm"}
+
+
 @pytest.mark.parametrize(
-    ("call", "message"),
+    ("options", "message"),
     [
-        (lambda: InitScheme(depthwise="per_fliter"), "unknown depthwise='per_fliter'; did you mean 'per_filter'"),
-        (lambda: InitScheme(pointwise="delta"), "unknown pointwise='delta'; valid: gaussian, haar"),
-        (lambda: InitScheme(dense=None), "unknown dense=None"),
+        ({"depthwise": "per_fliter"}, "unknown depthwise='per_fliter'; did you mean 'per_filter'"),
+        ({"pointwise": "delta"}, "unknown pointwise='delta'; valid: gaussian, haar"),
+        ({"dense": None}, "unknown dense=None"),
+        ({**ALIGNED, "alignment": 1.5}, "alignment must be from 0 to 1, got 1.5"),
+        ({**ALIGNED, "linear_share": -0.1}, "linear_share must be from 0 to 1, got -0.1"),
+        ({"alignment": 0.5}, "alignment needs pointwise='haar' and depthwise='unit_norm'"),
     ],
 )
-def test_wrong_options_are_named(call, message):
+def test_wrong_options_are_named(options, message):
     with pytest.raises(ValueError, match=message):
-        call()
+        InitScheme(**options)
+
+
+@pytest.mark.parametrize("value", [-0.5, math.inf, math.nan])
+@pytest.mark.parametrize("name", ["shift", "branch_scale"])
+def test_wrong_beginnings_are_refused(name, value):
+    for kind in (InitScheme, SupernetConfig):
+        with pytest.raises(ValueError, match=f"{name} must be finite and not negative, got {value}"):
+            kind(**{name: value})

@@ -57,6 +57,7 @@ def test_what_each_choice_trains(small_space):
     assert trainable_names(net) == names_of(small_space) < bns
     for trainable, with_classifier, expected in (
         ("bn", False, bns),
+        ("bn", True, bns | classifier),
         ("all", False, {name for name, _ in net.named_parameters()}),
         ("indicators", True, names_of(small_space) | classifier),
         ("indicators", False, names_of(small_space)),

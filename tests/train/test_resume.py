@@ -173,14 +173,17 @@ def one_epoch(made, epoch: int, *, start: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["global generator", "own generator"])
-def test_epochs_of_a_data_loader_differ_and_repeat(own):
-    generator = torch.Generator().manual_seed(5) if own else None
-    made = as_epochs(data_loader(generator=generator))
+def test_epochs_of_a_data_loader_differ_and_repeat_and_leave_the_generators_as_they_were(own):
+    generator = torch.Generator().manual_seed(5) if own else torch.default_generator
+    made = as_epochs(data_loader(generator=generator if own else None))
     first = one_epoch(made, 0)
-    torch.manual_seed(99)
+    generator.manual_seed(99)
+    before = generator.get_state(), torch.default_generator.get_state()
     assert not torch.equal(first, one_epoch(made, 1))
     assert torch.equal(first, one_epoch(made, 0))
     assert torch.equal(first[16:], one_epoch(made, 0, start=2))
+    for now, then in zip((generator.get_state(), torch.default_generator.get_state()), before, strict=True):
+        assert torch.equal(now, then)
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["global generator", "own generator"])
@@ -193,12 +196,3 @@ def test_batches_of_a_data_loader_follow_the_seed_of_their_generator(own):
         first.append(next(epoch)[1])
     assert torch.equal(first[0], first[1])
     assert not torch.equal(first[0], first[2])
-
-
-def test_a_data_loader_leaves_the_generators_as_they_were():
-    generator = torch.Generator().manual_seed(5)
-    made = as_epochs(data_loader(generator=generator))
-    states = [g.get_state() for g in (generator, torch.default_generator)]
-    one_epoch(made, 0)
-    for state, g in zip(states, (generator, torch.default_generator), strict=True):
-        assert torch.equal(g.get_state(), state)
