@@ -8,7 +8,7 @@ network's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -31,21 +31,37 @@ class Outcome(NamedTuple):
 
 
 def exchange(
-    parameters: Iterable[nn.Parameter], result: StepResult, images: int, *, stop: bool, world: World
+    parameters: Sequence[nn.Parameter],
+    result: StepResult,
+    images: int,
+    *,
+    stop: bool,
+    world: World,
+    same_path: bool,
 ) -> Outcome:
     """Average over the ranks what one step gave; the averages replace the gradients in `grad`.
 
-    It is one all-reduce of one buffer, which has the step's gradients followed by the summed loss and the counts. Every
-    rank takes the same path, so the same parameters have gradients. A single process exchanges nothing.
+    It is one all-reduce of one buffer, which has the step's gradients followed by the summed loss and the counts. A
+    single process exchanges nothing.
 
     Args:
         parameters: those that train.
         result, images, stop: of this rank: what its step gave, its number of images, and whether it was asked to stop.
         world: the ranks.
+        same_path: whether every rank took the same path through a supernet, so that the same parameters have gradients.
+
+    Raises:
+        RuntimeError: without such a path, a parameter has no gradient here, and may have one elsewhere.
     """
     if world.size == 1:
         return Outcome(*result, images, stop)
     gradients = [p.grad for p in parameters if p.grad is not None]
+    if not same_path and len(gradients) < len(parameters):
+        unused = len(parameters) - len(gradients)
+        raise RuntimeError(
+            f"{unused} of {len(parameters)} parameters that train have no gradient after a step: ranks can only add "
+            "gradients of all, so freeze those that a step may leave out"
+        )
     loss = result.loss * images
     # float32 or wider: counts are exact up to 2^24
     row = torch.stack((loss, result.correct.to(loss), torch.full_like(loss, images), torch.full_like(loss, stop)))

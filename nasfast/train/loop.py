@@ -147,8 +147,14 @@ class _Training:
                         group["lr"] = lr
                     # gradients of several paths add up (FairNAS, algorithm 1)
                     result = runner.forward_backward(x, y, paths)
-                    stop = self.stop.requested
-                    outcome = exchange(self.trainable, result, len(x), stop=stop, world=self.world)
+                    outcome = exchange(
+                        self.trainable,
+                        result,
+                        len(x),
+                        stop=self.stop.requested,
+                        world=self.world,
+                        same_path=paths is not None,
+                    )
                     norm = update(self.optimizer, cfg.clip_norm).to(outcome.loss.device)
                     if self.averaged is not None:
                         self.averaged.update_parameters(self.model)

@@ -16,11 +16,13 @@ import torch.distributed as dist
 from tiny import tiny_space
 from torch import nn
 
+from nasfast.engine import StepResult
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.spaces import FairSampler
 from nasfast.supernet import Supernet, build
 from nasfast.train import TrainStage, evaluate, train
 from nasfast.train.checkpoint import load_checkpoint
+from nasfast.train.exchange import exchange
 from nasfast.train.log import read_metrics
 
 pytestmark = pytest.mark.kill
@@ -120,6 +122,14 @@ def test_all_ranks_end_with_the_same_bits(done, case):
 def test_a_fused_model_is_trained_by_ddp_and_fsdp(done):
     """The job itself compares the gradients."""
     assert done[1]["fused"] == [0, 0]
+
+
+def test_a_parameter_that_a_rank_may_have_left_out_is_named():
+    used, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    used.grad = torch.ones(2)
+    result = StepResult(torch.ones(()), torch.ones(()))
+    with pytest.raises(RuntimeError, match="1 of 2 parameters that train have no gradient after a step"):
+        exchange([used, unused], result, 4, stop=False, world=World(size=2), same_path=False)
 
 
 def test_the_engine_of_graphs_exchanges_the_same_gradients(done):
