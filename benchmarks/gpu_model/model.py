@@ -37,7 +37,7 @@ from benchmarks.gpu_model.gpus import GPUS, Gpu
 from benchmarks.gpu_model.recorder import Step, record_step, saved_bytes
 from benchmarks.gpu_model.sass import Code, disassemble
 from benchmarks.gpu_model.scenarios import step_interval
-from benchmarks.gpu_model.walk import Latencies, Program, Walk, walks
+from benchmarks.gpu_model.walk import Latencies, Program, Walk, follow
 from benchmarks.harness import positive
 from nasfast.ops.cuda_times import Chain, Times
 
@@ -144,29 +144,30 @@ def _follow_launches(job: _Job) -> list[Cost]:
             atomic=_ATOMIC[job.arch],
         )
         words = constants(launch.words, job.arch)
-        follow = partial(_follow, code, launch.grid, 32 * job.warps, words, latencies)
+        walks = partial(_walks, code, launch.grid, 32 * job.warps, words, latencies)
         try:
-            found.append(_cost(job.arch, compiled, launch, job.warps, follow))
+            found.append(_cost(job.arch, compiled, launch, job.warps, walks))
         except RuntimeError as error:
             raise type(error)(f"{job.name}, sm_{job.arch}, {launch.stage}: {error}") from None
     return found
 
 
-def _follow(
+def _walks(
     code: Code, grid: tuple[int, int, int], threads: int, words: dict[int, int], latencies: Latencies, i: int
 ) -> tuple[Walk, Walk]:
     """Follow the program that starts as number i: as one of many, and as the last to arrive."""
     index = (i % grid[0], i // grid[0] % grid[1], i // (grid[0] * grid[1]))
-    return walks(code, Program(index, grid, threads, words), latencies)
+    program = Program(index, grid, threads, words)
+    return follow(code, program, latencies, last=False), follow(code, program, latencies, last=True)
 
 
 def _cost(
-    arch: int, compiled: CudaCode, launch: CudaLaunch, warps: int, follow: Callable[[int], tuple[Walk, Walk]]
+    arch: int, compiled: CudaCode, launch: CudaLaunch, warps: int, walks: Callable[[int], tuple[Walk, Walk]]
 ) -> Cost:
     gpu, programs = GPUS[arch], math.prod(launch.grid)
-    followed = [follow(i) for i in sorted({0, programs // 2})]
+    followed = [walks(i) for i in sorted({0, programs // 2})]
     if len({ordinary.instructions for ordinary, _ in followed}) > 1:
-        followed = [follow(i) for i in sorted({(2 * k + 1) * programs // (2 * _FOLLOWED) for k in range(_FOLLOWED)})]
+        followed = [walks(i) for i in sorted({(2 * k + 1) * programs // (2 * _FOLLOWED) for k in range(_FOLLOWED)})]
     instructions = sum(o.instructions for o, _ in followed) / len(followed)
     # the warps of a program share four schedulers
     cycles = max(max(o.cycles, o.instructions * warps / 4) for o, _ in followed)
