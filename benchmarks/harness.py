@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -61,6 +62,17 @@ def ratios(summaries: dict[str, dict], ours: str, phase: str) -> dict[str, float
     return {**others, "best_peer": min(others.values())}
 
 
+def timed(step: Callable[[], object]) -> Callable[[], dict[str, float]]:
+    """A variant for `nasfast.measure.timing.measure`: wall and processor seconds of a step."""
+
+    def run() -> dict[str, float]:
+        start, cpu = time.perf_counter(), time.process_time()
+        step()
+        return {"step": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+
+    return run
+
+
 def provenance() -> dict:
     """Device, versions, commit and date of a result file."""
     return {"commit": _commit(), **machine(), "scipy": importlib.metadata.version("scipy")}
@@ -77,3 +89,15 @@ def write_json(path: Path, rows: list[dict]) -> None:
     """Write rows and their provenance, and make the folder if necessary; a file that is there is replaced whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n").encode())
+
+
+def append_line(path: Path, row: dict) -> None:
+    """Append a row to a file of JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The rows of a file of JSON lines; none if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -187,8 +187,8 @@ def _pair(register: str, value: int) -> list[tuple[str, Value]]:
     return [(register, value & MASK), (following(register), value >> 32 & MASK)]
 
 
-def _arithmetic(function: Callable[..., int], *, sources: int) -> Callable[[Registers, Instruction], Results]:
-    """An instruction whose 32-bit result and carry are a function of its sources."""
+def _sum(sources: int) -> Callable[[Registers, Instruction], Results]:
+    """An instruction whose 32-bit result and carries are those of a sum."""
 
     def results(regs: Registers, ins: Instruction) -> Results:
         to, written, rest, read = _split(ins)
@@ -196,7 +196,7 @@ def _arithmetic(function: Callable[..., int], *, sources: int) -> Callable[[Regi
         carries = [regs.get(text) for text in read] if "X" in ins.modifiers else []
         if not known(*values, *carries):
             return None
-        total = function(ins, *values) + sum(carries)
+        total = sum(values) + sum(carries)
         return [(to, total), *((predicate, total >= (i + 1) << 32) for i, predicate in enumerate(written))]
 
     return results
@@ -387,26 +387,6 @@ def _unary(function: Callable[[Instruction, int], int | None]) -> Callable[[Regi
 _OTHER_TYPES = {"F64", "U64", "S64", "F16", "BF16", "U16", "S16", "U8", "S8"}
 
 
-def _permute(regs: Registers, ins: Instruction) -> Results:
-    to, *sources = ins.operands
-    values = [regs.get(source) for source in sources]
-    if not known(*values) or ins.modifiers:
-        return None
-    a, selector, b = values
-    whole = (b << 32 | a).to_bytes(8, "little")
-    result = 0
-    for i in range(4):
-        nibble = selector >> 4 * i & 15
-        byte = whole[nibble & 7]
-        result |= (0xFF * (byte >> 7) if nibble & 8 else byte) << 8 * i
-    return [(to, result)]
-
-
-def _sign_extend(ins: Instruction, value: int, bits: int) -> int:
-    value &= (1 << bits) - 1 if bits < 32 else MASK
-    return value if "U32" in ins.modifiers else signed(value, bits)
-
-
 def _shuffle(regs: Registers, ins: Instruction) -> Results:
     """If all threads read from the first one, the result is the first thread's own value."""
     truth, to, value, lane = ins.operands[:4]
@@ -562,9 +542,7 @@ def _written(ins: Instruction) -> list[str]:
 
 
 _TABLE: dict[str, Callable[[Registers, Instruction], Results]] = {
-    "IADD3": _arithmetic(lambda ins, a, b, c: a + b + c, sources=3),
-    "IADD": _arithmetic(lambda ins, a, b: a + b, sources=2),
-    "VIADD": _arithmetic(lambda ins, a, b: a + b, sources=2),
+    "IADD3": _sum(3), "VIADD": _sum(2),
     "IMAD": _imad, "LEA": _lea, "LOP3": _lop3, "PLOP3": _plop3, "ISETP": _isetp, "SHF": _shift, "SEL": _select,
     "IMNMX": _extreme, "VIMNMX": _extreme, "VIADDMNMX": _extreme, "S2R": _special, "S2UR": _special, "CS2R": _special,
     "LDC": _load_constant, "MOV": _move, "R2UR": _move, "HFMA2": _half_constants,
@@ -574,15 +552,14 @@ _TABLE: dict[str, Callable[[Registers, Instruction], Results]] = {
     "I2FP": _unary(_to_float), "MUFU": _unary(_reciprocal), "F2I": _unary(_to_integer),
     "POPC": _unary(lambda ins, a: a.bit_count()),
     "FLO": _unary(lambda ins, a: a.bit_length() - 1 if "U32" in ins.modifiers else None),
-    "BREV": _unary(lambda ins, a: int(f"{a:032b}"[::-1], 2)),
-    "PRMT": _permute, "SGXT": _arithmetic(_sign_extend, sources=2), "SHFL": _shuffle, "VOTE": _vote, "VOTEU": _vote,
+    "SHFL": _shuffle, "VOTE": _vote, "VOTEU": _vote,
     "P2R": _predicates_to_register, "R2P": _register_to_predicates, "STS": _store_shared, "LDS": _load_shared,
     "ATOM": _atomic, "ATOMG": _atomic, "STL": _store_local, "LDL": _load_local,
 }  # fmt: skip
 # the same instructions on uniform registers, which a warp shares
 _TABLE |= {f"U{name}": _TABLE[name] for name in (
-    "IADD3", "IMAD", "LEA", "LOP3", "PLOP3", "ISETP", "SHF", "SEL", "LDC", "MOV", "PRMT", "SGXT", "FLO", "POPC", "BREV",
-    "IMNMX", "VIMNMX", "VIADD",
+    "IADD3", "IMAD", "LEA", "LOP3", "PLOP3", "ISETP", "SHF", "SEL", "LDC", "MOV", "FLO", "POPC", "IMNMX",
+    "VIMNMX", "VIADD",
 )}  # fmt: skip
 
 
