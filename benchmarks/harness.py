@@ -29,22 +29,23 @@ def saved_bytes(
 
     Args:
         function, inputs: function(*inputs) is the forward pass; inputs count if they are saved.
-        exclude: tensors that do not count, such as parameters, which exist anyway.
+        exclude: tensors that do not count besides instances of nn.Parameter, which exist anyway.
     """
-    there = {tensor.untyped_storage().data_ptr() for tensor in exclude}
-    saved: dict[int, int] = {}
+    there = {tensor.untyped_storage()._cdata for tensor in exclude}
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in there:
-            saved[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in there and not isinstance(tensor, torch.nn.Parameter):
+            # kept, so that no later storage gets the same address
+            saved[storage._cdata] = storage
         # the tensor itself would keep the graph alive, and with it everything that is counted here
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = function(*inputs)
     del y
-    return sum(saved.values())
+    return sum(storage.nbytes() for storage in saved.values())
 
 
 def positive(text: str) -> int:
