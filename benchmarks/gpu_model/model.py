@@ -24,7 +24,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,36 +85,22 @@ class Cost:
     predicted: float = 0
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A kernel and its different launches."""
-
-    arch: int
-    name: str
-    warps: int
-    launches: tuple[CudaLaunch, ...]
-
-
-def costs(launches: Iterable[CudaLaunch], arch: int, *, processes: int) -> list[Cost]:
+def costs(launches: Sequence[CudaLaunch], arch: int, *, processes: int) -> list[Cost]:
     """Compute the cost of every launch.
 
     Raises:
         UnknownLoop: a kernel has a loop that cannot be followed.
     """
-    jobs: dict[str, dict[tuple, CudaLaunch]] = {}
+    kernels: dict[str, dict[tuple, CudaLaunch]] = {}
     for launch in launches:
-        jobs.setdefault(launch.kernel.name, {}).setdefault(_shape(launch), launch)
-    ordered = [
-        _Job(arch, name, next(iter(each.values())).kernel.threads // 32, tuple(each.values()))
-        for name, each in jobs.items()
-    ]
+        kernels.setdefault(launch.kernel.name, {}).setdefault(_shape(launch), launch)
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        results = list(pool.map(_follow_launches, ordered))
-    found = {
-        _shape(launch): cost
-        for job, its_costs in zip(ordered, results, strict=True)
-        for launch, cost in zip(job.launches, its_costs, strict=True)
-    }
+        results = pool.map(partial(_follow_launches, arch), [list(each.values()) for each in kernels.values()])
+        found = {
+            shape: cost
+            for each, its_costs in zip(kernels.values(), results, strict=True)
+            for shape, cost in zip(each, its_costs, strict=True)
+        }
     return [_started(launch, found[_shape(launch)], arch) for launch in launches]
 
 
@@ -133,22 +119,23 @@ def _shape(launch: CudaLaunch) -> tuple:
     return launch.kernel.name, launch.grid, launch.shared, launch.words, launch.bytes
 
 
-def _follow_launches(job: _Job) -> list[Cost]:
-    compiled = compile_kernel(job.name, job.arch)
+def _follow_launches(arch: int, launches: Sequence[CudaLaunch]) -> list[Cost]:
+    """The costs of different launches of one kernel."""
+    kernel = launches[0].kernel
+    compiled = compile_kernel(kernel.name, arch)
     code = disassemble(compiled.cubin)
     found = []
-    for launch in job.launches:
+    for launch in launches:
         latencies = Latencies(
-            memory=_L2[job.arch] if launch.bytes < _L2_BYTES[job.arch] / 2 else _DRAM[job.arch],
-            double=_DOUBLE[job.arch],
-            atomic=_ATOMIC[job.arch],
+            memory=_L2[arch] if launch.bytes < _L2_BYTES[arch] / 2 else _DRAM[arch],
+            double=_DOUBLE[arch],
+            atomic=_ATOMIC[arch],
         )
-        words = constants(launch.words, job.arch)
-        walks = partial(_walks, code, launch.grid, 32 * job.warps, words, latencies)
+        walks = partial(_walks, code, launch.grid, kernel.threads, constants(launch.words, arch), latencies)
         try:
-            found.append(_cost(job.arch, compiled, launch, job.warps, walks))
+            found.append(_cost(arch, compiled, launch, walks))
         except RuntimeError as error:
-            raise type(error)(f"{job.name}, sm_{job.arch}, {launch.stage}: {error}") from None
+            raise type(error)(f"{kernel.name}, sm_{arch}, {launch.stage}: {error}") from None
     return found
 
 
@@ -161,10 +148,8 @@ def _walks(
     return follow(code, program, latencies, last=False), follow(code, program, latencies, last=True)
 
 
-def _cost(
-    arch: int, compiled: CudaCode, launch: CudaLaunch, warps: int, walks: Callable[[int], tuple[Walk, Walk]]
-) -> Cost:
-    gpu, programs = GPUS[arch], math.prod(launch.grid)
+def _cost(arch: int, compiled: CudaCode, launch: CudaLaunch, walks: Callable[[int], tuple[Walk, Walk]]) -> Cost:
+    gpu, programs, warps = GPUS[arch], math.prod(launch.grid), launch.kernel.threads // 32
     followed = [walks(i) for i in sorted({0, programs // 2})]
     if len({ordinary.instructions for ordinary, _ in followed}) > 1:
         followed = [walks(i) for i in sorted({(2 * k + 1) * programs // (2 * _FOLLOWED) for k in range(_FOLLOWED)})]

@@ -7,6 +7,7 @@ operation returns is ARRIVAL: our kernels only ask whether it is that of the las
 from __future__ import annotations
 
 import math
+import operator
 import re
 import struct
 from collections.abc import Callable, Iterable
@@ -267,14 +268,7 @@ def _plop3(regs: Registers, ins: Instruction) -> Results:
     return results
 
 
-_COMPARE: dict[str, Callable[[int, int], bool]] = {
-    "LT": lambda a, b: a < b,
-    "LE": lambda a, b: a <= b,
-    "GT": lambda a, b: a > b,
-    "GE": lambda a, b: a >= b,
-    "EQ": lambda a, b: a == b,
-    "NE": lambda a, b: a != b,
-}
+_COMPARE = {name: getattr(operator, name.lower()) for name in ("LT", "LE", "GT", "GE", "EQ", "NE")}
 
 
 def _isetp(regs: Registers, ins: Instruction) -> Results:
