@@ -64,8 +64,10 @@ class Registers:
         if kind == "number":
             return name
         value = self.constants.get(name) if kind == "constant" else self.values.get(name)
-        if sign is None or not isinstance(value, int):
-            return None if sign else value
+        if sign is None:
+            return value
+        if not isinstance(value, int):
+            return None
         if sign == "!":
             return not value
         # not reduced to 32 bits, so that a subtraction can see its carry
@@ -416,8 +418,9 @@ def _register_to_predicates(regs: Registers, ins: Instruction) -> Results:
 
 
 def _store_shared(regs: Registers, ins: Instruction) -> Results:
-    if "U8" in ins.modifiers:
-        regs.flags[shared_address(regs, ins.operands[0])] = regs.get(ins.operands[1])
+    address = shared_address(regs, ins.operands[0])
+    if "U8" in ins.modifiers and address is not None:
+        regs.flags[address] = regs.get(ins.operands[1])
     return []
 
 
