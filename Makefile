@@ -170,9 +170,8 @@ compile-cuda-old:  ## compile the CUDA kernels with the nvcc 12 of Ubuntu 24.04,
 
 bench: install-tests  ## run every benchmark that needs no GPU; takes an hour or two
 	$(BIN)/python -m pytest benchmarks/ops -q --benchmark-json benchmarks/results/ops.json
-	$(BIN)/python -m benchmarks.bench_supernet_step --out benchmarks/results/supernet_step.json
-	$(BIN)/python -m benchmarks.bench_supernet_step --scaling --space mobilenet_v2 --out benchmarks/results/scaling.json
-	$(BIN)/python -m benchmarks.bench_fuse --out benchmarks/results/fuse.json
+	$(BIN)/python -m benchmarks.bench_steps --out benchmarks/results/steps.json
+	$(BIN)/python -m benchmarks.bench_steps --scaling --work mobilenet_v2 --out benchmarks/results/scaling.json
 	$(BIN)/python -m benchmarks.bench_fuse_models --out benchmarks/results/fuse_models.json
 	$(BIN)/nasfast step --out benchmarks/results/step.json
 	$(BIN)/nasfast latency --out benchmarks/results/latency_table_cpu.json --validate 20

@@ -1,10 +1,10 @@
-"""Runs a benchmark of steps on the CPU with each allocator, and compares with the best peer under any of them.
+"""Runs `bench_steps` on the CPU with each allocator, and compares with the best peer under any of them.
 
-    python -m benchmarks.allocators [--jemalloc FILE] [--out FILE] bench_fuse [its options]
+    python -m benchmarks.allocators [--jemalloc FILE] [--out FILE] [options of bench_steps]
 
 PyTorch takes memory from malloc and gives it back after every operator, so the allocator decides how long eager steps
-wait for pages: a peer at its best has the best allocator. The programs are `bench_fuse` and `bench_supernet_step`.
-jemalloc takes part where --jemalloc names its library, such as libjemalloc.so.2 of Debian's package libjemalloc2.
+wait for pages: a peer at its best has the best allocator. jemalloc takes part where --jemalloc names its library, such
+as libjemalloc.so.2 of Debian's package libjemalloc2.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ ALLOCATORS = {
     },
 }
 JEMALLOC = f"jemalloc that {KEEPS}"
-PROGRAMS = ("bench_fuse", "bench_supernet_step")
 
 
 def environments(jemalloc: Path | None) -> dict[str, dict[str, str]]:
@@ -41,13 +40,13 @@ def environments(jemalloc: Path | None) -> dict[str, dict[str, str]]:
     return {**ALLOCATORS, JEMALLOC: {"LD_PRELOAD": str(jemalloc.resolve()), "MALLOC_CONF": conf}}
 
 
-def run(program: str, options: list[str], variables: dict[str, str]) -> list[dict]:
-    """The rows of a benchmark, run in a process with these variables."""
+def run(options: list[str], variables: dict[str, str]) -> list[dict]:
+    """The rows of `bench_steps`, run in a process with these variables."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "rows.json"
-        command = [sys.executable, "-m", f"benchmarks.{program}", *options, "--out", str(out)]
+        command = [sys.executable, "-m", "benchmarks.bench_steps", *options, "--out", str(out)]
         subprocess.run(command, env={**os.environ, **variables}, check=True)
-        return [row for row in json.loads(out.read_text())["rows"] if "variants" in row]
+        return json.loads(out.read_text())["rows"]
 
 
 def medians(row: dict, dtype: str) -> tuple[dict[str, float], dict[str, float]]:
@@ -87,17 +86,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jemalloc", type=Path, help="library of jemalloc, to be preloaded")
     parser.add_argument("--out", type=Path, help="JSON file for the rows, written after every allocator")
-    parser.add_argument("program", choices=PROGRAMS)
-    parser.add_argument("options", nargs=argparse.REMAINDER, help="of the program")
-    args = parser.parse_args()
-    if given := {"--out", "--jemalloc"}.intersection(args.options):
-        parser.error(f"{', '.join(sorted(given))} must stand before {args.program}")
+    args, options = parser.parse_known_args()
     if args.jemalloc and not args.jemalloc.exists():
         parser.error(f"--jemalloc: there is no file {args.jemalloc}")
     rows: list[dict] = []
     for name, variables in environments(args.jemalloc).items():
         print(f"\n# {name}", flush=True)
-        found = [{"allocator": name, **row} for row in run(args.program, args.options, variables)]
+        found = [{"allocator": name, **row} for row in run(options, variables)]
         if name == JEMALLOC:  # it keeps what malloc_trim of glibc would give back, so resident memory says nothing
             for variant in (variant for row in found for variant in row["variants"].values()):
                 del variant["memory"]["kept"], variant["memory"]["peak"]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.harness import positive, ratios, saved_bytes, write_json
+from benchmarks.harness import positive, ratios, saved_bytes, timed, write_json
 from nasfast.measure.timing import measure, measuring
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.gates import draw_once, logits_gradient, uniform_logits
@@ -117,20 +116,18 @@ def like(search: CellSearch, layout: torch.memory_format) -> PlainDarts:
     return plain.to(memory_format=layout)
 
 
-def timed(model: nn.Module, forward_backward: Callable[[], None]) -> Callable[[], dict[str, float]]:
+def training(model: nn.Module, forward_backward: Callable[[], None]) -> Callable[[], dict[str, float]]:
     """A step that ends with clipping and SGD."""
     weights = list(model.parameters())
     sgd = torch.optim.SGD(weights, lr=0.025, momentum=0.9, weight_decay=3e-4)
 
-    def step() -> dict[str, float]:
-        start, start_cpu = time.perf_counter(), time.process_time()
+    def step() -> None:
         sgd.zero_grad()
         forward_backward()
         nn.utils.clip_grad_norm_(weights, 5.0)
         sgd.step()
-        return {"step": time.perf_counter() - start, "cpu": time.process_time() - start_cpu}
 
-    return step
+    return timed(step)
 
 
 def plain_step(model: nn.Module, alpha: Tensor, x: Tensor, y: Tensor) -> Callable[[], dict[str, float]]:
@@ -142,7 +139,7 @@ def plain_step(model: nn.Module, alpha: Tensor, x: Tensor, y: Tensor) -> Callabl
         F.cross_entropy(model(x, alpha), y).backward()
         adam.step()
 
-    return timed(model, forward_backward)
+    return training(model, forward_backward)
 
 
 def our_step(search: CellSearch, x: Tensor, y: Tensor) -> Callable[[], dict[str, float]]:
@@ -154,7 +151,7 @@ def our_step(search: CellSearch, x: Tensor, y: Tensor) -> Callable[[], dict[str,
         search.done.zero_()  # writes the same record at every step
         engine.forward_backward(x, y)
 
-    return timed(search.net, forward_backward)
+    return training(search.net, forward_backward)
 
 
 def difference(search: CellSearch, plain: PlainDarts, x: Tensor, y: Tensor) -> float:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import provenance
+from benchmarks.harness import append_line, provenance, read_lines
 from nasfast.data import DataConfig, make_loader, make_loaders, random_subset
 from nasfast.indicators.distill import z_sum
 from nasfast.indicators.isometry import (
@@ -135,12 +135,7 @@ def train(args: argparse.Namespace) -> None:
             "images": result.images,
             "cpu_s": round(time.process_time() - start, 1),
         }
-        with args.trained.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        append_line(args.trained, row)
 
 
 Rows = list[dict[int, float]]

@@ -6,14 +6,13 @@ The peer is eager PyTorch, because torch.compile has no double backward. Both sa
 import argparse
 import itertools
 import multiprocessing
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness import positive, ratios, write_json
+from benchmarks.harness import positive, ratios, timed, write_json
 from benchmarks.steps import memory_of_process, trim_memory
 from benchmarks.straight_through import gradient_of_q
 from nasfast.measure.timing import measure
@@ -42,17 +41,11 @@ def variants(space: str, batch: int) -> dict[str, Callable[[], dict[str, float]]
         images = x.contiguous(memory_format=layout)
         return lambda i: gradient_of_q(mixture, images, y, seed=i)
 
-    def timed(step: Callable[[int], object]) -> Callable[[], dict[str, float]]:
+    def counted(step: Callable[[int], object]) -> Callable[[], dict[str, float]]:
         counter = itertools.count()
+        return timed(lambda: step(next(counter)))
 
-        def run() -> dict[str, float]:
-            start, cpu = time.perf_counter(), time.process_time()
-            step(next(counter))
-            return {"step": time.perf_counter() - start, "cpu": time.process_time() - cpu}
-
-        return run
-
-    return {OURS: timed(ours), **{name: timed(peer(layout)) for name, layout in PEERS.items()}}
+    return {OURS: counted(ours), **{name: counted(peer(layout)) for name, layout in PEERS.items()}}
 
 
 def peak_mib(space: str, batch: int, name: str, threads: int) -> float:

@@ -14,7 +14,6 @@ it is finished, and rows in the file are not computed again; --summary prints th
 
 import argparse
 import itertools
-import json
 import random
 import statistics
 import time
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import provenance
+from benchmarks.harness import append_line, provenance, read_lines
 from nasfast.data import DataConfig, make_loader, make_loaders, random_subset
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.rank import kendall_tau, rank
@@ -146,7 +145,7 @@ def trained(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpac
 
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    done = {(r["name"], r["seed"], r["score"], r["structure"]) for r in _rows(args.out)}
+    done = {(r["name"], r["seed"], r["score"], r["structure"]) for r in read_lines(args.out)}
     for entry, seed in chosen(args):
         missing = [s for s in entry.scores if (entry.name, seed, *s) not in done]
         if not missing:
@@ -171,7 +170,7 @@ def run(args: argparse.Namespace) -> None:
                 "threads": args.threads, "supernet": entry.supernet.to_dict(), "train": entry.train.to_dict(),
                 "batch_size": entry.batch_size, "augment": "none", "provenance": provenance(),
             }  # fmt: skip
-            _append(args.out, row)
+            append_line(args.out, row)
             tau = f"tau {row['kendall']['value']:+.3f}" if truth else "no accuracies to compare with"
             print(f"{entry.name}, seed {seed}, {name} + {structure:g} structure: {tau}", flush=True)
 
@@ -252,16 +251,6 @@ def _spread(values: list[float], form: str = "{:.3f}") -> str:
     return mean if len(values) == 1 else f"{mean} ({form.format(min(values))} to {form.format(max(values))})"
 
 
-def _append(path: Path, row: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", help="folder of training images, one sub-folder per class")
@@ -279,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--summary", action="store_true", help="only print the rows of --out as Markdown")
     args = parser.parse_args(argv)
     if args.summary:
-        print(summary(_rows(args.out)))
+        print(summary(read_lines(args.out)))
         return
     if None in (args.train, args.val, args.accuracies):
         parser.error("give --train, --val and --accuracies, or --summary")

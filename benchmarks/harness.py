@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -28,22 +29,23 @@ def saved_bytes(
 
     Args:
         function, inputs: function(*inputs) is the forward pass; inputs count if they are saved.
-        exclude: tensors that do not count, such as parameters, which exist anyway.
+        exclude: tensors that do not count besides instances of nn.Parameter, which exist anyway.
     """
-    there = {tensor.untyped_storage().data_ptr() for tensor in exclude}
-    saved: dict[int, int] = {}
+    there = {tensor.untyped_storage()._cdata for tensor in exclude}
+    saved: dict[int, torch.UntypedStorage] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in there:
-            saved[storage.data_ptr()] = storage.nbytes()
+        if storage._cdata not in there and not isinstance(tensor, torch.nn.Parameter):
+            # kept, so that no later storage gets the same address
+            saved[storage._cdata] = storage
         # the tensor itself would keep the graph alive, and with it everything that is counted here
         return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         y = function(*inputs)
     del y
-    return sum(saved.values())
+    return sum(storage.nbytes() for storage in saved.values())
 
 
 def positive(text: str) -> int:
@@ -59,6 +61,17 @@ def ratios(summaries: dict[str, dict], ours: str, phase: str) -> dict[str, float
     mine = summaries[ours][phase]["median_ms"]
     others = {name: phases[phase]["median_ms"] / mine for name, phases in summaries.items() if name != ours}
     return {**others, "best_peer": min(others.values())}
+
+
+def timed(step: Callable[[], object]) -> Callable[[], dict[str, float]]:
+    """A variant for `nasfast.measure.timing.measure`: wall and processor seconds of a step."""
+
+    def run() -> dict[str, float]:
+        start, cpu = time.perf_counter(), time.process_time()
+        step()
+        return {"step": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+
+    return run
 
 
 def provenance() -> dict:
@@ -77,3 +90,15 @@ def write_json(path: Path, rows: list[dict]) -> None:
     """Write rows and their provenance, and make the folder if necessary; a file that is there is replaced whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, (json.dumps({"provenance": provenance(), "rows": rows}, indent=1) + "\n").encode())
+
+
+def append_line(path: Path, row: dict) -> None:
+    """Append a row to a file of JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def read_lines(path: Path) -> list[dict]:
+    """The rows of a file of JSON lines; none if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

@@ -14,22 +14,19 @@ _OURS, _TRITON = "nasfast engine", "nasfast engine, triton"
 def report(parts: dict[str, Rows]) -> str:
     """The page of the rows of each part, in the given order."""
     pages: dict[str, Callable[[Rows], list[str]]] = {
-        "build": _build,
-        "machine": _machine,
+        "machine": _ceilings,
         "parity": _parity,
-        "bits": _bits,
         "launches": _launches,
         "step": _step,
-        "sanitizer": _sanitizer,
-        "ncu": _ncu,
-        "paths": _paths,
         "tests": _tests,
     }
     lines = ["# The CUDA kernels on a GPU", ""]
     step = parts.get("step", [])
     lines += [*_decision(step), ""] if _of("step", step) else []
     for name, rows in parts.items():
-        lines += [f"## {_heading(name, rows)}", "", *pages[name](rows)]
+        lines += [f"## {_heading(name, rows)}", ""]
+        lines += [f"- {_LINES[row['kind']](row)}" for row in rows if row["kind"] in _LINES]
+        lines += pages[name](rows) if name in pages else []
         for row in _of("error", rows) + _of("left_out", rows):
             lines.append(f"- {'ERROR' if row['kind'] == 'error' else 'left out'}: {row['what']}: {row['error'][:300]}")
         for row in _of("end", rows):
@@ -71,27 +68,42 @@ def _decision(rows: Rows) -> list[str]:
     return [f"**Decision: open. A step on CUDA takes {ratio(ours, triton)} of that on Triton.**"]
 
 
-def _build(rows: Rows) -> list[str]:
-    return [
-        f"- {row['seconds']} s; nasfast from {row['from']}; kernels for {(row['build'] or {}).get('cuda_archs')}"
-        for row in _of("built", rows)
-    ]
+def _of_machine(row: dict[str, Any]) -> str:
+    versions = f"torch {row['torch']}, Triton {row['packages']['triton']}, Python {row['python']}"
+    return f"{row['gpu'] or row['cpu']}, {versions}, {row['cores']} cores"
 
 
-def _machine(rows: Rows) -> list[str]:
-    lines = []
-    for row in _of("machine", rows):
-        lines.append(
-            f"- {row['gpu'] or row['cpu']}, torch {row['torch']}, Triton {row['packages']['triton']}, "
-            f"Python {row['python']}, {row['cores']} cores"
-        )
+def _of_sanitizer(row: dict[str, Any]) -> str:
+    ended = "no time" if row["code"] is None else f"exit code {row['code']}"
+    return f"{row['tool']}: {ended} after {row['seconds']} s; {'; '.join(row['said'])}"
+
+
+def _of_counters(row: dict[str, Any]) -> str:
+    shares = [f"{name.partition('.')[0]} {value}" for name, value in row.items() if name.endswith("elapsed")]
+    return f"{row['kernel'][:80]}: {row['time']}; {', '.join(shares)}"
+
+
+# what the page says of a row of each kind that has a line of its own
+_LINES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "built": lambda row: (
+        f"{row['seconds']} s; nasfast from {row['from']}; kernels for {(row['build'] or {}).get('cuda_archs')}"
+    ),
+    "machine": _of_machine,
+    "micro": lambda row: (
+        f"{row['what']}: {', '.join(f'{key} {value}' for key, value in row.items() if key not in _KEYS)}"
+    ),
+    "bits": lambda row: f"{row['what']}: {row['paths'] - row['different']} of {row['paths']} paths have the same bits",
+    "sanitizer": _of_sanitizer,
+    "counters": _of_counters,
+    "paths": lambda row: f"{row['name']}: {row['images_per_s']:.0f} images/s (first pass {row['first_s']:.1f} s)",
+}
+_KEYS = ("part", "kind", "what")
+
+
+def _ceilings(rows: Rows) -> list[str]:
     rates = [f"{r['what']} {r['GB_per_s']:.0f} GB/s" for r in _of("ceiling", rows) if "GB_per_s" in r]
     rates += [f"{r['what']} {r['TFLOP_per_s']:.1f} TFLOP/s" for r in _of("ceiling", rows) if "TFLOP_per_s" in r]
-    lines += [f"- {', '.join(rates)}"] * bool(rates)
-    for row in _of("micro", rows):
-        numbers = [f"{key} {value}" for key, value in row.items() if key not in ("part", "kind", "what")]
-        lines.append(f"- {row['what']}: {', '.join(numbers)}")
-    return lines
+    return [f"- {', '.join(rates)}"] * bool(rates)
 
 
 def _parity(rows: Rows) -> list[str]:
@@ -106,13 +118,6 @@ def _parity(rows: Rows) -> list[str]:
         error = f"{name}: {row['ours'][name]:.2e}, eager {row['eager'][name]:.2e}"
         lines.append(f"- WRONG: {row['chain']}, {row['dtype']}, {row['schedule']}: {error}")
     return lines
-
-
-def _bits(rows: Rows) -> list[str]:
-    return [
-        f"- {row['what']}: {row['paths'] - row['different']} of {row['paths']} paths have the same bits"
-        for row in _of("bits", rows)
-    ]
 
 
 def _launches(rows: Rows) -> list[str]:
@@ -159,29 +164,6 @@ def _losses(variants: dict[str, dict[str, Any]]) -> list[str]:
     if not losses or max(losses.values()) - min(losses.values()) <= 0.05 * abs(min(losses.values())):
         return []
     return [f"- LOSSES DIFFER: {losses}"]
-
-
-def _sanitizer(rows: Rows) -> list[str]:
-    lines = []
-    for row in _of("sanitizer", rows):
-        ended = "no time" if row["code"] is None else f"exit code {row['code']}"
-        lines.append(f"- {row['tool']}: {ended} after {row['seconds']} s; {'; '.join(row['said'])}")
-    return lines
-
-
-def _ncu(rows: Rows) -> list[str]:
-    return [
-        f"- {row['kernel'][:80]}: {row['time']}; "
-        + ", ".join(f"{name.partition('.')[0]} {value}" for name, value in row.items() if name.endswith("elapsed"))
-        for row in _of("counters", rows)
-    ]
-
-
-def _paths(rows: Rows) -> list[str]:
-    return [
-        f"- {row['name']}: {row['images_per_s']:.0f} images/s (first pass {row['first_s']:.1f} s)"
-        for row in _of("paths", rows)
-    ]
 
 
 def _tests(rows: Rows) -> list[str]:

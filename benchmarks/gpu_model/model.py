@@ -24,7 +24,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -37,7 +37,7 @@ from benchmarks.gpu_model.gpus import GPUS, Gpu
 from benchmarks.gpu_model.recorder import Step, record_step, saved_bytes
 from benchmarks.gpu_model.sass import Code, disassemble
 from benchmarks.gpu_model.scenarios import step_interval
-from benchmarks.gpu_model.walk import Latencies, Program, Walk, walks
+from benchmarks.gpu_model.walk import Latencies, Program, Walk, follow
 from benchmarks.harness import positive
 from nasfast.ops.cuda_times import Chain, Times
 
@@ -85,36 +85,22 @@ class Cost:
     predicted: float = 0
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A kernel and its different launches."""
-
-    arch: int
-    name: str
-    warps: int
-    launches: tuple[CudaLaunch, ...]
-
-
-def costs(launches: Iterable[CudaLaunch], arch: int, *, processes: int) -> list[Cost]:
+def costs(launches: Sequence[CudaLaunch], arch: int, *, processes: int) -> list[Cost]:
     """Compute the cost of every launch.
 
     Raises:
         UnknownLoop: a kernel has a loop that cannot be followed.
     """
-    jobs: dict[str, dict[tuple, CudaLaunch]] = {}
+    kernels: dict[str, dict[tuple, CudaLaunch]] = {}
     for launch in launches:
-        jobs.setdefault(launch.kernel.name, {}).setdefault(_shape(launch), launch)
-    ordered = [
-        _Job(arch, name, next(iter(each.values())).kernel.threads // 32, tuple(each.values()))
-        for name, each in jobs.items()
-    ]
+        kernels.setdefault(launch.kernel.name, {}).setdefault(_shape(launch), launch)
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        results = list(pool.map(_follow_launches, ordered))
-    found = {
-        _shape(launch): cost
-        for job, its_costs in zip(ordered, results, strict=True)
-        for launch, cost in zip(job.launches, its_costs, strict=True)
-    }
+        results = pool.map(partial(_follow_launches, arch), [list(each.values()) for each in kernels.values()])
+        found = {
+            shape: cost
+            for each, its_costs in zip(kernels.values(), results, strict=True)
+            for shape, cost in zip(each, its_costs, strict=True)
+        }
     return [_started(launch, found[_shape(launch)], arch) for launch in launches]
 
 
@@ -133,40 +119,40 @@ def _shape(launch: CudaLaunch) -> tuple:
     return launch.kernel.name, launch.grid, launch.shared, launch.words, launch.bytes
 
 
-def _follow_launches(job: _Job) -> list[Cost]:
-    compiled = compile_kernel(job.name, job.arch)
+def _follow_launches(arch: int, launches: Sequence[CudaLaunch]) -> list[Cost]:
+    """The costs of different launches of one kernel."""
+    kernel = launches[0].kernel
+    compiled = compile_kernel(kernel.name, arch)
     code = disassemble(compiled.cubin)
     found = []
-    for launch in job.launches:
+    for launch in launches:
         latencies = Latencies(
-            memory=_L2[job.arch] if launch.bytes < _L2_BYTES[job.arch] / 2 else _DRAM[job.arch],
-            double=_DOUBLE[job.arch],
-            atomic=_ATOMIC[job.arch],
+            memory=_L2[arch] if launch.bytes < _L2_BYTES[arch] / 2 else _DRAM[arch],
+            double=_DOUBLE[arch],
+            atomic=_ATOMIC[arch],
         )
-        words = constants(launch.words, job.arch)
-        follow = partial(_follow, code, launch.grid, 32 * job.warps, words, latencies)
+        walks = partial(_walks, code, launch.grid, kernel.threads, constants(launch.words, arch), latencies)
         try:
-            found.append(_cost(job.arch, compiled, launch, job.warps, follow))
+            found.append(_cost(arch, compiled, launch, walks))
         except RuntimeError as error:
-            raise type(error)(f"{job.name}, sm_{job.arch}, {launch.stage}: {error}") from None
+            raise type(error)(f"{kernel.name}, sm_{arch}, {launch.stage}: {error}") from None
     return found
 
 
-def _follow(
+def _walks(
     code: Code, grid: tuple[int, int, int], threads: int, words: dict[int, int], latencies: Latencies, i: int
 ) -> tuple[Walk, Walk]:
     """Follow the program that starts as number i: as one of many, and as the last to arrive."""
     index = (i % grid[0], i // grid[0] % grid[1], i // (grid[0] * grid[1]))
-    return walks(code, Program(index, grid, threads, words), latencies)
+    program = Program(index, grid, threads, words)
+    return follow(code, program, latencies, last=False), follow(code, program, latencies, last=True)
 
 
-def _cost(
-    arch: int, compiled: CudaCode, launch: CudaLaunch, warps: int, follow: Callable[[int], tuple[Walk, Walk]]
-) -> Cost:
-    gpu, programs = GPUS[arch], math.prod(launch.grid)
-    followed = [follow(i) for i in sorted({0, programs // 2})]
+def _cost(arch: int, compiled: CudaCode, launch: CudaLaunch, walks: Callable[[int], tuple[Walk, Walk]]) -> Cost:
+    gpu, programs, warps = GPUS[arch], math.prod(launch.grid), launch.kernel.threads // 32
+    followed = [walks(i) for i in sorted({0, programs // 2})]
     if len({ordinary.instructions for ordinary, _ in followed}) > 1:
-        followed = [follow(i) for i in sorted({(2 * k + 1) * programs // (2 * _FOLLOWED) for k in range(_FOLLOWED)})]
+        followed = [walks(i) for i in sorted({(2 * k + 1) * programs // (2 * _FOLLOWED) for k in range(_FOLLOWED)})]
     instructions = sum(o.instructions for o, _ in followed) / len(followed)
     # the warps of a program share four schedulers
     cycles = max(max(o.cycles, o.instructions * warps / 4) for o, _ in followed)

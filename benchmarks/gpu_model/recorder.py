@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks import harness
 from benchmarks.captures import EagerCapture
 from benchmarks.gpu_model import cuda
 from benchmarks.steps import train_batch_norms
@@ -160,19 +161,5 @@ def _count(net: nn.Module, forward: Callable[[Tensor], Tensor]) -> int:
     for module in net.modules():
         if isinstance(module, (nn.Conv2d, nn.Linear)):
             module.to(torch.bfloat16)  # otherwise the casts of autocast would be saved and count
-    saved: dict[int, tuple[Tensor, int]] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter):
-            # keep it alive, so that no later storage gets the same address
-            saved[tensor.untyped_storage()._cdata] = (tensor, tensor.untyped_storage().nbytes())
-        return tensor
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        images = torch.empty(_shape(), memory_format=torch.channels_last)
-        with (
-            torch.autocast("cpu", torch.bfloat16),
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
-        ):
-            forward(images)
-    return sum(size for _, size in saved.values())
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.autocast("cpu", torch.bfloat16):
+        return harness.saved_bytes(forward, [torch.empty(_shape(), memory_format=torch.channels_last)])

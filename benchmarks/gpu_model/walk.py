@@ -3,21 +3,18 @@
 The walk executes integer instructions for the first thread of the program, from the launch's arguments and the
 program's index. Values from memory and floating-point values are unknown. The loops of our kernels count integers that
 do not come from memory, so every branch of a loop is known, even after unrolling and pipelining. A branch on an unknown
-value is taken if it goes forward; these branches skip rare paths, such as that of a division. A branch on the result of
-an atomic operation separates the last program to arrive from the others, so both ways are followed.
+value is taken if it goes forward; these branches skip rare paths, such as that of a division. The result of an atomic
+operation separates the last program to arrive from the others, so each program is followed as both.
 
 Time is that of one warp alone: fixed stalls, and waits for scoreboards, which are released after assumed latencies.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from itertools import product
-from typing import Any
+from dataclasses import dataclass
 
-from benchmarks.gpu_model.integers import carry_out
-from benchmarks.gpu_model.registers import FROM_ATOMIC, Registers, both, global_address, is_predicate
 from benchmarks.gpu_model.sass import Code, Instruction
+from benchmarks.gpu_model.thread import Registers, both, carry_out, global_address, is_predicate
 
 # a program with more instructions is taken for an endless loop
 _MOST_STEPS = 20_000_000
@@ -73,7 +70,6 @@ class Walk:
         cycles: time from the first instruction to the last.
         early_instructions, early_cycles: of these, before it waits for the kernels in front; 0 if it never does.
         products: multiplications on tensor cores.
-        forks: indices of branches that depend on atomic operations, in order of appearance.
     """
 
     instructions: int = 0
@@ -81,7 +77,6 @@ class Walk:
     early_instructions: int = 0
     early_cycles: int = 0
     products: int = 0
-    forks: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -105,34 +100,14 @@ class Program:
         return {**{4 * i: value for i, value in enumerate(shape)}, _STACK: 1 << 24, **self.parameters}
 
 
-def walks(code: Code, program: Program, latencies: Latencies) -> tuple[Walk, Walk]:
-    """Follow a program as one that is not the last to arrive, and as the last; both are often the same.
+def follow(code: Code, program: Program, latencies: Latencies, *, last: bool) -> Walk:
+    """Follow a program, as one of many or as the last to arrive.
 
     Raises:
         UnknownLoop: a loop's end depends on memory or on floating-point numbers.
     """
-    first = _follow(code, program, latencies, {})
-    forks = first.forks
-    if not forks:
-        return first, first
-    found = [first]
-    for ways in product((False, True), repeat=min(len(forks), 3)):
-        walk = _follow(code, program, latencies, dict(zip(forks, ways, strict=False)))
-        # the code after a branch may fork again
-        forks += [fork for fork in walk.forks if fork not in forks and len(forks) < 3]
-        found.append(walk)
-    if len(forks) > len(first.forks):
-        found += [
-            _follow(code, program, latencies, dict(zip(forks, ways, strict=True)))
-            for ways in product((False, True), repeat=len(forks))
-        ]
-    return min(found, key=lambda w: w.instructions), max(found, key=lambda w: w.instructions)
-
-
-def _follow(code: Code, program: Program, latencies: Latencies, ways: dict[int, bool]) -> Walk:
-    """Follow a program once; `ways` says by index which branches on an atomic's result are taken (default: all)."""
     walk, clock = Walk(), _Clock(latencies, program.threads // 32)
-    registers, lines = Registers(program.constants(), program.index), _Lines()
+    registers, lines = Registers(program.constants(), program.index, last=last), _Lines()
     instructions = code.instructions
     calls: list[int] = []
     at = 0
@@ -140,32 +115,24 @@ def _follow(code: Code, program: Program, latencies: Latencies, ways: dict[int, 
     for _ in range(_MOST_STEPS):
         ins = instructions[at]
         counts[at] += 1
-        holds = registers.holds(ins.guard)
+        holds = ins.guard is None or registers.get(ins.guard)
         name = ins.name
         clock.issue(ins, cached=name in _LOADS and lines.has(registers, ins, holds))
         if name == "ACQBULK":
             walk.early_instructions, walk.early_cycles = sum(counts), clock.now
-        if name in _CONTROL:
-            if name == "EXIT":
-                if holds is True:
-                    break
-                if holds is FROM_ATOMIC:
-                    walk.forks += [at] if at not in walk.forks else []
-                    if ways.get(at, True):
-                        break
-            elif name == "RET":
-                at = calls.pop()
-                continue
-            elif name == "CALL":
-                if holds is True:
-                    calls.append(at + 1)
-                    at = _target(code, ins)
-                    continue
-            elif name == "BRA" and "DIV" not in ins.modifiers:
-                if _taken(registers, ins, holds, at, code, walk, ways):
-                    at = _target(code, ins)
-                    continue
-        elif holds is not False:
+        if name == "EXIT" and holds is True:
+            break
+        elif name == "RET":
+            at = calls.pop()
+            continue
+        elif name == "CALL" and holds is True:
+            calls.append(at + 1)
+            at = code.labels[ins.target]
+            continue
+        elif name == "BRA" and "DIV" not in ins.modifiers and _taken(registers, ins, holds, at, code):
+            at = code.labels[ins.target]
+            continue
+        elif name not in _CONTROL and holds is not False:
             carry_out(registers, ins, sure=holds is True)
         at += 1
     else:
@@ -179,36 +146,23 @@ _LOADS = {"LDG", "LDGSTS"}
 _CONTROL = {"EXIT", "RET", "CALL", "BRA"}
 
 
-def _target(code: Code, ins: Instruction) -> int:
-    return code.labels[ins.target]
-
-
-def _taken(
-    registers: Registers, ins: Instruction, holds: Any, at: int, code: Code, walk: Walk, ways: dict[int, bool]
-) -> bool:
+def _taken(registers: Registers, ins: Instruction, holds: bool | None, at: int, code: Code) -> bool:
     """Decide whether a branch is taken.
 
     Raises:
         UnknownLoop: the branch belongs to a loop and its condition is unknown.
     """
     # a branch may have a second predicate as its first operand
-    second = ins.operands[0] if len(ins.operands) > 1 else None
-    goes = both(holds, registers.holds(second))
-    if goes is True or goes is False:
+    goes = both(holds, registers.get(ins.operands[0])) if len(ins.operands) > 1 else holds
+    if goes is not None:
         return goes
-    to = _target(code, ins)
+    to = code.labels[ins.target]
     # an unknown condition must not skip a loop
-    skipped = goes is None and any(at < back < to for back in code.loops)
-    if to <= at or skipped:
-        said = "an atomic operation" if goes is FROM_ATOMIC else "memory or floating-point numbers"
+    if to <= at or any(at < back < to for back in code.loops):
         raise UnknownLoop(
-            f"the end of the loop near instruction {min(at, to)} depends on {said}: the model follows only "
-            "loops over integers that come from arguments, constants and the program's index"
+            f"the end of the loop near instruction {min(at, to)} depends on memory or floating-point numbers: the "
+            "model follows only loops over integers that come from arguments, constants and the program's index"
         )
-    if goes is FROM_ATOMIC:
-        if at not in walk.forks:
-            walk.forks.append(at)
-        return ways.get(at, True)
     return True
 
 
@@ -232,9 +186,10 @@ class _Lines:
     def __init__(self) -> None:
         self._loaded: set[int] = set()
 
-    def has(self, registers: Registers, ins: Instruction, holds: Any) -> bool:
+    def has(self, registers: Registers, ins: Instruction, holds: bool | None) -> bool:
         """Whether a load hits the L1 cache or loads nothing; the line is in the cache afterwards."""
-        if holds is False or (ins.name == "LDGSTS" and registers.holds(_last_predicate(ins)) is False):
+        condition = ins.operands[-1]
+        if holds is False or (ins.name == "LDGSTS" and is_predicate(condition) and registers.get(condition) is False):
             return True
         # coherent loads and copies with BYPASS go to the L2 cache
         address = global_address(registers, ins)
@@ -243,11 +198,6 @@ class _Lines:
         found = address >> 7 in self._loaded
         self._loaded.add(address >> 7)
         return found
-
-
-def _last_predicate(ins: Instruction) -> str | None:
-    last = ins.operands[-1]
-    return last if is_predicate(last) else None
 
 
 class _Clock:

@@ -54,11 +54,11 @@ def test_a_queue_goes_on_where_it_stopped(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "update", counted)
     with pytest.raises(KeyboardInterrupt):
         bench_ranking.main(argv)
-    rows = bench_ranking._rows(tmp_path / "out.jsonl")
+    rows = bench_ranking.read_lines(tmp_path / "out.jsonl")
     assert [(r["name"], r["seed"]) for r in rows] == [("initial", 0), ("initial", 1)]
     bench_ranking.main(argv)
     assert len(steps) == 6 + 4 + 8  # from the checkpoint of the first epoch; then the other seed
-    rows = bench_ranking._rows(tmp_path / "out.jsonl")
+    rows = bench_ranking.read_lines(tmp_path / "out.jsonl")
     assert [(r["name"], r["seed"], r["score"], r["structure"]) for r in rows[2:]] == [
         ("short", seed, *score) for seed in (0, 1) for score in SCORES
     ]
@@ -109,7 +109,7 @@ def test_without_trained_accuracies_the_summary_says_how_far_seeds_agree(argv, t
     monkeypatch.setattr(bench_ranking, "QUEUE", ((entry, (0, 1)),))
     monkeypatch.setattr(bench_ranking, "mobilenet_v2", lambda **kwargs: tiny_macro_space())
     bench_ranking.main(argv)
-    rows = bench_ranking._rows(tmp_path / "out.jsonl")
+    rows = bench_ranking.read_lines(tmp_path / "out.jsonl")
     assert [(row["space"], "kendall" in row) for row in rows] == [("mobilenet_v2", False)] * 2
     capsys.readouterr()
     bench_ranking.main([*argv, "--summary"])

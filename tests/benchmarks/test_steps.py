@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks import draw_steps, steps
-from benchmarks.bench_supernet_step import SupernetWorkload
+from benchmarks.bench_steps import SupernetWorkload
 from benchmarks.harness import saved_bytes
 from benchmarks.steps import VARIANTS
 from nasfast.spaces import digits_mini, mean_path
