@@ -24,7 +24,7 @@ class Tabular:
         """The rows, each from column names to values; all have the same columns."""
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """The rows as a pandas DataFrame."""
+        """The rows as a pandas DataFrame; RuntimeError if pandas is not installed."""
         try:
             import pandas
         except ImportError as error:

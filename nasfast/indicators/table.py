@@ -49,7 +49,11 @@ class IndicatorTable(Tabular):
     def of_rows(cls, space: LayerSpace, rows: Sequence[Mapping[int, float]], meta: dict[str, Any]) -> IndicatorTable:
         """The table with the rule `sum` that has the given scores by layer and Arch value.
 
-        The identity of a normal layer may be left out, and a pinned layer needs no scores.
+        Args:
+            space: the space of the table.
+            rows: for each layer, a score of every candidate. The identity of a normal layer may be left out, and a
+                pinned layer needs no scores.
+            meta: origin of the scores.
         """
         identities = [layer.indicator_choice for layer in space.layers]
         block = tuple(
@@ -122,7 +126,11 @@ class IndicatorTable(Tabular):
         return tuple(table)
 
     def score(self, arch: Iterable[int]) -> float:
-        """Sum over layers of the combined scores; a skipped layer scores its layer indicator, or 0 without one."""
+        """Sum over layers of the combined scores; a skipped layer scores its layer indicator, or 0 without one.
+
+        Raises:
+            ArchError: `arch` does not belong to the space.
+        """
         rows = zip(self.scores, self.layer, self.space.check(arch), strict=True)
         return sum(row[choice] if choice in row else layer_score or 0.0 for row, layer_score, choice in rows)
 

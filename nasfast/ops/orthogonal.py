@@ -52,6 +52,8 @@ def orthogonalize(matrices: Sequence[Tensor], *, backend: str | None = None) -> 
         orthonormal rows. The reference is differentiable, the native backends are not.
 
     Raises:
+        TypeError: matrices is not a list of tensors, or an entry is not a floating tensor.
+        ValueError: an entry has fewer than two dimensions, another device than the first, or a NaN or infinite element.
         MemoryError: the results do not fit into the physical memory of the machine; the message names the first entry
             that does not fit.
         RuntimeError: the named backend cannot serve, or a native one is asked for a gradient.
@@ -131,6 +133,9 @@ def orthogonalize_(
         The tensors.
 
     Raises:
+        TypeError: tensors is not a list of tensors, or an entry is not a floating tensor.
+        ValueError: a tensor has fewer than two dimensions, or elements that share memory, as after `expand`; names are
+            repeated or not one per tensor; gain is not finite.
         MemoryError: a tensor does not fit into the physical memory of the machine; the message has its index and name.
     """
     tensors, names = checks.check_orthogonal_targets("orthogonalize_", tensors, names, gain, _BYTES_PER_ELEMENT)

@@ -67,6 +67,9 @@ def run(
         tasks: where networks are retrained; see `retrain_best`.
         callbacks: each is called with stage, step and metrics of every line of metrics.jsonl that this process writes;
             tasks have processes of their own.
+
+    Raises:
+        TypeError: `cfg` is not a RunConfig.
     """
     check_one_process(tasks, world.size)
     with calling(callbacks):

@@ -54,8 +54,9 @@ class Activation:
 
     def slope(self, x: Array) -> Array:
         """sigma'(x)."""
-        leaf = torch.from_numpy(x).requires_grad_()
-        return torch.autograd.grad(self.function(leaf).sum(), leaf)[0].numpy()
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = torch.from_numpy(x).requires_grad_()
+            return torch.autograd.grad(self.function(leaf).sum(), leaf)[0].numpy()
 
 
 _KINKS = {"relu6": (6.0,), "hswish": (-3.0, 3.0)}

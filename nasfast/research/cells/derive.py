@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import get_args
 
 import numpy as np
@@ -49,8 +48,10 @@ def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Rule) -> Arch:
 
 
 def derivations(space: CellSpace, logits: Tensor | np.ndarray) -> dict[str, Arch]:
-    """Rule -> architecture; the rule `darts` is missing where it would have to drop an edge that has no None."""
-    found = {"argmax": derive(space, logits, "argmax")}
-    with suppress(ValueError):
-        found["darts"] = derive(space, logits, "darts")
-    return found
+    """Rule -> architecture; the rule `darts` is missing where it might have to drop an edge that has no None."""
+    none = space.ops.index(NONE) if NONE in space.ops else None
+    nodes = range(space.cell.inputs, space.cell.inputs + space.cell.nodes)
+    droppable = all(
+        len(edges := space.cell.into(node)) <= 2 or all(none in space.candidates[e] for e in edges) for node in nodes
+    )
+    return {rule: derive(space, logits, rule) for rule in ("argmax", *(("darts",) if droppable else ()))}

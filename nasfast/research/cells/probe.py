@@ -68,10 +68,11 @@ class LocalCosts:
             cost: (cells, edges, ops).
             measured: (cells, edges, ops) bool: which of the costs were measured.
         """
-        values = torch.where(measured, cost.detach().double(), 0.0).to(self.total.device)
+        cost, measured = cost.detach().double().to(self.total.device), measured.to(self.total.device)
+        values = torch.where(measured, cost, 0.0)
         self.total += values
         self.squares += values**2
-        self.count += measured.to(self.count.device)
+        self.count += measured
 
     @property
     def mean(self) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import pkgutil
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -48,7 +48,7 @@ def _imported(name: str) -> Any:
         sys.path.insert(0, "")
     # a user's code may raise anything
     try:
-        return pkgutil.resolve_name(name)
+        return getattr(importlib.import_module(package), attribute)
     except Exception as error:
         raise ConfigError(f"module {name!r}: cannot import it: {type(error).__name__}: {error}") from error
 

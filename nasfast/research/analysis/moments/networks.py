@@ -278,13 +278,16 @@ def read_arrays(file: Path) -> dict[str, Array]:
     """The arrays of an .npz file by name.
 
     Raises:
-        ValueError: it cannot be read.
+        OSError: it is missing or may not be read.
+        ValueError: it is damaged or no .npz file.
     """
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    # numpy's own words for what is no zip file advise to unpickle it
-    except (OSError, ValueError, EOFError, BadZipFile, zlib.error) as error:
+    except (FileNotFoundError, PermissionError):
+        raise
+    # numpy's own words for what is no zip file advise to unpickle it, and zipfile raises much where bytes changed
+    except (OSError, ValueError, TypeError, EOFError, RuntimeError, BadZipFile, zlib.error) as error:
         raise ValueError(f"{file} is damaged or no .npz file: remove or replace it") from error
 
 

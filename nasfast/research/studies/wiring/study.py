@@ -368,7 +368,7 @@ _CONTROLS = {
         True,
     ),
 }
-"""Control for the cause of P2 -> name of its searches, its cell, and whether draws without a path are repeated."""
+"""Control for the cause of P2 -> folder of its searches, its cell, and whether draws without a path are repeated."""
 
 
 def theorems(cfg: TheoremsConfig, out: Path | None, task: Task) -> StudyReport:
