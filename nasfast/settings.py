@@ -307,7 +307,11 @@ class TrainConfig(ConfigBase):
 
     @property
     def peak_lr(self) -> float:
-        """`lr` of a stage that trains."""
+        """`lr` of a stage that trains.
+
+        Raises:
+            ValueError: it is null.
+        """
         if self.lr is None:
             raise ValueError("train: cfg.lr is not set: give a learning rate (train_supernet and retrain choose one)")
         return self.lr
@@ -447,7 +451,11 @@ class SearchConfig(ConfigBase):
 
     @property
     def table_limits(self) -> list[tuple[str, float | None]]:
-        """Files of `tables` and their limits."""
+        """Files of `tables` and their limits.
+
+        Raises:
+            ValueError: a limit is no number.
+        """
         found: list[tuple[str, float | None]] = []
         for text in self.tables:
             file, limited, maximum = text.rpartition("<=")
@@ -624,7 +632,11 @@ class RunConfig(ConfigBase):
         check_policy(self.data.loader, self.retrain.auto_augment)
 
     def resolved(self) -> RunConfig:
-        """The same settings, with each null that the method's preset decides replaced by its value."""
+        """The same settings, with each null that the method's preset decides replaced by its value.
+
+        Raises:
+            ConfigError: the learning rate depends on the space, and that cannot be read.
+        """
         lr = self.train.lr
         if lr is None:
             # whichever variant, resolution and classes: they do not change on which side of DEEP_LAYERS a space is
@@ -649,7 +661,11 @@ class RunConfig(ConfigBase):
 
     @property
     def torch_device(self) -> str:
-        """The device to use, `cpu` or `cuda`."""
+        """The device to use, `cpu` or `cuda`.
+
+        Raises:
+            ConfigError: `device` is cuda and torch sees no GPU.
+        """
         # imported here, because it imports torch, and help must not wait for that
         from nasfast.runtime.device import torch_device
 

@@ -147,8 +147,8 @@ void check_vector(const std::string& op, const char* name, const Tensor& vector,
 inline const float* float_data(const Tensor& tensor) { return static_cast<const float*>(tensor.const_data_ptr()); }
 inline const double* double_data(const Tensor& tensor) { return static_cast<const double*>(tensor.const_data_ptr()); }
 
-// A depthwise filter [channel][kernel^2] in the layout that the kernels read, [kernel^2][image][channel], for images that share a
-// vector. Flipped for the gradient of the input.
+// A depthwise filter [channel][kernel^2] in the layout that the kernels read, [kernel^2][image][channel], for images that
+// share a vector. Flipped for the gradient of the input.
 AlignedFloats pack_filter(const float* filter, int64_t channels, int64_t kernel, bool flipped, int64_t images = 1);
 
 // An uninitialised tensor in recycled memory (pool.h).

@@ -111,6 +111,10 @@ class FolderSource(_FileSource):
 
     Attributes:
         not_images: files that were skipped because their ending is not that of an image.
+
+    Raises:
+        DataError: the folder is missing, has no class folder or only one, has an empty class, or its classes differ
+            from `classes`.
     """
 
     def __init__(self, root: str | Path, *, classes: Sequence[str] | None = None) -> None:
@@ -163,6 +167,10 @@ class ListSource(_FileSource):
         path: the text file, UTF-8.
         classes: expected class names in label order (those of the training images); None takes the file's own: its
             names in sorted order, or for numbers 0 to the largest.
+
+    Raises:
+        DataError: the file is missing or not text, a line has no label, there is only one class, a number has no image,
+            or a label is not in `classes`.
     """
 
     def __init__(self, path: str | Path, *, classes: Sequence[str] | None = None) -> None:
@@ -226,6 +234,10 @@ class DatasetSource(ImageSource):
         dataset: has `__len__` and `__getitem__`; images are PIL images, uint8 tensors (1 or 3, H, W), or uint8 arrays
             (H, W) or (H, W, 3); labels are integers.
         classes: class names; None takes the data set's `classes`, or numbers.
+
+    Raises:
+        DataError: the data set has no length or no images, its labels are not integers from 0, or it has fewer than two
+            classes.
     """
 
     def __init__(self, dataset: Any, *, classes: Sequence[str] | None = None) -> None:

@@ -59,6 +59,9 @@ class DigitsSource(_MemorySource):
     """Scikit-learn's 1797 handwritten digits (8 x 8, UCI), enlarged to 32 x 32 RGB and held in memory.
 
     Part `val` has every fifth image of each class, `train` the others.
+
+    Raises:
+        RuntimeError: scikit-learn is not installed.
     """
 
     def __init__(self, split: Split) -> None:
@@ -73,6 +76,9 @@ class ClutteredDigitsSource(_MemorySource):
     Every architecture learns plain digits almost perfectly. These are harder, so architectures differ. The images are
     the same in every run. Both parts, `train` of 2000 images and `val` of 1000, draw from their own part of the digits
     (see `DigitsSource`).
+
+    Raises:
+        RuntimeError: scikit-learn is not installed.
     """
 
     def __init__(self, split: Split) -> None:

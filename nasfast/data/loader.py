@@ -54,6 +54,9 @@ class Loader:
         held_out: whether the images of its config are split, so that a search has images that no supernet saw.
         kind: name of the backend: `torchvision`, `dali` or `cache`.
         bad_files: names of the images that could not be read.
+
+    Raises:
+        DataError: a batch has fewer images than there are ranks.
     """
 
     def __init__(
@@ -133,6 +136,9 @@ class Loader:
 
         Yields:
             this rank's images (N, C, H, W) and labels (N,) on `device`.
+
+        Raises:
+            DataError: more than `max_bad_files` images could not be read, or no image of a training batch could.
         """
         device = torch.device(device)
         scale, offset = self._scale.to(device), self._offset.to(device)

@@ -38,6 +38,9 @@ def preprocess(image: Image.Image | str | Path, info: ImageInfo) -> Tensor:
 
     Returns:
         (C, resolution, resolution) in float32.
+
+    Raises:
+        DataError: the file is missing or is no image.
     """
     if isinstance(image, (str, Path)) and not Path(image).exists():
         raise DataError(f"{image} does not exist: give the path of an image")

@@ -25,6 +25,11 @@ def score(net: Supernet, *, meta: dict[str, Any] | None = None) -> IndicatorTabl
     """The table of S_v = mean |gamma| of every candidate's indicator BN, and S_u of every layer indicator.
 
     An untrained supernet scores 1 everywhere. `meta` is what the table says about its origin, e.g. method and step.
+
+    Raises:
+        TableError: a gamma is not finite.
+        ScoreError: a candidate has no BatchNorm.
+        TypeError: `net` is not a supernet.
     """
     check_type("net", net, Supernet, advice="nasfast.Supernet(space) makes one")
     if why := _refusal(net):

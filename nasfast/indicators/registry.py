@@ -44,11 +44,11 @@ class Score:
     name: str
     function: Callable[..., Any]
     additive: bool
-    trained: bool = True
-    images: bool = True
-    held_out: bool = False
-    networks: bool = False
-    refusal: Callable[[Supernet], str | None] = lambda net: None
+    trained: bool
+    images: bool
+    held_out: bool
+    networks: bool
+    refusal: Callable[[Supernet], str | None]
 
     @property
     def untrained(self) -> bool:
@@ -60,13 +60,22 @@ SCORES: dict[str, Score] = {}
 """The scores that are registered so far; `all_scores` registers those of `nasfast.extensions` too."""
 
 
-def register(name: str, *, additive: bool, **kind: Any) -> Callable[[Callable], Callable]:
+def register(
+    name: str,
+    *,
+    additive: bool,
+    trained: bool = True,
+    images: bool = True,
+    held_out: bool = False,
+    networks: bool = False,
+    refusal: Callable[[Supernet], str | None] = lambda net: None,
+) -> Callable[[Callable], Callable]:
     """Decorator that makes a function a score; the arguments are the attributes of `Score`."""
 
     def decorate(function: Callable) -> Callable:
         if name in SCORES or extensions.SCORES.get(name, function.__module__) != function.__module__:
             raise KeyError(f"a score {name!r} is registered already: choose another name")
-        SCORES[name] = Score(name, function, additive, **kind)
+        SCORES[name] = Score(name, function, additive, trained, images, held_out, networks, refusal)
         return function
 
     return decorate

@@ -247,6 +247,9 @@ def use_backend(name: str) -> Iterator[None]:
     """Make `name` the backend of every operator called inside the block, in any thread, without a backend argument.
 
     The backend of operators that it does not have is chosen automatically.
+
+    Raises:
+        ValueError: unknown name, on entry.
     """
     global _scoped_name
     _check_name(name, "use_backend")

@@ -46,6 +46,10 @@ def bn_act(
 
     Returns:
         (N, C, H, W), in the memory format of x.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; in training also an empty batch or one value per channel.
+        RuntimeError: the named backend cannot serve.
     """
     norm = weight, bias, running_mean, running_var
     checks.check_bn_act(x, norm, residual, act=act, training=training, eps=eps)

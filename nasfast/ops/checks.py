@@ -127,8 +127,8 @@ def check_squeeze_excite(x: Tensor, weights: Sequence[Tensor], *, act: str, gate
     shapes = ((squeezed, channels, 1, 1), (squeezed,), (channels, squeezed, 1, 1), (channels,))
     types: tuple[torch.dtype, ...] = (torch.float32, x.dtype)
     for name, tensor, shape in zip(names, weights, shapes, strict=True):
-        _check_like(f"{op}: {name}", tensor, x, shape, types)
-        types = (tensor.dtype,)  # one type for all four
+        _check_like(f"{op}: {name}", tensor, x, shape, types, why="one type for all four")
+        types = (tensor.dtype,)
 
 
 def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
@@ -217,15 +217,26 @@ def _check_device(where: str, tensor: Tensor, like: Tensor, name: str = "x") -> 
 
 
 def _check_like(
-    where: str, tensor: Tensor, like: Tensor, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], name: str = "x"
+    where: str,
+    tensor: Tensor,
+    like: Tensor,
+    shape: tuple[int, ...],
+    dtypes: Sequence[torch.dtype],
+    name: str = "x",
+    *,
+    why: str = "",
 ) -> None:
-    """Check shape, type and device of a tensor that goes with another one, which messages call by this name."""
+    """Check shape, type and device of a tensor that goes with another one, which messages call by this name.
+
+    `why` says in messages where the type comes from.
+    """
     _check_tensor(where, tensor)
     if tensor.shape != shape:
         raise ValueError(f"{where} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
     if tensor.dtype not in dtypes:
         allowed = " or ".join(dict.fromkeys(map(str, dtypes)))
-        raise TypeError(f"{where} must be {allowed}, got {tensor.dtype}; convert it with .to({dtypes[0]})")
+        why = f" ({why})" if why else ""
+        raise TypeError(f"{where} must be {allowed}{why}, got {tensor.dtype}; convert it with .to({dtypes[0]})")
     _check_device(where, tensor, like, name)
 
 
@@ -260,7 +271,15 @@ def _check_stage(op: str, x: Tensor, shape: tuple[int, ...], stage: Stage) -> tu
     _check_settings(op, stage.act, stage.eps)
     shape = _check_conv(op, x, shape, weight, stage)
     if bias is not None:
-        _check_like(f"{op}: conv_bias", bias, weight, weight.shape[:1], (weight.dtype,), "conv_weight")
+        _check_like(
+            f"{op}: conv_bias",
+            bias,
+            weight,
+            weight.shape[:1],
+            (weight.dtype,),
+            "conv_weight",
+            why="the type of conv_weight",
+        )
     _check_bn(op, "bn_", x, shape[1], stage.params[1:5], stage.training)
     return shape
 
@@ -339,7 +358,8 @@ def _check_bn(op: str, prefix: str, x: Tensor, channels: int, norm: _Norm, train
             "pass both, or use training=True for batch statistics"
         )
     for name, vector in vectors.items():
-        _check_like(f"{op}: {name}", vector, x, (channels,), _vector_types(x))
+        why = "parameters and statistics of BatchNorm stay in it"
+        _check_like(f"{op}: {name}", vector, x, (channels,), _vector_types(x), why=why)
 
 
 def _check_result(op: str, x: Tensor, shape: tuple[int, ...], residual: Tensor | None, training: bool) -> None:

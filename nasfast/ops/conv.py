@@ -55,6 +55,10 @@ def conv_bn_act(
 
     Returns:
         (N, Cout, Ho, Wo).
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; in training also an empty batch or one value per channel.
+        RuntimeError: the named backend cannot serve.
     """
     params = ConvBNParams(conv_weight, bn_weight, bn_bias, running_mean, running_var, conv_bias)
     stage = Stage(params, stride, padding, groups, act, training, momentum, eps)
@@ -87,6 +91,10 @@ def conv_bn_act_chain(
 
     Returns:
         The result of the last stage; with shuffle (N, C, H, W), the even channels of x and then that result.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; the message says which stage.
+        RuntimeError: the named backend cannot serve.
     """
     checks.check_chain("conv_bn_act_chain", x, stages, residual, shuffle)
     return _run("conv_bn_act_chain", x, stages, residual, backend, shuffle=shuffle)

@@ -34,6 +34,10 @@ def depthwise_conv2d(
 
     Returns:
         (N, C, ceil(H / stride), ceil(W / stride)), channels_last on the native backend.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+        RuntimeError: the named backend cannot serve.
     """
     checks.check_depthwise_conv2d(x, weight, stride=stride, dilation=dilation)
     name = resolve_backend("depthwise_conv2d", x, backend).name

@@ -39,6 +39,10 @@ def mixed_bn(
 
     Returns:
         (N, C, H, W), of the type of xs; channels_last from the native backends.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit; with a flag set also an empty batch or one value per channel.
+        RuntimeError: the named backend cannot serve.
     """
     xs, normalize = checks.check_mixed_bn(xs, gates, normalize, eps)
     name = resolve_backend("mixed_bn", xs[0], backend).name

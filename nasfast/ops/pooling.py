@@ -24,6 +24,10 @@ def pool_3x3(x: Tensor, *, kind: str, stride: int = 1, backend: str | None = Non
 
     Returns:
         (N, C, ceil(H / stride), ceil(W / stride)) of the type of x, channels_last on the native backend.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+        RuntimeError: the named backend cannot serve.
     """
     checks.check_pool_3x3(x, kind=kind, stride=stride)
     name = resolve_backend("pool_3x3", x, backend).name

@@ -50,6 +50,10 @@ def squeeze_excite(
 
     Returns:
         (N, C, H, W) of the type of x, channels_last on the native backend.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit.
+        RuntimeError: the named backend cannot serve.
     """
     weights = squeeze_weight, squeeze_bias, excite_weight, excite_bias
     checks.check_squeeze_excite(x, weights, act=act, gate=gate)

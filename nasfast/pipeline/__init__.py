@@ -27,7 +27,13 @@ __all__ = ["RunResult", "export", "retrain_best", "run", "score", "score_untrain
 
 @dataclass(frozen=True, repr=False)
 class RunResult(Tabular):
-    """The results of a whole run; ranks other than 0 have neither candidates nor a report."""
+    """The results of a whole run.
+
+    Attributes:
+        candidates: the best architectures, best first; empty on ranks other than 0.
+        retrained: results of retraining by name: `best`, ..., `random`.
+        report: path of report.html; None on ranks other than 0.
+    """
 
     candidates: list[Candidate]
     retrained: dict[str, RetrainResult]

@@ -86,6 +86,12 @@ def retrain_best(
 
     Returns:
         Results by name: `best`, `best-2`, ..., `random`, ..., and with `retrain.seeds` also `best-seed-1` and the like.
+
+    Raises:
+        FileNotFoundError: the search has not run.
+        ArchError, ConfigError: one of `archs` is not in the space; there are both `tasks` and several ranks.
+        TaskError: some networks are not retrained; the others are. CheckpointError and others: see
+            `nasfast.train.train`.
     """
     started = time.monotonic()
     check_one_process(tasks, world.size)
@@ -98,13 +104,10 @@ def retrain_best(
     form = json.loads(world.broadcast(json.dumps(form).encode()))
     space = space_kind(form["space"]).from_dict(form["space"])
     trainings = {name: (tuple(arch), seed) for name, (arch, seed) in form["trainings"].items()}
-    if decides:
-        retrain_loaders(cfg, space)  # images that are refused decide nothing
-        save_config(cfg)
     if tasks is None:
-        results = _retrain_here(cfg, space, trainings, resume=resume, world=world)
+        results = _retrain_here(cfg, space, trainings, resume=resume, decides=decides, world=world)
     else:
-        results = _retrain_apart(cfg, space, trainings, resume=resume, settings=tasks)
+        results = _retrain_apart(cfg, space, trainings, resume=resume, decides=decides, settings=tasks)
     if world.is_main:
         # the logs of tasks, these or those of an earlier call, were for networks that failed
         shutil.rmtree(cfg.run_dir / FOLDER, ignore_errors=True)
@@ -119,12 +122,15 @@ def _retrain_here(
     trainings: Mapping[str, tuple[Arch, int]],
     *,
     resume: bool,
+    decides: bool,
     world: World,
 ) -> dict[str, RetrainResult]:
     """Retrain architectures with their seeds in the processes of this run; see `retrain_best`."""
     side_by_side = cfg.retrain.parallel == "networks"
     team = world.alone() if side_by_side else world
     loaders = {s: retrain_loaders(cfg, space, seed=s, world=team) for s in sorted({s for _, s in trainings.values()})}
+    if decides:
+        save_config(cfg)
     net = None
     if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
         net = load_supernet(cfg)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
@@ -160,6 +166,7 @@ def _retrain_apart(
     trainings: Mapping[str, tuple[Arch, int]],
     *,
     resume: bool,
+    decides: bool,
     settings: TaskSettings,
 ) -> dict[str, RetrainResult]:
     """As `_retrain_here`, each network in one task; they write the files that retraining in this process writes."""
@@ -167,6 +174,8 @@ def _retrain_apart(
     for name, (arch, seed) in trainings.items():
         if not resume:
             check_not_begun(cfg.run_dir, name, arch, cfg.retrain, seed=seed)
+    if decides:
+        save_config(cfg)
     with TaskRunner(cfg.run_dir / FOLDER, settings) as runner:
         # a call in which another network failed has left them, and what is in retrain/ may have changed since then:
         # checkpoints say what is finished
@@ -385,6 +394,10 @@ def export(
         pareto: the networks of all points of the Pareto fronts in archs.json instead; a warning says if some of them
             were not retrained.
         onnx: whether to write model.onnx beside model.safetensors.
+
+    Raises:
+        FileNotFoundError: the run directory does not exist, or no such network was retrained.
+        RuntimeError: the extra `onnx` is missing, or an exported program disagrees with PyTorch.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():

@@ -99,6 +99,10 @@ def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> 
 
     With `resume`, or where torchrun starts the run again, it continues from the newest good checkpoint. It returns the
     path of the final one.
+
+    Raises:
+        ConfigError, DataError: the settings or images cannot be used.
+        TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
     started = time.monotonic()
     space, loader = configured_space(cfg, world=world)
@@ -171,6 +175,11 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
     """Write indicators.json, and return its table.
 
     It is None for scores of whole paths that are not distilled, because the search computes those.
+
+    Raises:
+        FileNotFoundError, CheckpointError: see `load_supernet`.
+        ConfigError, ScoreError, TableError: the supernet cannot have this score, the score is not finite, or the user's
+            table cannot be used.
     """
     started = time.monotonic()
     check_settings(cfg)
@@ -200,6 +209,12 @@ def score_untrained(cfg: RunConfig, *, num_classes: int | None = None) -> Indica
     A table that the same settings gave is kept. Settings of images and of the supernet are not used, but images must be
     those of networks that are trained already. `num_classes` of None takes the classes of the run directory's space, or
     the space's own.
+
+    Raises:
+        ConfigError: the run directory has another space, or the settings cannot be used.
+        CheckpointError: the run directory has a run with other settings.
+        ScoreError: the score needs training or images, or a block has no such score.
+        InfeasibleConstraintError: no architecture meets the limits.
     """
     started = time.monotonic()
     if cfg.supernet.activation is not None:
@@ -245,7 +260,14 @@ def _untrained_space(cfg: RunConfig, num_classes: int | None) -> SearchSpace:
 
 @stage(create=False)
 def search(cfg: RunConfig) -> list[Candidate]:
-    """Write archs.json: the best architectures under the limits, and the Pareto front where scores are additive."""
+    """Write archs.json: the best architectures under the limits, and the Pareto front where scores are additive.
+
+    Raises:
+        FileNotFoundError: the stage before has not run.
+        InfeasibleConstraintError: no architecture meets a limit; the text gives the smallest attainable value.
+        ConfigError, TableError: a table cannot be used; that of scores has another score, or is damaged.
+        AccuracyError: `search.refine` is not a file of accuracies of the space.
+    """
     started = time.monotonic()
     check_settings(cfg, supernet=not without_supernet(cfg))
     space, run_dir, settings = saved_space(cfg), cfg.run_dir, cfg.search

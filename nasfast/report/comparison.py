@@ -42,6 +42,10 @@ def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
     Args:
         run_dirs: at least two run directories.
         page: the page, an HTML file; an existing one is replaced.
+
+    Raises:
+        ValueError: fewer than two runs, one twice, or a run of several seeds.
+        FileNotFoundError: a run directory does not exist or has no config.yaml.
     """
     folders = [Path(run_dir) for run_dir in run_dirs]
     if len({folder.resolve() for folder in folders}) < max(2, len(folders)):

@@ -79,6 +79,9 @@ def write_report(run_dir: str | Path) -> Path:
     """Write `report.html`, and its figures under `report/`, from the files that the run directory has.
 
     A section whose file is absent says which command writes the file; one whose file is damaged says so.
+
+    Raises:
+        FileNotFoundError: `run_dir` is not a directory.
     """
     folder = Path(run_dir)
     if not folder.is_dir():

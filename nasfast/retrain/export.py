@@ -34,6 +34,9 @@ def save_model(network: ArchNetwork, path: str | Path) -> None:
     """Write the weights to `path`, and config.json beside it; `load_model` and timm need both.
 
     The metadata of the safetensors file has the architecture and `network.images`, too.
+
+    Raises:
+        OSError, CheckpointError: a file cannot be written.
     """
     path = Path(path)
     write_atomic(path.parent / FORM_FILE, (json.dumps(network_form(network), indent=1) + "\n").encode())

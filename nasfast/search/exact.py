@@ -18,6 +18,9 @@ def option_scores(table: IndicatorTable, *, allow_identity: bool = False) -> tup
     """For each layer a dict from value to combined score, values ascending.
 
     With `allow_identity` a normal layer may also be skipped; it then scores its layer indicator (docs/method.md 2).
+
+    Raises:
+        TableError: `allow_identity` is set, and the table has no layer indicators.
     """
     scores = []
     for i, (row, layer) in enumerate(zip(table.scores, table.space.layers, strict=True)):

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from nasfast.indicators.table import IndicatorTable
+from nasfast.runtime.arguments import check_type
 from nasfast.search.candidate import ParetoPoint
 from nasfast.search.exact import option_scores
 from nasfast.search.limits import CostName, Limits, arch_sum, layer_costs
@@ -44,6 +45,7 @@ def pareto_front(
     Raises:
         InfeasibleConstraintError: no architecture meets the limits.
     """
+    check_type("limits", limits, Limits, advice="Limits() limits nothing")
     limits.check(space)
     scores = option_scores(table, allow_identity=limits.allow_identity)
     axis = layer_costs(space, against, allow_identity=limits.allow_identity)

@@ -124,7 +124,11 @@ class ArchSpace(Tabular, ConfigBase, ABC):
         return tuple(map(int, arch))
 
     def parse(self, text: str) -> Arch:
-        """Architecture of a text form that `nasfast.spaces.parse_arch` reads."""
+        """Architecture of a text form that `nasfast.spaces.parse_arch` reads.
+
+        Raises:
+            ArchError: not such a form, or not an architecture of this space.
+        """
         return self.check(parse_arch(text))
 
     @property
@@ -150,7 +154,11 @@ class ArchSpace(Tabular, ConfigBase, ABC):
         return [self.label(i, value) for i, value in enumerate(self.check(arch))]
 
     def cost(self, arch: Iterable[int]) -> Cost:
-        """MACs per image and parameters of the standalone network of `arch`, whose norms have scale and shift."""
+        """MACs per image and parameters of the standalone network of `arch`, whose norms have scale and shift.
+
+        Raises:
+            ArchError: `arch` does not belong to this space.
+        """
         parts = (values[k].cost for values, k in zip(self.operators, self.check(arch), strict=True))
         return sum(parts, self.fixed_cost)
 
@@ -234,7 +242,11 @@ def arch_to_json(arch: Arch, space: ArchSpace) -> str:
 
 
 def arch_from_json(text: str, space: ArchSpace) -> Arch:
-    """Inverse of `arch_to_json`."""
+    """Inverse of `arch_to_json`.
+
+    Raises:
+        ArchError: not that JSON form, written for another space, or not an architecture of `space`.
+    """
     try:
         form = json.loads(text)
         arch, fingerprint = parse_arch(form["arch"]), form["fingerprint"]
@@ -251,7 +263,11 @@ def arch_from_json(text: str, space: ArchSpace) -> Arch:
 
 
 def load_arch(path: str | Path, space: ArchSpace) -> Arch:
-    """Read a file that has the JSON form of an architecture."""
+    """Read a file that has the JSON form of an architecture.
+
+    Raises:
+        ArchError: see `arch_from_json`; the file is named.
+    """
     try:
         return arch_from_json(Path(path).read_text(encoding="utf-8"), space)
     except ValueError as error:  # bytes that are not text raise one too

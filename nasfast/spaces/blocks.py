@@ -127,6 +127,9 @@ def block_cost(kind: str) -> Callable[[BlockCost], BlockCost]:
     """Decorator that gives a block kind its closed-form cost.
 
     Users add their own kind with this and `nasfast.supernet.block_builder`.
+
+    Raises:
+        KeyError: the kind has a cost already.
     """
 
     def register(function: BlockCost) -> BlockCost:

@@ -101,17 +101,21 @@ class ModuleSpace(LayerSpace):
 
     @property
     def layers(self) -> tuple[ModuleChoice, ...]:
+        """See `LayerSpace`: the choices."""
         return self.choices
 
     @property
     def fixed_cost(self) -> Cost:
+        """See `ArchSpace`: the cost outside of the choices."""
         return Cost(self.fixed_macs, self.fixed_params)
 
     def place(self, index: int) -> str:
+        """See `ArchSpace`."""
         return f"choice {self.choices[index].name!r}"
 
     @property
     def rows(self) -> tuple[str, ...]:
+        """See `ArchSpace`: the names of the choices."""
         return tuple(choice.name for choice in self.choices)
 
     @property

@@ -166,7 +166,11 @@ def list_spaces() -> list[str]:
 
 
 def space_kind(form: Mapping[str, Any]) -> type[ArchSpace]:
-    """The class of a space by its written form, which has the `KEY` of one kind."""
+    """The class of a space by its written form, which has the `KEY` of one kind.
+
+    Raises:
+        ConfigError: it has no kind's key; the text names the first key that no kind has.
+    """
     if SearchSpace.KEY in form:
         return SearchSpace
     if ModuleSpace.KEY in form:
@@ -202,6 +206,9 @@ def named_space(name: str, **changes: Any) -> ArchSpace:
     Args:
         name: a key of `BUILDERS`, or a path.
         changes: arguments of the builder, or fields of the file's space.
+
+    Raises:
+        ConfigError: neither a built-in name (the nearest is named) nor a readable YAML file.
     """
     if name.endswith((".yaml", ".yml", ".json")) or Path(name).is_file():
         return read_space(name).replace(**changes)

@@ -48,7 +48,11 @@ class Sampler(ABC):
         return {"kind": type(self).__name__, "rng": [version, list(internal), gauss]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from `state_dict`."""
+        """Continue from `state_dict`.
+
+        Raises:
+            ValueError: the state is of another kind of sampler.
+        """
         if state["kind"] != type(self).__name__:
             raise ValueError(f"sampler state is of a {state['kind']}, this is a {type(self).__name__}")
         version, internal, gauss = state["rng"]

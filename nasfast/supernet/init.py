@@ -143,6 +143,10 @@ class InitScheme:
             normal z: for a ReLU 1.47 with b = 0, 1.25 with 0.5, 1.12 with 1 and 1.02 with 2.
         branch_scale: gamma of the last BatchNorm of blocks that add their input. Two candidates of such a layer, and
             its skip, then differ only in a part of their output.
+
+    Raises:
+        ValueError: the kind does not have the option, the alignment or its linear share is outside of [0, 1], or the
+            alignment has other options than those it needs; shift or branch scale is negative or not finite.
     """
 
     pointwise: str = "haar"
@@ -215,6 +219,9 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
         scheme: one of `orthogonal`, `aligned`, `delta_orthogonal`, `gaussian`, `he`, or an InitScheme. Here `aligned`
             is that of small spaces; `aligned_scheme` chooses by the number of layers.
         seed: global seed; the seed of each tensor derives from it and the tensor's name.
+
+    Raises:
+        ValueError: the scheme is unknown, or has no construction for a convolution.
     """
     if not isinstance(scheme, InitScheme):
         if scheme not in get_args(Init):

@@ -111,7 +111,12 @@ class StandaloneNetwork(ArchNetwork):
 
 
 def standalone_network(space: ArchSpace, arch: Iterable[int], *, activation: str | None = None) -> ArchNetwork:
-    """The standalone network of an architecture; its class is the `NETWORK` of the kind of space."""
+    """The standalone network of an architecture; its class is the `NETWORK` of the kind of space.
+
+    Raises:
+        TypeError: `space` is not a search space, or is one of a module, from which alone its networks can be made.
+        ArchError: `arch` does not belong to `space`.
+    """
     if not isinstance(space, ArchSpace):
         raise TypeError(f"expected a search space, got {type(space).__name__}")
     if isinstance(space, ModuleSpace):
@@ -122,7 +127,11 @@ def standalone_network(space: ArchSpace, arch: Iterable[int], *, activation: str
 
 
 def untrained(space: ArchSpace, arch: Iterable[int], *, seed: int = 0) -> ArchNetwork:
-    """The network of an architecture as PyTorch initialises its modules by a seed, in training mode."""
+    """The network of an architecture as PyTorch initialises its modules by a seed, in training mode.
+
+    Raises:
+        ArchError: `arch` does not belong to `space`.
+    """
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         return standalone_network(space, arch).train()

@@ -149,7 +149,7 @@ class Supernet(nn.Module):
             RuntimeError: a candidate cannot run on the input of its choice.
             TypeError: the model is no module, or takes other arguments than the example.
         """
-        return ModuleSupernet(model, example, init, classifier, name, seed)
+        return ModuleSupernet(model, example, init=init, classifier=classifier, name=name, seed=seed)
 
     def forward(self, x: Tensor, path: Iterable[int]) -> Tensor:
         """Logits (N, num_classes) of images (N, in_channels, resolution, resolution) through one path.

@@ -164,7 +164,8 @@ class _Training:
                     evaluates = self.evaluate is not None and epoch_ends and (ends or (epoch + 1) % cfg.eval_every == 0)
                     due = at.step % cfg.checkpoint_every == 0 if cfg.checkpoint_every else epoch_ends
                     saves, logs = evaluates or due or ends, at.step % cfg.log_every == 0 or epoch_ends
-                    # reading waits for a GPU, so it is done rarely there; on the CPU every step is read at once
+                    # reading waits for a GPU, so it is done rarely there; on the CPU every step is read at once. Ranks
+                    # stop where they read, so all must agree on `logs` and `saves`.
                     if x.device.type == "cpu" or logs or saves:
                         self.read(1 if paths is None else len(paths))
                     if logs:

@@ -22,6 +22,7 @@ from nasfast.train import (
     train,
     train_supernet,
 )
+from nasfast.train import loop as loop_module
 from nasfast.train.checkpoint import CheckpointFolder, encode, load_checkpoint
 from nasfast.train.log import read_metrics
 from nasfast.train.loop import make_optimizer
@@ -317,3 +318,19 @@ def test_sampler_and_supernet_must_agree(tmp_path):
 def test_settings_that_cannot_be(form, message):
     with pytest.raises(ConfigError, match=message):
         TrainConfig.from_dict(form)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_only_ranks_on_the_same_path_may_leave_parameters_out(sampled, tmp_path, monkeypatch):
+    seen, exchange = [], loop_module.exchange
+
+    def exchanged(*arguments, same_path, **options):
+        seen.append(same_path)
+        return exchange(*arguments, same_path=same_path, **options)
+
+    monkeypatch.setattr(loop_module, "exchange", exchanged)
+    net, sampler = net_and_sampler()
+    if not sampled:
+        net, sampler = build(tiny_space(), (0,) * len(tiny_space().layers)), None
+    train(net, batches(1), PLAIN, TrainStage("supernet", tmp_path, "f"), sampler=sampler)
+    assert seen == [sampled]
