@@ -452,7 +452,7 @@ WRONG = {
         (ValueError, "gate must be one of hsigmoid, sigmoid, got 'tanh'", {"gate": "tanh"}),
         (ValueError, r"squeeze_weight must have shape \(5, 3, 1, 1\)", {"squeeze_weight": torch.ones(5, 7, 1, 1)}),
         (ValueError, "squeeze_bias must have at least one element", {"squeeze_bias": ONES[:0]}),
-        (TypeError, "excite_bias must be torch.float32 .one type for all four., got torch.float16", {"excite_bias": ONES.half()}),
+        (TypeError, "excite_bias must be torch.float32 .one type for all four", {"excite_bias": ONES.half()}),
         (TypeError, "squeeze_weight must be a tensor, got NoneType", {"squeeze_bias": None, "squeeze_weight": None}),
     ],
 }
