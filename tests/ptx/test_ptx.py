@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases.chain import ChainCase, exact_chain, relative_errors, run_chain
-from kernel_cases.chain_pairs import PAIRS, drawn_pair, run_two
+from kernel_cases.chain_pairs import PAIRS, drawn_pair, run_both, run_two
 from kernel_cases.cuda import emulated_only, needs_emulation, run_cuda
 
 from nasfast import ops
@@ -108,14 +108,14 @@ def test_expansions_that_are_computed_again(name, case, schedule):
     assert ("expand_depthwise_forward" in run.stages) == (name == "recomputed")
 
 
-def test_a_chain_that_leaves_its_result_to_the_next(schedule):
+def test_a_chain_that_defers_its_last_batch_norm_to_the_next(schedule):
     schedule("stored")
     first, second = drawn_pair(PAIRS[4], BFLOAT16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NASFAST_EMULATE_CUDA", "1")
-        expected, _ = run_two(first, second, leaving=False)
+        expected = run_both(first, second)
     with interpreted(may_be_new=True) as run:
-        results, _ = run_two(first, second, leaving=True)
+        results, _ = run_two(first, second, defers=True)
     assert any("MakingSource" in kernel for kernel in run.kernels)
     for name, value in expected.items():
         # the bound of tests/ops/test_cuda_boundary.py
