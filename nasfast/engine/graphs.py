@@ -36,7 +36,7 @@ from nasfast.ops.modules import FusedConvBNAct, begin_stages, chain_of, has_forw
 from nasfast.ops.nhwc import pixel_mean
 from nasfast.ops.plan import stage_kind, storage_dtype
 from nasfast.ops.rounded import Rounded
-from nasfast.spaces import SKIP, Arch
+from nasfast.spaces import Arch
 from nasfast.supernet import ModuleSupernet, Supernet
 from nasfast.supernet.supernet import ChoiceLayer
 
@@ -362,11 +362,8 @@ def _in_order(modules: nn.Sequential) -> _Part:
 
 
 def _chosen(layer: ChoiceLayer, choice: int) -> _Part:
-    if choice == layer.layer.indicator_choice and layer.layer_indicator is not None:
-        modules: list[nn.Module] = [layer.layer_indicator]
-    else:
-        modules = [] if choice == SKIP else [layer.candidates[choice]]
-    return _Part(partial(layer, choice=choice), modules)
+    module = layer.chosen(choice)
+    return _Part(partial(layer, choice=choice), [] if module is None else [module])
 
 
 def _has_hooks(module: nn.Module) -> bool:

@@ -49,7 +49,7 @@ class Segment:
     forward_replay: Replay | None = field(init=False, default=None)
     backward_replay: Replay | None = field(init=False, default=None)
     _x: Tensor | None = field(init=False, default=None)
-    # of the result, which nothing reads behind its copy
+    # the result's place in the graph of autograd, without its memory, which is free once it is copied
     _edge: GradientEdge | None = field(init=False, default=None)
 
     def functions(self) -> list[Replay]:

@@ -33,9 +33,14 @@ class ChoiceLayer(nn.Module):
 
     def forward(self, x: Tensor, choice: int) -> Tensor:
         """(N, in, H, W) -> (N, out, H', W') through candidate `choice`, or through the layer indicator."""
+        module = self.chosen(choice)
+        return x if module is None else module(x)
+
+    def chosen(self, choice: int) -> nn.Module | None:
+        """What runs for a choice: candidate `choice`, the layer indicator, or nothing."""
         if self.layer_indicator is not None and choice == self.layer.indicator_choice:
-            return self.layer_indicator(x)
-        return x if choice == SKIP else self.candidates[choice](x)
+            return self.layer_indicator
+        return None if choice == SKIP else self.candidates[choice]
 
     def indicator_bn(self, choice: int) -> nn.BatchNorm2d | None:
         """The BN that scores a candidate; None for an identity candidate, which has only the layer indicator."""
