@@ -13,10 +13,6 @@ compiled; inductor keeps what it compiled on disk, so that a second run compiles
 it is measured, and a run that was stopped continues with the same `--out`.
 
 In half, no rows train all weights: on a CPU, PyTorch takes more than a minute for such a step of two images.
-
-    python -m benchmarks.bench_fuse_models --host
-
-is the time that a fused chain takes in Python, besides the operator or the folded convolutions.
 """
 
 from __future__ import annotations
@@ -31,9 +27,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import torch
 import torch._inductor.config
@@ -44,9 +38,7 @@ from torch.fx.experimental.optimization import fuse as fold
 
 import nasfast
 from benchmarks.harness import positive, write_json
-from nasfast.fusion import stages
 from nasfast.fusion.dynamo import compile_graph
-from nasfast.fusion.stages import Folded
 from nasfast.measure.timing import measure
 from nasfast.runtime.memory import keep_freed_memory
 
@@ -57,8 +49,6 @@ _LEFT_OUT = {("all", "half")}
 _DTYPES = {"bfloat16": torch.bfloat16, "half": torch.half}
 # relative difference of the losses of two variants
 _TOLERANCE = {"fp32": 1e-3, "autocast bf16": 5e-2, "bfloat16": 5e-2, "half": 2e-2}
-# calls of a block in one measurement of the host's time
-_CALLS = 200
 
 MODELS = (
     "torchvision/mobilenet_v2", "torchvision/mobilenet_v3_small", "torchvision/mobilenet_v3_large",
@@ -190,36 +180,6 @@ def _seconds(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def host_costs(rounds: int) -> dict:
-    """A row with the microseconds of CPU time that a chain of three stages takes besides what it runs.
-
-    What it runs, the operator or the folded convolutions, is replaced by a function that returns its input. The call of
-    the module, which eager PyTorch has too, is not counted.
-    """
-    from torchvision.models.mobilenetv2 import InvertedResidual
-
-    x = torch.randn(1, 8, 8, 8).contiguous(memory_format=torch.channels_last)
-
-    def timed(module: nn.Module) -> dict[str, float]:
-        start = time.thread_time()
-        for _ in range(_CALLS):
-            module(x)
-        return {"call": (time.thread_time() - start) / _CALLS}
-
-    trained = InvertedResidual(8, 8, 1, 6).requires_grad_(False)
-    folded = copy.deepcopy(trained).eval()
-    nasfast.fuse(trained, only_faster=False)
-    nasfast.fuse(folded)
-    with (
-        mock.patch.object(stages, "conv_bn_act_chain", lambda x, given, *, residual: x),
-        mock.patch.object(Folded, "run", lambda folded, x, residual: x),
-    ):
-        modules = {"nothing": nn.Identity(), "operator": trained, "folded": folded}
-        times = measure({name: partial(timed, module) for name, module in modules.items()}, rounds=rounds)
-    medians = {name: phases["call"]["median_ms"] * 1e3 for name, phases in times.items()}
-    return {"host_us": {name: medians[name] - medians["nothing"] for name in ("operator", "folded")}}
-
-
 def summary(rows: Sequence[dict]) -> list[str]:
     """For every kind of row: median, least and greatest ratio, and the same of the backend."""
     lines = []
@@ -267,7 +227,6 @@ def main() -> None:
     parser.add_argument("--resolution", type=positive, default=RESOLUTION, help="side of the images in pixels")
     parser.add_argument("--rounds", type=positive, default=ROUNDS, help="timed rounds")
     parser.add_argument("--compile", action="store_true", help="also torch.compile and the backend")
-    parser.add_argument("--host", action="store_true", help="only the time of a chain in Python")
     parser.add_argument(
         "--out", type=Path, help="JSON file for the results, written after every row; rows that it has are kept"
     )
@@ -275,12 +234,6 @@ def main() -> None:
     torch.set_num_threads(1)
     keep_freed_memory()
     rows: list[dict] = json.loads(args.out.read_text())["rows"] if args.out and args.out.exists() else []
-    if args.host:
-        rows = [row for row in rows if "host_us" not in row] + [host_costs(args.rounds)]
-        print(", ".join(f"{name} {us:.1f} us" for name, us in rows[-1]["host_us"].items()))
-        if args.out:
-            write_json(args.out, rows)
-        return
     compiled = list(_COMPILED) if args.compile else []
     known = [[row.get(key) or [] for key in _KEYS] for row in rows]
     for name in args.models or names():

@@ -15,11 +15,11 @@ import torch._subclasses.fake_tensor
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import batchnorm, conv, dropout
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _python_dispatch
 
 ROOT = Path(__file__).parents[1]
 PUBLIC = {"_asdict", "_replace", "_fields"}  # of named tuples, which have no other way to avoid names of fields
-atoms, mkldnn = torch.ops.aten, torch.ops.mkldnn
+atoms = torch.ops.aten
 # what needs them: what must be there and true
 NEEDED = {
     "the autograd of all operators (ops/autograd.py)": lambda: [
@@ -37,40 +37,38 @@ NEEDED = {
         nn.Conv2d(1, 1, 1)._parameters.keys() == {"weight", "bias"},
         vars(nn.Sequential(nn.ReLU()))["_modules"].keys() == {"0"},
     ],
-    "hooks inside of a chain, which then runs unfused (ops/modules.py, fusion/replaced.py)": lambda: [
+    "hooks inside of a chain, which then runs unfused (ops/modules.py, fusion/region.py)": lambda: [
         nn.ReLU()._forward_hooks == nn.ReLU()._forward_pre_hooks == {},
         nn.ReLU()._backward_hooks == nn.ReLU()._backward_pre_hooks == {},
     ],
-    "hooks on all modules, which need the unfused model (fusion/replaced.py)": lambda: [
+    "hooks on all modules, which need the unfused model (fusion/region.py)": lambda: [
         not nn.modules.module._has_any_global_hook()
     ],
     "chains under torch.func and forward-mode derivatives, which run unfused (fusion/stages.py)": lambda: [
         forward_ad._current_level == -1,
         torch._C._functorch.peek_interpreter_stack() is None,
     ],
-    "folded chains in evaluation (fusion/stages.py)": lambda: [
-        not torch.backends.mkldnn.is_available()
-        or (mkldnn._reorder_convolution_weight, mkldnn._convolution_pointwise)
-        and (mkldnn._is_mkldnn_bf16_supported, mkldnn._is_mkldnn_fp16_supported)
-    ],
-    "placeholders of recorded chains (fusion/placeholders.py)": lambda: [
-        torch.Tensor._make_wrapper_subclass,
-        _pytree.tree_map_only(int, lambda x: -x, ((1, "a"), {"b": [2]})) == ((-1, "a"), {"b": [-2]}),
-    ],
-    "noticing writes to tensors (fusion, ops/rounded.py)": lambda: [torch.ones(1).add_(1)._version == 1],
-    "timing a chain unseen by modes (fusion/rule.py)": lambda: [_python_dispatch._disable_current_modes],
+    "noticing writes to tensors (ops/rounded.py)": lambda: [torch.ones(1).add_(1)._version == 1],
+    "counting operations (research/zero_cost.py)": lambda: [_python_dispatch.TorchDispatchMode],
     "telling patched and compiled modules from PyTorch's (fusion/members.py)": lambda: [
         nn.Conv2d._conv_forward,
         nn.ReLU()._compiled_call_impl is None,
         torch._dynamo.eval_frame.OptimizedModule,
+    ],
+    "capturing a module (fusion/region.py)": lambda: [
+        torch._dynamo.run,
+        torch._dynamo.maybe_mark_dynamic,
+        torch._dynamo.lookup_backend("eager"),
+        issubclass(torch._dynamo.exc.Unsupported, torch._dynamo.exc.TorchDynamoException),
+        issubclass(torch._dynamo.exc.FailOnRecompileLimitHit, Exception),
+        torch._C._len_torch_dispatch_stack() == 0,
     ],
     "the backend of torch.compile (fusion/dynamo.py)": lambda: [
         isinstance(atoms.relu_.default, torch._ops.OpOverload),
         atoms.relu_.default._schema.is_mutable and not atoms.relu.default._schema.is_mutable,
         torch._inductor.config.cpp.cxx,
     ],
-    "counters, kept weights, gradients of ranks (fusion/chain.py, engine, train/exchange.py)": lambda: [
-        torch._foreach_add_,
+    "kept weights, gradients of ranks (engine, train/exchange.py)": lambda: [
         torch._foreach_copy_,
         torch._foreach_div_,
     ],

@@ -8,6 +8,7 @@ since the last call, and then runs a well-known block as `blocks` spells it out,
 all of this with a compiler's graphs.
 """
 
-from nasfast.fusion.api import FusedChain, FuseReport, NotFused, fuse, unfuse
+from nasfast.fusion.api import fuse, unfuse
+from nasfast.fusion.report import FusedChain, FuseReport, NotFused
 
 __all__ = ["FuseReport", "FusedChain", "NotFused", "fuse", "unfuse"]

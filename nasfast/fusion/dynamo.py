@@ -1,23 +1,20 @@
-"""The backend `torch.compile(model, backend="nasfast")`: chains on our operators, the rest on another backend.
+"""What is compiled: graphs of TorchDynamo in which chains run on our operators, and the rest on another backend.
 
-TorchDynamo gives graphs of PyTorch's functions, before autograd. All that a forward decided in Python is guarded and
-hooks are part of the graph, so nothing is watched here. A chain becomes one node of the graph:
-
-- where gradients or batch statistics are needed and the rule expects a gain, an `OperatorChain`. The other backend,
-  inductor, traces it to operators, forward and backward.
-- else, on a CPU, a `FoldedChain`. Such a graph runs as it is, because a compiler gains little behind folded chains and
-  would need the folded weights as inputs.
+TorchDynamo gives graphs of PyTorch's functions, before autograd. All that a forward decided in Python is guarded, and
+parameters and buffers are inputs of the graph, so nothing is kept here that could go stale. A chain becomes one node,
+a `ChainCall`, which decides by the size of its input. `compile_graph` is the backend "nasfast" of torch.compile, and
+`region` compiles the modules of a fused model with the same function.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from inspect import signature
-from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -27,17 +24,54 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nasfast.fusion import members
-from nasfast.fusion.chain import compiled_way, fits
+from nasfast.fusion import members, rule
+from nasfast.fusion.excite import ExcitationCall, find_excitations
 from nasfast.fusion.match import Matcher, TracedStage, adds_in_place
-from nasfast.fusion.members import Conv, square_conv, stage_of
-from nasfast.fusion.stages import Folded, Way, plain_stages, result_dtype, run_stages, sources_of, transformed
+from nasfast.fusion.members import Conv, describe, square_conv, stage_of
+from nasfast.fusion.stages import plain_stages, result_dtype, run_stages, transformed
 from nasfast.ops.reference import ConvBNParams, Stage
 
 log = logging.getLogger(__name__)
 _NORM_ARGUMENTS = signature(F.batch_norm)
 # the parameters of a stage without tensors
 _NONE = ConvBNParams(*[None] * len(ConvBNParams._fields))  # type: ignore[arg-type]
+# methods whose result depends on the layout of their input
+_LAYOUT_METHODS = ("view", "stride", "as_strided", "is_contiguous")
+
+
+@dataclass(frozen=True)
+class CapturedChain:
+    """A chain of a graph; paths are those of the modules in which its functions were called.
+
+    Attributes:
+        convolutions, batch_norms: their paths, one of each per stage.
+        stages: a description of each stage, such as "dw3x3 s2 144 relu6" or "1x1 24->144 relu6".
+        residual: whether the chain also makes the addition to its result.
+        runs: when it runs on the operator.
+    """
+
+    convolutions: tuple[str, ...]
+    batch_norms: tuple[str, ...]
+    stages: tuple[str, ...]
+    residual: bool
+    runs: str
+
+
+@dataclass
+class GraphFacts:
+    """What was found in a graph.
+
+    Attributes:
+        chains: every chain, also those that are left to PyTorch.
+        left: why the convolution that is called by the module at this path is in no chain.
+        excitations: paths of the squeeze-and-excitations.
+        replaced: the number of chains that became calls of the operator.
+    """
+
+    chains: list[CapturedChain] = field(default_factory=list)
+    left: dict[str, str] = field(default_factory=dict)
+    excitations: list[str] = field(default_factory=list)
+    replaced: int = 0
 
 
 def compile_graph(
@@ -52,9 +86,8 @@ def compile_graph(
 
     Args:
         graph_module, example_inputs: the graph, which is changed, and its inputs.
-        options: `inner` is the backend for what is left, a name or a function; by default "eager" for graphs with
-            folded chains and where there is no C++ compiler, and otherwise "inductor". `only_faster` is as in
-            `nasfast.fuse`.
+        options: `inner` is the backend for what is left, a name or a function; by default "inductor", and "eager" where
+            there is no C++ compiler. `only_faster` is as in `nasfast.fuse`.
         mode: None; the modes are inductor's.
         name: not used.
 
@@ -67,112 +100,107 @@ def compile_graph(
     if mode is not None:
         raise ValueError(f"backend nasfast: it has no modes, got {mode!r}; leave out mode, or use backend='inductor'")
     inner = settings["inner"] or ("inductor" if _has_cpp_compiler() else "eager")
-    folds = settings["inner"] in (None, "eager") and settings["only_faster"]
-    ways = fuse_graph(graph_module, folding=folds, always=not settings["only_faster"])
-    if ways[Way.FOLDED]:
-        inner = "eager"
-    log.info("%s chains on the operator, %s folded; the rest is for %s", ways[Way.OPERATOR], ways[Way.FOLDED], inner)
+    facts = fuse_graph(graph_module, always=not settings["only_faster"], keep_layouts=True)
+    log.info("%s of %s chains on the operator; the rest is for %s", facts.replaced, len(facts.chains), inner)
     return torch._dynamo.lookup_backend(inner)(graph_module, list(example_inputs))
 
 
-def fuse_graph(graph_module: fx.GraphModule, *, folding: bool, always: bool) -> Counter[Way]:
-    """Replace the chains in a graph of TorchDynamo by single nodes.
+def fuse_graph(graph_module: fx.GraphModule, *, always: bool, keep_layouts: bool) -> GraphFacts:
+    """Replace the chains and squeeze-and-excitations in a graph of TorchDynamo by single nodes.
 
     Args:
         graph_module: its nodes have their results as fake tensors in `meta`.
-        folding: whether chains may be folded where the graph has no gradients and most of its convolutions fold.
         always: whether every chain runs on the operator, and not only where the rule expects a gain.
-
-    Returns:
-        How many chains run in each way.
+        keep_layouts: whether a chain is left alone if PyTorch's result is not in channels_last, as the operator's is.
     """
     graph = graph_module.graph
+    facts = GraphFacts()
     if transformed() or any("functorch" in str(getattr(node.target, "__module__", "")) for node in graph.nodes):
-        return Counter()
+        return facts
     matcher = _Functions(graph)
     chains = [_GraphChain.of(stages, add) for stages, add in matcher.chains()]
-    learns = any(getattr(_tensor(node), "requires_grad", False) and not _is_input(node) for node in graph.nodes)
-    ways = [_way(chain, folding and not learns, always) for chain in chains]
-    folded = sum(len(chain.stages) for chain, way in zip(chains, ways, strict=True) if way is Way.FOLDED)
-    if folded < len(matcher.inside("")) / 2:
-        ways = [_way(chain, False, always) for chain in chains]
+    facts.left = {_path(conv): reason for conv, reason in matcher.reasons.items()}
+    reads_layouts = any(node.op == "call_method" and node.target in _LAYOUT_METHODS for node in graph.nodes)
     # what reads a chain's result is replaced before it, and then finds it there
-    for chain, way in sorted(zip(chains, ways, strict=True), key=lambda one: -matcher.order[one[0].nodes[-1]]):
-        if way is not Way.PLAIN:
-            _replace(graph_module, chain, way)
+    for chain in sorted(chains, key=lambda chain: -matcher.order[chain.nodes[-1]]):
+        way = _way(chain, always=always, keep_layouts=keep_layouts)
+        facts.chains.append(chain.described(way if isinstance(way, str) else when(way.least, _tensor(chain.x))))
+        if isinstance(way, ChainCall):
+            way.contiguous = reads_layouts and not _in_channels_last(_tensor(chain.nodes[-1]))
+            tensors = [tensor for stage in chain.stages for tensor in stage.params]
+            # a number that has changed before is a node
+            numbers = tuple((stage.momentum, stage.eps) for stage in chain.stages)
+            _replace(graph_module, chain.nodes, way, (chain.x, chain.residual, numbers, *tensors))
+            facts.replaced += 1
+    for found in find_excitations(graph):
+        facts.excitations.append(_path(found.nodes[-1]))
+        trains = any(_tensor(weight).requires_grad for weight in found.weights)
+        call = ExcitationCall(found.act, found.gate, trains)
+        _replace(graph_module, found.nodes, call, (found.x, *found.weights))
+    facts.chains.reverse()
     graph.lint()
     graph_module.recompile()
-    return Counter(ways)
+    return facts
 
 
-def _replace(graph_module: fx.GraphModule, chain: _GraphChain, way: Way) -> None:
-    """Put one node in the place of a chain's nodes."""
-    graph, last = graph_module.graph, chain.nodes[-1]
-    settings = [stage._replace(params=_NONE) for stage in chain.stages]
-    name = f"{way.value}_chain_of_{last.name}"
-    module = (FoldedChain if way is Way.FOLDED else OperatorChain)(settings, chain.in_place)
-    graph_module.add_submodule(name, module)
+def _replace(graph_module: fx.GraphModule, nodes: Sequence[fx.Node], call: nn.Module, arguments: tuple) -> None:
+    """Put a call of a module in the place of these nodes."""
+    graph, last = graph_module.graph, nodes[-1]
+    name = f"nasfast_{last.name}"
+    graph_module.add_submodule(name, call)
     with graph.inserting_before(last):
-        tensors = [tensor for stage in chain.stages for tensor in stage.params]
-        fused = graph.call_module(name, (chain.x, chain.residual, *tensors))
+        fused = graph.call_module(name, arguments)
     fused.meta = dict(last.meta)
     last.replace_all_uses_with(fused)
-    for node in reversed(chain.nodes):
+    for node in reversed(nodes):
         graph.erase_node(node)
 
 
-class OperatorChain(nn.Module):
-    """A chain on the operator; its BatchNorms do not count the batch, which the graph does.
+class ChainCall(nn.Module):
+    """A chain on the operator where that pays; its BatchNorms do not count the batch, which the graph does.
 
     Args:
-        settings: its stages, without tensors.
+        settings: its stages, of which tensors and numbers of BatchNorms are given at each call.
         in_place: whether the addition behind it keeps the type of its result.
+        least: the results per thread from which the operator pays.
+        pays: whether the operator pays for an input of a shape.
+
+    Attributes:
+        contiguous: whether what follows needs a result that is contiguous, as PyTorch's is.
     """
 
-    def __init__(self, settings: Sequence[Stage], in_place: bool) -> None:
+    def __init__(
+        self, settings: Sequence[Stage], in_place: bool, least: int, pays: Callable[[torch.Size], bool]
+    ) -> None:
         super().__init__()
-        self._settings, self._in_place = settings, in_place
+        self._settings, self._in_place, self._pays = [stage[1:6] for stage in settings], in_place, pays
+        self.least, self.contiguous = least, False
 
-    def forward(self, x: Tensor, residual: Tensor | None, *tensors: Tensor | None) -> Tensor:
-        """The result of the chain for (N, C, H, W); tensors are those of its stages, as in `ConvBNParams`."""
-        if any([type(length) is not int for length in x.shape]):
-            # the sizes were decided on and are guarded; a plan has numbers
+    def forward(
+        self, x: Tensor, residual: Tensor | None, numbers: Sequence[tuple[float, float]], *tensors: Tensor | None
+    ) -> Tensor:
+        """The result of the chain for (N, C, H, W).
+
+        Args:
+            x, residual: its input, and what is added to its result.
+            numbers: momentum and eps of each stage.
+            tensors: those of its stages, as in `ConvBNParams`.
+        """
+        if torch.compiler.is_compiling() and any([type(length) is not int for length in x.shape]):
+            # the sizes are decided on; a plan has numbers
             x = x.view([int(length) for length in x.shape])
-        return self._finished(run_stages(x, self._stages(tensors), residual), x)
-
-    def _stages(self, tensors: Sequence[Tensor | None]) -> list[Stage]:
         each = len(_NONE)
         params = [ConvBNParams(*tensors[i : i + each]) for i in range(0, len(tensors), each)]  # type: ignore[arg-type]
-        return [s._replace(params=p) for s, p in zip(self._settings, params, strict=True)]
-
-    def _finished(self, y: Tensor, x: Tensor) -> Tensor:
-        return y.to(result_dtype(x)) if self._in_place else y
-
-
-class FoldedChain(OperatorChain):
-    """A chain without gradients, with its BatchNorms folded into its convolutions as long as nothing changes."""
-
-    # another thread may replace it
-    _kept: tuple[Folded, tuple[Tensor | None, ...], Tensor] | None = None
-
-    def forward(self, x: Tensor, residual: Tensor | None, *tensors: Tensor | None) -> Tensor:
-        """As `OperatorChain.forward`."""
-        dtype = result_dtype(x)
-        # nothing counts the changes of statistics, and the counters of batches are no inputs of a graph in eval mode
-        statistics = torch.cat([t for i in range(3, len(tensors), len(_NONE)) for t in tensors[i : i + 2]])  # type: ignore[misc]
-        kept = self._kept
-        if (
-            kept is None
-            or not all(map(is_, tensors, kept[1]))
-            or not kept[0].serves(kept[0].stages, dtype)
-            or not torch.equal(kept[2], statistics)
-        ):
-            stages = self._stages(tensors)
-            if any(tensor.is_inference() for tensor in sources_of(stages)):
-                y = plain_stages(x, stages)
-                return self._finished(y if residual is None else y + residual, x)
-            kept = self._kept = Folded(stages, dtype, x.shape, []), tensors, statistics
-        return self._finished(kept[0].run(x, residual), x)
+        stages = [Stage(p, *fixed, *its) for p, fixed, its in zip(params, self._settings, numbers, strict=True)]
+        if not self._pays(x.shape):
+            y = plain_stages(x, stages)
+            if residual is not None:
+                y = y.add_(residual) if self._in_place else y + residual
+            return y
+        y = run_stages(x, stages, residual)
+        if self._in_place:
+            y = y.to(result_dtype(x))
+        return y.contiguous() if self.contiguous else y
 
 
 class _Functions(Matcher):
@@ -201,8 +229,9 @@ class _Functions(Matcher):
         given = _norm(norm)
         if given["weight"] is None or given["bias"] is None:
             return "its BatchNorm has no affine parameters"
-        numbers = (given.get(name, 0.0) for name in ("training", "momentum", "eps"))
-        return None if all(isinstance(number, (bool, int, float)) for number in numbers) else "its momentum changes"
+        numbers = [_tensor(given.get(name, 0.0)) for name in ("momentum", "eps")]
+        known = all(isinstance(number, (int, float, torch.SymFloat)) for number in numbers)
+        return None if known and isinstance(given.get("training", False), bool) else "its momentum changes"
 
     def activation(self, node: fx.Node) -> str | None:
         return members.function_activation(node) if node.op in ("call_function", "call_method") else None
@@ -235,6 +264,7 @@ class _GraphChain(NamedTuple):
     residual: Any
     in_place: bool
     nodes: tuple[fx.Node, ...]
+    traced: tuple[TracedStage, ...]
 
     @classmethod
     def of(cls, traced: Sequence[TracedStage], add: fx.Node | None) -> _GraphChain:
@@ -246,34 +276,63 @@ class _GraphChain(NamedTuple):
             assert found is not None  # or the matcher would have refused it
             stages.append(found)
         nodes = [node for stage in traced for node in stage.nodes]
+        x, given = traced[0].conv.args[0], tuple(traced)
         if add is None:
-            return cls(traced[0].conv.args[0], tuple(stages), None, False, tuple(nodes))
+            return cls(x, tuple(stages), None, False, tuple(nodes), given)
         (residual,) = (arg for arg in add.args if arg is not nodes[-1])
-        return cls(traced[0].conv.args[0], tuple(stages), residual, adds_in_place(add), (*nodes, add))
+        return cls(x, tuple(stages), residual, adds_in_place(add), (*nodes, add), given)
+
+    def described(self, runs: str) -> CapturedChain:
+        stages = tuple(describe(_tensor(s.params.conv_weight).shape, s.stride, s.groups, s.act) for s in self.stages)
+        convs, norms = (
+            tuple(map(_path, nodes)) for nodes in zip(*((s.conv, s.norm) for s in self.traced), strict=True)
+        )
+        return CapturedChain(convs, norms, stages, self.residual is not None, runs)
 
 
-def _way(chain: _GraphChain, folding: bool, always: bool) -> Way:
-    """How a chain runs."""
+def _way(chain: _GraphChain, *, always: bool, keep_layouts: bool) -> ChainCall | str:
+    """The call of the chain; or why it is left to PyTorch."""
     x, y, residual = _tensor(chain.x), _tensor(chain.nodes[-1]), _tensor(chain.residual)
     stages: Any = fx.map_arg(chain.stages, _tensor)
-    given = [x, y, *sources_of(stages), *([] if residual is None else [residual])]
-    if not all(isinstance(tensor, FakeTensor) for tensor in given):
-        return Way.PLAIN
-    # the operator's results are in channels_last, and what follows may depend on the layout
-    if x.dim() != 4 or not y.is_contiguous(memory_format=torch.channels_last):
-        return Way.PLAIN
-    if residual is not None and residual.shape != y.shape:
-        return Way.PLAIN
+    tensors = [tensor for stage in stages for tensor in stage.params if tensor is not None]
+    if not all(isinstance(tensor, FakeTensor) for tensor in (x, y, *tensors)) or x.dim() != 4:
+        return "on PyTorch: not all of its tensors are ordinary ones with 4 dimensions"
+    if keep_layouts and not y.is_contiguous(memory_format=torch.channels_last):
+        return "on PyTorch: its result is not in channels_last"
+    if residual is not None and (not isinstance(residual, FakeTensor) or residual.shape != y.shape):
+        return "on PyTorch: what is added has another shape"
     # autocast may be a part of the graph
     dtype = _tensor(chain.nodes[0]).dtype
     casts = dtype.itemsize == 2 and any(
         tensor.dtype != dtype for tensor in (x, *(s.params.conv_weight for s in stages))
     )
     with torch.autocast(x.device.type, dtype) if casts else nullcontext():
-        if folding and not any(stage.training for stage in stages) and all(tensor.is_cpu for tensor in given):
-            return Way.FOLDED if fits(x, stages) else Way.PLAIN
         trains = y.requires_grad and any(stage.params.conv_weight.requires_grad for stage in stages)
-        return compiled_way(x, stages, always=always, trains=trains)
+        least = 0 if always else rule.least_results(x, stages, trains=trains)
+    if least is None:
+        return when(None, _tensor(chain.nodes[0]))
+    return ChainCall(chain.stages, chain.in_place, least, rule.deciding(stages, least))
+
+
+def when(least: int | None, x: Tensor) -> str:
+    """In words when a chain runs on the operator; least is that of the rule for inputs like x."""
+    if least is None:
+        return f"on PyTorch: the operator is not faster in {str(x.dtype).removeprefix('torch.')} on {x.device.type}"
+    return f"fused where the convolutions give {least:,} numbers or more per thread" if least else "fused"
+
+
+def _path(node: fx.Node) -> str:
+    """The path of the module in whose forward the node is, below the module that was captured."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    names = re.findall(r"\.(\w+)|\['?(\w+)'?\]", stack[-1][0]) if stack else []
+    # the first name is that of the argument that is the module
+    path = [dotted or key for dotted, key in names if (dotted or key) not in ("_modules", "_parameters")]
+    return ".".join(path[1:])
+
+
+def _in_channels_last(y: Tensor) -> bool:
+    """Whether pixels are apart by more than a channel is; sizes may be symbols, which this does not decide on."""
+    return isinstance(y.stride(1), int) and y.stride(1) == 1
 
 
 def _conv(node: Any) -> Conv | None:

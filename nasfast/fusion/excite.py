@@ -1,144 +1,122 @@
-"""Squeeze-and-excitation: finds the modules of well-known classes that compute it, and runs each as one operator.
+"""Squeeze-and-excitation in a graph of TorchDynamo: finds what computes it, and runs it as one operator.
 
 It needs the means of all pixels before it changes the first one, so it ends a chain, and the next chain begins behind
-it. Its own forward reads and writes the tensor up to ten times in a step; the operator reads it four times and writes
+it. PyTorch's operators read and write the tensor up to ten times in a step; the operator reads it four times and writes
 two tensors.
 """
 
 from __future__ import annotations
 
-import math
+import operator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
 from nasfast.fusion import members
-from nasfast.fusion.members import ACTIVATION_FUNCTIONS
-from nasfast.fusion.replaced import ReplacedForward, Watch, hooks_of, must_run_unfused
-from nasfast.fusion.stages import plain
+from nasfast.fusion.members import called
 from nasfast.ops import squeeze
+from nasfast.ops.reference import ACTIVATIONS, GATES
+
+_GATE_FUNCTIONS: dict[object, str] = {
+    F.hardsigmoid: "hsigmoid",
+    F.sigmoid: "sigmoid",
+    torch.sigmoid: "sigmoid",
+    torch.sigmoid_: "sigmoid",
+    Tensor.sigmoid: "sigmoid",
+    Tensor.sigmoid_: "sigmoid",
+}
+_PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, operator.mul)
 
 
-class _Layout(NamedTuple):
-    """The submodules of a class that computes x * gate(excite(act(squeeze(mean of x)))).
+class TracedExcitation(NamedTuple):
+    """x * gate(excite(act(squeeze(mean of x)))) in a graph.
 
     Attributes:
-        squeeze, excite, act, gate: names of the modules in the formula.
-        others: types of the other modules, which compute the mean or nothing.
-        off: name of an attribute that must be false, or None.
+        nodes: all of its nodes, in order.
+        x, weights: its input, and weight and bias of the two convolutions.
+        act, gate: as in `nasfast.ops.squeeze_excite`.
     """
 
-    squeeze: str
-    excite: str
-    act: str
-    gate: str
-    others: dict[str, type[nn.Module]] = {}
-    off: str | None = None
-
-
-_LAYOUTS = {
-    "torchvision.ops.misc.SqueezeExcitation.forward": _Layout(
-        "fc1", "fc2", "activation", "scale_activation", {"avgpool": nn.AdaptiveAvgPool2d}
-    ),
-    "timm.layers.squeeze_excite.SEModule.forward": _Layout(
-        "fc1", "fc2", "act", "gate", {"bn": nn.Identity}, off="add_maxpool"
-    ),
-    "timm.models._efficientnet_blocks.SqueezeExcite.forward": _Layout("conv_reduce", "conv_expand", "act1", "gate"),
-}
-_GATES = {
-    "torch.nn.modules.activation.Sigmoid.forward": "sigmoid",
-    "torch.nn.modules.activation.Hardsigmoid.forward": "hsigmoid",
-    "timm.layers.activations.Sigmoid.forward": "sigmoid",
-    "timm.layers.activations.HardSigmoid.forward": "hsigmoid",
-}
-
-
-class Excitation(NamedTuple):
-    """What a module computes: its two convolutions, and act and gate as in `nasfast.ops.squeeze_excite`."""
-
-    convs: tuple[nn.Conv2d, nn.Conv2d]
+    nodes: tuple[fx.Node, ...]
+    x: fx.Node
+    weights: tuple[Any, ...]
     act: str
     gate: str
 
 
-def find_excitations(model: nn.Module) -> list[str]:
-    """The paths of the squeeze-and-excitations of a model."""
-    candidates = [(path, module) for path, module in model.named_modules() if members.untouchable(module) is None]
-    return [path for path, module in candidates if excitation_of(module) is not None]
+def find_excitations(graph: fx.Graph) -> list[TracedExcitation]:
+    """Every squeeze-and-excitation of a graph, whatever modules compute it."""
+    return [found for node in graph.nodes if (found := _excitation(node)) is not None]
 
 
-def excitation_of(module: nn.Module) -> Excitation | None:
-    """The module as a squeeze-and-excitation; None if it is none, or if a hook sees its inside."""
-    layout = _LAYOUTS.get(members.forward_name(module))
-    # an attribute or a module that is not known here may change what a later version of the library computes
-    if layout is None or set(module._modules) != {*layout[:4], *layout.others}:
+def _excitation(product: fx.Node) -> TracedExcitation | None:
+    """The squeeze-and-excitation that ends with this node."""
+    if called(product) not in _PRODUCTS or len(product.args) != 2 or product.kwargs:
         return None
-    inner: dict[str, Any] = dict(module._modules)
-    if any("forward" in vars(m) or any(hooks_of(m)) for m in module.modules() if m is not module):
+    pairs: list[tuple[Any, Any]] = [(product.args[0], product.args[1]), (product.args[1], product.args[0])]
+    for x, gate in pairs:
+        if not isinstance(x, fx.Node) or not _is_read_once(gate) or called(gate) not in _GATE_FUNCTIONS:
+            continue
+        excite = _convolution(_input(gate))
+        if excite is None:
+            continue
+        act_node = _input(excite[0])
+        act = members.function_activation(act_node) if _is_read_once(act_node) else None
+        squeezed = _convolution(_input(act_node)) if act is not None else None
+        if act is None or squeezed is None:
+            continue
+        mean = _input(squeezed[0])
+        if _is_read_once(mean) and _input(mean) is x and _is_mean(mean):
+            nodes = (mean, squeezed[0], act_node, excite[0], gate, product)
+            return TracedExcitation(nodes, x, (*squeezed[1:], *excite[1:]), act, _GATE_FUNCTIONS[called(gate)])
+    return None
+
+
+def _input(node: fx.Node) -> Any:
+    return node.args[0] if node.args else node.kwargs.get("input")
+
+
+def _is_read_once(node: Any) -> bool:
+    return isinstance(node, fx.Node) and len(node.users) == 1
+
+
+def _convolution(node: Any) -> tuple[fx.Node, Any, Any] | None:
+    """The node, its weight and its bias, where it multiplies one pixel by a matrix and adds a bias."""
+    if not _is_read_once(node) or node.target is not torch.conv2d:
         return None
-    if layout.off is not None and vars(module).get(layout.off) is not False:
+    conv = members.square_conv(*node.args[1:], **node.kwargs)
+    if conv is None or conv.bias is None or (conv.stride, conv.padding, conv.groups) != (1, 0, 1):
         return None
-    for name, cls in layout.others.items():
-        if type(inner[name]) is not cls or getattr(inner[name], "output_size", 1) not in (1, (1, 1)):
-            return None
-    convs: Any = inner[layout.squeeze], inner[layout.excite]
-    act, gate = members.module_activation(inner[layout.act]), _GATES.get(members.forward_name(inner[layout.gate]))
-    if gate is None or act not in {*ACTIVATION_FUNCTIONS.values(), "identity"} or not all(map(_is_product, convs)):
-        return None
-    return Excitation(convs, act, gate) if convs[0].weight.shape[:2] == convs[1].weight.shape[1::-1] else None
+    value = conv.weight.meta.get("example_value") if isinstance(conv.weight, fx.Node) else None
+    return (node, conv.weight, conv.bias) if isinstance(value, Tensor) and value.shape[2:] == (1, 1) else None
 
 
-def _is_product(conv: nn.Module) -> bool:
-    """Whether this convolution multiplies one pixel by a matrix and adds a bias."""
-    if not isinstance(conv, nn.Conv2d) or members.conv_problem(conv) is not None or conv.weight.shape[2:] != (1, 1):
-        return False
-    return conv.bias is not None and math.prod((*conv.stride, conv.groups)) == 1 and set(conv.padding) == {0}
+def _is_mean(node: fx.Node) -> bool:
+    """Whether the node computes the mean of all pixels, with both dimensions kept."""
+    function, rest = called(node), [*node.args[1:], *node.kwargs.values()]
+    if function is F.adaptive_avg_pool2d:
+        return rest in ([1], [(1, 1)], [[1, 1]])
+    kept = [dims for dims in rest if dims is not True]
+    return function in (torch.mean, Tensor.mean) and True in rest and kept in ([(2, 3)], [[2, 3]], [(-2, -1)])
 
 
-class ExcitationForward(ReplacedForward):
-    """The forward of a squeeze-and-excitation: the operator where that is faster, else the module's own.
+class ExcitationCall(nn.Module):
+    """A squeeze-and-excitation on the operator where that is faster, which needs an x in channels_last on a CPU."""
 
-    The operator needs an x in channels_last on a CPU.
-    """
+    def __init__(self, act: str, gate: str, trains: bool) -> None:
+        super().__init__()
+        self._act, self._gate, self._trains = act, gate, trains
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__(module)
-        self._bound: tuple[Watch, Excitation | None] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.module
-        if len(args) == 1 and not kwargs and not must_run_unfused() and not torch.compiler.is_compiling():
-            y = self._run(module, args[0])
-            if y is not None:
-                return y
-        return type(module).forward(module, *args, **kwargs)
-
-    def _run(self, module: nn.Module, x: Any) -> Tensor | None:
-        """The result of the operator, if it can run on x now."""
-        if type(x) is not Tensor or x.dim() != 4 or not squeeze.is_faster(x, trains=False):
-            return None
-        if self._bound is None or not self._bound[0].same(module):
-            self._bound = _watch(module), excitation_of(module)
-        excitation = self._bound[1]
-        if excitation is None:
-            return None
-        weights = [conv._parameters.get(name) for conv in excitation.convs for name in ("weight", "bias")]
-        given = [weight for weight in weights if weight is not None]
-        trains = any(weight.requires_grad for weight in given)
-        if len(given) < 4 or not squeeze.is_faster(x, trains=trains) or not plain(x, *given):
-            return None
-        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        if autocast != torch.bfloat16 if autocast is not None else given[0].dtype != x.dtype:
-            return None
-        with suppress(TypeError, ValueError):  # it refuses before it computes; PyTorch may accept the same
-            return squeeze.squeeze_excite(x, *given, act=excitation.act, gate=excitation.gate, backend="cpu")
-        return None
-
-
-def _watch(module: nn.Module) -> Watch:
-    inner = [m for m in module.modules() if m is not module]
-    settings = [(vars(m), name) for m in inner for name in vars(m) if not name.startswith("_")]
-    own = [name for name, value in vars(module).items() if isinstance(value, bool)]
-    return Watch(module, own, inner, [*settings, *((vars(m), "_parameters") for m in inner)])
+    def forward(self, x: Tensor, *weights: Tensor) -> Tensor:
+        """The result for (N, C, H, W) and weight and bias of the two convolutions."""
+        if squeeze.is_faster(x, trains=self._trains):
+            autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+            if autocast == torch.bfloat16 if autocast is not None else weights[0].dtype == x.dtype:
+                with suppress(TypeError, ValueError):  # it refuses before it computes; PyTorch may accept the same
+                    return squeeze.squeeze_excite(x, *weights, act=self._act, gate=self._gate, backend="cpu")
+        squeeze_weight, squeeze_bias, excite_weight, excite_bias = weights
+        squeezed = ACTIVATIONS[self._act](F.conv2d(x.mean((2, 3), keepdim=True), squeeze_weight, squeeze_bias))
+        return x * GATES[self._gate](F.conv2d(squeezed, excite_weight, excite_bias))

@@ -1,6 +1,7 @@
-"""Finds the chains of convolution, BatchNorm and activation in a model, from traces of its modules' forwards.
+"""Finds the modules of a model that own chains, from traces of its modules' forwards, before the model runs.
 
-`match` has the rules. A trace never runs, because it has frozen the choices that the forward makes in Python.
+`match` has the rules. A trace never runs, because it has frozen the choices that the forward makes in Python; it tells
+which modules are worth a capture by TorchDynamo, and what the report says until then.
 """
 
 from __future__ import annotations
@@ -21,11 +22,22 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import members
-from nasfast.fusion.chain import Chain
-from nasfast.fusion.excite import find_excitations
 from nasfast.fusion.match import Matcher, TracedStage, common
-from nasfast.fusion.replaced import HOOKS, ReplacedForward
+from nasfast.fusion.region import HOOKS, FusedForward, first_line
 from nasfast.ops.modules import FusedConvBNAct, FusedInvertedResidual
+
+
+@dataclass(frozen=True)
+class FoundChain:
+    """A chain in a trace: paths in the model of its convolutions and BatchNorms, and the activations of its stages.
+
+    residual: whether the forward adds something to its result.
+    """
+
+    convolutions: tuple[str, ...]
+    batch_norms: tuple[str, ...]
+    acts: tuple[str, ...]
+    residual: bool
 
 
 @dataclass
@@ -36,12 +48,10 @@ class Findings:
         chains: for the path of each module that owns chains, these.
         reasons: by path, why a convolution is in no chain, and why a BatchNorm cannot be in one. A BatchNorm that could
             be in a chain has no reason here.
-        excitations: paths of the squeeze-and-excitations; their convolutions have no reason here.
     """
 
-    chains: dict[str, list[Chain]] = field(default_factory=dict)
+    chains: dict[str, list[FoundChain]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
-    excitations: list[str] = field(default_factory=list)
 
 
 def find_chains(model: nn.Module) -> Findings:
@@ -49,7 +59,7 @@ def find_chains(model: nn.Module) -> Findings:
     try:
         twin = _twin_of(model)
     except Exception as error:
-        reason = f"the model cannot be copied, so that nothing was traced ({_first_line(error)})"
+        reason = f"the model cannot be copied, so that nothing was traced ({first_line(error)})"
         return Findings(reasons=dict.fromkeys(members.convolutions(model), reason))
     search = _Search(twin)
     reasons = search.findings.reasons
@@ -58,8 +68,6 @@ def find_chains(model: nn.Module) -> Findings:
         if problem is not None:
             reasons[name] = problem
     with _unchanged_surroundings():
-        search.findings.excitations = find_excitations(twin)
-        search.opaque.update(map(twin.get_submodule, search.findings.excitations))
         search.visit(twin)
     for name in members.convolutions(model):
         reasons.setdefault(name, "no traced forward reaches it")
@@ -152,7 +160,7 @@ class _Search:
             defaults = {p.name: p.default for p in parameters if p.default is not Parameter.empty}
             return _Tracer(self.opaque).trace(module, concrete_args=defaults or None)
         except Exception as error:
-            return _first_line(error)
+            return first_line(error)
 
     def conv_problem(self, conv: _ConvNd) -> str | None:
         problem = members.conv_problem(conv)
@@ -172,11 +180,12 @@ class _Trace(Matcher):
 
     def search(self) -> set[nn.Module]:
         """Add chains and reasons to the findings; return the convolutions that the trace reaches."""
+        self._reached: set[nn.Module] = {conv for node in self.order if isinstance(conv := self._module(node), _ConvNd)}
         for stages, add in self.chains():
             self._record(stages, add)
         for node, reason in self.reasons.items():
             self._search.findings.reasons.setdefault(self._name(node), reason)
-        return {conv for node in self.order if isinstance(conv := self._module(node), _ConvNd)}
+        return self._reached
 
     def is_conv(self, node: fx.Node) -> bool:
         return isinstance(self._module(node), _ConvNd)
@@ -227,26 +236,22 @@ class _Trace(Matcher):
 
     def _record(self, stages: list[TracedStage], add: fx.Node | None) -> None:
         nodes = [node for stage in stages for node in stage.nodes]
-        stacks = [self.stack(node) for node in (*nodes, *([] if add is None else [add]))]
-        around = common(stacks)
+        around = common([self.stack(node) for node in (*nodes, *([] if add is None else [add]))])
         owner = self._modules[around[-1][1] if around else ""]
-        names = {m: tuple(name.split(".")) for name, m in owner.named_modules() if name}
-        called = [self._modules[node.target] for node in nodes if node.op == "call_module"]
-        # a BatchNorm of timm calls its own activation
-        called += [inner for module in called if isinstance(module, _BatchNorm) for inner in module.children()]
-        between = [self._modules[path] for stack in stacks for _, path in stack[len(around) :]]
-        if any(m not in names for m in (*called, *between)):
-            self.reasons |= {stage.conv: "is no submodule of the module that calls it" for stage in stages}
+        inside = set(owner.modules())
+        problem = ""
+        if any(self._modules[node.target] not in inside for node in nodes if node.op == "call_module"):
+            problem = "is no submodule of the module that calls it"
+        elif not set(members.convolutions(owner).values()) <= self._reached:
+            problem = "is called by a forward that leaves out some convolutions, and may choose others at the next call"
+        if problem:
+            self.reasons |= {stage.conv: problem for stage in stages}
             return
-        watched = dict.fromkeys(names[m] for m in (*called, *between))
-        chain = Chain(
-            convs=tuple(names[self._modules[stage.conv.target]] for stage in stages),
-            norms=tuple(names[self._modules[stage.norm.target]] for stage in stages),
-            acts=tuple(stage.act for stage in stages),
-            residual=add is not None,
-            watched=tuple(watched),
+        convs, norms = (
+            tuple(map(self._name, calls)) for calls in zip(*((s.conv, s.norm) for s in stages), strict=True)
         )
-        self._search.in_chains.update(self._name(node) for stage in stages for node in (stage.conv, stage.norm))
+        chain = FoundChain(convs, norms, tuple(stage.act for stage in stages), add is not None)
+        self._search.in_chains.update((*convs, *norms))
         self._search.findings.chains.setdefault(self._search.names[owner], []).append(chain)
 
     def _module(self, node: fx.Node) -> nn.Module | None:
@@ -271,7 +276,7 @@ def _twin_of(model: nn.Module) -> nn.Module:
         shared += [value for value in values if isinstance(value, torch.Tensor)]
         for name in HOOKS:
             memo[id(getattr(module, name))] = OrderedDict()
-        if isinstance(vars(module).get("forward"), ReplacedForward):
+        if isinstance(vars(module).get("forward"), FusedForward):
             memo[id(module.forward)] = None
     memo.update((id(tensor), tensor) for tensor in shared)
     twin = copy.deepcopy(model, memo)
@@ -292,8 +297,3 @@ def _unchanged_surroundings() -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-
-
-def _first_line(error: Exception) -> str:
-    """The first line of its message, or its type."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from nasfast.fusion.replaced import ReplacedForward
 from nasfast.ops.modules import ACTIVATION_MODULES, BNAct2d
 from nasfast.ops.reference import ConvBNParams, Stage
 
@@ -73,9 +71,7 @@ def runs_conv(module: nn.Module | None) -> bool:
 
 def _runs(module: nn.Module | None, cls: type[nn.Module], forward: Callable) -> bool:
     """Whether a call of the module runs this forward of cls."""
-    if not isinstance(module, cls) or type(module).forward is not forward:
-        return False
-    return isinstance(vars(module).get("forward"), (ReplacedForward, NoneType))
+    return isinstance(module, cls) and type(module).forward is forward and "forward" not in vars(module)
 
 
 # as PyTorch has them: users may patch classes
@@ -222,6 +218,20 @@ def _one(value: str | int | Sequence[int]) -> int | None:
 
 def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> str | None:
     return "relu6" if (min_val, max_val) == (0, 6) else None
+
+
+def describe(weight: Sequence[int], stride: int, groups: int, act: str) -> str:
+    """A stage in words, such as "dw3x3 s2 144 relu6" or "1x1 24->144", for a weight of this shape."""
+    out_channels, per_group, *kernel = weight
+    depthwise = per_group == 1 and groups == out_channels > 1
+    parts = [
+        f"{'dw' if depthwise else ''}{kernel[0]}x{kernel[1]}",
+        f"s{stride}" if stride > 1 else "",
+        f"g{groups}" if groups > 1 and not depthwise else "",
+        f"{out_channels}" if depthwise else f"{per_group * groups}->{out_channels}",
+        "" if act == "identity" else act,
+    ]
+    return " ".join(filter(None, parts))
 
 
 ADDITIONS: dict[object, bool] = {

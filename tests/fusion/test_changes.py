@@ -103,16 +103,15 @@ def test_changes_after_fusing_are_noticed(change, executed):
 
 
 @pytest.mark.parametrize("clamp", [nn.Hardtanh, nn.ReLU6])
-@pytest.mark.parametrize("only_faster", [True, False])
-def test_bounds_of_activations(only_faster, clamp, folds, executed):
+def test_bounds_of_activations(clamp, executed):
     """Since torch 2.15 the forward of nn.ReLU6 reads its bounds, too."""
     plain = disturb(unit(nn.Hardtanh(0, 6) if clamp is nn.Hardtanh else nn.ReLU6()).double()).eval()
     plain.requires_grad_(False)
     fused = copy.deepcopy(plain)
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
-    nasfast.fuse(fused, only_faster=only_faster)
+    fuse_all(fused)
     assert_close("before", fused(x), plain(x))
-    assert (len(folds), len(executed)) == ((1, 0) if only_faster else (0, 1))
+    assert len(executed) == 1
     plain[2].max_val = fused[2].max_val = 0.5
     assert_close("after", fused(x), plain(x))
 
@@ -136,8 +135,8 @@ def test_hooks_added_later_fire(path, kind, executed):
         handle.remove()
         assert len(seen) == 1
         with_hooks.append([t for tensors in seen[0] for t in (tensors if isinstance(tensors, tuple) else (tensors,))])
-    # a hook on a module that owns a chain, or behind it, sees nothing of its inside
-    assert len(executed) == (chains if path in ("2", "1.2") else chains - 1)
+    # the model then runs as before, and the module inside of it that owns a chain is captured by itself
+    assert len(executed) == chains - 1
     for got, want in zip(with_hooks[1], with_hooks[0], strict=True):
         assert type(got) is type(want)
         assert (got is None) == (want is None)
@@ -166,7 +165,7 @@ def test_only_the_bias_of_a_convolution_trains(training, only_faster, executed):
 
 
 class OwnForward(nn.Sequential):
-    """It is no well-known block, because it changes an attribute."""
+    """It changes an attribute that it reads, so that it is captured a few times and then runs as before."""
 
     calls = 0
 
@@ -176,15 +175,14 @@ class OwnForward(nn.Sequential):
 
 
 @pytest.mark.parametrize("cls", [nn.Sequential, OwnForward])
-@pytest.mark.parametrize("only_faster", [True, False], ids=["folded", "on the operator"])
-def test_hooks_inside_of_a_batch_norm_fire(only_faster, cls, folds, executed):
+def test_hooks_inside_of_a_batch_norm_fire(cls, executed):
     body = cls(conv(4, 4, 3), BatchNormAct2d(4), conv(4, 4, 3), BatchNormAct2d(4))
     plain = disturb(nn.Sequential(body, *unit())).double().eval().requires_grad_(False)
     fused = copy.deepcopy(plain)
-    nasfast.fuse(fused, only_faster=only_faster)
+    fuse_all(fused)
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     assert_close("before", fused(x), plain(x))
-    assert (bool(folds), bool(executed)) == (only_faster, not only_faster)
+    assert executed
     seen = []
     hook = fused.get_submodule("0.1.act").register_forward_hook(lambda _, args, y: seen.append((args[0], y)))
     want = plain(x)

@@ -77,16 +77,13 @@ WAYS += ["normalised twice", "more convolutions", "dropped", "no residual", "con
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_forward_that_changes_its_way_stays_right(way, executed):
+def test_a_forward_that_changes_its_way_stays_right(way):
     plain = disturb(Fickle().double())
     fused = copy.deepcopy(plain)
     assert [str(chain) for chain in fuse_all(fused).chains] == ["3x3 4->4 relu, 3x3 4->4, + residual"]
     x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
     plain.way = fused.way = way
     check_same(observe(fused, x, steps=2), observe(plain, x, steps=2))
-    # what has been computed is not computed again
-    if way == "read before":
-        assert executed == [(1, False)] * 2
 
 
 @pytest.mark.parametrize("pack", [lambda z: [z], lambda z: {"z": (z, 1)}], ids=["list", "dict"])

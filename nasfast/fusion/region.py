@@ -1,0 +1,234 @@
+"""A module of a fused model whose forward TorchDynamo captures.
+
+`fuse` puts a `FusedForward` on each module that owns chains. Its first call captures the module's forward with what it
+calls, and the guards of TorchDynamo then see every change. What cannot be captured runs PyTorch's own code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch import Tensor, fx, nn
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch.nn.modules import module as module_state
+
+from nasfast.fusion.dynamo import GraphFacts, fuse_graph
+from nasfast.fusion.stages import transformed
+
+# Captures of one module. TorchDynamo compares their guards one after another, and its own limit is the same.
+_MAX_CAPTURES = 8
+# Captures for calls that look the same from outside. There are some for what may change, such as what trains; a forward
+# with more takes a new way at every call.
+_MAX_ALIKE = 3
+
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `fuse`: whether every chain always runs on the operator, and the backend for the rest."""
+
+    always: bool
+    inner: str | Callable[..., Any]
+
+
+class Region:
+    """What was captured of a forward; a copy of the module uses it, too, because guards compare and do not identify.
+
+    Attributes:
+        facts: of the last graph; None before the first one.
+        captures: the number of graphs.
+        problem: why nothing more is captured; "" if nothing stands against it.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.facts: GraphFacts | None = None
+        self.captures, self.problem = 0, ""
+        self._alike: Counter[tuple] = Counter()
+        # TorchDynamo keeps what it compiled by code objects, and what changed by their names: each region has its own
+        code = _forward.__code__.replace(co_name=f"forward_of_region_{next(_NUMBERS)}")
+        function = FunctionType(code, _forward.__globals__)
+        self._run: Callable[..., Any] = torch.compile(function, backend=_capture, fullgraph=True)
+
+    def call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The result of the module's forward."""
+        if self.problem and not self.captures:
+            return _forward(module, *args, **kwargs)
+        token = _CURRENT.set((self, module, args))
+        try:
+            if self.captures or self.settings.inner != "eager":
+                return self._run(module, *args, **kwargs)
+            with _DynamicSizes(args):
+                return self._run(module, *args, **kwargs)
+        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
+            # nothing of the forward has run yet
+            problem = f"it cannot be captured ({first_line(error)})"
+        finally:
+            _CURRENT.reset(token)
+        # what the forward itself refuses is no problem of the capture
+        result = _forward(module, *args, **kwargs)
+        self._stop(problem)
+        return result
+
+    def capture(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], module: nn.Module, args: Any) -> Any:
+        """Compile a graph of the forward.
+
+        Raises:
+            NotImplementedError: it checkpoints a part of itself, or has another operator of whole graphs, for which
+                what they change, such as a counter of batches, is an input that must stay.
+        """
+        for node in graph_module.graph.nodes:
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                raise NotImplementedError(f"it calls {node.target.name()} on a part of itself")
+        self.facts = fuse_graph(graph_module, always=self.settings.always, keep_layouts=self.settings.inner != "eager")
+        self.captures += 1
+        self._alike[_seen_from_outside(module, args)] += 1
+        if max(self._alike.values()) > _MAX_ALIKE:
+            self._stop("it takes other ways for the same input")
+        elif self.captures >= _MAX_CAPTURES:
+            self._stop(f"it was captured {self.captures} times")
+        return torch._dynamo.lookup_backend(self.settings.inner)(graph_module, list(example_inputs))
+
+    def _stop(self, problem: str) -> None:
+        """Capture nothing more; what was captured still runs where its guards hold."""
+        self.problem = problem
+        self._run = torch._dynamo.run(self._run)
+
+
+class FusedForward:
+    """Replaces the forward of a module; an object, so that it is copied and pickled with the module.
+
+    It has a weak reference to the module: a cycle would keep the memory of a deleted model until the next garbage
+    collection.
+    """
+
+    def __init__(self, module: nn.Module, region: Region) -> None:
+        self._module, self.region = weakref.ref(module), region
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        if module is None:
+            raise ReferenceError(
+                "the module of this fused forward was deleted; keep the model while its forward is used"
+            )
+        return module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        if torch.compiler.is_compiling() or _must_run_as_it_is() or _has_hooks_below(module):
+            return _forward(module, *args, **kwargs)
+        return self.region.call(module, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedForward:
+        copied = FusedForward.__new__(FusedForward)
+        memo[id(self)] = copied
+        copied._module, copied.region = weakref.ref(memo[id(self.module)]), self.region
+        return copied
+
+    def __reduce__(self) -> tuple:
+        return _fused_again, (self.module, self.region.settings)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(partial(type(self.module).forward, self.module))
+
+    def __getattr__(self, name: str) -> Any:
+        # torch.jit.script reads these of every forward that it compiles
+        if name in ("__globals__", "__code__", "__closure__"):
+            raise AttributeError(
+                "torch.jit.script cannot compile a module that runs fused: call nasfast.unfuse(model) before, or use "
+                "torch.jit.trace, which records the unfused model"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _fused_again(module: nn.Module, settings: Settings) -> FusedForward:
+    return FusedForward(module, Region(settings))
+
+
+def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return type(module).forward(module, *args, **kwargs)
+
+
+_NUMBERS = count()
+_CURRENT: ContextVar[tuple[Region, nn.Module, Sequence[Any]]] = ContextVar("the region that is called")
+
+
+def _capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+    """The backend of every region: TorchDynamo keeps each backend for ever."""
+    region, module, args = _CURRENT.get()
+    return region.capture(graph_module, example_inputs, module, args)
+
+
+class _DynamicSizes:
+    """While a forward is captured, its images have any batch, height and width, so that one graph serves all."""
+
+    def __init__(self, args: Sequence[Any]) -> None:
+        images = [arg for arg in args if type(arg) is Tensor and arg.dim() == 4]
+        self._images = [(image, set(vars(image))) for image in images]
+
+    def __enter__(self) -> None:
+        for image, _ in self._images:
+            torch._dynamo.maybe_mark_dynamic(image, [0, 2, 3])
+
+    def __exit__(self, *_: object) -> None:
+        for image, before in self._images:
+            for name in vars(image).keys() - before:
+                delattr(image, name)
+
+
+def _seen_from_outside(module: nn.Module, args: Sequence[Any]) -> tuple:
+    """What may well need a graph of its own: modes, types and sizes."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    autocast = [
+        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        for kind in {tensor.device.type for tensor in tensors}
+    ]
+    images = [(tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors]
+    return module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, *images
+
+
+def _must_run_as_it_is() -> bool:
+    """Whether tracers, modes or torch.func need PyTorch's operators now, or global hooks see every module."""
+    return (
+        torch.jit.is_tracing()
+        or module_state._has_any_global_hook()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or transformed()
+    )
+
+
+def _has_hooks_below(module: nn.Module) -> bool:
+    """Whether a module inside of this one has hooks, which must see their usual arguments; no guard sees new ones."""
+    for child in module._modules.values():
+        if child is None:
+            continue
+        state = vars(child)
+        if (
+            state["_forward_hooks"]
+            or state["_forward_pre_hooks"]
+            or state["_backward_hooks"]
+            or state["_backward_pre_hooks"]
+            or (child._modules and _has_hooks_below(child))
+        ):
+            return True
+    return False
+
+
+def first_line(error: Exception) -> str:
+    """The first line of its message, or its type."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__

@@ -1,0 +1,302 @@
+"""What TorchDynamo captures of a fused model: how often, what it guards, and what runs as before."""
+
+import copy
+import pickle
+import random
+from collections import OrderedDict
+from functools import wraps
+
+import pytest
+import torch
+from fused_models import Candidate, check_same, conv, disturb, fuse_all, observe, unit
+from tolerances import FLOAT32_CHAIN, assert_close
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torchvision.models.mobilenetv2 import InvertedResidual
+
+import nasfast
+from nasfast.fusion import region
+from nasfast.fusion.region import FusedForward
+
+
+@pytest.fixture
+def captures(monkeypatch):
+    """The modules that were captured, in order."""
+    found = []
+    capture = region.Region.capture
+
+    def record(self, graph_module, example_inputs, module, args):
+        found.append(module)
+        return capture(self, graph_module, example_inputs, module, args)
+
+    monkeypatch.setattr(region.Region, "capture", record)
+    return found
+
+
+def twins(model: nn.Module, **settings) -> tuple[nn.Module, nn.Module]:
+    """The model, and a fused copy of it."""
+    fused = copy.deepcopy(model)
+    nasfast.fuse(fused, only_faster=False, **settings)
+    return model, fused
+
+
+class Paths(nn.Module):
+    """A supernet that draws its path in Python."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.bn, self.draw = conv(4, 4, 1), nn.BatchNorm2d(4), random.Random(0)
+        self.layers = nn.ModuleList(nn.ModuleList(map(Candidate, (3, 5, 7))) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.bn(self.stem(x))
+        for layer in self.layers:
+            x = self.draw.choice(layer)(x)
+        return x
+
+
+def test_a_supernet_captures_each_block_once(captures):
+    plain, fused = twins(disturb(Paths().double()))
+    for _ in range(30):
+        x = torch.randn(2, 4, 7, 7, dtype=torch.float64)
+        check_same(observe(fused, x), observe(plain, x))
+    assert len(captures) == len(set(captures)) == 9
+
+
+def test_one_capture_serves_all_sizes(captures):
+    plain, fused = twins(disturb(nn.Sequential(InvertedResidual(4, 4, 1, 2), *unit()).double()))
+    for sizes in ((2, 4, 8, 8), (3, 4, 8, 9), (5, 4, 12, 12), (2, 4, 9, 5)):
+        x = torch.randn(sizes, dtype=torch.float64)
+        check_same(observe(fused, x), observe(plain, x))
+    assert len(captures) == 1
+    x = torch.randn(1, 4, 9, 5, dtype=torch.float64)
+    check_same(observe(fused, x), observe(plain, x))
+    assert len(captures) == 2, "one image is a case of its own in TorchDynamo"
+
+
+def test_a_copy_uses_what_was_captured_with_its_own_weights(captures):
+    _, fused = twins(disturb(nn.Sequential(Candidate(3), Candidate(5)).double()).eval())
+    x = torch.randn(2, 4, 7, 7, dtype=torch.float64)
+    want = fused(x)
+    copied = copy.deepcopy(fused)
+    torch.testing.assert_close(copied(x), want)
+    assert len(captures) == 2
+    with torch.no_grad():
+        copied[0].expand.weight.zero_()
+    assert not torch.allclose(copied(x), want)
+    torch.testing.assert_close(fused(x), want)
+    loaded = pickle.loads(pickle.dumps(fused))
+    torch.testing.assert_close(loaded(x), want)
+    assert isinstance(loaded[0].forward, FusedForward) and len(captures) == 4
+
+
+class Counting(Candidate):
+    """Its forward reads what changes at every call."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) + self.calls
+
+
+class Outer(nn.Module):
+    """It owns a chain, and changes its way."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.bn, self.inner, self.way = conv(4, 4, 1), nn.BatchNorm2d(4), inner, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.bn(self.conv(x))) * self.way
+
+
+def test_a_forward_with_ever_new_ways_runs_as_before(captures):
+    plain, fused = twins(disturb(Outer(Counting(3)).double()))
+    report = nasfast.fuse(fused, only_faster=False)
+    for way in range(12):
+        plain.way = fused.way = way * 3 % 11
+        x = torch.randn(2, 4, 7, 7, dtype=torch.float64)
+        check_same(observe(fused, x), observe(plain, x))
+    assert 3 <= len(captures) <= 2 * region._MAX_CAPTURES
+    assert "captured no more, it takes other ways for the same input" in str(report)
+
+
+class Data(Candidate):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum() > 0 else x
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+class CheckpointedBody(Candidate):
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+
+class Reentrant(CheckpointedBody):
+    reentrant = True
+
+
+class WithFunction(Candidate):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.bn2(self.dw(Cubed.apply(self.bn1(self.expand(x)))))[:, :4] + x
+
+
+class Printing(Candidate):
+    def forward(self, x: Tensor) -> Tensor:
+        print(end="")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("cls", [CheckpointedBody, Reentrant, WithFunction, Printing, Data])
+def test_what_forwards_call_in_between_is_right(cls):
+    plain, fused = twins(disturb(nn.Sequential(cls(3), Candidate(3)).double()))
+    x = torch.randn(2, 4, 7, 7, dtype=torch.float64)
+    for _ in range(2):
+        check_same(observe(fused, x, steps=2), observe(plain, x, steps=2))
+
+
+def test_a_region_that_cannot_be_captured_says_why():
+    model = nn.Sequential(CheckpointedBody(3))
+    model[0].reentrant = False
+    plain = copy.deepcopy(model)
+    model[0].__class__ = Candidate
+    report = fuse_all(model)
+    model[0].__class__ = CheckpointedBody
+    x = torch.randn(2, 4, 7, 7)
+    torch.testing.assert_close(model(x), plain(x))
+    assert report.fused == 0
+    assert "the forward of 0 runs on PyTorch: it cannot be captured" in str(report)
+
+
+def flat_memory(m: nn.Module) -> None:
+    vector = nn.utils.parameters_to_vector(m.parameters()).detach().clone()
+    nn.utils.vector_to_parameters(vector, m.parameters())
+    m(torch.ones(1, 4, 8, 8))
+    vector.mul_(0.5)
+
+
+def fused_optimizer(m: nn.Module) -> None:
+    m.requires_grad_()
+    with torch.enable_grad():
+        m(torch.ones(1, 4, 8, 8)).square().sum().backward()
+    torch.optim.SGD(m.parameters(), lr=0.1, fused=True).step()
+
+
+def other_owner(m: nn.Module) -> None:
+    other = nn.BatchNorm2d(4)
+    other._buffers.update(m[0][1]._buffers)
+    other(torch.randn(4, 4, 3, 3) + 5)
+
+
+WRITES = {
+    "flat memory": flat_memory,
+    "fused optimizer": fused_optimizer,
+    "data": lambda m: m[0][0].weight.data.mul_(2),
+    "NumPy": lambda m: m[0][0].weight.detach().numpy().__imul__(2),
+    "DLPack": lambda m: torch.from_dlpack(m[0][1].running_var.detach()).mul_(4),
+    "batch_norm": lambda m: nn.functional.batch_norm(
+        torch.randn(4, 4, 3, 3) + 5, m[0][1].running_mean, m[0][1].running_var, training=True
+    ),
+    "another module": other_owner,
+    "load_state_dict": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
+    "assign": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}, assign=True),
+    "a new parameter": lambda m: setattr(m[0][0], "weight", nn.Parameter(torch.randn(4, 4, 3, 3))),
+}
+
+
+@pytest.mark.parametrize("only_faster", [True, False])
+@pytest.mark.parametrize("write", WRITES)
+def test_every_write_shows_in_the_next_forward(write, only_faster):
+    model = disturb(nn.Sequential(unit(), unit())).eval()
+    nasfast.fuse(model, only_faster=only_faster)
+    x = torch.randn(2, 4, 8, 8)
+    for _ in range(2):
+        with torch.no_grad():
+            model(x)
+        WRITES[write](model)
+        plain = copy.deepcopy(model)
+        nasfast.unfuse(plain)
+        with torch.no_grad():
+            assert_close(write, model(x), plain(x).double(), FLOAT32_CHAIN)
+
+
+class Patchable(InvertedResidual):
+    """A class that nothing else here uses."""
+
+
+@pytest.mark.parametrize("cls", [Patchable, nn.Conv2d, nn.BatchNorm2d, nn.ReLU6])
+@pytest.mark.parametrize("when", ["before its first forward", "later"])
+def test_a_forward_patched_on_a_class_runs(cls, when, monkeypatch):
+    plain, fused = twins(disturb(Patchable(4, 4, 1, 2).double()))
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    if when == "later":
+        assert_close("before", fused(x), plain(x))
+    original = cls.forward
+    monkeypatch.setattr(cls, "forward", wraps(original)(lambda module, *args: 2 * original(module, *args)))
+    assert_close("patched", fused(x), plain(x))
+
+
+@pytest.mark.parametrize("place", range(1, 6))
+def test_hooks_in_a_new_dictionary_fire(place, executed):
+    """Some libraries replace the dictionary in order to remove or to set hooks."""
+    _, model = twins(InvertedResidual(4, 4, 1, 2).double().eval())
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    model(x)
+    assert len(executed) == 1
+    seen = []
+    module = list(model.modules())[place]
+    module._forward_hooks = OrderedDict({0: lambda *_: seen.append(place)})
+    model(x)
+    assert seen == [place]
+    module._forward_hooks = OrderedDict()
+    model(x)
+    assert seen == [place] and len(executed) == 2
+
+
+def test_a_held_forward_runs_after_unfuse_and_subclasses_run_as_before(executed):
+    class Other(Tensor):
+        pass
+
+    plain, model = twins(InvertedResidual(4, 4, 1, 2).double().eval())
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    assert_close("subclass", model(x.as_subclass(Other)).as_subclass(Tensor), plain(x))
+    held = model.forward
+    nasfast.unfuse(model)
+    assert_close("held", held(x), plain(x))
+
+
+def test_views_behind_a_chain_see_pytorchs_layout():
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = unit()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.body(x)
+            return y.view(y.shape[0], -1)
+
+    plain, fused = twins(disturb(Flat().double()))
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    check_same(observe(fused, x), observe(plain, x))
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, nn.ReLU6, nn.Hardswish])
+def test_nan_reaches_the_result(act):
+    plain, fused = twins(disturb(unit(act())).eval())
+    x = torch.randn(1, 4, 8, 8)
+    x[0, 1, 3, 3] = torch.nan
+    with torch.no_grad():
+        assert torch.equal(fused(x).isnan(), plain(x).isnan())
