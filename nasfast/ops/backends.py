@@ -84,19 +84,20 @@ def _why_no_cuda_kernels(device: torch.device) -> str:
 
 @cache
 def _why_no_cuda_kernels_once(index: int) -> str:
+    assert _native.extension is not None  # or this would not be asked
     build = _native.extension.build_info()
-    if not build["cuda_operators"]:
+    if not build.cuda_operators:
         return "not built with CUDA: put nvcc on PATH, install a torch with CUDA, and reinstall"
     info = _native.extension.cuda_device_info(index)
-    if info["old_driver"]:
-        major = str(build["cuda_version"]).partition(".")[0]
+    if info.old_driver:
+        major = build.cuda_version.partition(".")[0]
         return (
-            f"the driver of this machine is older than CUDA {build['cuda_version']}, which compiled the kernels: "
+            f"the driver of this machine is older than CUDA {build.cuda_version}, which compiled the kernels: "
             f"reinstall with an nvcc older than {major}.0 on PATH, or update the driver"
         )
-    if not info["kernels_run"]:
-        return f"the compiled kernels do not run on cuda:{index}: {info['error']}"
-    if info["ptx_version"] != info["binary_version"]:
+    if not info.kernels_run:
+        return f"the compiled kernels do not run on cuda:{index}: {info.error}"
+    if info.ptx_version != info.binary_version:
         _logger.info(
             "cuda:%d: the first call of each CUDA kernel waits for the driver, which compiles it for this GPU: "
             "reinstall with CUDAARCHS=native to have it compiled once",

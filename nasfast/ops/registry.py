@@ -93,7 +93,7 @@ def _register(
         if name != "cpu":
             return
         raise RuntimeError(
-            f"the compiled extension nasfast._C has no operator {op}_fwd, so it was built from an older version: "
+            f"the compiled library nasfast/_C.so has no operator {op}_fwd, so it was built from an older version: "
             "build it again with pip install --no-build-isolation -e ."
         )
     torch.library.register_fake(f"{namespace}::{op}_fwd", partial(forward_fake, name))
