@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The plan for a machine with a CUDA GPU: ten minutes, the most valuable facts first, and a report of its results;
-# `--list` lists its parts. It takes the extension that is in nasfast/, made here or on another machine with the same
-# torch and Python; only where there is none that runs here it needs nvcc, a C++ compiler, CMake, Ninja and pybind11.
+# `--list` lists its parts. It takes the extension that is in nasfast/, made here or on another machine with this torch or
+# an older one; only where there is none that runs here it needs nvcc, a C++ compiler, CMake and Ninja.
 # Besides, the Python named by PYTHON (default python3) needs torch >= 2.11 with CUDA, NumPy and PyYAML; what else a part
 # needs (torchvision, pytest, ncu, compute-sanitizer) is missed by this part alone. No network.
 #

@@ -151,7 +151,7 @@ def measure(
     """
     times: dict[str, dict[str, list[float]]] = {name: {} for name in variants}
     names = list(variants)
-    with Progress(stage or "", (warmup + rounds) * len(names), shown=stage is not None) as progress:
+    with Progress(stage or "", (warmup + rounds) * len(names), shown=stage is not None, timed=True) as progress:
         for i_round in range(warmup + rounds):
             shift = i_round % len(names)
             for i, name in enumerate(names[shift:] + names[:shift], 1):

@@ -101,9 +101,6 @@ def _column(run: RunFiles) -> dict[str, str]:
     found: dict[str, str] = {}
     config = _known(lambda: load_yaml(run.folder / "config.yaml")) or {}
     found |= {key: str(config[key]) for key in ("method", "seed") if key in config}
-    # scores of a run in bf16 on a GPU and of one in fp32 on a CPU differ by more than roundings of float32
-    if (precision := flatten(config).get("train.precision")) is not None:
-        found["precision"] = str(precision)
     if (space := _known(lambda: run.space)) is not None:
         found["space"] = f"{space.name}, {space.cardinality:.3g} architectures"
     if (result := _known(lambda: run.result)) is not None and result.candidates:

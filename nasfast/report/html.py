@@ -362,7 +362,7 @@ def _in(run: RunFiles, name: str) -> str:
     except ConfigError:
         return ""
     precision = settings.get("train.precision" if name == "supernet" else "retrain.train.precision")
-    return {"fp32": " in float32", "bf16": " in bfloat16 autocast"}.get(precision, "")
+    return {"fp32": " in float32", "bf16": " in bfloat16 autocast"}.get(str(precision), "")
 
 
 def _rank(run: RunFiles) -> str:

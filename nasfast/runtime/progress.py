@@ -60,13 +60,15 @@ class Progress(AbstractContextManager):
         total: number of steps at its end.
         step: number of steps at its beginning.
         shown: whether to show anything.
+        timed: whether what happens between two updates is timed; the bar is then drawn in `update` alone, and by no
+            thread beside it.
     """
 
-    def __init__(self, stage: str, total: int, *, step: int = 0, shown: bool = True) -> None:
+    def __init__(self, stage: str, total: int, *, step: int = 0, shown: bool = True, timed: bool = False) -> None:
         self._stage, self._total, self._shown, self._text = stage, total, shown, ""
         self._start, self._start_step = time.monotonic(), step
         self._next_line = self._start + FIRST_LINE
-        self._bar = _bar() if shown else None
+        self._bar, self._timed = _bar(auto_refresh=not timed) if shown else None, timed
         if self._bar is not None:
             self._task = self._bar.add_task(stage, total=total, completed=step, text="", left="")
             self._bar.start()
@@ -75,7 +77,8 @@ class Progress(AbstractContextManager):
         """Show that `step` steps are done, and the text, which stays until there is another."""
         self._text, now = self._text if text is None else text, time.monotonic()
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, text=self._text, left=self._left(step, now))
+            left = self._left(step, now)
+            self._bar.update(self._task, completed=step, text=self._text, left=left, refresh=self._timed)
         elif self._shown and now >= self._next_line:
             self._next_line = now + LINE_EVERY
             parts = [f"{self._stage} {step}/{self._total}", self._left(step, now), self._text]
@@ -96,7 +99,7 @@ class Progress(AbstractContextManager):
             self._bar.stop()
 
 
-def _bar() -> Any:
+def _bar(*, auto_refresh: bool) -> Any:
     """A bar of rich; None where standard error is no terminal, or rich is not installed."""
     try:
         from rich.console import Console
@@ -117,6 +120,7 @@ def _bar() -> Any:
         BarColumn(bar_width=12),
         TextColumn("{task.fields[text]}", table_column=rest),
         console=console,
+        auto_refresh=auto_refresh,
         expand=True,
         transient=True,
     )
