@@ -6,6 +6,7 @@ import platform
 import torch
 
 from nasfast.ops import _native, backends, cuda_times
+from nasfast.ops.precision import default_precision
 
 _PACKAGES = (
     "nasfast",
@@ -76,27 +77,23 @@ def _gpu() -> list[str]:
         if _native.extension is None:
             continue
         info = _native.extension.cuda_device_info(index)
-        if info["kernels_run"]:
-            how = (
-                ""
-                if info["ptx_version"] == info["binary_version"]
-                else ", which the driver compiles at their first call"
-            )
-            lines.append(f"compiled CUDA kernels run here (image sm_{info['binary_version']}{how})")
+        if info.kernels_run:
+            how = "" if info.ptx_version == info.binary_version else ", which the driver compiles at their first call"
+            lines.append(f"compiled CUDA kernels run here (image sm_{info.binary_version}{how})")
         else:
-            lines.append(f"compiled CUDA kernels do not run here: {info['error'] or 'no GPU'}")
+            lines.append(f"compiled CUDA kernels do not run here: {info.error or 'no GPU'}")
     return lines
 
 
 def _build() -> list[str]:
     if _native.extension is None:
-        return [_native.why_missing()]
+        return [str(_native.why_missing())]
     info = _native.extension.build_info()
-    cuda = f"CUDA {info['cuda_version']} for {info['cuda_archs']}" if info["cuda"] else "no CUDA"
+    cuda = f"CUDA {info.cuda_version} for {info.cuda_archs}" if info.cuda_version else "no CUDA"
     return [
-        f"{info['compiler']} {info['flags']}",
-        f"compiled with torch {info['torch_version']}, runs with torch {info['torch_target']} and later",
-        f"instruction sets {', '.join(info['isas'])}",
+        f"{info.compiler} {info.flags}",
+        f"compiled with torch {info.torch_version}, runs with torch {info.torch_target} and later",
+        f"instruction sets {', '.join(info.isas)}",
         cuda,
     ]
 
@@ -106,10 +103,12 @@ def _operators() -> list[str]:
     lines = []
     for device in devices:
         try:
-            # the CUDA kernels of chains serve the types of autocast only
-            rows = backends.explain(device, torch.float32 if device == "cpu" else torch.bfloat16)
+            # what `precision: auto` runs, and not what another setting could run
+            precision, reason = default_precision(device)
+            rows = backends.explain(device, torch.bfloat16 if precision == "bf16" else torch.float32)
         except ValueError as error:
             return [str(error)]
+        lines.append(f"precision auto on {device}: {precision} ({reason})")
         for op in dict.fromkeys(row.op for row in rows):
             chosen = [row.backend for row in rows if row.op == op and row.chosen]
             lines.append(f"{op} on {device}: {chosen[0] if chosen else 'none, the named backend cannot serve'}")

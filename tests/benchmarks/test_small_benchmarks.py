@@ -58,12 +58,3 @@ def test_fuse_models_says_what_pytorch_cannot_run(monkeypatch):
     assert row["unable"] == "not implemented for 'Half'"
     assert bench_fuse_models.summary([row]) == ["trains all         half         ; PyTorch cannot run 1"]
     assert bench_fuse_models.described(row).endswith("PyTorch cannot run it: not implemented for 'Half'")
-
-
-def test_host_costs_are_those_of_fused_chains(run, tmp_path):
-    out = tmp_path / "rows.json"
-    run(bench_fuse_models, "--host", "--rounds", "1", "--out", out)
-    (row,) = json.loads(out.read_text())["rows"]
-    # far from the limits of any machine, but not what a call of a module costs
-    assert all(1 < us < 1000 for us in row["host_us"].values())
-    assert row["host_us"].keys() == {"operator", "folded"}
