@@ -26,7 +26,8 @@ inline void provide_input(const DepthwiseParams& p, int64_t image, int64_t row, 
   const T* x = static_cast<const T*>(p.x.data) + (image * p.height + row) * p.width * p.channels + c0;
   if (!p.x.folded) return copy_tile(x, p.channels, to, ld, p.width, channels);
   by_act(p.x.bn.act, [&](auto act) {
-    bn_act_tile<decltype(act), false>(p.x.bn.from(c0), x, static_cast<const T*>(nullptr), p.channels, to, ld, p.width, channels);
+    bn_act_tile<decltype(act), false>(p.x.bn.from(c0), x, static_cast<const T*>(nullptr), p.channels, to, ld, p.width,
+                                      channels);
   });
 }
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from nasfast.ops.plan import ChainPlan
@@ -102,6 +101,8 @@ def transformed() -> bool:
 
     Native operators have no rule for either.
     """
+    if torch.compiler.is_compiling():
+        return False  # TorchDynamo knows of no stack that is None
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -133,9 +134,12 @@ def _unbatched(grad: Tensor) -> tuple[Tensor, AbstractContextManager, Callable[[
     """
     functorch = torch._C._functorch
     if functorch.peek_interpreter_stack() is not None and functorch.is_batchedtensor(grad):
+        from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
         level = functorch.maybe_get_level(grad)
         value, dim = functorch._unwrap_batched(grad, level)
         scope = retrieve_current_functorch_interpreter().lower()
+        assert dim is not None  # the level is that of its batch
         return value.movedim(dim, 0), scope, lambda stacked: functorch._add_batch_dim(stacked, 0, level)
     # the vmap of is_grads_batched, which has other tensors than torch.vmap, whose key has no name in Python
     vmapped = torch._C._dispatch_tls_is_dispatch_key_included("VmapMode")

@@ -108,7 +108,7 @@ def overwrite_with_bn_act(x: Tensor, stage: Stage, residual: Tensor | None) -> T
         stage.eps,
         stage.act,
     )
-    return x if residual is fused else x + residual
+    return x if residual is None or fused is not None else x + residual
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -153,7 +153,7 @@ INPUTS: dict[str, Callable[[], Tensor]] = {
     "one image": lambda: draw(1, C, 6, 7),
     "one pixel": lambda: draw(4, C, 1, 1),
     "one row": lambda: draw(2, C, 1, 9),
-    "many images": lambda: draw(5001, C, 1, 2),
+    "many images": lambda: draw(301, C, 1, 2),
     "batch expanded": lambda: draw(1, C, 6, 7).expand(3, C, 6, 7),
     "channels expanded": lambda: draw(3, 1, 6, 7).expand(3, C, 6, 7),
     "one value per image expanded": lambda: draw(3, 1, 1, 1).expand(3, C, 6, 7),
@@ -180,9 +180,9 @@ def results(operator: Operator, module: Any, x: Tensor, wanted: tuple[bool, ...]
 
 def assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
     """Equal but for rounding, with NaN and infinity where the other has them."""
+    # sums that cancel keep the error of their terms
+    scale = max([1.0, *[float(t.detach().nan_to_num(0, 0, 0).abs().max()) for t in want if t.numel()]])
     for i, (mine, theirs) in enumerate(zip(got, want, strict=True)):
-        finite = theirs.detach()[theirs.isfinite()].abs()
-        scale = max(1.0, float(finite.max())) if finite.numel() else 1.0
         torch.testing.assert_close(
             mine, theirs, rtol=1e-4, atol=3e-5 * scale, equal_nan=True, msg=lambda text, i=i: f"result {i}: {text}"
         )
@@ -213,9 +213,9 @@ GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
     "expanded": lambda grad: grad[:1, :1, :1, :1].expand_as(grad),
     "channels expanded": lambda grad: grad[:, :1].expand_as(grad),
     "transposed": lambda grad: grad.transpose(2, 3).contiguous().transpose(2, 3),
-    "part of the channels": lambda grad: (
-        torch.cat((grad, grad), 1).to(memory_format=torch.channels_last)[:, 1 : 1 + grad.shape[1]]
-    ),
+    "part of the channels": lambda grad: torch.cat((grad, grad), 1).to(memory_format=torch.channels_last)[
+        :, 1 : 1 + grad.shape[1]
+    ],
     "every second pixel": lambda grad: grad.repeat_interleave(2, 3)[..., ::2],
 }
 
@@ -319,13 +319,17 @@ def test_batched_gradients_of_parameters(native):
         y = operator.call(module, x, *learned)
         grads = draw(2, 3, *y.shape, seed=1)
         backward = lambda grad, y=y, learned=learned: torch.autograd.grad(y, learned, grad, retain_graph=True)  # noqa: E731
-        found.append([*torch.vmap(torch.vmap(backward))(grads), *torch.vmap(backward, in_dims=1)(grads[0].transpose(0, 1))])
+        found.append(
+            [*torch.vmap(torch.vmap(backward))(grads), *torch.vmap(backward, in_dims=1)(grads[0].transpose(0, 1))]
+        )
     assert_equal(*found)
 
 
 def test_orthogonalize_is_differentiated_and_vectorized_by_the_reference(native):
     z = draw(3, 5, 4)
     assert_equal([torch.vmap(lambda z: ops.orthogonalize([z])[0])(z)], [ops.orthogonalize([z])[0]])
-    got, want = (torch.func.jacrev(lambda z, f=f: f([z])[0])(z[0]) for f in (ops.orthogonalize, reference.orthogonalize))
+    got, want = (
+        torch.func.jacrev(lambda z, f=f: f([z])[0])(z[0]) for f in (ops.orthogonalize, reference.orthogonalize)
+    )
     assert_equal([got], [want])
     assert [q.shape for q in ops.orthogonalize([torch.zeros(0, 3), torch.zeros(2, 3, 0)])] == [(0, 3), (2, 3, 0)]
