@@ -28,7 +28,8 @@ from nasfast.fusion import members, rule
 from nasfast.fusion.excite import ExcitationCall, find_excitations
 from nasfast.fusion.match import Matcher, TracedStage, adds_in_place
 from nasfast.fusion.members import Conv, describe, square_conv, stage_of
-from nasfast.fusion.stages import plain_stages, result_dtype, run_stages, transformed
+from nasfast.fusion.stages import plain_stages, result_dtype, run_stages
+from nasfast.ops.autograd import transformed
 from nasfast.ops.reference import ConvBNParams, Stage
 
 log = logging.getLogger(__name__)

@@ -24,7 +24,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.nn.modules import module as module_state
 
 from nasfast.fusion.dynamo import GraphFacts, fuse_graph
-from nasfast.fusion.stages import transformed
+from nasfast.ops.autograd import transformed
 
 # Captures of one module. TorchDynamo compares their guards one after another, and its own limit is the same.
 _MAX_CAPTURES = 8

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from nasfast.ops.autograd import let_recomputation_reach
 from nasfast.ops.conv import conv_bn_act_chain
@@ -62,11 +61,6 @@ def result_dtype(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device)
     return x.dtype
-
-
-def transformed() -> bool:
-    """Whether tensors may have a tangent, or torch.func transforms what runs; our operators have no rule for either."""
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _norm_in_float32(stage: Stage) -> Stage:
