@@ -281,6 +281,8 @@ class _GraphChain(NamedTuple):
         if add is None:
             return cls(x, tuple(stages), None, False, tuple(nodes), given)
         (residual,) = (arg for arg in add.args if arg is not nodes[-1])
+        if getattr(_tensor(residual), "shape", None) != _tensor(nodes[-1]).shape:  # PyTorch broadcasts it
+            return cls(x, tuple(stages), None, False, tuple(nodes), given)
         return cls(x, tuple(stages), residual, adds_in_place(add), (*nodes, add), given)
 
     def described(self, runs: str) -> CapturedChain:
@@ -293,15 +295,13 @@ class _GraphChain(NamedTuple):
 
 def _way(chain: _GraphChain, *, always: bool, keep_layouts: bool) -> ChainCall | str:
     """The call of the chain; or why it is left to PyTorch."""
-    x, y, residual = _tensor(chain.x), _tensor(chain.nodes[-1]), _tensor(chain.residual)
+    x, y = _tensor(chain.x), _tensor(chain.nodes[-1])
     stages: Any = fx.map_arg(chain.stages, _tensor)
     tensors = [tensor for stage in stages for tensor in stage.params if tensor is not None]
     if not all(isinstance(tensor, FakeTensor) for tensor in (x, y, *tensors)) or x.dim() != 4:
         return "on PyTorch: not all of its tensors are ordinary ones with 4 dimensions"
     if keep_layouts and not y.is_contiguous(memory_format=torch.channels_last):
         return "on PyTorch: its result is not in channels_last"
-    if residual is not None and (not isinstance(residual, FakeTensor) or residual.shape != y.shape):
-        return "on PyTorch: what is added has another shape"
     # autocast may be a part of the graph
     dtype = _tensor(chain.nodes[0]).dtype
     casts = dtype.itemsize == 2 and any(
@@ -328,7 +328,8 @@ def _path(node: fx.Node) -> str:
     names = re.findall(r"\.(\w+)|\['?(\w+)'?\]", stack[-1][0]) if stack else []
     # the first name is that of the argument that is the module
     path = [dotted or key for dotted, key in names if (dotted or key) not in ("_modules", "_parameters")]
-    return ".".join(path[1:])
+    # a fused module inside is called by what `fuse` put on it, which refers to it
+    return ".".join(path[1:]).replace("forward._module.", "").removesuffix(".forward._module")
 
 
 def _in_channels_last(y: Tensor) -> bool:

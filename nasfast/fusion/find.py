@@ -243,7 +243,7 @@ class _Trace(Matcher):
         if any(self._modules[node.target] not in inside for node in nodes if node.op == "call_module"):
             problem = "is no submodule of the module that calls it"
         elif not set(members.convolutions(owner).values()) <= self._reached:
-            problem = "is called by a forward that leaves out some convolutions, and may choose others at the next call"
+            problem = "is called by a forward whose trace does not reach all of its convolutions"
         if problem:
             self.reasons |= {stage.conv: problem for stage in stages}
             return

@@ -1,4 +1,4 @@
-"""`torch.compile(model, backend="nasfast")`: the same results, and chains on our operators or folded."""
+"""`torch.compile(model, backend="nasfast")`: the same results, and chains on our operators."""
 
 import copy
 import importlib
@@ -149,13 +149,13 @@ def test_results_keep_their_layout(ways):
     assert compiled(x).stride() == model(x).stride() and not ways["OPERATOR"]
 
 
-def test_the_rule_decides_by_size_and_by_what_trains(ways):
+def test_the_rule_decides_by_size_and_by_what_trains(executed):
     model = nn.Sequential(conv(16, 64, 1), nn.BatchNorm2d(64), nn.ReLU6()).to(memory_format=torch.channels_last)
     compile_model(model, only_faster=True, dynamic=False)
     for size, trains, count in [(40, True, 0), (8, False, 0), (40, False, 1)]:
         model[0].requires_grad_(trains)
         model(images(2, 16, size, size, dtype=torch.float))
-        assert ways["OPERATOR"] == count
+        assert bool(executed) == bool(count)
 
 
 def test_other_batch_sizes_run_on_the_operators(ways):

@@ -183,7 +183,8 @@ STRUCTURES = {
     ),
     "untraceable child": (
         lambda: Body(lambda m, x: m.extra(whole(m, x)), extra=Untraceable()),
-        [WHOLE, "3x3 4->4 relu"],
+        ["3x3 4->4 relu"],
+        ["is called by a forward whose trace does not reach all of its convolutions"] * 2,
     ),
     "ours": (
         lambda: nn.Sequential(FusedConvBNAct(4, 4, 3), unit()),
@@ -215,7 +216,8 @@ def test_structures(name, executed):
         want = observe(plain.train(training), x, steps=2)
         assert executed == []
         check_same(observe(fused.train(training), x, steps=2), want)
-        assert bool(executed) == bool(chains)
+        # TorchDynamo does not capture a momentum that depends on the number of batches
+        assert bool(executed) == (bool(chains) and not (training and name == "cumulative average"))
         executed.clear()
 
 
