@@ -11,8 +11,9 @@ from nasfast.cli.flags import FlagError
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.benchmark import Benchmark, run_benchmarks
 from nasfast.indicators.evidence import NetworkEvidence
+from nasfast.indicators.scores import default_score
 from nasfast.pipeline.inputs import untrained_networks
-from nasfast.spaces import Arch, named_space
+from nasfast.spaces import Arch, ArchSpace, named_space
 
 _SCORES = (
     extensions.CELL_SCORE,
@@ -50,6 +51,15 @@ def rank_benchmarks(args: argparse.Namespace) -> None:
         print(f"written: {args.save}")
 
 
+def take_default_score(args: argparse.Namespace) -> None:
+    """Set the score of a space that needs no training, and the size of the networks of cells that it is computed on."""
+    space = named_space(args.space or "nas_bench_macro")
+    args.score = default_score(space)
+    for name, value in _sizes(space).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
 def _table(text: str) -> tuple[str, str, str | None]:
     """Space, file and column of `SPACE=FILE:COLUMN`."""
     space, equals, file = text.partition("=")
@@ -60,7 +70,7 @@ def _table(text: str) -> tuple[str, str, str | None]:
 
 
 def _networks(args: argparse.Namespace, space: str, seed: int) -> NetworkEvidence:
-    sizes = {} if named_space(space).LAYERWISE else extensions.CELL_SIZE
+    sizes = _sizes(named_space(space))
     return untrained_networks(
         space,
         args.images,
@@ -69,6 +79,10 @@ def _networks(args: argparse.Namespace, space: str, seed: int) -> NetworkEvidenc
         cells=args.cells or sizes.get("cells"),
         channels=args.channels or sizes.get("channels"),
     )
+
+
+def _sizes(space: ArchSpace) -> dict[str, int]:
+    return {} if space.LAYERWISE else extensions.CELL_SIZE
 
 
 def _sample(archs: list[Arch], count: int | None, seed: int) -> list[Arch]:

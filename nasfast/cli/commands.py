@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nasfast import extensions, pipeline
-from nasfast.cli.benchmark import rank_benchmarks
+from nasfast.cli.benchmark import rank_benchmarks, take_default_score
 from nasfast.cli.flags import FlagError, Parser, run_config, take_tasks
 from nasfast.config import ConfigError
 from nasfast.display import text_table
@@ -216,6 +216,8 @@ def _rank(given: dict[str, Any], parser: Parser) -> None:
         rank_benchmarks(_with_defaults(given, parser))
         return
     tasks, args = take_tasks(given), _with_defaults(given, parser)
+    if args.images is not None and args.score is None:
+        take_default_score(args)
     _check_rank(args, tasks)
     for name, default in (("space", "nas_bench_macro"), ("batch", 64), ("seed", 0), ("interval", 0.1)):
         if getattr(args, name) is None:

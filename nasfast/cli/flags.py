@@ -147,8 +147,10 @@ def _rank_flags(parser: Parser) -> None:
     parser.add_argument("--column", help="which accuracy, where the table has several per architecture")
     parser.add_argument("--out", help="run directory: ranks its indicators.json and writes rank.json for the report")
     parser.add_argument("--predictor", help="instead of --out: an indicators.json, or scores as JSON or CSV")
-    parser.add_argument("--images", help="instead of --out, with --score: folder of images for untrained networks")
-    parser.add_argument("--score", help="ranks this score of every architecture; A+B-C ranks a sum of ranks")
+    parser.add_argument("--images", help="instead of --out: folder of images for untrained networks")
+    parser.add_argument(
+        "--score", help="ranks this score of every architecture, or a sum A+B-C; default with --images: the space's"
+    )
     parser.add_argument("--sample", type=int, help="with --score: only this many random architectures")
     parser.add_argument("--space", help="space without --out: a name or a YAML file; default: nas_bench_macro")
     parser.add_argument("--batch", type=int, help="with --images: images of the batch that is scored; default: 64")

@@ -191,6 +191,6 @@ def _learned(
         known = {archs[i]: one.accuracies[archs[i]] for i in order[:count]}
         found = learned_score(one.evidence.space, known, prior, parts, seed=draw)
         rest = [archs[i] for i in order[count:]]
-        values = [[scores[arch] for arch in rest] for scores in (found, one.accuracies)]
-        taus.append(float(kendall_tau(*values, np.ones((1, len(rest))))[0]))
+        learned, truth = ([scores[arch] for arch in rest] for scores in (found, one.accuracies))
+        taus.append(float(kendall_tau(learned, truth, np.ones((1, len(rest))))[0]))
     return BenchmarkCell(Estimate(float(np.mean(taus)), min(taus), max(taus)))

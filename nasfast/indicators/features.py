@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 def features(space: ArchSpace, archs: Sequence[Arch]) -> np.ndarray:
     """(archs, features) float64: the baselines, and `graph_features` of cells or `layer_features` of layers."""
     counts = np.array([structure_scores(space, name, archs) for name in BASELINES]).T
-    rest = layer_features(space, archs) if isinstance(space, LayerSpace) else graph_features(space, archs)
+    if isinstance(space, LayerSpace):
+        rest = layer_features(space, archs)
+    else:  # the other kind of spaces is that of cells
+        rest = graph_features(cast("CellSpace", space), archs)
     return np.concatenate([counts, rest], axis=1)
 
 

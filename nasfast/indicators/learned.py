@@ -14,6 +14,7 @@ from nasfast.indicators.features import features
 from nasfast.spaces import Arch, ArchSpace
 
 _TREES = 100
+_FOLDS = 10
 _SHARE = 1 / 3
 """Share of the features among which each split of a tree chooses."""
 
@@ -60,6 +61,24 @@ def learned_score(
     if not weights[0]:  # the prior orders what the forests do not
         weights[0] = 1e-6
     return dict(zip(archs, map(float, np.column_stack(predicted) @ weights), strict=True))
+
+
+def held_out_score(
+    space: ArchSpace,
+    accuracies: Mapping[Arch, float],
+    prior: Mapping[Arch, float],
+    scores: Sequence[Mapping[Arch, float]] = (),
+    *,
+    seed: int = 0,
+) -> dict[Arch, float]:
+    """The `learned_score` of each architecture that has an accuracy, learned without it, in ten folds."""
+    archs, found = list(accuracies), dict[Arch, float]()
+    folds = np.random.default_rng(seed).permutation(len(archs)) % _FOLDS
+    for fold in range(_FOLDS):
+        known = {arch: accuracies[arch] for arch, of in zip(archs, folds, strict=True) if of != fold}
+        learned = learned_score(space, known, prior, scores, seed=seed)
+        found |= {arch: learned[arch] for arch, of in zip(archs, folds, strict=True) if of == fold}
+    return found
 
 
 def _normal(values: Sequence[float]) -> np.ndarray:

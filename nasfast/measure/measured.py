@@ -1,8 +1,8 @@
 """A table from latencies of whole networks that another device measured, with its error and a margin. No torch.
 
-A device may overlap operations, or wait for memory, so that what an operation costs depends on its neighbours. Then a
-sum over layers or edges is wrong, and by how much is measured here: each architecture is predicted by a fit that did not
-see it. The values of the table contain a margin, so that a limit holds for 95 % of the architectures.
+A device may overlap operations, or wait for memory, so that the cost of an operation depends on its neighbours. Then a
+sum over layers or edges is wrong, and by how much is measured here: each architecture is predicted by a fit without it.
+The values of the table contain a margin, so that a limit holds for 95 % of the architectures.
 """
 
 from __future__ import annotations
@@ -29,6 +29,12 @@ LEAST = 20
 """Fewer latencies give no margin: of n, the largest ratio covers n / (n + 1)."""
 
 _FOLDS = 10
+
+_MOST = 10.0
+"""Largest margin of a table that is worth having."""
+
+_PENALTY = 0.1
+"""Root of the penalty on the share of a mean network's latency that a place adds to an operation."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,9 @@ def fit_measured(
 ) -> MeasuredReport:
     """Fit an additive table to the latencies of whole networks.
 
-    The fit has the least squared relative errors with non-negative values, because a cost table has no others. Ten-fold
+    The fit has the least squared relative errors with non-negative values, because a cost table has no others. An entry
+    is what the operation costs anywhere plus, slightly penalised, what it costs more at its place, so an entry that few
+    networks have is near the others of its operation. Ten-fold
     cross-validation predicts each architecture by a fit without it. The margin is the smallest factor on these
     predictions that covers 95 % of the latencies; for a new architecture that is drawn like these the probability is at
     least as large, up to the difference between the fits (cross-conformal prediction, Vovk 2015).
@@ -75,7 +83,7 @@ def fit_measured(
         device, batch: what was measured on, and images per run; a search can ask for them.
 
     Raises:
-        ConfigError: there are too few latencies, or one is not positive.
+        ConfigError: there are too few latencies, one is not positive, or the margin is above 10.
     """
     if len(latencies) < LEAST:
         raise ConfigError(f"{source}: {len(latencies)} latencies, at least {LEAST} are needed: measure more networks")
@@ -84,24 +92,36 @@ def fit_measured(
         arch, ms = next(iter(bad.items()))
         raise ConfigError(f"{source}: {len(bad)} latencies are not positive, the first is {ms} ms of {arch}")
     archs, times = list(latencies), np.array(list(latencies.values()))
-    columns = {pair: n for n, pair in enumerate((i, v) for i, values in enumerate(space.options) for v in values)}
-    x = np.zeros((len(archs), 1 + len(columns)))
-    x[:, 0] = 1
-    for row, arch in zip(x, archs, strict=True):
-        row[[1 + columns[pair] for pair in enumerate(space.check(arch)) if pair in columns]] = 1
+    pairs = [(i, v) for i, values in enumerate(space.options) for v in values]
+    labels = sorted({space.label(*pair) for pair in pairs})
+    # what each entry is a sum of: the constant has none, then the operations, then the places
+    terms = np.array([[space.label(*pair) == label for label in labels] for pair in pairs], dtype=float)
+    terms = np.concatenate([terms, np.eye(len(pairs))], axis=1)
+    chosen = np.array([[space.check(arch)[i] == v for i, v in pairs] for arch in archs], dtype=float)
+    x = np.concatenate([np.ones((len(archs), 1)), chosen @ terms], axis=1)
     order = np.random.default_rng(0).permutation(len(archs)) % _FOLDS
     predicted = np.empty_like(times)
     for fold in range(_FOLDS):
         test = order == fold
-        predicted[test] = x[test] @ _fit(x[~test], times[~test])
-    margin = _margin(times, predicted)
-    values = margin * _fit(x, times)
-    return MeasuredReport(_form(space, columns, values, margin, _errors(times, predicted), (source, device, batch)))
+        predicted[test] = x[test] @ _fit(x[~test], times[~test], len(pairs))
+    margin = _margin(times, predicted) * (1 + 1e-9)  # sums that are exact may differ by rounding
+    if margin > _MOST:
+        raise ConfigError(
+            f"{source}: a sum over operations misses some of {len(archs)} latencies by a factor of {margin:.3g}: "
+            "measure more networks, or limit MACs instead"
+        )
+    fixed, *weights = margin * _fit(x, times, len(pairs))
+    entries = dict(zip(pairs, map(float, terms @ weights), strict=True))
+    return MeasuredReport(
+        _form(space, float(fixed), entries, margin, _errors(times, predicted), (source, device, batch))
+    )
 
 
-def _fit(x: np.ndarray, times: np.ndarray) -> np.ndarray:
-    """Non-negative weights of least squared relative error."""
-    return nnls(x / times[:, None], np.ones(len(times)))[0]
+def _fit(x: np.ndarray, times: np.ndarray, places: int) -> np.ndarray:
+    """Non-negative weights of least squared relative error; those of the last columns, the places, are penalised."""
+    pull = np.zeros((places, x.shape[1]))
+    pull[:, -places:] = np.eye(places) * _PENALTY / times.mean()
+    return nnls(np.concatenate([x / times[:, None], pull]), np.append(np.ones(len(times)), np.zeros(places)))[0]
 
 
 def _margin(times: np.ndarray, predicted: np.ndarray) -> float:
@@ -118,8 +138,8 @@ def _errors(times: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
 
 def _form(
     space: ArchSpace,
-    columns: Mapping[tuple[int, int], int],
-    values: np.ndarray,
+    fixed: float,
+    entries: Mapping[tuple[int, int], float],
     margin: float,
     error: dict[str, float],
     origin: Sequence[Any],
@@ -139,10 +159,9 @@ def _form(
         "batch": batch,
         "about": about,
         "margin": margin,
-        "fixed": float(values[0]),
+        "fixed": fixed,
         "entries": [
-            {"layer": i, "choice": v, "label": space.label(i, v), "value": float(values[1 + n])}
-            for (i, v), n in columns.items()
+            {"layer": i, "choice": v, "label": space.label(i, v), "value": value} for (i, v), value in entries.items()
         ],
         "held_out": error,
     }

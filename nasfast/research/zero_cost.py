@@ -225,7 +225,7 @@ def jacov(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> fl
     if len(images) < 2:
         raise ScoreError(f"jacov correlates images, and got {len(images)}: give at least 2")
     copied, inputs = working_copy(module), images.detach().clone().requires_grad_()
-    (rows,) = torch.autograd.grad(copied(inputs).sum(), inputs)
+    (rows,) = torch.autograd.grad(copied(inputs).sum(), inputs, materialize_grads=True)
     rows = rows.flatten(1).double()
     if not rows.isfinite().all():
         raise not_finite(copied, images, "gradient by the images")
@@ -293,8 +293,6 @@ def first_weight_jacobian(module: nn.Module, images: Tensor) -> tuple[Tensor, Te
 
     layers = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
     for layer in layers:
-        if not isinstance(layer, (nn.Conv2d, nn.Linear, nn.modules.batchnorm._BatchNorm)):
-            raise ScoreError(f"vkdnw knows convolutions, linear layers and BatchNorms, not {type(layer).__name__}")
         layer.register_forward_hook(hook)
     logits = module(images)
     rows = []
@@ -316,8 +314,10 @@ def _first_factors(layer: nn.Module, x: Tensor, output: Tensor) -> list[Tensor]:
         factor = F.conv2d(inputs, only, None, layer.stride, layer.padding, layer.dilation)[:, 0]
     elif isinstance(layer, nn.Linear):
         factor = x[:, 0]
+    elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is not None:
+        factor = F.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)[:, 0]
     else:
-        factor = (x[:, 0] - layer.running_mean[0]) / (layer.running_var[0] + layer.eps).sqrt()
+        raise ScoreError(f"vkdnw knows Conv2d, Linear and BatchNorms, not {type(layer).__name__}")
     pairs = ((layer.weight, factor), (layer.bias, one))
     return [value for parameter, value in pairs if parameter is not None and parameter.requires_grad]
 
