@@ -106,7 +106,12 @@ def run_benchmarks(
             prior is the default score, whose parts are among the features. Beside them stand scores that are learned
             from the features of the architecture alone.
         resamples, seed: of the bootstrap, and of the draws.
+
+    Raises:
+        ScoreError: a name is unknown.
     """
+    for part in [part for name in names for _, part in parts_of(name)]:
+        get_score(part)  # an unknown name is an error, and no empty row
     rows: dict[str, dict[str, BenchmarkCell]] = {}
     shared = _Scores()
     for one in benchmarks:

@@ -17,6 +17,7 @@ from nasfast.indicators.benchmark import Benchmark, run_benchmarks
 from nasfast.indicators.evidence import NetworkEvidence
 from nasfast.indicators.features import features, graph_features, layer_features
 from nasfast.indicators.learned import learned_score
+from nasfast.indicators.registry import ScoreError
 from nasfast.indicators.structure import structure_scores
 from nasfast.research.cells.space import nas_bench_201_space, transnas_micro_space
 
@@ -103,7 +104,9 @@ def test_benchmarks_stand_beside_the_best_count():
     assert "gamma+depth" not in report.rows  # it needs a supernet
     assert report.rows["learned, 12 trainings"]["one"].kendall.value > 0.3
     assert "learned, 30 trainings" not in report.rows  # ten architectures are too few to judge
-    assert "] - " not in str(report) and f"{depth.kendall}-" in str(report)
+    with pytest.raises(ScoreError, match="unknown score 'jacob'"):
+        run_benchmarks([Benchmark("one", evidence, accuracies)], ["jacob"])
+    assert f"{depth.kendall}-" in str(report)
 
 
 def test_the_command_reads_several_tables(tmp_path, capsys):
