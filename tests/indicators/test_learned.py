@@ -122,6 +122,9 @@ def test_the_command_reads_several_tables(tmp_path, capsys):
     assert saved["counts"] == {"nas_bench_201 x": 14, "nas_bench_201 y": 14}
     assert set(saved["rows"]) == {"best count", "jacov", "depth"}
     assert "best count" in capsys.readouterr().out
+    one = ["--space=nas_bench_201", f"--table={tmp_path}/table.json", "--column=x", f"--save={tmp_path / 'one.json'}"]
+    assert main([*argv[:-1], *one]) == 0  # by the default score, which no flag names
+    assert json.loads((tmp_path / "one.json").read_text())["architectures"] == 30
     for wrong, message in (
         (["--benchmark", "x.json"], "expected SPACE=FILE or SPACE=FILE:COLUMN"),
         (["--table=a", "--benchmark", *files], "--benchmark takes no --table"),
