@@ -9,6 +9,7 @@ from nasfast.ops.depthwise import depthwise_conv2d
 from nasfast.ops.mixed import mixed_bn
 from nasfast.ops.orthogonal import orthogonalize, orthogonalize_
 from nasfast.ops.pooling import pool_3x3
+from nasfast.ops.householder import geqrf, qr
 from nasfast.ops.reference import ConvBNParams, Stage
 from nasfast.ops.squeeze import squeeze_excite
 
@@ -21,11 +22,13 @@ __all__ = [
     "conv_bn_act_chain",
     "depthwise_conv2d",
     "empty_cache",
+    "geqrf",
     "mixed_bn",
     "modules",
     "orthogonalize",
     "orthogonalize_",
     "pool_3x3",
+    "qr",
     "reference",
     "resolve_backend",
     "squeeze_excite",
