@@ -21,7 +21,8 @@ class ArchError(ValueError):
 def parse_arch(form: str | Iterable[int]) -> Arch:
     """Tuple from any written form: a sequence of ints, or a text.
 
-    A text is `"3 -1 0"`, `"3,-1,0"`, either of them in brackets, `"3_-1_0"` as in names of files, or `"01220122"`.
+    A text is `"3 -1 0"`, `"3,-1,0"`, either of them in brackets or parentheses, `"3_-1_0"` as in names of files, or
+    `"01220122"`.
 
     Raises:
         ArchError: something in it is not an integer.
@@ -29,7 +30,7 @@ def parse_arch(form: str | Iterable[int]) -> Arch:
     values: Iterable[int | str] = form
     if isinstance(form, str):
         # int() alone would read 1_0 as 10
-        text = form.strip().removeprefix("[").removesuffix("]").replace(",", " ").replace("_", " ").split()
+        text = form.strip().strip("[]()").replace(",", " ").replace("_", " ").split()
         values = list(text[0]) if len(text) == 1 and text[0].isdigit() else text
     try:
         # int() alone would cut 0.9 down to 0

@@ -208,7 +208,7 @@ def test_arch_text_round_trip(arch):
 
 def test_arch_forms():
     assert parse_arch("01220122") == (0, 1, 2, 2, 0, 1, 2, 2)
-    assert parse_arch([1, "2"]) == (1, 2)
+    assert parse_arch("(1, 2)") == parse_arch("[1 2]") == parse_arch([1, "2"]) == (1, 2)
     with pytest.raises(ArchError, match="must be integers"):
         parse_arch([0.9, 1])
     with pytest.raises(ArchError, match="must be integers"):
