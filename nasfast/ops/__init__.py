@@ -6,10 +6,10 @@ from nasfast.ops.backends import BACKENDS, resolve_backend, use_backend
 from nasfast.ops.bn import bn_act
 from nasfast.ops.conv import conv_bn_act, conv_bn_act_chain
 from nasfast.ops.depthwise import depthwise_conv2d
+from nasfast.ops.householder import geqrf, qr
 from nasfast.ops.mixed import mixed_bn
 from nasfast.ops.orthogonal import orthogonalize, orthogonalize_
 from nasfast.ops.pooling import pool_3x3
-from nasfast.ops.householder import geqrf, qr
 from nasfast.ops.reference import ConvBNParams, Stage
 from nasfast.ops.squeeze import squeeze_excite
 

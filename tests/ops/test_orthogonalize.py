@@ -356,12 +356,12 @@ def test_a_gradient_of_a_native_backend_is_refused():
 @pytest.mark.parametrize("dtype", EXACTNESS)
 @pytest.mark.parametrize("shape", DRAWN)
 def test_drawn_matrices_are_the_factors_of_what_the_generator_of_the_name_draws(shape, dtype):
-    (q,) = ops.orthogonalize_([torch.empty(shape, dtype=dtype)], seed=-3, names=["a"], gain=-2.5)
+    (q,) = ops.orthogonalize_([torch.empty(shape, dtype=dtype)], seed=-3, names=["a"], gain=-2.3)
     z = torch.randn(shape, generator=orthogonal.tensor_generator("a", -3), dtype=torch.float64)
     if z.numel():
         (want,) = reference.orthogonalize([z])
-        assert departure(q / -2.5) <= EXACTNESS[dtype]
-        assert (q / -2.5 - want).abs().max() <= SAME_Q[dtype] * torch.linalg.cond(z)
+        assert departure(q / -2.3) <= EXACTNESS[dtype]
+        assert (q / -2.3 - want).abs().max() <= SAME_Q[dtype] * torch.linalg.cond(z)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 15, 16, 17, 47, 48, 311, 312, 313, 5000])
@@ -383,7 +383,10 @@ def test_without_the_extension_the_same_is_drawn(native, monkeypatch):
 
 
 def test_gaussians_refuse_what_would_corrupt_memory(native):
-    for z, message in ((torch.empty(4, 4).t()[1:], "must be contiguous"), (torch.empty(4).half(), "must be float32 or")):
+    for z, message in (
+        (torch.empty(4, 4).t()[1:], "must be contiguous"),
+        (torch.empty(4).half(), "must be float32 or"),
+    ):
         with pytest.raises(RuntimeError, match=message):
             torch.ops.nasfast.gaussian_(z, 0)
 
