@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nasfast.ops import checks, reference
+from nasfast.ops.autograd import transformed
 from nasfast.ops.backends import Refusal, resolve_backend
 from nasfast.ops.threads import on_threads
 
@@ -50,7 +51,7 @@ def qr(A: Tensor, mode: str = "reduced", *, backend: str | None = None) -> QR:  
         mode: `reduced` gives Q (..., m, k) and R (..., k, n) with k = min(m, n); `complete` gives Q (..., m, m) and R
             (..., m, n); `r` gives the R of `reduced` and an empty Q.
         backend: one of `nasfast.ops.BACKENDS`; None lets context, environment and device decide, and takes the
-            reference, PyTorch, if a gradient is needed.
+            reference, PyTorch, under torch.func and if a gradient is needed.
 
     Raises:
         TypeError: A is not a dense tensor of float32 or float64.
@@ -58,7 +59,7 @@ def qr(A: Tensor, mode: str = "reduced", *, backend: str | None = None) -> QR:  
         RuntimeError: the named backend cannot serve, or it is a native one and a gradient is needed.
     """
     checks.check_qr("qr", A, mode)
-    name = resolve_backend("qr", A, backend, partial(_no_gradient, A)).name
+    name = resolve_backend("qr", A, backend, partial(_why_not_native, A)).name
     if name == "reference":
         return QR(*torch.linalg.qr(A, mode))
     if name == "cpu" and mode == "r":
@@ -86,7 +87,7 @@ def geqrf(input: Tensor, *, backend: str | None = None) -> Geqrf:  # the name in
         RuntimeError: the named backend cannot serve, or a gradient is needed.
     """
     checks.check_qr("geqrf", input)
-    name = resolve_backend("geqrf", input, backend, partial(_no_gradient, input)).name
+    name = resolve_backend("geqrf", input, backend, partial(_why_not_native, input)).name
     if name == "reference":
         return Geqrf(*torch.geqrf(input))
     if name == "cpu":
@@ -94,8 +95,8 @@ def geqrf(input: Tensor, *, backend: str | None = None) -> Geqrf:  # the name in
     return geqrf_of_reflectors(input, torch.ops.nasfast.householder)
 
 
-def _no_gradient(a: Tensor, name: str) -> Refusal | None:
-    if name != "reference" and a.requires_grad and torch.is_grad_enabled():
+def _why_not_native(a: Tensor, name: str) -> Refusal | None:
+    if name != "reference" and (transformed() or (a.requires_grad and torch.is_grad_enabled())):
         return Refusal("has no gradient: pass a detached tensor, or use backend='reference'", "shape")
     return None
 

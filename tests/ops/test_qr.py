@@ -84,6 +84,8 @@ def test_threads_do_not_change_the_result():
 def test_gradients_are_those_of_pytorch():
     a = torch.randn(3, 6, 4, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(ops.qr, a)
+    _, tangent = torch.func.jvp(lambda x: ops.qr(x).R, (a.detach(),), (torch.ones_like(a),))
+    assert tangent.isfinite().all() and tangent.any()
     assert not ops.qr(a.detach()).Q.requires_grad
     with torch.no_grad():
         assert not ops.qr(a, backend="cpu").Q.requires_grad
