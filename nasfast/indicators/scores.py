@@ -1,4 +1,4 @@
-"""The scores of the core, which this module registers, and the table of any score."""
+"""The baselines as scores, which this module registers, and the table of any score."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from scipy.stats import rankdata
-
-from nasfast.indicators import bn_gamma, isometry, paths  # noqa: F401  each registers its scores
 from nasfast.indicators.distill import distill, z_sum
 from nasfast.indicators.evidence import Evidence, NetworkEvidence, space_of_layers
 from nasfast.indicators.registry import (
-    SCORES,
-    Score,
     ScoreError,
+    all_scores,
     check_network_score,
     check_score,
     get_score,
@@ -26,7 +22,6 @@ from nasfast.indicators.registry import (
 )
 from nasfast.indicators.structure import BASELINES, structure_table
 from nasfast.indicators.table import IndicatorTable
-from nasfast.settings import ScoreConfig
 from nasfast.spaces import Arch, LayerSpace, format_arch
 
 
@@ -37,18 +32,6 @@ def _baseline(name: str, evidence: NetworkEvidence) -> IndicatorTable:
 
 for _name in BASELINES:
     register(_name, additive=True, trained=False, images=False, networks=True)(partial(_baseline, _name))
-
-
-def score_of(cfg: ScoreConfig) -> Score:
-    """The score of resolved settings."""
-    if cfg.name is None:
-        raise ValueError("the name of the score is null: call resolved(method), which takes that of the method")
-    return get_score(cfg.name)
-
-
-def gives_table(cfg: ScoreConfig) -> bool:
-    """Whether resolved settings make a table, which the exact search needs."""
-    return cfg.table is not None or score_of(cfg).additive or bool(cfg.distill)
 
 
 def score_table(
@@ -85,7 +68,7 @@ def untrained_table(
     """The table of a score that needs neither training nor images (`Score.untrained`); see `score_table`."""
     score = get_score(name)
     if not score.untrained:
-        can = ", ".join(sorted(other.name for other in SCORES.values() if other.untrained))
+        can = ", ".join(sorted(other.name for other in all_scores().values() if other.untrained))
         raise ScoreError(f"the score {name!r} needs training or images, and here are none: train, or take one of {can}")
     table = score.function(NetworkEvidence(space, (), seed=seed))
     return with_structure(replace(table, meta={**(meta or {}), "score": name, **table.meta}), structure)
@@ -133,6 +116,8 @@ def rank_sum(
     The rank is the share of the architectures that are lower, with half of those that tie. So units, outliers and
     logarithms have no influence, and all scores weigh the same.
     """
+    from scipy.stats import rankdata  # half a second
+
     total: dict[Arch, float] = {}
     for part, sign in zip(scores, signs, strict=False):
         ranks = rankdata(list(part.values())) - 0.5

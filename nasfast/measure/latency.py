@@ -165,6 +165,10 @@ class Fit:
                 f"the times of {len(measured)} networks do not grow with those of their layers (scale {scale:.2f}): "
                 "the machine was too busy, or too few networks were timed: give more --rounds or --calibrate"
             )
+        smallest = min(np.divide(sums, counts))
+        if scale * smallest + per_part <= 0:
+            # the sums of networks say nothing about parts this short: none may cost nothing, or a search takes them all
+            scale, per_part = float(np.linalg.lstsq(rows[:, :1], np.ones(len(rows)), rcond=None)[0][0]), 0.0
         return cls(scale, per_part)
 
     def value(self, milliseconds: float) -> float:

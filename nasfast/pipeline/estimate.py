@@ -18,7 +18,8 @@ import torch
 
 from nasfast.data import Loader
 from nasfast.display import text_table
-from nasfast.indicators.scores import Evidence, gives_table, score_of
+from nasfast.indicators.registry import gives_table, score_of
+from nasfast.indicators.scores import Evidence
 from nasfast.pipeline.check import check_scoring
 from nasfast.pipeline.inputs import configured_space, evidence_for, retrain_loaders
 from nasfast.retrain import retrain

@@ -17,8 +17,8 @@ import torch
 
 from nasfast.config import ConfigError, merge
 from nasfast.pipeline.check import MACHINE_DATA, check_one_process, check_settings, nothing_is_trained, without_supernet
-from nasfast.pipeline.inputs import load_supernet, result_of, retrain_loaders, saved_space, space_of_cells
-from nasfast.pipeline.stages import save_config, say, stage
+from nasfast.pipeline.inputs import load_supernet, retrain_loaders
+from nasfast.pipeline.stage import result_of, save_config, saved_space, say, space_of_cells, stage
 from nasfast.retrain import RetrainResult, export_onnx, export_program, load_model, retrain
 from nasfast.retrain.card import write_card
 from nasfast.retrain.export import FORM_FILE, MODEL_FILE, ONNX_FILE, PROGRAM_FILE, model_folder, read_form

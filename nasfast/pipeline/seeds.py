@@ -11,7 +11,7 @@ from typing import Any
 
 from nasfast.config import ConfigError
 from nasfast.data import DataError
-from nasfast.indicators.scores import gives_table
+from nasfast.indicators.registry import gives_table
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.agreement import Agreement, agreement
@@ -19,8 +19,9 @@ from nasfast.pipeline.check import already_begun, check_settings
 from nasfast.pipeline.estimate import Plan, Trial, Work, memory
 from nasfast.pipeline.inputs import checked_space
 from nasfast.pipeline.networks import network_task, random_peers, settings_of_seed, settings_of_task
+from nasfast.pipeline.searching import search
 from nasfast.pipeline.seeds_page import STABILITY_FILE, write_stability_page
-from nasfast.pipeline.stages import score, search, supernet
+from nasfast.pipeline.stages import score, supernet
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import seal, write_atomic
 from nasfast.search import InfeasibleConstraintError, top_k

@@ -20,8 +20,8 @@ from nasfast.config import ConfigBase, ConfigError
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.compare import ScoreComparison, attainable_tau, compare_scores
 from nasfast.indicators.rank import rank
-from nasfast.indicators.registry import ScoreError, all_scores
-from nasfast.indicators.scores import parts_of, score_of
+from nasfast.indicators.registry import ScoreError, all_scores, score_of
+from nasfast.indicators.scores import parts_of
 from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.estimate import check_free, network_seconds

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from scipy import stats
 
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE
 from nasfast.runtime.files import answers_from_hex
@@ -116,6 +115,8 @@ def compare_runs(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str
     Args:
         ours, theirs: `result.json` of each network; all were evaluated on the same images.
     """
+    from scipy import stats  # takes half a second
+
     right = [
         np.array([answers_from_hex(form["correct"], form["images"]) for form in group], dtype=float)
         for group in (ours, theirs)
