@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from nasfast.indicators.distill import distill, z_sum
@@ -25,13 +24,16 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.spaces import Arch, LayerSpace, format_arch
 
 
-def _baseline(name: str, evidence: NetworkEvidence) -> IndicatorTable:
+def _register_baseline(name: str) -> None:
     """A baseline of docs/ranking_zero_cost.md, which depends only on the space."""
-    return structure_table(space_of_layers(evidence), name)
+
+    @register(name, additive=True, trained=False, images=False, networks=True)
+    def table(evidence: NetworkEvidence) -> IndicatorTable:
+        return structure_table(space_of_layers(evidence), name)
 
 
 for _name in BASELINES:
-    register(_name, additive=True, trained=False, images=False, networks=True)(partial(_baseline, _name))
+    _register_baseline(_name)
 
 
 def score_table(

@@ -16,7 +16,7 @@ from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.agreement import Agreement, agreement
 from nasfast.pipeline.check import already_begun, check_settings
-from nasfast.pipeline.estimate import Plan, Trial, Work, memory
+from nasfast.pipeline.estimate import Plan, Trial, Work
 from nasfast.pipeline.inputs import checked_space
 from nasfast.pipeline.networks import network_task, random_peers, settings_of_seed, settings_of_task
 from nasfast.pipeline.searching import search
@@ -180,9 +180,8 @@ def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings
     use_threads(cfg.threads)
     trainings = 2 * seeds + cfg.retrain.random_architectures
     trial = Trial(cfg)
-    seconds = trial.supernet_seconds() + trial.score_seconds()
-    scored = Work("seeds (supernet, score, search)", seeds, seconds, memory())
-    trained = Work("networks (retraining)", trainings, trial.network_seconds(), memory())
+    scored = Work("seeds (supernet, score, search)", seeds, trial.supernet() + trial.score())
+    trained = Work("networks (retraining)", trainings, trial.network())
     return Plan((scored, trained), cfg.threads, at_a_time, settings, trial.written, settings.max_hours)
 
 
