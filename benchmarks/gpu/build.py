@@ -27,8 +27,8 @@ print(json.dumps({
     "from": nasfast.__file__,
     "missing": _native.why_missing(),
     "emulation": _native.why_no_emulation(),
-    "build": extension and extension.build_info(),
-    "device": extension and extension.cuda_device_info(),
+    "build": extension and extension.build_info()._asdict(),
+    "device": extension and extension.cuda_device_info()._asdict(),
 }))
 """
 

@@ -391,7 +391,7 @@ def installed_kernels() -> dict[tuple[str, int], Resources]:
         RuntimeError: cuobjdump or c++filt fails.
     """
     found: dict[tuple[str, int], Resources] = {}
-    said = _run([TOOLS / "cuobjdump", "-res-usage", _native.extension.__file__])
+    said = _run([TOOLS / "cuobjdump", "-res-usage", _native.extension.path])
     arch, name = 0, None
     for line in _run(["c++filt"], said).splitlines():
         if match := re.match(r"arch = sm_(\d+)", line):

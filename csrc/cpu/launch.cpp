@@ -1,7 +1,5 @@
 #include "launch.h"
 
-#include <torch/csrc/stable/library.h>
-
 #include <algorithm>
 #include <cmath>
 
@@ -132,13 +130,6 @@ Tensor channels_last_empty(const std::vector<int64_t>& sizes, ScalarType type) {
   return pool_empty(sizes, {sizes[2] * row, 1, row, sizes[1]}, type);
 }
 
-Tensor empty_nhwc_cpu(const Tensor& like, std::vector<int64_t> shape) {
-  STD_TORCH_CHECK(shape.size() == 4, "empty_nhwc: the shape must have 4 dimensions, got ", shape.size());
-  check_image_type("empty_nhwc", like.scalar_type());
-  for (int64_t size : shape) STD_TORCH_CHECK(size >= 0, "empty_nhwc: a size must not be negative, got ", size);
-  return channels_last_empty(shape, like.scalar_type());
-}
-
 Tensor pool_empty_like(const Tensor& x) {
   std::vector<int64_t> strides;
   for (int64_t dim = 0; dim < x.dim(); ++dim) strides.push_back(x.stride(dim));
@@ -172,5 +163,3 @@ void check_vector(const std::string& op, const char* name, const Tensor& vector,
 }
 
 }  // namespace nasfast::cpu
-
-STABLE_TORCH_LIBRARY_IMPL(nasfast, CPU, m) { m.impl("empty_nhwc", TORCH_BOX(&nasfast::cpu::empty_nhwc_cpu)); }

@@ -1,7 +1,7 @@
-// The CUDA kernels of conv_bn_act_chain for CPU tensors: their emulation on the host, slow, for tests on machines
-// without a GPU.
+// nasfast._emulation: the CUDA kernels for CPU tensors, by their emulation on the host, slow, for tests on machines
+// without a GPU. Loading the module registers their operators.
 
-#include "emulated.h"
+#include <pybind11/pybind11.h>
 
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/util/Exception.h>
@@ -18,8 +18,8 @@ const Emulation& host_of(const Tensor&) { return host; }
 
 using Operators = ChainOperators<host_of>;
 
-}  // namespace
-
+// For all launches from now on; see Emulation. Results must depend on multiprocessors and shared_memory alone, which is
+// that of a block in KiB.
 void set_emulation(int multiprocessors, bool backwards, uint64_t block_order, int shared_memory) {
   STD_TORCH_CHECK(multiprocessors > 0, "a GPU has multiprocessors, got ", multiprocessors);
   STD_TORCH_CHECK(shared_memory >= 48, "a block has at least 48 KiB of shared memory, got ", shared_memory);
@@ -29,6 +29,7 @@ void set_emulation(int multiprocessors, bool backwards, uint64_t block_order, in
   host.block_order = block_order;
 }
 
+}  // namespace
 }  // namespace nasfast::gpu
 
 STABLE_TORCH_LIBRARY_IMPL(nasfast, CPU, m) {
@@ -37,4 +38,10 @@ STABLE_TORCH_LIBRARY_IMPL(nasfast, CPU, m) {
   m.impl("conv_bn_act_chain_gpu_make", TORCH_BOX(&nasfast::gpu::Operators::make));
   m.impl("conv_bn_act_chain_gpu_reduce", TORCH_BOX(&nasfast::gpu::Operators::reduce));
   m.impl("conv_bn_act_chain_gpu_bwd", TORCH_BOX(&nasfast::gpu::Operators::backward));
+}
+
+PYBIND11_MODULE(_emulation, m) {
+  namespace py = pybind11;
+  m.def("set_emulation", &nasfast::gpu::set_emulation, py::arg("multiprocessors") = 2, py::arg("backwards") = false,
+        py::arg("block_order") = 0, py::arg("shared_memory") = 99);
 }

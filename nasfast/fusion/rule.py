@@ -126,9 +126,12 @@ def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool, recorded:
     return max(results, LEAST_RECORDED * len(stages)) if recorded else results
 
 
-@torch.compiler.assume_constant_result
 def _threads() -> int:
     return torch.get_num_threads()
+
+
+# what torch.compiler.assume_constant_result does, which imports TorchDynamo and Triton: that takes seconds
+_threads._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _results(x: Tensor, stages: Sequence[Stage]) -> int:

@@ -76,27 +76,23 @@ def _gpu() -> list[str]:
         if _native.extension is None:
             continue
         info = _native.extension.cuda_device_info(index)
-        if info["kernels_run"]:
-            how = (
-                ""
-                if info["ptx_version"] == info["binary_version"]
-                else ", which the driver compiles at their first call"
-            )
-            lines.append(f"compiled CUDA kernels run here (image sm_{info['binary_version']}{how})")
+        if info.kernels_run:
+            how = "" if info.ptx_version == info.binary_version else ", which the driver compiles at their first call"
+            lines.append(f"compiled CUDA kernels run here (image sm_{info.binary_version}{how})")
         else:
-            lines.append(f"compiled CUDA kernels do not run here: {info['error'] or 'no GPU'}")
+            lines.append(f"compiled CUDA kernels do not run here: {info.error or 'no GPU'}")
     return lines
 
 
 def _build() -> list[str]:
     if _native.extension is None:
-        return [_native.why_missing()]
+        return [str(_native.why_missing())]
     info = _native.extension.build_info()
-    cuda = f"CUDA {info['cuda_version']} for {info['cuda_archs']}" if info["cuda"] else "no CUDA"
+    cuda = f"CUDA {info.cuda_version} for {info.cuda_archs}" if info.cuda_version else "no CUDA"
     return [
-        f"{info['compiler']} {info['flags']}",
-        f"compiled with torch {info['torch_version']}, runs with torch {info['torch_target']} and later",
-        f"instruction sets {', '.join(info['isas'])}",
+        f"{info.compiler} {info.flags}",
+        f"compiled with torch {info.torch_version}, runs with torch {info.torch_target} and later",
+        f"instruction sets {', '.join(info.isas)}",
         cuda,
     ]
 

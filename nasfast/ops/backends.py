@@ -3,7 +3,8 @@
 The choice follows, in this order: the `backend` argument, `with use_backend(name)`, the environment variable
 NASFAST_BACKEND, and the first backend in the operator's row that can serve. A named backend that cannot serve raises
 with its reason. `use_backend` and NASFAST_BACKEND name the backend of those operators that it has, and the choice for
-others is automatic. The automatic choice falls back to the reference, and logs that once.
+others is automatic. The automatic choice falls back to the reference, which is PyTorch, and logs that once. It never
+takes Triton, whose kernels are compiled while they are waited for.
 """
 
 import logging
@@ -23,7 +24,7 @@ from nasfast.ops.plan import CUDA_SERVES, STORAGE_DTYPES, Refusal, storage_dtype
 BACKENDS = ("cpu", "triton", "cuda", "reference")
 
 _logger = logging.getLogger(__name__)
-_logged: set[tuple[str, str]] = set()
+_logged: set[str] = set()
 # a plain global: torch.compile guards on it, and in torch 2.11 it cannot trace a ContextVar
 _scoped_name: str | None = None
 _native_missing = _native.why_missing()
@@ -39,11 +40,13 @@ class Backend:
         name: one of BACKENDS.
         why_not: takes the input of the operator and says why the backend cannot serve it; empty if it can.
         serves: which calls it serves, where these are not all that `why_not` accepts.
+        automatic: types of the devices for whose tensors it is chosen without being named; None for all devices.
     """
 
     name: str
     why_not: Callable[[Tensor], str]
     serves: str = ""
+    automatic: tuple[str, ...] | None = None
 
 
 class Row(NamedTuple):
@@ -81,19 +84,20 @@ def _why_no_cuda_kernels(device: torch.device) -> str:
 
 @cache
 def _why_no_cuda_kernels_once(index: int) -> str:
+    assert _native.extension is not None  # or this would not be asked
     build = _native.extension.build_info()
-    if not build["cuda_operators"]:
+    if not build.cuda_operators:
         return "not built with CUDA: put nvcc on PATH, install a torch with CUDA, and reinstall"
     info = _native.extension.cuda_device_info(index)
-    if info["old_driver"]:
-        major = str(build["cuda_version"]).partition(".")[0]
+    if info.old_driver:
+        major = build.cuda_version.partition(".")[0]
         return (
-            f"the driver of this machine is older than CUDA {build['cuda_version']}, which compiled the kernels: "
+            f"the driver of this machine is older than CUDA {build.cuda_version}, which compiled the kernels: "
             f"reinstall with an nvcc older than {major}.0 on PATH, or update the driver"
         )
-    if not info["kernels_run"]:
-        return f"the compiled kernels do not run on cuda:{index}: {info['error']}"
-    if info["ptx_version"] != info["binary_version"]:
+    if not info.kernels_run:
+        return f"the compiled kernels do not run on cuda:{index}: {info.error}"
+    if info.ptx_version != info.binary_version:
         _logger.info(
             "cuda:%d: the first call of each CUDA kernel waits for the driver, which compiles it for this GPU: "
             "reinstall with CUDAARCHS=native to have it compiled once",
@@ -146,17 +150,22 @@ def _why_not_triton(x: Tensor) -> str:
     return _why_not_ampere(x) if wanted == "cuda" else ""
 
 
-_CPU = Backend("cpu", _why_not_cpu)
-_TRITON = Backend("triton", _why_not_triton)
+_CPU = Backend("cpu", _why_not_cpu, automatic=("cpu",))
+_TRITON = Backend("triton", _why_not_triton, "calls that name it", automatic=())
 _REFERENCE = Backend("reference", lambda x: "")
-_CHAINS = (_CPU, Backend("cuda", why_not_cuda_chain, CUDA_SERVES), _TRITON, _REFERENCE)
+# the emulation of the CUDA kernels on CPU tensors is too slow to be chosen automatically
+_CHAINS = (_CPU, Backend("cuda", why_not_cuda_chain, CUDA_SERVES, automatic=("cuda",)), _TRITON, _REFERENCE)
 # the backends of each operator in order of preference; the reference is last because it serves everything
 _TABLE: dict[str, tuple[Backend, ...]] = {
     "bn_act": (_CPU, _TRITON, _REFERENCE),
     "conv_bn_act": _CHAINS,
     "conv_bn_act_chain": _CHAINS,
     "mixed_bn": (_CPU, _TRITON, _REFERENCE),
-    "orthogonalize": (Backend("cpu", _why_not_on_cpu), Backend("cuda", why_not_cuda_kernels), _REFERENCE),
+    "orthogonalize": (
+        Backend("cpu", _why_not_on_cpu, automatic=("cpu",)),
+        Backend("cuda", why_not_cuda_kernels, automatic=("cuda",)),
+        _REFERENCE,
+    ),
     "depthwise_conv2d": (_CPU, _REFERENCE),
     "pool_3x3": (_CPU, _REFERENCE),
     "squeeze_excite": (_CPU, _REFERENCE),
@@ -211,15 +220,12 @@ def resolve_backend(
             raise RuntimeError(f"{op}: backend {name!r} (from {source}) cannot serve: {why_not.reason}")
     skipped: list[str] = []
     for backend in row:
-        # interpreter and emulation are too slow to be chosen automatically
-        if backend.name == "triton" and _triton.interpreted():
-            continue
-        if backend.name == "cuda" and x.device.type == "cpu" and emulates_cuda():
+        if backend.automatic is not None and x.device.type not in backend.automatic:
             continue
         why_not = _refused(backend, x, refusal)
         if why_not is None:
             if skipped and not torch.compiler.is_compiling():
-                _log_once(op, backend.name, skipped)
+                _log_skipped(op, x, backend.name, skipped)
             return backend
         skipped.append(f"{backend.name}: {why_not.reason}")
     raise AssertionError(f"{op} has no reference backend")
@@ -235,11 +241,18 @@ def _check_name(name: str, source: str) -> None:
         raise ValueError(f"{source}: unknown backend {name!r}; valid names are {', '.join(BACKENDS)}")
 
 
-def _log_once(op: str, chosen: str, skipped: list[str]) -> None:
-    message = f"{op} runs on the {chosen} backend ({'; '.join(skipped)})"
-    if (op, message) not in _logged:
-        _logged.add((op, message))
-        _logger.info(message)
+def _log_skipped(op: str, x: Tensor, chosen: str, skipped: list[str]) -> None:
+    """Log, once each, why faster backends do not run an operator, and on a GPU how to get the kernels it lacks."""
+    if x.device.type == "cuda" and (missing := why_not_cuda_kernels(x)):
+        _log_once(logging.WARNING, f"nasfast has no kernels for {x.device}, so its operators run on PyTorch: {missing}")
+    else:
+        _log_once(logging.INFO, f"{op} runs on the {chosen} backend ({'; '.join(skipped)})")
+
+
+def _log_once(level: int, message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        _logger.log(level, message)
 
 
 @contextmanager

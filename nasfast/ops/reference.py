@@ -101,9 +101,11 @@ def bn_act(
         (N, C, H, W).
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
-    # PyTorch needs statistics and parameters of the type of x; it updates the running statistics in place
+    # PyTorch updates the running statistics in place
     mean, var = (None if given is None else given.to(dtype) for given in (running_mean, running_var))
-    z = F.batch_norm(x.to(dtype), mean, var, weight.to(dtype), bias.to(dtype), training, momentum, eps)
+    # On a GPU this is what PyTorch's modules run, without passes that convert; elsewhere it rounds once.
+    exact = x if x.is_cuda else x.to(dtype)
+    z = F.batch_norm(exact, mean, var, weight.to(dtype), bias.to(dtype), training, momentum, eps)
     if training:
         _copy_back(running_mean, mean)
         _copy_back(running_var, var)

@@ -36,8 +36,8 @@ SPILLED = {
 
 def built_for() -> list[int]:
     """The architectures for which the extension has CUDA kernels."""
-    said = _native.extension.build_info()["cuda_archs"] if _native.extension else None
-    return sorted({int(arch) for arch, virtual in re.findall(r"(\d+)(-virtual)?", said or "") if not virtual})
+    said = _native.extension.build_info().cuda_archs if _native.extension else ""
+    return sorted({int(arch) for arch, virtual in re.findall(r"(\d+)(-virtual)?", said) if not virtual})
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_kernels_wait_for_those_in_front_before_they_touch_memory_but_weights(tm
 
     That what is loaded before are weights, the interpreter of tests/ptx checks for each family of kernels.
     """
-    library = _native.extension.__file__
+    library = _native.extension.path
     subprocess.run([TOOLS / "cuobjdump", "-xelf", "sm_90", library], cwd=tmp_path, capture_output=True, check=True)
     seen = {}
     for cubin in tmp_path.glob("*.cubin"):

@@ -27,9 +27,11 @@ cuda_chain = partial(ops.conv_bn_act_chain, backend="cuda")
 
 
 def set_emulation(*settings: Any, **named: Any) -> None:
-    """Set the emulated GPU, see csrc/gpu/emulated.h; a real one stays what it is."""
+    """Set the emulated GPU, see nasfast/_emulation.pyi; a real one stays what it is."""
     if not ON_GPU:
-        _native.extension.set_emulation(*settings, **named)
+        from nasfast import _emulation
+
+        _emulation.set_emulation(*settings, **named)
 
 
 def moved(drawn: Drawn) -> Drawn:

@@ -1,4 +1,4 @@
-"""Which chains go to the CUDA kernels, which to Triton, and what is said about it."""
+"""Which chains go to the CUDA kernels, which to PyTorch, and what is said about it."""
 
 import logging
 from dataclasses import replace
@@ -8,7 +8,7 @@ import torch
 from kernel_cases.chain import ChainCase
 
 from nasfast import ops, spaces
-from nasfast.ops import _native, _triton, backends, conv
+from nasfast.ops import _native, backends, conv, reference
 from nasfast.supernet import Supernet
 
 pytestmark = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
@@ -51,18 +51,25 @@ def on_a_gpu(monkeypatch):
         used.append(backend)
         return torch.zeros(plan.out_shape, dtype=x.dtype)
 
+    run_reference = reference.conv_bn_act_chain
+
+    def on_pytorch(x, stages, **rest):
+        used.append("reference")
+        return run_reference(x, stages, **rest)
+
     monkeypatch.setattr(conv, "run_chain", run_chain)
-    monkeypatch.setattr(_triton, "interpreted", lambda: False)
+    monkeypatch.setattr(reference, "conv_bn_act_chain", on_pytorch)
     for op in ("conv_bn_act", "conv_bn_act_chain"):
-        names = [backend.name for backend in backends._TABLE[op]]
-        assert names == ["cpu", "cuda", "triton", "reference"]
-        row = tuple(replace(backend, why_not=lambda x: "") for backend in backends._TABLE[op][1:])
+        cpu, cuda, triton, last = backends._TABLE[op]
+        assert [cpu.name, cuda.name, triton.name, last.name] == ["cpu", "cuda", "triton", "reference"]
+        cuda = replace(cuda, why_not=lambda x: "", automatic=None)
+        row = cuda, replace(triton, why_not=lambda x: ""), last
         monkeypatch.setitem(backends._TABLE, op, row)
     monkeypatch.setattr(backends, "_logged", set())
     return used
 
 
-def test_chains_go_to_cuda_before_triton(on_a_gpu):
+def test_chains_go_to_cuda(on_a_gpu):
     call(GOOD)
     call(replace(GOOD, units="pw16s2/relu6 dw3/relu6"))
     drawn = GOOD.draw_once()
@@ -72,14 +79,14 @@ def test_chains_go_to_cuda_before_triton(on_a_gpu):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_other_chains_go_to_triton_with_the_reason_unless_cuda_is_named(name, on_a_gpu, caplog):
+def test_other_chains_go_to_pytorch_with_the_reason_unless_cuda_is_named(name, on_a_gpu, caplog):
     case, reason = CASES[name]
     with caplog.at_level(logging.INFO, logger=backends.__name__):
         call(case)
         call(case)
-    assert on_a_gpu and set(on_a_gpu) == {"triton"}
+    assert on_a_gpu and set(on_a_gpu) == {"reference"}
     (record,) = caplog.records  # once
-    assert "conv_bn_act_chain runs on the triton backend (cuda: " in record.message and reason in record.message
+    assert "conv_bn_act_chain runs on the reference backend (cuda: " in record.message and reason in record.message
     with pytest.raises(RuntimeError, match=f"backend 'cuda' .from backend. cannot serve: .*{reason}"):
         call(case, "cuda")
     # named for all operators, where the kernels have the operator but lack the shape
@@ -91,7 +98,7 @@ def test_other_chains_go_to_triton_with_the_reason_unless_cuda_is_named(name, on
             assert on_a_gpu == []
         else:
             call(case)
-            assert set(on_a_gpu) == {"triton"}
+            assert set(on_a_gpu) == {"reference"}
 
 
 def test_a_stem_goes_to_cuda_unless_the_gradient_of_its_input_is_wanted(on_a_gpu, caplog):
@@ -104,7 +111,7 @@ def test_a_stem_goes_to_cuda_unless_the_gradient_of_its_input_is_wanted(on_a_gpu
     assert "nor of a stem, whose x has no gradient" in caplog.text
 
 
-def test_weights_that_train_go_to_triton(on_a_gpu, caplog):
+def test_weights_that_train_go_to_pytorch(on_a_gpu, caplog):
     drawn = GOOD.draw_once()
     drawn.stages[1].params.conv_weight.requires_grad_()
     with caplog.at_level(logging.INFO, logger=backends.__name__):

@@ -102,7 +102,7 @@ def runner(request):
     if request.param != "cuda":
         return Runner(request.param, "cpu")
     device = request.getfixturevalue("gpu")
-    if _native.extension is None or not _native.extension.build_info()["cuda_operators"]:
+    if _native.extension is None or not _native.extension.build_info().cuda_operators:
         pytest.skip("the extension was built without CUDA")
     return Runner(request.param, device)
 
@@ -318,7 +318,7 @@ def test_threads_do_not_change_the_result():
 
 
 def test_capture_in_a_cuda_graph_is_refused(native, gpu):
-    if not native.build_info()["cuda_operators"]:
+    if not native.build_info().cuda_operators:
         pytest.skip("the extension was built without CUDA")
     z = gaussian((5, 3), device=gpu)
     with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(RuntimeError, match="cannot be captured in a CUDA"):

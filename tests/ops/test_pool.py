@@ -20,7 +20,7 @@ SMALL = ChainCase((1, 3, 5, 3), "pw5")
 @pytest.fixture(autouse=True)
 def pool(native):
     """The extension; skipped under the sanitizer, where every tensor has memory of its own."""
-    if "-fsanitize" in native.build_info()["flags"]:
+    if "-fsanitize" in native.build_info().flags:
         pytest.skip("the sanitizer's build has no pool")
     gc.collect()
     native.empty_cache()

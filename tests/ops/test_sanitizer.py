@@ -29,7 +29,7 @@ def sanitized():
 
 
 def test_the_build_under_test_is_the_sanitized_one():
-    assert "-fsanitize=address,undefined" in _native.extension.build_info()["flags"], _native.extension.__file__
+    assert "-fsanitize=address,undefined" in _native.extension.build_info().flags, _native.extension.path
 
 
 @pytest.mark.parametrize("conv", CONVS.values(), ids=CONVS)

@@ -31,13 +31,14 @@ from tolerances import BFLOAT16_CHAIN
 
 from nasfast import ops
 from nasfast.ops import _triton, backends, reference
+from nasfast.ops.registry import operators
 
 pytestmark = [
     pytest.mark.usefixtures("device"),
     pytest.mark.skipif(_triton.why_missing() is not None, reason=str(_triton.why_missing())),
 ]
 triton_chain = partial(ops.conv_bn_act_chain, backend="triton")
-OPERATORS = torch.ops.nasfast_triton
+OPERATORS = operators("triton")
 
 # Under the interpreter every operation of every program is a NumPy call: maps and widths of a few programs, and one
 # stride of the kernels that have their own test of every width.

@@ -21,7 +21,7 @@ class _Interpreter:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
         from benchmarks.gpu_model import cuda
-        from nasfast.ops import _native
+        from nasfast import _emulation
 
         from .chains import interpreted
 
@@ -30,7 +30,7 @@ class _Interpreter:
         ) -> None:
             cuda.record_for(multiprocessors, shared_memory * 1024)
 
-        with interpreted(2, 99, may_be_new=True), patch.object(_native.extension, "set_emulation", set_emulation):
+        with interpreted(2, 99, may_be_new=True), patch.object(_emulation, "set_emulation", set_emulation):
             return (yield)
 
 
