@@ -17,7 +17,7 @@ from nasfast.cli.flags import FlagError, Parser, take_tasks, with_defaults
 from nasfast.cli.start import split_hours
 from nasfast.config import ConfigError
 from nasfast.display import text_table
-from nasfast.indicators.accuracies import read_accuracies, read_scores
+from nasfast.indicators.accuracies import read_accuracies, read_scores, top1_interval
 from nasfast.indicators.rank import rank
 from nasfast.indicators.registry import check_network_score, get_score
 from nasfast.indicators.scores import parts_of, score_networks, summed
@@ -31,7 +31,7 @@ from nasfast.pipeline.estimate import plan_run
 from nasfast.pipeline.inputs import scores_of, space_of, untrained_networks
 from nasfast.pipeline.seeds import plan_seeds, run_seeds
 from nasfast.pipeline.seeds_page import STABILITY_FILE, sentences, write_stability_page
-from nasfast.pipeline.stage import result_of
+from nasfast.pipeline.stage import result_of, saved_space
 from nasfast.pipeline.trained import (
     ACCURACIES_FILE,
     REPORT_FILE,
@@ -42,6 +42,7 @@ from nasfast.pipeline.trained import (
 )
 from nasfast.report import write_comparison, write_report
 from nasfast.report.evidence import compare, is_peer, repeats_of
+from nasfast.report.run_files import RunFiles
 from nasfast.runtime.distributed import World, start
 from nasfast.runtime.launcher import environment_size
 from nasfast.runtime.termination import Terminated, stopped_at
@@ -63,8 +64,14 @@ def _show_retrained(cfg: RunConfig, results: dict[str, Any]) -> None:
         rows.append([*_cells("random", "architectures", peers), ""])
     print("\n".join(text_table(rows)))
     comparison = compare(forms["best"], peers, repeats["best"]) if "best" in forms else None
+    if "best" in results:
+        best = results["best"]
+        low, high = top1_interval(best.top1, best.images)
+        print(f"best: top-1 {best.top1:.1%} (95 % interval {low:.1%} to {high:.1%}, {best.images:,} images)")
+        print(f"  {saved_space(cfg).words(best.arch)}")
     if comparison is not None:
         print(comparison.headline)
+        print(f"next: {comparison.next_step(cfg.out)}")
     print(f"written: {cfg.run_dir / 'retrain'}")
 
 
@@ -289,6 +296,7 @@ def _report(given: dict[str, Any], parser: Parser) -> None:
         return
     of_seeds = (runs[0] / STABILITY_FILE).exists()
     print(f"written: {write_stability_page(runs[0]) if of_seeds else write_report(runs[0])}")
+    RunFiles(runs[0]).check()
 
 
 def _latency(settings: dict[str, Any], parser: Parser) -> None:

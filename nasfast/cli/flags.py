@@ -190,7 +190,8 @@ def _export_flags(parser: Parser) -> None:
     parser.add_argument("--name", help="which retrained network: best (default), best-2, ..., random, random-2, ...")
     parser.add_argument("--arch", metavar="ARCH", help='instead of --name: the network of this architecture, "1 0 2 1"')
     parser.add_argument("--pareto", action="store_true", help="instead of --name: all retrained points of the fronts")
-    parser.add_argument("--onnx", type=bool, default=True, help="also write model.onnx, checked with onnxruntime")
+    text = "also write model.onnx, checked with onnxruntime; default: where the extra onnx is installed"
+    parser.add_argument("--onnx", type=bool, help=text)
 
 
 def _rank_flags(parser: Parser) -> None:

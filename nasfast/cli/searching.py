@@ -10,6 +10,7 @@ from nasfast.cli.flags import Parser, with_defaults
 from nasfast.config import ConfigError
 from nasfast.display import text_table
 from nasfast.pipeline.check import without_supernet
+from nasfast.pipeline.stage import saved_space
 from nasfast.report.evidence import PROVEN, PROVEN_NEXT, worth_of_score
 from nasfast.search import load_candidates
 from nasfast.search.candidate import ARCHS_FILE
@@ -29,17 +30,21 @@ def _search(cfg: RunConfig, tasks: None, *, num_classes: int | None = None) -> N
 
 
 def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
-    tables = load_candidates(cfg.run_dir / ARCHS_FILE).tables
+    tables, space = load_candidates(cfg.run_dir / ARCHS_FILE).tables, saved_space(cfg)
     for place, c in enumerate(found, start=1):
         costs = [f"{c.macs:,} MACs", f"{c.params:,} params"]
         costs += [f"{value:.4g} {t.unit} {t.quantity}" for t, value in zip(tables, c.values, strict=True)]
         proof = (PROVEN if place == 1 else PROVEN_NEXT) if c.optimal else c.status
-        print(f"{place}. [{format_arch(c.arch)}]  score {c.score:.6g}  {'  '.join(costs)}  ({proof})")
+        print(
+            f"{place}. {space.words(c.arch)}\n   [{format_arch(c.arch)}]  score {c.score:.6g}  {'  '.join(costs)}  "
+            f"({proof})"
+        )
     for table in tables:
         print(f"{table.quantity}: {table.about or 'a table of your own'}")
     if any(c.optimal for c in found):
         print(worth_of_score(cfg.run_dir))
     print(f"written: {cfg.run_dir / ARCHS_FILE}")
+    print(f"next: nasfast retrain --out {cfg.out} trains the first one, and random ones of its cost to judge it by")
 
 
 def _spaces(given: dict[str, Any], parser: Parser) -> None:

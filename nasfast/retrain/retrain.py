@@ -74,14 +74,6 @@ class RetrainResult(ConfigBase):
         """(images,) bool: on which images the network is right."""
         return np.array(answers_from_hex(self.correct, self.images), dtype=bool)
 
-    @property
-    def top1_interval(self) -> tuple[float, float]:
-        """Wilson's 95 % interval of `top1` over the images, without the scatter of another training."""
-        from scipy import stats  # half a second, which only cards and reports need
-
-        interval = stats.binomtest(round(self.top1 * self.images), self.images).proportion_ci(method="wilson")
-        return float(interval.low), float(interval.high)
-
 
 def retrain(
     space: ArchSpace,
