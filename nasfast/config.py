@@ -222,7 +222,7 @@ def expected(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return f"one of {', '.join(map(str, args))}"
     if typing.get_origin(hint) is tuple:
-        return f"a list such as [{', '.join(expected(arg) for arg in args if arg is not Ellipsis)}]"
+        return f"a list{'' if Ellipsis in args else f' of {len(args)}'}, each {expected(args[0])}"
     number = "a number, such as 0.5, 475e6 or 2.4M"
     names = {int: "a whole number", bool: "true or false", str: "a text", float: number, Number: number}
     return names.get(hint, hint.__name__)

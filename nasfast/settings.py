@@ -602,8 +602,7 @@ class SpaceConfig(ConfigBase):
     """The search space of a run.
 
     Attributes:
-        name: `mobilenet_v2`, `mobilenet_v3`, `shufflenet_v2`, `nas_bench_macro`, `digits_macro`, `digits_mini`, or the
-            path of a YAML file.
+        name: a built-in name (`nasfast spaces` lists them), or the path of a YAML file.
         variant: `bnnas` is the released BN-NAS configuration of `mobilenet_v2`.
         resolution: height and width of the images in pixels; null takes the space's.
     """

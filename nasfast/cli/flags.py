@@ -10,6 +10,7 @@ import dataclasses
 import re
 import sys
 import textwrap
+import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -120,7 +121,8 @@ class Parser(jsonargparse.ArgumentParser):
         hint = getattr(self._option_string_actions.get(f"--{key}"), "_typehint", None)
         if given is None or hint is None:
             return None
-        return f"--{key} takes {expected(hint)}, got {given!r}"
+        words = [word for option in (hint, *typing.get_args(hint)) for word in typing.get_args(option)]
+        return f"--{key} takes {expected(hint)}, got {given!r}{_near(given, [w for w in words if isinstance(w, str)])}"
 
 
 def _near(word: str, valid: Iterable[str]) -> str:

@@ -129,7 +129,7 @@ class Plan:
 def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: float | None = None) -> Plan:
     """Time a few steps of each stage of a run in this process; raises what the run would, where it would be refused."""
     use_threads(cfg.threads)
-    busy = os.getloadavg()[0] / cores()
+    load = os.getloadavg()[0]
     trial = Trial(cfg)
     number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures
     stages = [
@@ -143,11 +143,8 @@ def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: fl
         at_a_time = tasks.workers or workers_for(number, threads=threads, gpus=gpus_for(cfg.torch_device))
     quick = [e.what for e in stages if not e.one.seconds]
     notes = _notes(cfg, trial, quick)
-    if busy > _BUSY:
-        notes = (
-            *notes,
-            f"Other programs use {busy:.0%} of the cores: these times are theirs too, and a quiet machine is faster.",
-        )
+    if load > _BUSY * cores():
+        notes = (*notes, f"The machine is busy (load {load:.1f}, {cores()} cores): a quiet one takes less time.")
     return Plan(tuple(e for e in stages if e.one.seconds), threads, at_a_time, tasks, notes, max_hours)
 
 
@@ -185,7 +182,7 @@ class Trial:
         self.net: Supernet
         self.net, self._sampler = make_supernet(self.space, cfg.method, settings, seed=cfg.seed)
         check_scoring(cfg, self.net)
-        self.images, self._given = len(loader.source), cfg
+        self.images, self._given, self._loads = len(loader.source), cfg, _loads(loader, cfg.train.epochs)
         self.cfg, self._share = _smaller(cfg, self.space)
         # only a cache of images, which the run reads
         folder = loader.cache_folder
@@ -203,16 +200,14 @@ class Trial:
 
         loader = image_loaders(cfg, self.space, hold_out=cfg.holds_out)[0]
         number = max(1, self.images // self._given.data.batch_size)
-        return _step(steps, loader, cfg.torch_device, self._share) * (number * cfg.train.epochs)
+        return _step(steps, loader, cfg.torch_device, self._share, self._loads) * (number * cfg.train.epochs)
 
     def score(self) -> Timing:
         """The table of scores; nothing if it takes seconds, or if the search scores whole paths."""
         score = self.cfg.score
         if score.table is not None or score_of(score).additive or not gives_table(score):
             return Timing(0.0, 0.0)
-        evidence = (
-            evidence_for(self._given, self.net) if not score_of(score).images else evidence_for(self.cfg, self.net)
-        )
+        evidence = evidence_for(self.cfg, self.net)
         return self._path(evidence) * len(dict.fromkeys(evidence.sample()))
 
     def search(self) -> Timing:
@@ -257,7 +252,9 @@ def _smaller(cfg: RunConfig, space: SearchSpace) -> tuple[RunConfig, float]:
     size = max(2, min(most, cfg.data.batch_size, round(few * (224 / space.resolution) ** 2)))
     share = cfg.data.batch_size / size
     images = min(cfg.score.images, _PATH_IMAGES)
-    data = cfg.data.replace(batch_size=size)
+    # a cache would decode all images
+    loader: Any = "torchvision" if cfg.data.loader in ("auto", "cache") else cfg.data.loader
+    data = cfg.data.replace(batch_size=size, loader=loader)
     return cfg.replace(data=data, score=cfg.score.replace(images=images)), share
 
 
@@ -265,6 +262,7 @@ def network_timing(cfg: RunConfig, space: SearchSpace, arch: Arch, *, hold_out: 
     """The retraining of one network; `hold_out` as in `retrain_loaders`."""
     device, epochs = cfg.torch_device, cfg.retrain.train.epochs
     small, share = _smaller(cfg, space)
+    loads = _loads(retrain_loaders(cfg, space, hold_out=hold_out)[0], epochs)
     train, val = retrain_loaders(small, space, hold_out=hold_out)
     few, _ = _timed_batches(val, device)
     # batches that are drawn already are augmented, and steps take as long from any weights
@@ -280,7 +278,7 @@ def network_timing(cfg: RunConfig, space: SearchSpace, arch: Arch, *, hold_out: 
     evaluate(network, few, device=device)
     checks = (time.perf_counter() - begin) / sum(len(labels) for _, labels in few) * len(val.source)
     number = max(1, len(train.source) // cfg.data.batch_size) * epochs
-    return _step(steps, train, device, share) * number + Timing(checks, checks) * math.ceil(
+    return _step(steps, train, device, share, loads) * number + Timing(checks, checks) * math.ceil(
         epochs / cfg.retrain.train.eval_every
     )
 
@@ -291,14 +289,19 @@ def check_free(cfg: RunConfig) -> None:
         pass
 
 
-def _step(steps: Callable[[Sequence[Any]], object], loader: Loader, device: str, share: float) -> Timing:
+def _loads(loader: Loader, epochs: int) -> float:
+    """The share of epochs in which images are decoded: a cache does it in the first."""
+    return 1 / epochs if loader.kind == "cache" else 1.0
+
+
+def _step(steps: Callable[[Sequence[Any]], object], loader: Loader, device: str, share: float, loads: float) -> Timing:
     """A batch and its step, without what the first one and the ends of a stage take; `share` times as many images."""
     given, loading = _timed_batches(loader, device)
     moments: dict[int, float] = {}
     before = _fresh_peak()
     with _quiet(), calling([lambda stage, step, metrics: moments.setdefault(step, time.perf_counter())]):
         steps(list(itertools.islice(itertools.cycle(given), _STEPS + 1)))
-    seconds = [after - begin + loading for begin, after in itertools.pairwise(moments.values())]
+    seconds = [after - begin + loads * loading for begin, after in itertools.pairwise(moments.values())]
     return _scaled(seconds, before, share)
 
 
