@@ -14,6 +14,7 @@ from nasfast.indicators.rank import MIN_RESAMPLES
 from nasfast.indicators.registry import check_score_name
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.pipeline.check import check_one_process
+from nasfast.pipeline.resolve import resolved
 from nasfast.runtime.launcher import environment_rank, environment_size
 from nasfast.runtime.lock import run_lock
 from nasfast.search.limits import check_range
@@ -28,6 +29,8 @@ def execute(command: str, given: dict[str, Any], parser: Parser) -> None:
         check_one_process(split_hours(tasks)[0], environment_size())
         cfg, others = run_config(command, given)
         _check_run(command, cfg, others)
+        if command != "search":
+            cfg = resolved(cfg)  # what `precision: auto` means, for which torch is imported
         _function(command)(cfg, tasks, **others)
     elif command in extensions.COMMANDS or " " in command:
         extensions.load(extensions.COMMAND_RUN)(command, given)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from nasfast.config import ConfigError, load_yaml
 from nasfast.indicators.table import TableError
+from nasfast.pipeline.resolve import resolved
 from nasfast.runtime.arguments import check_type
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
@@ -46,7 +47,7 @@ def stage(*, create: bool, threads: bool = True) -> Callable[[StageFunction], St
         @functools.wraps(function)
         def wrapped(cfg: RunConfig, **kwargs: Any) -> Any:
             check_type("cfg", cfg, RunConfig, advice="RunConfig.load(FILE) and RunConfig.from_dict(MAPPING) make one")
-            cfg = cfg.resolved()
+            cfg = resolved(cfg)
             if threads:
                 from nasfast.runtime.device import use_threads
 
