@@ -40,7 +40,7 @@ sys.exit(code)
 
 def start(folder, *words: str) -> tuple[int, str, str, float]:
     """Exit status, output and errors of a command, and its CPU seconds with bytecode that is there already."""
-    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(folder / "bytecode")}
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode")}  # one for all tests
     env.pop("PYTHONDONTWRITEBYTECODE", None)
     seconds = []
     for _ in range(3):
