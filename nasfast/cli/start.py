@@ -75,8 +75,11 @@ def _check_run(command: str, cfg: RunConfig, others: dict[str, Any]) -> None:
 def _check_other(command: str, given: dict[str, Any], parser: Parser) -> None:
     """Refuse flags that contradict each other, unknown spaces and missing run directories."""
     if command == "rank":
-        tasks = take_tasks(dict(given))
-        _check_rank(with_defaults(given, parser), tasks)
+        args = with_defaults(given, parser)
+        if args.images is not None and args.score is None:
+            args.score = "that of the space"
+        if not args.benchmark:
+            _check_rank(args, take_tasks(dict(given)))
     elif command == "latency":
         LatencyConfig.from_dict({name: value for name, value in given.items() if name != "out"})
     elif command == "step":
