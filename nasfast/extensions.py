@@ -6,11 +6,13 @@ The core imports none of these modules itself: an entry, mostly `module:attribut
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 SPACES = {
     "darts": "nasfast.research.cells.space:darts_space",
     "nas_bench_201": "nasfast.research.cells.space:nas_bench_201_space",
+    "transnas_micro": "nasfast.research.cells.space:transnas_micro_space",
     "choice_blocks": "nasfast.research.cells.space:choice_blocks_space",
 }
 """Built-in name of a search space -> its builder."""
@@ -18,16 +20,20 @@ SPACES = {
 SPACE_KINDS = {"cell": "nasfast.research.cells.space:CellSpace"}
 """Key of the written form of a kind of space -> its class."""
 
+CORE_SCORES = {
+    "gamma": "nasfast.indicators.bn_gamma",
+    "isometry": "nasfast.indicators.isometry",
+    **dict.fromkeys(("path_loss", "path_accuracy", "recalibrated_accuracy"), "nasfast.indicators.paths"),
+}
+"""Name of a score of the core that needs torch -> the module that registers it."""
+
 SCORES = dict.fromkeys(
     (
-        "gradient_norm",
-        "snip",
         "synflow",
         "naswot",
-        "zico",
         "ntk_q",
-        "beta_norm",
-        "log_volume",
+        "jacov",
+        "vkdnw",
         "nasi",
         "expressivity",
         "progressivity",
@@ -36,6 +42,11 @@ SCORES = dict.fromkeys(
     "nasfast.research.scores",
 )
 """Name of a score -> the module that registers it."""
+
+CELL_SCORE = "jacov+synflow+expressivity+progressivity-ntk_q+depth"
+"""The score of cells that needs no training, of networks of `CELL_SIZE`."""
+
+CELL_SIZE = {"cells": 5, "channels": 8}
 
 COMMANDS = {
     "isometry": "what orthogonal and Gaussian weights do to signals in a space or a module, beside the paper's claims",
@@ -50,8 +61,22 @@ COMMAND_RUN = "nasfast.research.studies.registry:run"
 """The functions of these commands; `nasfast.cli` calls them as it calls those of its own commands."""
 
 
+_OF_LEARN = "sklearn"
+"""What the extra `learn` installs."""
+
 _OF_SEARCH = "PIL jsonargparse matplotlib rich safetensors scipy torchvision yaml".split()
 """Packages that the extra `search` installs; `fuse` and the operators need none of them."""
+
+
+def later(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose names are imported when they are first used: name -> module."""
+
+    def attribute(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return load(f"{homes[name]}:{name}")
+
+    return attribute
 
 
 def load(entry: str) -> Any:
@@ -60,7 +85,12 @@ def load(entry: str) -> Any:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _OF_SEARCH:
+        package = (error.name or "").partition(".")[0]
+        if package == _OF_LEARN:
+            raise ModuleNotFoundError(
+                "learning from trained accuracies needs scikit-learn: pip install 'nasfast[learn]'", name=error.name
+            ) from error
+        if package not in _OF_SEARCH:
             raise
         raise ModuleNotFoundError(
             f"{name} needs {error.name}, which comes with the search: pip install 'nasfast[search]'", name=error.name

@@ -30,6 +30,14 @@ class AccuracyError(ValueError):
     """A file of accuracies or scores cannot be used; the text names the entry and what was expected."""
 
 
+def top1_interval(top1: float, images: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a top-1, from 0 to 1, over the images, without the scatter of another training."""
+    from scipy import stats  # half a second, which only cards and reports need
+
+    interval = stats.binomtest(round(top1 * images), images).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
+
+
 def read_accuracies(path: str | Path, space: ArchSpace, *, column: str | None = None) -> dict[Arch, float]:
     """Trained accuracies of architectures, in the unit of the file: percent, or a share of 1.
 
@@ -57,13 +65,17 @@ def read_accuracies(path: str | Path, space: ArchSpace, *, column: str | None = 
     return accuracies
 
 
-def read_scores(path: str | Path, space: ArchSpace) -> dict[Arch, float]:
-    """Scores of a predictor, from a JSON mapping of architecture to number or a CSV file with the header arch,score."""
+def read_scores(path: str | Path, space: ArchSpace, *, column: str = "score") -> dict[Arch, float]:
+    """Numbers of architectures, such as the scores of a predictor.
+
+    JSON maps an architecture to a number, or to a mapping that has one as `column`; CSV has a header with arch and
+    `column`.
+    """
     scores = {}
     for key, arch, entry in _read_entries(path, space):
-        value = entry["score"] if isinstance(entry, dict) and set(entry) == {"score"} else entry
+        value = entry.get(column, entry) if isinstance(entry, dict) else entry
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise AccuracyError(f"{path}: score of {key!r} must be a finite number, got {value!r}")
+            raise AccuracyError(f"{path}: {column} of {key!r} must be a finite number, got {value!r}")
         scores[arch] = float(value)
     return scores
 
