@@ -76,9 +76,15 @@ def _runs(module: nn.Module | None, cls: type[nn.Module], forward: Callable) -> 
 
 # as PyTorch has them: users may patch classes
 _CONV_FORWARD, _CONV_FUNCTION = nn.Conv2d.forward, nn.Conv2d._conv_forward
-_NORM_FORWARD = nn.BatchNorm2d.forward
+_NORM_FORWARD, _SEQUENTIAL_FORWARD = nn.BatchNorm2d.forward, nn.Sequential.forward
 _ACTIVATIONS = {(cls, getattr(cls, "forward")): name for name, cls in ACTIVATION_MODULES.items()}  # noqa: B009
 _CLAMPS = [(cls, cls.forward) for cls in (nn.Hardtanh, nn.ReLU6)]
+
+
+def has_patched_classes() -> bool:
+    """Whether somebody has replaced what classes of PyTorch run that TorchDynamo takes as known."""
+    convolves = nn.Conv2d.forward is _CONV_FORWARD and nn.Conv2d._conv_forward is _CONV_FUNCTION
+    return not convolves or nn.Sequential.forward is not _SEQUENTIAL_FORWARD
 
 
 def forward_name(module: nn.Module) -> str:

@@ -24,6 +24,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.nn.modules import module as module_state
 
 from nasfast.fusion.dynamo import GraphFacts, fuse_graph
+from nasfast.fusion.members import has_patched_classes
 from nasfast.ops.autograd import transformed
 
 # Captures of one module. TorchDynamo compares their guards one after another, and its own limit is the same.
@@ -50,23 +51,28 @@ class Region:
     Attributes:
         facts: of the last graph; None before the first one.
         captures: the number of graphs.
-        problem: why nothing more is captured; "" if nothing stands against it.
+        problem: why nothing more is captured, or nothing in one mode; "" if nothing stands against it.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.facts: GraphFacts | None = None
-        self.captures, self.problem = 0, ""
+        self.captures, self.problem, self._stopped = 0, "", False
         self._alike: Counter[tuple] = Counter()
+        # modes in which a capture failed
+        self._refused: set[tuple[bool, bool]] = set()
         # TorchDynamo keeps what it compiled by code objects, and what changed by their names: each region has its own
         code = _forward.__code__.replace(co_name=f"forward_of_region_{next(_NUMBERS)}")
         function = FunctionType(code, _forward.__globals__)
         self._run: Callable[..., Any] = torch.compile(function, backend=_capture, fullgraph=True)
+        # only where the guards of a capture hold
+        self._run_known: Callable[..., Any] = torch._dynamo.run(self._run)
 
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of the module's forward."""
-        if self.problem and not self.captures:
-            return _forward(module, *args, **kwargs)
+        mode = module.training, torch.is_grad_enabled()
+        if self._stopped or mode in self._refused:
+            return (self._run_known if self.captures else _forward)(module, *args, **kwargs)
         token = _CURRENT.set((self, module, args))
         try:
             if self.captures or self.settings.inner != "eager":
@@ -75,12 +81,13 @@ class Region:
                 return self._run(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             # nothing of the forward has run yet
-            problem = f"it cannot be captured ({first_line(error)})"
+            problem = f"it cannot be captured in {'training' if mode[0] else 'eval'} mode ({first_line(error)})"
         finally:
             _CURRENT.reset(token)
         # what the forward itself refuses is no problem of the capture
         result = _forward(module, *args, **kwargs)
-        self._stop(problem)
+        self._refused.add(mode)
+        self.problem = problem
         return result
 
     def capture(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], module: nn.Module, args: Any) -> Any:
@@ -97,15 +104,10 @@ class Region:
         self.captures += 1
         self._alike[_seen_from_outside(module, args)] += 1
         if max(self._alike.values()) > _MAX_ALIKE:
-            self._stop("it takes other ways for the same input")
+            self._stopped, self.problem = True, "it takes other ways for the same input"
         elif self.captures >= _MAX_CAPTURES:
-            self._stop(f"it was captured {self.captures} times")
+            self._stopped, self.problem = True, f"it was captured {self.captures} times"
         return torch._dynamo.lookup_backend(self.settings.inner)(graph_module, list(example_inputs))
-
-    def _stop(self, problem: str) -> None:
-        """Capture nothing more; what was captured still runs where its guards hold."""
-        self.problem = problem
-        self._run = torch._dynamo.run(self._run)
 
 
 class FusedForward:
@@ -203,12 +205,13 @@ def _seen_from_outside(module: nn.Module, args: Sequence[Any]) -> tuple:
 
 
 def _must_run_as_it_is() -> bool:
-    """Whether tracers, modes or torch.func need PyTorch's operators now, or global hooks see every module."""
+    """Whether tracers, modes or torch.func need PyTorch's operators now, or global hooks or patches concern them."""
     return (
         torch.jit.is_tracing()
         or module_state._has_any_global_hook()
         or torch._C._len_torch_dispatch_stack() > 0
         or transformed()
+        or has_patched_classes()
     )
 
 

@@ -237,7 +237,7 @@ class Patchable(InvertedResidual):
     """A class that nothing else here uses."""
 
 
-@pytest.mark.parametrize("cls", [Patchable, nn.Conv2d, nn.BatchNorm2d, nn.ReLU6])
+@pytest.mark.parametrize("cls", [Patchable, nn.Sequential, nn.Conv2d, nn.BatchNorm2d, nn.ReLU6])
 @pytest.mark.parametrize("when", ["before its first forward", "later"])
 def test_a_forward_patched_on_a_class_runs(cls, when, monkeypatch):
     plain, fused = twins(disturb(Patchable(4, 4, 1, 2).double()))
