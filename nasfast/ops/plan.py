@@ -1,9 +1,8 @@
 """The plan of a chain: what each stage is, its geometry, where its numbers lie, and what backward computes again.
 
 `plan_chain` decides all of this once for a chain and keeps the plan. Every backend gets the plan as
-`ChainPlan.numbers`, because a `torch.library` schema has integers but no dataclasses. The Triton launchers read it with
-`read_plan`, the C++ launchers with csrc/cpu/plan.h. A backend may check a plan against its tensors; it never decides
-anything again.
+`ChainPlan.numbers`, because a `torch.library` schema has integers but no dataclasses. Python reads it with `read_plan`,
+C++ with csrc/cpu/plan.h. A backend may check a plan against its tensors; it never decides anything again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from nasfast.ops.reference import ACTIVATIONS, Stage
 # the types in which each backend stores activations and weights
 STORAGE_DTYPES = {
     "cpu": {torch.float32, torch.bfloat16},
-    "triton": {torch.float32, torch.bfloat16, torch.float16},
     "cuda": {torch.bfloat16, torch.float16},
 }
 # what the CUDA kernels have of `reference.ACTIVATIONS`, and of what their channels are multiples: a lane reads 16 bytes
@@ -162,10 +160,10 @@ class ChainPlan:
     def statistics_elements(self, backend: str) -> int:
         """Elements of the statistics with the coefficients that a backend appends for its backward.
 
-        They are float32 in the memory of float64 numbers. Triton has a fold of 3 numbers for each channel, and the CUDA
-        kernels have a fold of 2 and an interval of 4.
+        They are float32 in the memory of float64 numbers. The CUDA kernels have a fold of 2 numbers for each channel, and
+        an interval of 4.
         """
-        appended = {"cpu": 0, "triton": 3, "cuda": 6}[backend] * self.statistics_size // 2
+        appended = {"cpu": 0, "cuda": 6}[backend] * self.statistics_size // 2
         return self.statistics_size + (appended + 1) // 2
 
     @property
@@ -227,7 +225,7 @@ def plan_chain(backend: str, x: Tensor, fields: tuple[tuple, ...], *, shuffle: b
     """The plan of the first of these stages, as many as the backend's operator can run on x in one call.
 
     Args:
-        backend: cpu, cuda or triton.
+        backend: name of a backend; cpu and cuda have operators of chains.
         x: (N, C, H, W), the input of the chain.
         fields: `stage_fields` of the stages, which `checks.check_chain` has checked.
         shuffle: see `ChainPlan`.
@@ -237,7 +235,7 @@ def plan_chain(backend: str, x: Tensor, fields: tuple[tuple, ...], *, shuffle: b
         in torch.jit.trace and for the dynamic dimensions of torch.export: a plan is for one size.
     """
     shape = tuple(x.shape)
-    if any([type(length) is not int for length in shape]):
+    if backend not in STORAGE_DTYPES or any([type(length) is not int for length in shape]):
         return None
     # a compiler guards on what the decisions read, and cannot look into a cache
     decide = _decide if torch.compiler.is_compiling() else _decide_once
