@@ -272,7 +272,8 @@ class TrainConfig(ConfigBase):
         warmup_epochs: epochs of linear warm-up; may be a fraction.
         label_smoothing: label smoothing of the cross-entropy.
         clip_norm: largest gradient norm; 0 does not clip.
-        precision: `fp32`, or `bf16` autocast.
+        precision: `fp32`, `bf16` autocast, or `auto`: bf16 on a GPU of compute capability 8.0 or later whose CUDA
+            kernels are there, otherwise fp32. A run keeps what it began with.
         engine: `eager`, `graphs` (CUDA graphs per candidate of a supernet), or `auto`: graphs where they are possible.
         log_every: optimiser steps between log lines.
         checkpoint_every: optimiser steps between checkpoints; 0 saves one per epoch. Every evaluation saves one too.
@@ -290,7 +291,7 @@ class TrainConfig(ConfigBase):
     warmup_epochs: float = 0.0
     label_smoothing: float = 0.1
     clip_norm: float = 5.0
-    precision: Literal["fp32", "bf16"] = "fp32"
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
     engine: Literal["auto", "eager", "graphs"] = "auto"
     log_every: int = 20
     checkpoint_every: int = 0

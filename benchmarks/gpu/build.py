@@ -1,10 +1,9 @@
-"""Builds the extension for this GPU, and makes sure that the other parts will import it."""
+"""Makes sure that the parts run the CUDA kernels: of the build that is there, or where none runs here, of a new one."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.gpu.plan import BUILD, ROOT, environment_of, imported_from
+from benchmarks.gpu.plan import ROOT, environment_of
+from benchmarks.gpu.system import machine_row
+from nasfast.measure.doctor import environment
 
 if TYPE_CHECKING:
     from benchmarks.gpu.parts import Bench
@@ -34,23 +35,29 @@ print(json.dumps({
 
 
 def bench_build(bench: Bench) -> None:
-    """Build, and write a row with what a part imports.
+    """Write rows with the machine and with what a part imports; build in this checkout only if that does not run here.
 
     Raises:
-        SystemExit: the build failed, or a part would run other kernels.
+        SystemExit: the build failed, or its kernels do not run here.
     """
-    start = time.monotonic()
-    if bench.on_gpu:
-        _build()
+    bench.row("machine", **machine_row(bench.device))
+    start, compiled = time.monotonic(), False
     found = imported(bench.device)
-    bench.row("built", seconds=round(time.monotonic() - start, 1), **found)
-    if why := problem(found, bench.device):
+    why = problem(found, bench.device)
+    if why and bench.on_gpu:
+        bench.row("left_out", what="the build that was there", error=why)
+        _build()
+        compiled, found = True, imported(bench.device)
+        why = problem(found, bench.device)
+    bench.row("built", compiled=compiled, seconds=round(time.monotonic() - start, 1), **found)
+    bench.row("doctor", **environment())
+    if why:
         sys.exit(f"the parts would not run the CUDA kernels: {why}")
 
 
 def problem(found: dict[str, Any], device: str) -> str | None:
     """Why a part that imports this would run no CUDA kernels; None if it would."""
-    if not Path(found["from"]).is_relative_to(imported_from(device)):
+    if not Path(found["from"]).is_relative_to(ROOT):
         return f"nasfast is imported from {found['from']}"
     if found["missing"]:
         return found["missing"]
@@ -64,22 +71,16 @@ def problem(found: dict[str, Any], device: str) -> str | None:
 def imported(device: str) -> dict[str, Any]:
     """What a part of the plan imports as nasfast."""
     command = [sys.executable, "-c", _ASK]
-    folder = imported_from(device)
-    result = subprocess.run(command, cwd=folder, env=environment_of(device), capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, env=environment_of(device), capture_output=True, text=True)
     if result.returncode:
-        sys.exit(f"nasfast cannot be imported from {folder}: {result.stderr[-1500:]}")
+        sys.exit(f"nasfast cannot be imported from {ROOT}: {result.stderr[-1500:]}")
     return json.loads(result.stdout)
 
 
 def _build() -> None:
-    """A folder that was built before is built again only where sources have changed."""
-    folder = ROOT / BUILD
-    shutil.rmtree(folder / "lib", ignore_errors=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    """Build in this checkout, for this GPU and one instruction set of the CPU."""
     major, minor = torch.cuda.get_device_capability()
     settings = {"NASFAST_NATIVE": "ON", "NASFAST_CUDA": "ON", "NASFAST_ISAS": "BASELINE", "NASFAST_EMULATION": "OFF"}
     env = {**os.environ, **settings, "CUDAARCHS": f"{major}{minor}-real"}
-    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", folder, "build", "--build-base", folder]
-    command += ["--build-lib", folder / "lib", "--build-temp", folder / "native"]
-    if subprocess.run(command, cwd=ROOT, env=env).returncode:
+    if subprocess.run([sys.executable, "setup.py", "-q", "build_ext", "--inplace"], cwd=ROOT, env=env).returncode:
         sys.exit("the build failed")

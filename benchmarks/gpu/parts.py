@@ -7,16 +7,14 @@ images and bf16 autocast; only BatchNorms train. On the CPU the network is tiny,
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import random
 import time
 import traceback
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,8 +24,8 @@ from torch import nn
 
 from benchmarks.captures import EagerCapture
 from benchmarks.floor import measure_machine, step_floor, trace
-from benchmarks.gpu.launches import noted_chains, noted_launches
-from benchmarks.gpu.plan import append, processes
+from benchmarks.gpu.launches import noted_chains
+from benchmarks.gpu.plan import PARTS, append
 from benchmarks.gpu.system import clocks
 from nasfast.engine import EagerEngine, GraphEngine
 from nasfast.engine.capture import CudaCapture
@@ -107,29 +105,25 @@ class Variant:
 
     Attributes:
         ops: `nasfast` or `torch`.
-        how: `eager`, `graph` (one CUDA graph of the path), `engine` (that of nasfast), or `compile graph`
-            (torch.compile with max-autotune, in one CUDA graph).
-        backend: of all operators of nasfast; None for its own choice, which has to run CUDA kernels.
+        how: `eager`, `graph` (one CUDA graph of the path), `engine` (that of nasfast), or `compile` (torch.compile with
+            max-autotune, in one CUDA graph).
         early: whether CUDA kernels may start early.
     """
 
     ops: str
     how: str
-    backend: str | None = None
     early: bool = True
 
     @property
     def name(self) -> str:
-        said = [f"{self.ops} {self.how}", *filter(None, [self.backend]), *["no early launches"] * (not self.early)]
-        return ", ".join(said)
+        return f"{self.ops} {self.how}" + ("" if self.early else ", no early launches")
 
     @contextmanager
     def chosen(self, bench: Bench) -> Iterator[None]:
         """Within this context, operators run as the variant says."""
-        backend = self.backend or ("cuda" if not bench.on_gpu else None)  # the emulation has to be named
         with ExitStack() as stack:
-            if backend is not None and self.ops == "nasfast":
-                stack.enter_context(use_backend(backend))
+            if self.ops == "nasfast" and not bench.on_gpu:  # the emulation has to be named
+                stack.enter_context(use_backend("cuda"))
             if not self.early:
                 stack.enter_context(patch.dict(os.environ, NASFAST_CUDA_EARLY="0"))
             yield
@@ -137,10 +131,7 @@ class Variant:
 
 # so small that all steps measure the same network
 _RATE = 1e-6
-# variants that are known to run come first, because a faulty kernel of ours can end the whole process
-PEERS = (Variant("torch", "eager"), Variant("torch", "graph"))
 OURS = (Variant("nasfast", "engine"), Variant("nasfast", "engine", early=False))
-ON_TRITON = Variant("nasfast", "engine", backend="triton")
 
 
 def network(bench: Bench, variant: Variant) -> Supernet:
@@ -164,11 +155,11 @@ def on_cuda_kernels(bench: Bench, variant: Variant) -> Iterator[None]:
     """Within this context, operators run as the variant says.
 
     Raises:
-        NoCudaKernel: the variant leaves the choice to nasfast, and no CUDA kernel of a chain ran.
+        NoCudaKernel: no CUDA kernel of a chain ran.
     """
     with variant.chosen(bench), noted_chains() as chains:
         yield
-    if variant.ops == "nasfast" and variant.backend is None and not chains:
+    if not chains:
         raise NoCudaKernel(f"{variant.name}: no CUDA kernel of a chain ran")
 
 
@@ -202,7 +193,7 @@ class Whole:
         images, labels = random_batch(bench.space, bench.batch, device=bench.device)
         net = network(bench, variant)
         model, path, update = net, bench.path, _optimizer(net)
-        if "compile" in variant.how:
+        if variant.how == "compile":
             options = {"mode": "max-autotune-no-cudagraphs"} if bench.on_gpu else {"backend": "eager"}
             model, path = torch.compile(Fixed(net, path), dynamic=False, **options), None
         step = TrainingStep(model, images, labels, path=path, bf16=True)
@@ -214,7 +205,7 @@ class Whole:
             update.step()
 
         whole()
-        if "graph" in variant.how:
+        if variant.how != "eager":
             capturing = CudaCapture(self.device) if bench.on_gpu else EagerCapture()
             (whole,) = capturing.capture([whole], capturing.pool())
         self.run = whole
@@ -227,14 +218,13 @@ def make(bench: Bench, variant: Variant) -> Whole:
     """Make a step that has run once, and write a row with the kernels that did.
 
     Raises:
-        NoCudaKernel: the variant leaves the choice to nasfast, and no CUDA kernel of a chain ran.
+        NoCudaKernel: the variant is one of nasfast, and no CUDA kernel of a chain ran.
     """
-    with variant.chosen(bench), noted_chains() as chains, noted_launches() as launches:
+    with variant.chosen(bench), noted_chains() as chains:
         step = Whole(bench, variant)
-    triton = Counter(launches)
-    bench.row("kernels", variant=variant.name, cuda=dict(chains), triton=dict(triton), loss=step.loss)
-    if variant.ops == "nasfast" and variant.backend is None and not chains:
-        raise NoCudaKernel(f"{variant.name}: no CUDA kernel of a chain ran, but {dict(triton) or 'PyTorch'}")
+    bench.row("kernels", variant=variant.name, cuda=dict(chains), loss=step.loss)
+    if variant.ops == "nasfast" and not chains:
+        raise NoCudaKernel(f"{variant.name}: no CUDA kernel of a chain ran")
     return step
 
 
@@ -249,14 +239,14 @@ def bench_variants(bench: Bench, variants: Sequence[Variant], *, rounds: int) ->
         with bench.attempt(variant.name):
             start = time.monotonic()
             steps[variant.name] = make(bench, variant)
-            bench.row("variant", name=variant.name, first_s=time.monotonic() - start, loss=steps[variant.name].loss)
+            first = time.monotonic() - start
+            bench.row("first_step", name=variant.name, first_s=first, loss=steps[variant.name].loss)
     if not steps:
         return
     # the variants differ in what they launched when they were captured, or choose again
     calls = {v.name: partial(_in_context, bench, v, steps[v.name]) for v in variants if v.name in steps}
-    bench.row("clocks", when=f"before {', '.join(calls)}", **clocks())
     times = measure(calls, rounds=rounds if bench.on_gpu else 1, warmup=2 if bench.on_gpu else 0)
-    bench.row("clocks", when=f"behind {', '.join(calls)}", **clocks())
+    bench.row("clocks", **clocks())
     for name, phases in times.items():
         bench.row("step", name=name, **phases["step"])
 
@@ -266,15 +256,16 @@ def _in_context(bench: Bench, variant: Variant, step: Whole) -> dict[str, float]
         return step()
 
 
-def bench_step(bench: Bench) -> None:
-    bench_variants(bench, (*PEERS, *OURS), rounds=30)
-    with bench.attempt("floor"):
-        machine = measure_machine(torch.bfloat16, quick=not bench.on_gpu, device=bench.device)
-        bench.row("floor", ms=1e3 * step_floor(traced(bench), machine, torch.bfloat16).step)
-    if bench.on_gpu:
-        compile_ahead(bench, list(enumerate(bench.path)), seconds=0.4 * bench.left)
-    bench_variants(bench, (ON_TRITON, OURS[0]), rounds=30)
-    bench_variants(bench, (Variant("torch", "compile graph"), OURS[0]), rounds=30)
+def bench_engine(bench: Bench) -> None:
+    """Time the step of the engine, with and without early launches, and the memory floor."""
+    bench_variants(bench, OURS, rounds=30)
+    machine = measure_machine(torch.bfloat16, quick=not bench.on_gpu, device=bench.device)
+    bench.row("floor", ms=1e3 * step_floor(traced(bench), machine, torch.bfloat16).step)
+
+
+def bench_peer(bench: Bench, how: str) -> None:
+    """Time PyTorch's step, run as `how` says, and the engine's, interleaved."""
+    bench_variants(bench, (Variant("torch", how), OURS[0]), rounds=30)
 
 
 def traced(bench: Bench) -> Any:
@@ -283,125 +274,39 @@ def traced(bench: Bench) -> Any:
     return trace(lambda: StandaloneNetwork(space, bench.path), shape)
 
 
-# ---- compilation in parallel
-
-
-def compile_ahead(bench: Bench, layers: Sequence[tuple[int, int]], *, seconds: float) -> None:
-    """Run layers in parallel processes, to fill Triton's cache with their kernels.
-
-    Args:
-        layers: index and choice of each layer.
-        seconds: time limit; layers that are not finished by then are left out.
-    """
-    tasks = [(bench, i, choice) for i, choice in [(-1, 0), (len(bench.space.layers), 0), *layers]]
-    workers = min(processes(), len(tasks)) if bench.on_gpu else 1
-    start, failed, done = time.monotonic(), 0, 0
-    # the context manager ends the processes by force, so none of them can hang the part
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        results = pool.imap_unordered(_run_layer, tasks)
-        try:
-            for _ in tasks:
-                layer, choice, problem = results.next(max(0.0, start + seconds - time.monotonic()))
-                done += 1
-                if problem is not None:
-                    failed += 1
-                    bench.row("error", what=f"layer {layer}, choice {choice}", error=problem)
-        except multiprocessing.TimeoutError:
-            bench.row("left_out", what="compilation", error=f"{len(tasks) - done} layers after {seconds:.0f} s")
-    bench.row(
-        "compiled", seconds=time.monotonic() - start, processes=workers, layers=done, failed=failed, of=len(tasks)
-    )
-
-
-def _run_layer(task: tuple[Bench, int, int]) -> tuple[int, int, str | None]:
-    """Run forward and backward of one layer; index -1 is the stem, and the index after the last layer is the head."""
-    bench, i, choice = task
-    if bench.on_gpu:
-        try:
-            torch.cuda.synchronize()
-        except RuntimeError as error:
-            return i, choice, f"not run, because an earlier layer lost the CUDA context of this process: {error}"[:1000]
-    try:
-        net = _network_of_process(bench)
-        space = bench.space
-        modules = [net.stem, *(lambda x, layer=layer: layer(x, choice) for layer in net.layers), net.head]
-        first = [space.stem_layers[0], *space.layers, space.head_layers[0]][i + 1]
-        x = torch.randn(bench.batch, first.in_channels, first.size, first.size, device=bench.device)
-        x = x.contiguous(memory_format=torch.channels_last)
-        if i >= 0:
-            x = x.to(torch.bfloat16).requires_grad_()
-        with torch.autocast(bench.device, torch.bfloat16):
-            y = modules[i + 1](x)
-        y.backward(torch.randn_like(y))
-        if bench.on_gpu:
-            torch.cuda.synchronize()
-    except Exception as error:
-        traceback.print_exc()
-        return i, choice, traceback.format_exception_only(error)[-1].strip()[:1000]
-    return i, choice, None
-
-
-@cache
-def _network_of_process(bench: Bench) -> Supernet:
-    torch.set_num_threads(1)
-    return network(bench, ON_TRITON)
-
-
-# ---- random paths
-
-
 def random_paths(bench: Bench, count: int) -> list[Arch]:
     generator = random.Random(0)
     return [tuple(generator.randrange(len(layer.choices)) for layer in bench.space.layers) for _ in range(count)]
 
 
-def bench_paths(bench: Bench) -> None:
-    """Measure images per second with a new path every step, which a graph or compilation of one path cannot serve."""
-    paths = random_paths(bench, 60 if bench.on_gpu else 2)
-    for variant in (Variant("torch", "eager"), Variant("nasfast", "eager"), Variant("nasfast", "engine")):
-        with bench.attempt(variant.name):
-            with on_cuda_kernels(bench, variant):
-                _, engine, images, labels = engine_of(bench, variant)
-                first = _seconds_of_paths(bench, engine, paths, images, labels)  # captures, kernels, algorithms
-                seconds = _seconds_of_paths(bench, engine, paths, images, labels)
-            bench.row("paths", name=variant.name, first_s=first, images_per_s=bench.batch * len(paths) / seconds)
-
-
-def _seconds_of_paths(bench: Bench, engine: Any, paths: list[Arch], images: Any, labels: Any) -> float:
-    start = time.perf_counter()
-    for path in paths:
-        engine.forward_backward(images, labels, [path])
-    if bench.on_gpu:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def main() -> None:
-    from benchmarks.gpu import build, per_launch, proofs, system, tools
+    from benchmarks.gpu import build, per_launch, proofs, tools, users
 
-    parts = {
+    parts: dict[str, Callable[..., None]] = {
         "build": build.bench_build,
-        "machine": system.bench_machine,
+        "demo": users.bench_demo,
+        "fuse": partial(users.bench_fuse, kinds=users.EAGER_AND_GRAPHS),
+        "compile": partial(users.bench_fuse, kinds=users.COMPILED),
+        "command": users.bench_step_command,
+        "engine": bench_engine,
+        "peer": bench_peer,
         "parity": proofs.bench_parity,
         "bits": proofs.bench_bits,
         "launches": per_launch.bench_launches,
-        "step": bench_step,
-        "sanitizer": tools.bench_sanitizer,
         "ncu": tools.bench_ncu,
-        "paths": bench_paths,
+        "sanitizer": tools.bench_sanitizer,
     }
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=parts)
+    parser.add_argument("part", choices=[part.name for part in PARTS if part.name != "tests"])
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--seconds", type=float, required=True)
     args = parser.parse_args()
     bench = Bench(args.part, args.rows, args.device, time.monotonic() + args.seconds)
-    if args.part == "build":
-        parts["build"](bench)
-        return
-    with measuring():
-        parts[args.part](bench)
+    name, *argument = args.part.split()
+    # what users do has the settings that they have; later parts take cuDNN's fastest algorithms
+    with nullcontext() if name in ("build", "demo", "fuse", "compile", "command") else measuring():
+        parts[name](bench, *argument)
 
 
 if __name__ == "__main__":

@@ -40,18 +40,20 @@ def bench_launches(bench: Bench) -> None:
         bench.row("launches", measured=0, modelled=len(modelled("H200")), aligned=False)
         return
     ran = kernels_of(step.run, torch.device(bench.device))
-    ours = [(family_of(name), 1e3 * ms) for name, ms in ran if family_of(name)]
+    ours = [(name, 1e3 * ms) for name, ms in ran if family_of(name)]
     if not ours:
         raise SystemExit(f"no CUDA kernel of a chain ran in the step, but {sorted({name for name, _ in ran})[:5]}")
     gpu = cuda_times.similar_gpu(torch.cuda.get_device_capability())
     model = modelled(gpu)
-    aligned = [family for family, _ in ours] == [row["kernel"] for row in model]
+    aligned = [family_of(name) for name, _ in ours] == [row["kernel"] for row in model]
     total, whole = sum(us for _, us in ours), 1e6 * statistics.median(step()["step"] for _ in range(10))
     bench.row(
         "launches", measured=len(ours), modelled=len(model), aligned=aligned, us=total, all_us=whole, kernels=len(ran)
     )
-    for i, (family, us) in enumerate(ours):
-        bench.row("launch_of_step", kernel=family, us=us, **({"model": model[i]} if aligned else {}))
+    for i, (name, us) in enumerate(ours):
+        bench.row(
+            "launch_of_step", kernel=family_of(name), name=name, us=us, **({"model": model[i]} if aligned else {})
+        )
     if aligned:
         constants = fit(gpu, model, [us for _, us in ours])
         bench.row("constants", **constants)

@@ -1,4 +1,4 @@
-"""Writes the page of the plan's rows: what was proven, ratios to the peers, model against measured, and a decision."""
+"""Writes the page of the plan's rows: what users wait for, ratios to the peers, what was proven, and the model."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ from collections.abc import Callable
 from typing import Any
 
 Rows = list[dict[str, Any]]
-_LONGEST, _NAMED = 12, 15
-_OURS, _TRITON = "nasfast engine", "nasfast engine, triton"
+_NAMED = 15
 
 
 def report(parts: dict[str, Rows]) -> str:
     """The page of the rows of each part, in the given order."""
     pages: dict[str, Callable[[Rows], list[str]]] = {
-        "machine": _ceilings,
+        "demo": _demo,
+        "fuse": _steps,
+        "command": _steps,
+        "engine": _steps,
+        "peer": _steps,
+        "compile": _steps,
         "parity": _parity,
         "launches": _launches,
-        "step": _step,
         "tests": _tests,
     }
-    lines = ["# The CUDA kernels on a GPU", ""]
-    step = parts.get("step", [])
-    lines += [*_decision(step), ""] if _of("step", step) else []
+    lines = ["# nasfast on a GPU", ""]
     for name, rows in parts.items():
         lines += [f"## {_heading(name, rows)}", ""]
         lines += [f"- {_LINES[row['kind']](row)}" for row in rows if row["kind"] in _LINES]
-        lines += pages[name](rows) if name in pages else []
+        kind = name.split()[0]
+        lines += pages[kind](rows) if kind in pages else []
         for row in _of("error", rows) + _of("left_out", rows):
             lines.append(f"- {'ERROR' if row['kind'] == 'error' else 'left out'}: {row['what']}: {row['error'][:300]}")
         for row in _of("end", rows):
@@ -56,20 +58,8 @@ def ratio(ours: dict[str, Any], other: dict[str, Any]) -> str:
     return f"{ours['median_ms'] / other['median_ms']:.2f} ({least:.2f} to {most:.2f})"
 
 
-def _decision(rows: Rows) -> list[str]:
-    times = _times(rows)
-    if _OURS not in times or _TRITON not in times:
-        return ["**No decision: the engine did not run on both CUDA and Triton.**"]
-    ours, triton = times[_OURS], times[_TRITON]
-    if ours["q80_ms"] < triton["q20_ms"]:
-        return [f"**Decision: CUDA. Its step takes {ratio(ours, triton)} of that on Triton.**"]
-    if triton["q80_ms"] < ours["q20_ms"]:
-        return [f"**Decision: Triton. A step on CUDA takes {ratio(ours, triton)} of it.**"]
-    return [f"**Decision: open. A step on CUDA takes {ratio(ours, triton)} of that on Triton.**"]
-
-
 def _of_machine(row: dict[str, Any]) -> str:
-    versions = f"torch {row['torch']}, Triton {row['packages']['triton']}, Python {row['python']}"
+    versions = f"torch {row['torch']}, torchvision {row['packages']['torchvision']}, Python {row['python']}"
     return f"{row['gpu'] or row['cpu']}, {versions}, {row['cores']} cores"
 
 
@@ -86,24 +76,48 @@ def _of_counters(row: dict[str, Any]) -> str:
 # what the page says of a row of each kind that has a line of its own
 _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
     "built": lambda row: (
-        f"{row['seconds']} s; nasfast from {row['from']}; kernels for {(row['build'] or {}).get('cuda_archs')}"
+        f"{'compiled' if row['compiled'] else 'was there'}: {row['seconds']} s; "
+        f"kernels for {(row['build'] or {}).get('cuda_archs')}, with torch {(row['build'] or {}).get('torch_version')}"
     ),
     "machine": _of_machine,
-    "micro": lambda row: (
-        f"{row['what']}: {', '.join(f'{key} {value}' for key, value in row.items() if key not in _KEYS)}"
-    ),
     "bits": lambda row: f"{row['what']}: {row['paths'] - row['different']} of {row['paths']} paths have the same bits",
     "sanitizer": _of_sanitizer,
     "counters": _of_counters,
-    "paths": lambda row: f"{row['name']}: {row['images_per_s']:.0f} images/s (first pass {row['first_s']:.1f} s)",
 }
-_KEYS = ("part", "kind", "what")
 
 
-def _ceilings(rows: Rows) -> list[str]:
-    rates = [f"{r['what']} {r['GB_per_s']:.0f} GB/s" for r in _of("ceiling", rows) if "GB_per_s" in r]
-    rates += [f"{r['what']} {r['TFLOP_per_s']:.1f} TFLOP/s" for r in _of("ceiling", rows) if "TFLOP_per_s" in r]
-    return [f"- {', '.join(rates)}"] * bool(rates)
+def _demo(rows: Rows) -> list[str]:
+    found = _of("demo", rows)
+    if not found:
+        return []
+    first, last = found[0], found[-1]
+    return [
+        f"- {first['precision']}: {first['step']} steps after {first['s']:.1f} s, {last['step']} of {last['of']} after "
+        f"{last['s']:.1f} s; {last['images_per_s']:,.0f} images per second in the last ones"
+    ]
+
+
+def _steps(rows: Rows) -> list[str]:
+    """Medians, first steps, and the ratio of the last row that is ours to each row of PyTorch."""
+    times, firsts = _times(rows), {row["name"]: row for row in _of("first_step", rows)}
+    ours = next((name for name in reversed(times) if "nasfast" in name and "no early" not in name), None)
+    floor = next((row["ms"] for row in _of("floor", rows)), None)
+    lines = ["| | ms (20 % to 80 %) | first step | times the floor | nasfast / it |", "|---|---|---|---|---|"]
+    for name in firsts:
+        cells = [name, "-", f"{firsts[name]['first_s']:.1f} s", "", ""]
+        if row := times.get(name):
+            cells[1] = f"{row['median_ms']:.3f} ({row['q20_ms']:.3f} to {row['q80_ms']:.3f})"
+            cells[3] = f"{row['median_ms'] / floor:.1f}" if floor else ""
+            cells[4] = ratio(times[ours], row) if ours and "nasfast" not in name else ""
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [""]
+    for row in (*_of("kernels", rows), *(row for row in firsts.values() if "cuda" in row)):
+        ran = ", ".join(f"{name} {count}" for name, count in row["cuda"].items())
+        lines.append(f"- {row.get('variant', row.get('name'))} ran: {ran or 'kernels of PyTorch alone'}")
+    losses = {name: row["loss"] for name, row in firsts.items() if "loss" in row}
+    if losses and max(losses.values()) - min(losses.values()) > 0.05 * abs(min(losses.values())):
+        lines.append(f"- LOSSES DIFFER: {losses}")
+    return lines
 
 
 def _parity(rows: Rows) -> list[str]:
@@ -139,31 +153,6 @@ def _launches(rows: Rows) -> list[str]:
         values = ", ".join(f"{name} {row[name]:.2f}" for name in ("ipc", "bandwidth", "fixed", "error"))
         lines.append(f"- the model fits best with {values}")
     return lines
-
-
-def _step(rows: Rows) -> list[str]:
-    times, variants = _times(rows), {row["name"]: row for row in _of("variant", rows)}
-    floor = next((row["ms"] for row in _of("floor", rows)), None)
-    lines = ["| variant | ms (20 % to 80 %) | times the floor | first call | ours / it |", "|---|---|---|---|---|"]
-    for name, row in times.items():
-        beside = ratio(times[_OURS], row) if _OURS in times and not name.startswith(_OURS) else ""
-        beside = ratio(times[_OURS], row) if name == _TRITON and _OURS in times else beside
-        over = f"{row['median_ms'] / floor:.1f}" if floor else ""
-        first = f"{variants[name]['first_s']:.1f} s" if name in variants else ""
-        ms = f"{row['median_ms']:.3f} ({row['q20_ms']:.3f} to {row['q80_ms']:.3f})"
-        lines.append(f"| {name} | {ms} | {over} | {first} | {beside} |")
-    lines += [""]
-    for row in _of("kernels", rows):
-        ran = ", ".join(f"{name} {count}" for name, count in {**row["cuda"], **row["triton"]}.items())
-        lines.append(f"- {row['variant']} ran: {ran or 'kernels of PyTorch alone'}")
-    return lines + _losses(variants)
-
-
-def _losses(variants: dict[str, dict[str, Any]]) -> list[str]:
-    losses = {name: row["loss"] for name, row in variants.items()}
-    if not losses or max(losses.values()) - min(losses.values()) <= 0.05 * abs(min(losses.values())):
-        return []
-    return [f"- LOSSES DIFFER: {losses}"]
 
 
 def _tests(rows: Rows) -> list[str]:

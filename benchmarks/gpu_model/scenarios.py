@@ -1,7 +1,7 @@
 """What a launch takes under assumptions: the model's one estimate, and an interval around it. Imports nothing of ours.
 
-Nobody has measured the assumptions yet. `benchmarks/gpu.sh measure` fits some of them and writes constants.json; put as
-GPU: {...} into benchmarks/results/gpu_constants.json, they replace the assumption in every scenario.
+`benchmarks/gpu.sh` fits some of the assumptions and writes constants.json, for an H200 at the edge of what it tries;
+put as GPU: {...} into benchmarks/results/gpu_constants.json, they replace the assumption in every scenario.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from nasfast.measure.step_times import step_times
 from nasfast.pipeline.check import check_one_process, without_supernet
 from nasfast.pipeline.estimate import plan_run
 from nasfast.pipeline.inputs import result_of, scores_of, space_of, untrained_networks
+from nasfast.pipeline.resolve import resolved
 from nasfast.pipeline.seeds import plan_seeds, run_seeds
 from nasfast.pipeline.seeds_page import STABILITY_FILE, sentences, write_stability_page
 from nasfast.pipeline.trained import (
@@ -41,6 +42,7 @@ from nasfast.pipeline.trained import (
 from nasfast.report import write_comparison, write_report
 from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, repeats_of, worth_of_score
 from nasfast.runtime.distributed import World, start
+from nasfast.runtime.files import write_atomic
 from nasfast.runtime.launcher import environment_size
 from nasfast.runtime.termination import Terminated, stopped_at
 from nasfast.search import load_candidates
@@ -309,7 +311,7 @@ def _config_of(out: str) -> RunConfig:
             f"{path} is missing: run `nasfast supernet --out {out}` first. A score of untrained weights needs no "
             f"checkpoint, but the settings of a run in {path}"
         )
-    return RunConfig.load(path).replace(out=out).resolved()
+    return resolved(RunConfig.load(path).replace(out=out))
 
 
 def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, float], ArchSpace]:
@@ -390,7 +392,14 @@ def _latency(settings: dict[str, Any], parser: Parser) -> None:
 
 def _step(settings: dict[str, Any], parser: Parser) -> None:
     out = settings.pop("out", None)
-    report = step_times(StepTimesConfig.from_dict(settings))
+    first_steps: list[dict[str, Any]] = []
+
+    def seen(row: dict[str, Any]) -> None:
+        first_steps.append(row)
+        if out is not None:  # until the report is there, which has them too
+            write_atomic(Path(out), (json.dumps({"first_steps": first_steps}, indent=1) + "\n").encode())
+
+    report = step_times(StepTimesConfig.from_dict(settings), seen=seen)
     print(report)
     if out is not None:
         report.save(out)

@@ -275,7 +275,9 @@ def run_config(command: str, given: dict[str, Any]) -> tuple[RunConfig, dict[str
         cfg = RunConfig.from_dict(merge(form, {name: value for name, value in given.items() if name in settings}))
     except ConfigError as error:
         raise ConfigError(f"{error} (with {saved})" if form else str(error)) from error
-    return cfg.resolved(), others
+    from nasfast.pipeline.resolve import resolved  # here, because it imports torch, and help must not wait for that
+
+    return resolved(cfg), others
 
 
 def take_tasks(given: dict[str, Any]) -> TaskSettings | None:

@@ -92,6 +92,8 @@ class GraphEngine:
         self._layers = self._modules()
         self._allocate(self._boundaries())
         _lay_out(self.net)
+        number = sum(len(choices) for _, choices in self._layers)
+        _logger.info("CUDA graphs: the first step of each candidate captures its graphs (%d in all), and waits", number)
 
     # ---- buffers
 

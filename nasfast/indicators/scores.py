@@ -26,6 +26,7 @@ from nasfast.indicators.registry import (
 )
 from nasfast.indicators.structure import BASELINES, structure_table
 from nasfast.indicators.table import IndicatorTable
+from nasfast.runtime.progress import Progress
 from nasfast.settings import ScoreConfig
 from nasfast.spaces import Arch, LayerSpace, format_arch
 
@@ -74,7 +75,7 @@ def score_table(
         table = score.function(evidence)
         table = replace(table, meta={**meta, **table.meta})
     else:
-        scores = {arch: score.function(evidence, arch) for arch in dict.fromkeys(evidence.sample())}
+        scores = _each(score, evidence, dict.fromkeys(evidence.sample()))
         table = distill(space, scores, evidence.values, meta=meta)
     return with_structure(table, structure)
 
@@ -109,12 +110,22 @@ def score_paths(name: str, evidence: Evidence, archs: Iterable[Arch]) -> dict[Ar
     if score.additive:
         table = score.function(evidence)
         return {arch: table.score(arch) for arch in archs}
-    scores = {arch: score.function(evidence, arch) for arch in archs}
+    scores = _each(score, evidence, list(archs))
     if bad := [arch for arch, value in scores.items() if not math.isfinite(value)]:
         remedy = ": the supernet diverged; train it with a lower train.lr" if score.trained else ""
         raise ScoreError(
             f"{len(bad)} of {len(scores)} paths have no finite {name}, the first is [{format_arch(bad[0])}]{remedy}"
         )
+    return scores
+
+
+def _each(score: Score, evidence: Evidence, archs: Collection[Arch]) -> dict[Arch, float]:
+    """The score of each path, with signs of life."""
+    scores = {}
+    with Progress("score", len(archs)) as progress:
+        for done, arch in enumerate(archs, 1):
+            scores[arch] = score.function(evidence, arch)
+            progress.update(done)
     return scores
 
 
@@ -168,11 +179,14 @@ def score_networks(
         return {arch: table.score(arch) for arch in archs}, {}
     scores: dict[Arch, float] = {}
     failed: dict[Arch, ScoreError] = {}
-    for arch in archs:
-        try:
-            scores[arch] = score.function(evidence, arch)
-        except ScoreError as error:
-            failed[arch] = error
+    archs = list(archs)
+    with Progress("score", len(archs)) as progress:
+        for done, arch in enumerate(archs, 1):
+            try:
+                scores[arch] = score.function(evidence, arch)
+            except ScoreError as error:
+                failed[arch] = error
+            progress.update(done)
     if failed and not scores:
         raise next(iter(failed.values()))
     return summed(name, [scores], failed), failed

@@ -21,7 +21,7 @@ class StepTimesConfig(ConfigBase):
         path: the path through the supernet, such as "0 3 4 1"; null takes `nasfast.spaces.mean_path`.
         batch: images per step.
         resolution: height and width of the images in pixels; null takes the space's.
-        dtype: `fp32`, or `bf16` autocast.
+        dtype: `fp32`, `bf16` autocast, or `auto`: what `precision: auto` of a run takes on the device.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         threads: number of CPU threads; 0 takes torch's choice.
         seed: seed of the weights and images.
@@ -32,7 +32,7 @@ class StepTimesConfig(ConfigBase):
     path: str | None = None
     batch: int = 32
     resolution: int | None = None
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
     device: str = "auto"
     threads: int = 0
     seed: int = 0
@@ -66,7 +66,8 @@ class LatencyConfig(ConfigBase):
         device: `cpu`, `cuda` or `cuda:N` (PyTorch), or `onnx` (onnxruntime).
         compiled: whether PyTorch runs the networks through `torch.compile`.
         provider: execution provider of onnxruntime.
-        dtype: `fp32` or `bf16`, the type of weights and images; onnxruntime has fp32.
+        dtype: `fp32` or `bf16`, the type of weights and images, or `auto`: what `precision: auto` of a run takes on the
+            device; onnxruntime has fp32.
         batch: images per run.
         threads: number of CPU threads; 0 takes the runtime's choice.
         rounds: timed runs of every candidate and network, after two that are not timed.
@@ -84,7 +85,7 @@ class LatencyConfig(ConfigBase):
     device: str = "cpu"
     compiled: bool = False
     provider: str = "CPUExecutionProvider"
-    dtype: Literal["fp32", "bf16"] = "fp32"
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
     batch: int = 1
     threads: int = 0
     rounds: int = 30
@@ -99,7 +100,7 @@ class LatencyConfig(ConfigBase):
             raise ValueError("device must be cpu, cuda, cuda:N or onnx, because a table is of one device; got 'auto'")
         if self.device != "onnx":
             check_device(self.device)
-        elif self.compiled or self.dtype != "fp32":
+        elif self.compiled or self.dtype == "bf16":
             raise ValueError("device='onnx' runs fp32 files of onnxruntime: leave out compiled and dtype")
         if self.calibrate != 0 and self.calibrate < 4:
             raise ValueError(f"calibrate must be 0 or at least 4, because two numbers are fitted, got {self.calibrate}")

@@ -6,6 +6,7 @@ import platform
 import torch
 
 from nasfast.ops import _native, backends, cuda_times
+from nasfast.ops.precision import default_precision
 
 _PACKAGES = (
     "nasfast",
@@ -102,10 +103,12 @@ def _operators() -> list[str]:
     lines = []
     for device in devices:
         try:
-            # the CUDA kernels of chains serve the types of autocast only
-            rows = backends.explain(device, torch.float32 if device == "cpu" else torch.bfloat16)
+            # what `precision: auto` runs, and not what another setting could run
+            precision, reason = default_precision(device)
+            rows = backends.explain(device, torch.bfloat16 if precision == "bf16" else torch.float32)
         except ValueError as error:
             return [str(error)]
+        lines.append(f"precision auto on {device}: {precision} ({reason})")
         for op in dict.fromkeys(row.op for row in rows):
             chosen = [row.backend for row in rows if row.op == op and row.chosen]
             lines.append(f"{op} on {device}: {chosen[0] if chosen else 'none, the named backend cannot serve'}")

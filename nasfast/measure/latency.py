@@ -25,6 +25,7 @@ from nasfast.measure.config import LatencyConfig
 from nasfast.measure.deployed import deployed
 from nasfast.measure.doctor import environment
 from nasfast.measure.timing import machine, measure, measuring
+from nasfast.ops.precision import resolve_precision
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.onnx import check_provider
@@ -293,7 +294,7 @@ def head_of(cfg: LatencyConfig, space: LayerSpace) -> dict[str, Any]:
         "num_classes": space.num_classes,
         "device": device,
         "runtime": f"onnxruntime {cfg.provider}" if device == "onnx" else "compiled" if cfg.compiled else "eager",
-        "dtype": cfg.dtype,
+        "dtype": resolve_precision(cfg.dtype, cfg.device),
         "threads": cfg.threads,
         "batch": cfg.batch,
         "clock": cfg.clock,
@@ -314,6 +315,7 @@ def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = N
         RuntimeError: the extra `onnx` is missing, a network cannot be exported or compiled, or the times contradict
             each other.
     """
+    cfg = cfg.replace(dtype=resolve_precision(cfg.dtype, cfg.device))
     space, parts, network_of = _subject(cfg, net)
     if cfg.device == "onnx":
         check_provider(cfg.provider)
@@ -326,7 +328,8 @@ def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = N
         for arch in archs:
             work[format_arch(arch)] = deployed(network_of(arch), _images(cfg, shape), cfg)
         _LOG.info("timing %d parts and %d networks, %d rounds", len(parts.modules), len(archs), cfg.rounds)
-        times = {name: phases["run"] for name, phases in measure(work, rounds=cfg.rounds).items()}
+        measured = measure(work, rounds=cfg.rounds, stage="latency")
+        times = {name: phases["run"] for name, phases in measured.items()}
         where = machine()
     fitted, validated = archs[: cfg.calibrate], archs[cfg.calibrate :]
     medians = {name: summary["median_ms"] for name, summary in times.items()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,6 +26,7 @@ from nasfast.measure.timing import (
     measuring,
     random_batch,
 )
+from nasfast.ops.precision import resolve_precision
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
 from nasfast.settings import METHODS, MethodName
@@ -86,7 +89,10 @@ class StepTimesRow:
 
 @dataclass(frozen=True)
 class StepTimesReport:
-    """The rows, the step that was measured, and the machine; `str` of a report is a table."""
+    """The rows, the step that was measured, and the machine; `str` of a report is a table.
+
+    `first_steps` are what `step_times` gives to `seen`.
+    """
 
     config: StepTimesConfig
     space: SearchSpace
@@ -94,6 +100,7 @@ class StepTimesReport:
     rows: tuple[StepTimesRow, ...]
     machine: dict[str, Any]
     environment: dict[str, list[str]]
+    first_steps: tuple[dict[str, Any], ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """All contents as JSON; the published figures have a label."""
@@ -104,6 +111,7 @@ class StepTimesReport:
             "path": format_arch(self.path),
             "macs_per_image": self.space.cost(self.path).macs,
             "rows": [asdict(row) for row in self.rows],
+            "first_steps": list(self.first_steps),
             "published": PUBLISHED,
             "machine": self.machine,
             "environment": self.environment,
@@ -152,12 +160,22 @@ class StepTimesReport:
         )
 
 
-def step_times(cfg: StepTimesConfig = StepTimesConfig()) -> StepTimesReport:
+def step_times(
+    cfg: StepTimesConfig = StepTimesConfig(), *, seen: Callable[[dict[str, Any]], object] | None = None
+) -> StepTimesReport:
     """Time one training step of SPOS, BN-NAS and DI-NAS on plain PyTorch, and of DI-NAS on the operators of nasfast.
 
     All rows run the same path of the same space on the same images, interleaved in this process. A step is forward,
     cross entropy and backward, as in the paper, without the optimiser's update. On a GPU, DI-NAS also runs on CUDA
     graphs: PyTorch's graph of this one path, and the graphs of nasfast's engine.
+
+    The weights of all rows are the same draw (`he`), each row with a copy in its own memory format: times do not depend
+    on their values, and other initialisations take longer than the measurement.
+
+    Args:
+        cfg: which step, and how often.
+        seen: called with each row as soon as it has run twice: `name`, `first_s` until its first step had ended, with
+            network, captures and choice of algorithms, and `second_ms`. The log says the same.
 
     Raises:
         ConfigError: the space is unknown or the device does not exist.
@@ -165,27 +183,30 @@ def step_times(cfg: StepTimesConfig = StepTimesConfig()) -> StepTimesReport:
         EngineError: the engine's buffers do not fit the GPU's memory, or something cannot be captured.
         ValueError: the batch is too small for the statistics of a BatchNorm, or nothing on the path trains.
     """
+    cfg = cfg.replace(dtype=resolve_precision(cfg.dtype, cfg.device))
     space, path = cfg.resolve()
     images, labels = random_batch(space, cfg.batch, device=torch_device(cfg.device), seed=cfg.seed)
     rows = _ROWS + (_GRAPH_ROWS if images.device.type == "cuda" else ())
     steps: dict[str, Callable[[], dict[str, float]]] = {}
-    eager, trainable = {}, {}
+    trainable: dict[str, str] = {}
+    first_steps: list[dict[str, Any]] = []
+    made: dict[tuple[bool, bool], Supernet] = {}
     with measuring(cfg.threads):
         for name, method, fused, how in rows:
-            preset = METHODS[method]
-            net = Supernet(
-                space, init=preset.init, layer_indicators=preset.layer_indicators, fused=fused, seed=cfg.seed
-            )
-            trainable[name] = net.freeze(preset.trainable).trainable
+            start = time.perf_counter()
+            net = _network(made, space, method, fused, cfg.seed)
+            trainable[name] = net.freeze(METHODS[method].trainable).trainable
             net.to(images.device).to(memory_format=torch.channels_last).train()
-            bf16 = cfg.dtype == "bf16"
-            if how == "engine":
-                steps[name] = engine_step(GraphEngine(net, tuple(images.shape), bf16=bf16), images, labels, path)
-                continue
-            eager[name] = TrainingStep(net, images, labels, path=path, bf16=bf16)
-            steps[name] = graphed_step(eager[name]) if how == "graph" else eager[name]
+            steps[name] = _step_of(net, how, images, labels, path, bf16=cfg.dtype == "bf16")
+            steps[name]()
+            first = time.perf_counter() - start
+            row = {"name": name, "first_s": first, "second_ms": 1e3 * steps[name]()["step"]}
+            _LOG.info("%(name)s: first step after %(first_s).1f s, the second took %(second_ms).1f ms", row)
+            first_steps.append(row)
+            if seen is not None:
+                seen(row)
         _LOG.info("timing %d rows, %d rounds", len(steps), cfg.rounds)
-        times = measure(steps, rounds=cfg.rounds)
+        times = measure(steps, rounds=cfg.rounds, warmup=0, stage="step")
         measured_on = {"device": str(images.device), **machine()}
     # the paper has no figures for nasfast's operators or for graphs
     measured = tuple(
@@ -194,4 +215,24 @@ def step_times(cfg: StepTimesConfig = StepTimesConfig()) -> StepTimesReport:
         )
         for name, method, fused, how in rows
     )
-    return StepTimesReport(cfg, space, path, measured, measured_on, environment())
+    return StepTimesReport(cfg, space, path, measured, measured_on, environment(), tuple(first_steps))
+
+
+def _network(
+    made: dict[tuple[bool, bool], Supernet], space: SearchSpace, method: MethodName, fused: bool, seed: int
+) -> Supernet:
+    """A network of a row; `made` keeps one of each structure on the CPU, which others copy."""
+    indicators = METHODS[method].layer_indicators
+    if (fused, indicators) not in made:
+        made[fused, indicators] = Supernet(space, init="he", layer_indicators=indicators, fused=fused, seed=seed)
+    return copy.deepcopy(made[fused, indicators])
+
+
+def _step_of(
+    net: Supernet, how: str, images: torch.Tensor, labels: torch.Tensor, path: Arch, *, bf16: bool
+) -> Callable[[], dict[str, float]]:
+    """The step of a row as a function that returns its seconds."""
+    if how == "engine":
+        return engine_step(GraphEngine(net, tuple(images.shape), bf16=bf16), images, labels, path)
+    step = TrainingStep(net, images, labels, path=path, bf16=bf16)
+    return graphed_step(step) if how == "graph" else step

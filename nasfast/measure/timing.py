@@ -23,6 +23,7 @@ from nasfast.engine import Engine
 from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.ops import _native
 from nasfast.runtime.memory import freed_memory
+from nasfast.runtime.progress import Progress
 from nasfast.spaces import Arch, SearchSpace
 
 
@@ -132,7 +133,9 @@ def engine_step(engine: Engine, images: Tensor, labels: Tensor, path: Arch) -> C
     return lambda: {"step": seconds_of(lambda: engine.forward_backward(images, labels, [path]), images.device)}
 
 
-def measure(variants: Mapping[str, Callable[[], dict[str, float]]], *, rounds: int, warmup: int = 2) -> dict[str, dict]:
+def measure(
+    variants: Mapping[str, Callable[[], dict[str, float]]], *, rounds: int, warmup: int = 2, stage: str | None = None
+) -> dict[str, dict]:
     """Run every variant in every round and summarise its times.
 
     Each round runs every variant once, in a rotating order, so that a busy moment of the machine affects all of them.
@@ -141,18 +144,22 @@ def measure(variants: Mapping[str, Callable[[], dict[str, float]]], *, rounds: i
         variants: name -> function that does the work once and returns {phase: seconds}.
         rounds: number of timed rounds.
         warmup: number of rounds before, which are not timed (compilation, caches, memory pools).
+        stage: what the screen calls the rounds, with what has just run; None shows nothing.
 
     Returns:
         name -> phase -> {"median_ms", "q20_ms", "q80_ms"} over the timed rounds.
     """
     times: dict[str, dict[str, list[float]]] = {name: {} for name in variants}
     names = list(variants)
-    for i_round in range(warmup + rounds):
-        shift = i_round % len(names)
-        for name in names[shift:] + names[:shift]:
-            for phase, seconds in variants[name]().items():
-                if i_round >= warmup:
-                    times[name].setdefault(phase, []).append(seconds * 1e3)
+    with Progress(stage or "", (warmup + rounds) * len(names), shown=stage is not None, timed=True) as progress:
+        for i_round in range(warmup + rounds):
+            shift = i_round % len(names)
+            for i, name in enumerate(names[shift:] + names[:shift], 1):
+                phases = variants[name]()
+                for phase, seconds in phases.items():
+                    if i_round >= warmup:
+                        times[name].setdefault(phase, []).append(seconds * 1e3)
+                progress.update(i_round * len(names) + i, f"{name}: {1e3 * list(phases.values())[-1]:.3g} ms")
     return {
         name: {phase: summarise(samples, "ms") for phase, samples in phases.items()} for name, phases in times.items()
     }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from nasfast.config import ConfigError, difference
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.scores import check_score, gives_table, score_of
+from nasfast.pipeline.resolve import resolved
 from nasfast.search.limits import read_limits
 from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
 from nasfast.spaces import SearchSpace, read_cost_table
@@ -46,7 +47,7 @@ def check_settings(cfg: RunConfig, *, supernet: bool = True) -> None:
     path = cfg.run_dir / CONFIG_FILE
     if not path.exists():
         return
-    saved, given = RunConfig.load(path).resolved().to_dict(), cfg.to_dict()
+    saved, given = resolved(RunConfig.load(path).replace(out=cfg.out)).to_dict(), cfg.to_dict()
     later = _LATER if supernet else (*_LATER, *_OF_SUPERNET)
     if not supernet and nothing_is_trained(cfg):
         later = (*later, "data")

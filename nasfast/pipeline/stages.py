@@ -25,6 +25,7 @@ from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, T
 from nasfast.measure.doctor import environment
 from nasfast.pipeline.check import already_begun, check_scoring, check_search, check_settings, without_supernet
 from nasfast.pipeline.inputs import configured_space, evidence_of, result_of, saved_space
+from nasfast.pipeline.resolve import resolved
 from nasfast.report import at_chance, training_top1
 from nasfast.runtime.arguments import check_type
 from nasfast.runtime.device import use_threads
@@ -66,7 +67,7 @@ def stage(*, create: bool) -> Callable[[StageFunction], StageFunction]:
         @functools.wraps(function)
         def wrapped(cfg: RunConfig, **kwargs: Any) -> Any:
             check_type("cfg", cfg, RunConfig, advice="RunConfig.load(FILE) and RunConfig.from_dict(MAPPING) make one")
-            cfg = cfg.resolved()
+            cfg = resolved(cfg)
             use_threads(cfg.threads)
             leads = kwargs.get("world", SINGLE).leads
             with run_lock(cfg.run_dir, create=create) if leads else nullcontext():

@@ -13,7 +13,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from nasfast.config import load_yaml
+from nasfast.config import ConfigError, flatten, load_yaml
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import plots
 from nasfast.report.evidence import Comparison, compare, is_peer, repeats_of, worth_of_score
@@ -31,6 +31,7 @@ from nasfast.report.page import (
 from nasfast.report.run_files import NotRun, RunFiles, body_of, limits_of
 from nasfast.runtime.files import write_atomic
 from nasfast.search import pareto_front, sample_under
+from nasfast.settings import CONFIG_FILE
 from nasfast.spaces import Arch, SearchSpace, format_arch
 
 # Number of random architectures in the figure of score against MACs.
@@ -348,8 +349,20 @@ def _curves(run: RunFiles, name: str, stages: Sequence[str], command: str) -> st
     figure = _figure(run, name, plots.training_curves(metrics, stages), caption)
     speeds = [m["images_per_s"] for m in metrics if m["stage"] in stages and m.get("images_per_s")]
     # not in the caption, which is in the figure's file: files of equal results are equal
-    speed = f"Median speed: {sorted(speeds)[len(speeds) // 2]:,.0f} images per second." if speeds else ""
+    speed = (
+        f"Median speed: {sorted(speeds)[len(speeds) // 2]:,.0f} images per second{_in(run, name)}." if speeds else ""
+    )
     return figure + (f'<p class="soft">{speed}</p>' if speed else "")
+
+
+def _in(run: RunFiles, name: str) -> str:
+    """The number type of a training, `supernet` or `retrain`; empty where config.yaml does not say it."""
+    try:
+        settings = flatten(load_yaml(run.folder / CONFIG_FILE))
+    except ConfigError:
+        return ""
+    precision = settings.get("train.precision" if name == "supernet" else "retrain.train.precision")
+    return {"fp32": " in float32", "bf16": " in bfloat16 autocast"}.get(str(precision), "")
 
 
 def _rank(run: RunFiles) -> str:

@@ -20,6 +20,7 @@ from torchvision.transforms import v2
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.retrain.export import MODEL_FILE, save_model
 from nasfast.runtime.arguments import check_type
+from nasfast.runtime.device import torch_device
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import answers_from_hex, answers_to_hex, write_atomic
 from nasfast.runtime.lock import run_lock
@@ -30,7 +31,7 @@ from nasfast.train import Evaluation, TrainExtras, TrainStage, evaluate, recalib
 from nasfast.train.batches import as_epochs
 from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.loop import train
-from nasfast.train.state import check_new
+from nasfast.train.state import check_new, with_precision
 
 _LOG = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ def retrain(
             overwrite=overwrite,
             extends=True,
         )
+        cfg = cfg.replace(train=with_precision(cfg.train, stage, torch_device(device)))
         extras = TrainExtras(cfg.ema, cfg.patience, mixing(cfg, space.num_classes))
         final = train(
             network, train_loader, cfg.train, stage, evaluate=evaluation, extras=extras, device=device, world=world

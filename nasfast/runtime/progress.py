@@ -1,16 +1,19 @@
-"""What a training calls at each step that it logs, how many stages follow it, and times as text. No torch."""
+"""Signs of life: a bar or lines, what a training calls at each step that it logs, and times as text. No torch."""
 
 from __future__ import annotations
 
 import math
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 Callback = Callable[[str, int, Mapping[str, float | int | None]], object]
 """Takes the name of a stage (`supernet`, `retrain/best`), the step, and its metrics by name, such as `loss`."""
 
-LINE_EVERY = 600.0
-"""Seconds between lines where no terminal shows a bar: a run of minutes has none, and that of a day is not silent."""
+FIRST_LINE, LINE_EVERY = 30.0, 600.0
+"""Seconds until the first line, and between lines, where no terminal shows a bar."""
 
 _callbacks: list[Callback] = []
 _following = 0
@@ -47,6 +50,80 @@ def call(stage: str, step: int, metrics: Mapping[str, float | int | None]) -> No
     """Call what `calling` was given; an error that a callback raises ends the training."""
     for callback in _callbacks:
         callback(stage, step, metrics)
+
+
+class Progress(AbstractContextManager):
+    """How far a stage is: a bar that goes when it ends, or where standard error is no terminal, a line now and then.
+
+    Args:
+        stage: name of the stage.
+        total: number of steps at its end.
+        step: number of steps at its beginning.
+        shown: whether to show anything.
+        timed: whether what happens between two updates is timed; the bar is then drawn in `update` alone, and by no
+            thread beside it.
+    """
+
+    def __init__(self, stage: str, total: int, *, step: int = 0, shown: bool = True, timed: bool = False) -> None:
+        self._stage, self._total, self._shown, self._text = stage, total, shown, ""
+        self._start, self._start_step = time.monotonic(), step
+        self._next_line = self._start + FIRST_LINE
+        self._bar, self._timed = _bar(auto_refresh=not timed) if shown else None, timed
+        if self._bar is not None:
+            self._task = self._bar.add_task(stage, total=total, completed=step, text="", left="")
+            self._bar.start()
+
+    def update(self, step: int, text: str | None = None) -> None:
+        """Show that `step` steps are done, and the text, which stays until there is another."""
+        self._text, now = self._text if text is None else text, time.monotonic()
+        if self._bar is not None:
+            left = self._left(step, now)
+            self._bar.update(self._task, completed=step, text=self._text, left=left, refresh=self._timed)
+        elif self._shown and now >= self._next_line:
+            self._next_line = now + LINE_EVERY
+            parts = [f"{self._stage} {step}/{self._total}", self._left(step, now), self._text]
+            print("  ".join(filter(None, parts)), file=sys.stderr, flush=True)
+
+    def _left(self, step: int, now: float) -> str:
+        """The time that is left of this stage, and of it with those that follow; empty before the first step."""
+        if step <= self._start_step:
+            return ""
+        per_step = (now - self._start) / (step - self._start_step)
+        left = per_step * (self._total - step)
+        text = f"eta {duration(left)}"
+        more = following()
+        return text if not more else f"{text}, all {duration(left + more * per_step * self._total)}"
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def _bar(*, auto_refresh: bool) -> Any:
+    """A bar of rich; None where standard error is no terminal, or rich is not installed."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as Bar
+        from rich.table import Column
+    except ImportError:
+        return None
+    console = Console(file=sys.stderr)
+    if not console.is_terminal:
+        return None
+    # in a narrow terminal the text is cut, never the counter and the time that is left
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    return Bar(
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=12),
+        TextColumn("{task.fields[text]}", table_column=rest),
+        console=console,
+        auto_refresh=auto_refresh,
+        expand=True,
+        transient=True,
+    )
 
 
 def duration(seconds: float) -> str:

@@ -1,18 +1,12 @@
-"""Output of a training stage while it runs: metrics.jsonl, TensorBoard, and a progress bar or now and then a line."""
+"""Output of a training stage while it runs: metrics.jsonl, TensorBoard, and its progress."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import logging
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
 
 from nasfast.runtime import progress
 from nasfast.runtime.files import METRICS_FILE, locked_lines, read_metrics, write_atomic
@@ -37,12 +31,11 @@ class TrainLog(contextlib.AbstractContextManager):
         stage: name of the stage, e.g. `supernet` or `retrain/best`.
         step: step at which the stage starts.
         total: step at which it ends.
-        shown: whether to show progress on the screen: a bar that goes when the stage ends, or where standard error is
-            no terminal, a line every ten minutes.
+        shown: whether to show progress on the screen; see `nasfast.runtime.progress.Progress`.
     """
 
     def __init__(self, run_dir: Path, stage: str, *, step: int, total: int, shown: bool = True) -> None:
-        self._path, self._stage, self._total, self._shown = Path(run_dir) / METRICS_FILE, stage, total, shown
+        self._path, self._stage = Path(run_dir) / METRICS_FILE, stage
         with locked_lines(self._path):
             kept = [m for m in read_metrics(run_dir) if m["stage"] != stage or m["step"] <= step]
             write_atomic(self._path, "".join(json.dumps(m) + "\n" for m in kept).encode())
@@ -50,25 +43,11 @@ class TrainLog(contextlib.AbstractContextManager):
         if SummaryWriter is not None:
             with self._on_board():
                 self._board = SummaryWriter(str(Path(run_dir) / "tensorboard" / stage), purge_step=step + 1)
-        self._start, self._start_step = time.monotonic(), step
-        self._said = self._start
-        console = Console(file=sys.stderr)
-        self._bar = None
-        if shown and console.is_terminal:
-            # in a narrow terminal the metrics are cut, never the counter and the time that is left
-            rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
-            self._bar = Progress(
-                TextColumn("{task.description}", table_column=Column(no_wrap=True)),
-                TextColumn("{task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True)),
-                TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
-                BarColumn(bar_width=12),
-                TextColumn("{task.fields[metrics]}", table_column=rest),
-                console=console,
-                expand=True,
-                transient=True,
-            )
-            self._task = self._bar.add_task(stage, total=total, completed=step, metrics="", left="")
-            self._bar.start()
+        self._progress = progress.Progress(stage, total, step=step, shown=shown)
+
+    def tick(self, step: int) -> None:
+        """Show that `step` steps are done, whose metrics nobody has read yet."""
+        self._progress.update(step)
 
     def write(self, step: int, **metrics: float | int | None) -> None:
         """Write the metrics of `step`; None is written to the file only."""
@@ -80,32 +59,14 @@ class TrainLog(contextlib.AbstractContextManager):
                     self._board.add_scalar(name, value, step)
         progress.call(self._stage, step, metrics)
         text = "  ".join(f"{name} {_short(name, value)}" for name, value in metrics.items() if value is not None)
-        now = time.monotonic()
-        left = self._left(step, now)
-        if self._bar:
-            self._bar.update(self._task, completed=step, metrics=text, left=left)
-        elif self._shown and now - self._said >= progress.LINE_EVERY:
-            self._said = now
-            parts = [f"{self._stage} {step}/{self._total}", left, text]
-            print("  ".join(filter(None, parts)), file=sys.stderr, flush=True)
-
-    def _left(self, step: int, now: float) -> str:
-        """The time that is left of this stage, and of it with those that follow; empty before the first step."""
-        if step <= self._start_step:
-            return ""
-        per_step = (now - self._start) / (step - self._start_step)
-        left = per_step * (self._total - step)
-        text = f"eta {progress.duration(left)}"
-        more = progress.following()
-        return text if not more else f"{text}, all {progress.duration(left + more * per_step * self._total)}"
+        self._progress.update(step, text)
 
     def __exit__(self, *_: object) -> None:
-        """Close TensorBoard's file and end the progress bar."""
+        """Close TensorBoard's file and end the progress."""
         with self._on_board():
             if self._board:
                 self._board.close()
-        if self._bar:
-            self._bar.stop()
+        self._progress.__exit__()
 
     @contextlib.contextmanager
     def _on_board(self) -> Iterator[None]:

@@ -36,7 +36,7 @@ from nasfast.train.evaluate import Evaluation
 from nasfast.train.exchange import Outcome, exchange
 from nasfast.train.log import TrainLog
 from nasfast.train.schedule import lr_at
-from nasfast.train.state import Sums, TrainState, begin, seed_other_rank
+from nasfast.train.state import Sums, TrainState, begin, seed_other_rank, with_precision
 
 _LOG = logging.getLogger(__name__)
 
@@ -159,6 +159,8 @@ class _Training:
                     if self.averaged is not None:
                         self.averaged.update_parameters(self.model)
                     at.step += 1
+                    if self.log:  # without reading anything, so that a GPU is not waited for
+                        self.log.tick(at.step)
                     self.pending.append((at.step, outcome, norm))
                     epoch_ends, ends = at.step % per_epoch == 0, at.step == self.total
                     evaluates = self.evaluate is not None and epoch_ends and (ends or (epoch + 1) % cfg.eval_every == 0)
@@ -337,5 +339,6 @@ def train(
     """
     loader = to_learn_from(loader, classes=getattr(getattr(model, "space", None), "num_classes", None) or None)
     device = torch_device(device)
+    cfg = with_precision(cfg, stage, device)
     model.to(device).to(memory_format=torch.channels_last).train()
     return _Training(model, loader, cfg, stage, sampler, evaluate, extras, device, world).run(engine)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from nasfast.config import difference
+from nasfast.ops.precision import resolve_precision
 from nasfast.runtime.distributed import World
 from nasfast.runtime.files import checkpoint_state
 from nasfast.runtime.lock import run_lock
+from nasfast.settings import TrainConfig
 from nasfast.spaces import Sampler
 from nasfast.train.checkpoint import (
     SUFFIX,
@@ -218,6 +221,20 @@ def _changes(saved: dict[str, Any], now: dict[str, Any], *, extends: bool) -> st
     if extends and saved["train"]["epochs"] < now["train"]["epochs"]:
         saved = {**saved, "train": {**saved["train"], "epochs": now["train"]["epochs"]}}
     return difference(saved, now)
+
+
+def with_precision(cfg: TrainConfig, stage: TrainStage, device: str) -> TrainConfig:
+    """The settings of a stage with the number type that `precision: auto` means.
+
+    It is that of the checkpoints where the stage continues, and otherwise what `resolve_precision` says of the device.
+    """
+    name = cfg.precision
+    if name == "auto" and stage.resume:
+        for path in reversed(CheckpointFolder(Path(stage.run_dir) / "checkpoints", stage.file_prefix).paths()):
+            with suppress(OSError, LookupError, TypeError, ValueError):  # a damaged one; one before it may be good
+                name = checkpoint_state(path)["settings"]["train"]["precision"]
+                break
+    return cfg.replace(precision=resolve_precision(name, device))
 
 
 def check_new(

@@ -22,6 +22,7 @@ from nasfast.train.batches import to_learn_from
 from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.config import TrainStage
 from nasfast.train.loop import train
+from nasfast.train.state import with_precision
 
 _LOG = logging.getLogger(__name__)
 
@@ -122,6 +123,7 @@ def train_supernet(
     # refused before anything is written or replaced
     to_learn_from(loader)
     device = torch_device(device)
+    cfg = with_precision(cfg, stage, device)
     if world.is_main:
         _describe(net, loader, sampler, cfg, stage, leads=world.leads)
     return train(

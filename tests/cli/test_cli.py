@@ -20,6 +20,7 @@ from nasfast.cli.flags import COMMANDS, Parser, parse, run_config
 from nasfast.cli.main import main
 from nasfast.config import load_yaml, to_number
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
+from nasfast.pipeline.resolve import resolved
 from nasfast.research.studies import registry
 from nasfast.retrain import save_model
 from nasfast.settings import RunConfig
@@ -44,7 +45,7 @@ def config_of(seen, *argv: str) -> RunConfig:
 
 
 def test_defaults_are_those_of_the_config(seen):
-    assert config_of(seen) == RunConfig().resolved()
+    assert config_of(seen) == resolved(RunConfig())
 
 
 def test_flags_reach_every_level(seen):
@@ -87,7 +88,7 @@ def test_stages_that_continue_a_run_start_from_its_config(seen, tmp_path):
 @pytest.mark.parametrize("name", ["cifar10_macro", "demo", "imagenet_mobilenet_v2", "imagenet_shufflenet_v2"])
 def test_a_recipe_is_a_file_of_the_package(seen, name):
     file = load_yaml(Path(nasfast.__file__).parent / "recipes" / f"{name}.yaml")
-    assert config_of(seen, "--config", name) == RunConfig.from_dict(file).resolved()
+    assert config_of(seen, "--config", name) == resolved(RunConfig.from_dict(file))
 
 
 @pytest.mark.parametrize(

@@ -127,10 +127,15 @@ def test_gradients_of_parameters_outside_the_path_are_none_after_an_eager_step_t
         assert found == set(gradients(net))
 
 
-def test_candidates_are_captured_once_and_only_when_needed():
+def test_candidates_are_captured_once_and_only_when_needed_which_is_announced(caplog):
     space = spaces.digits_mini()
     path = tuple(0 for _ in space.layers)
-    graphs = compare(space, "bn", [[path]] * 3, layer_indicators=False)
+    with caplog.at_level(logging.INFO, logger="nasfast.engine"):
+        graphs = compare(space, "bn", [[path]] * 3, layer_indicators=False)
+    number = sum(len(layer.legal) for layer in space.layers) + 3  # stem, head and classifier
+    assert [r.message for r in caplog.records if "captures" in r.message] == [
+        f"CUDA graphs: the first step of each candidate captures its graphs ({number} in all), and waits"
+    ]
     assert [len(found) for found in graphs._segments] == [1] * len(graphs._layers)
     segment = graphs._segments[1][0, None]
     graphs.forward_backward(*random_batch(space, 4, device=DEVICE), [path])

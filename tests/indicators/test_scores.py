@@ -17,6 +17,7 @@ from nasfast import extensions
 from nasfast.indicators import bn_gamma, registry
 from nasfast.indicators.registry import SCORES, ScoreError, all_scores, available, get_score, list_scores, register
 from nasfast.indicators.scores import Evidence, score_of, score_paths, score_table
+from nasfast.runtime import progress
 from nasfast.search import search_table
 from nasfast.settings import METHODS, ScoreConfig
 from nasfast.spaces import FairSampler
@@ -52,6 +53,15 @@ def test_path_loss_and_accuracy_are_those_of_the_whole_set(trained):
     assert found == pytest.approx(-F.cross_entropy(torch.cat(logits), labels).item(), rel=1e-4)
     accuracy = score_paths("path_accuracy", evidence, [arch])[arch]
     assert accuracy == (torch.cat(logits).argmax(1) == labels).double().mean().item()
+
+
+def test_scores_of_paths_show_signs_of_life_without_a_terminal(trained, monkeypatch, capsys):
+    monkeypatch.setattr(progress, "FIRST_LINE", 0.0)
+    score_table("path_loss", Evidence(trained, HELD_OUT, paths=40))
+    (line,) = capsys.readouterr().err.splitlines()  # the next one would come after ten minutes
+    assert line.startswith("score 1/") and "  eta " in line
+    score_paths("path_loss", Evidence(trained, HELD_OUT), [(1, 0, 2, 1), (0, 0, 0, 0)])
+    assert capsys.readouterr().err.startswith("score 1/2  eta ")
 
 
 def test_no_images_are_refused(trained):

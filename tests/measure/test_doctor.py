@@ -17,6 +17,7 @@ def test_names_versions_machine_and_every_operator(capsys):
     if _native.extension is not None:
         assert _native.extension.build_info().compiler in text
         assert f"nasfast uses {_native.extension.isa()}" in text
+    assert "precision auto on cpu: fp32" in text
     for row in backends.explain():
         assert f"{row.op} on cpu" in text
         if not row.available:

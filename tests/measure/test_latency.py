@@ -42,7 +42,7 @@ def clockwork(monkeypatch):
     def whole(arch: Arch) -> float:
         return 1.5 * sum(alone[n] for n in parts.names(arch)) + 0.2 * len(parts.names(arch))
 
-    def timed(work, *, rounds):
+    def timed(work, *, rounds, stage):
         times = {name: alone[name] if name in alone else whole(parse_arch(name)) for name in work}
         return {name: {"run": {"median_ms": t, "q20_ms": t, "q80_ms": t}} for name, t in times.items()}
 

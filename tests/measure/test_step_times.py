@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import pytest
 import torch
@@ -20,21 +21,11 @@ def cfg(tmp_path) -> StepTimesConfig:
     return StepTimesConfig(space=str(tmp_path / "tiny.yaml"), batch=4, rounds=2, device="cpu")
 
 
-@pytest.fixture
-def made(monkeypatch) -> list[tuple[dict, set[str]]]:
-    """Settings and trainable parameters of the supernets that `step_times` times."""
-    networks = []
-
-    class Noted(module.Supernet):
-        def __init__(self, space, **settings):
-            super().__init__(space, **settings)
-            networks.append((settings, self))
-
-    monkeypatch.setattr(module, "Supernet", Noted)
-    return networks
-
-
-def test_every_row_is_what_its_method_publishes(cfg, made):
+def test_every_row_is_what_its_method_publishes(cfg, monkeypatch):
+    networks, step_of = [], module._step_of
+    monkeypatch.setattr(
+        module, "_step_of", lambda net, *args, **more: networks.append(net) or step_of(net, *args, **more)
+    )
     report = step_times(cfg)
     assert [(row.name, row.trainable, row.published_ms) for row in report.rows] == [
         ("SPOS", "all", 137.4),
@@ -42,18 +33,44 @@ def test_every_row_is_what_its_method_publishes(cfg, made):
         ("DI-NAS, reference ops", "indicators", 93.1),
         ("DI-NAS, nasfast ops", "indicators", None),
     ]
-    settings = [(s["init"], s["layer_indicators"], s["fused"]) for s, _ in made]
-    assert settings == [
-        ("he", False, False),
-        ("he", False, False),
-        ("orthogonal", True, False),
-        ("orthogonal", True, True),
-    ]
-    trained = [{name for name, p in net.named_parameters() if p.grad is not None} for _, net in made]
+    settings = [(net.layer_indicators, net._fused) for net in networks]
+    assert settings == [(False, False), (False, False), (True, False), (True, True)]
+    trained = [{name for name, p in net.named_parameters() if p.grad is not None} for net in networks]
     path = report.path
     assert f"layers.0.candidates.{path[0]}.depthwise.conv.weight" in trained[0]
     assert all(name.endswith((".bn.weight", ".bn.bias")) for name in trained[1])
     assert trained[1] == trained[2] == trained[3]
+    # one draw serves all rows, and each has its own memory, because their formats differ
+    weights = [net.state_dict() for net in networks]
+    for name, weight in weights[0].items():
+        others = [found[name] for found in weights]
+        assert all(torch.equal(weight, other) for other in others)
+        assert len({other.data_ptr() for other in others}) == len(others)
+
+
+def test_a_row_is_seen_as_soon_as_it_has_run_twice(cfg, monkeypatch, tmp_path, caplog):
+    """What comes later may take long or fail, and then these rows are there."""
+    step_of = module._step_of
+    rows = []
+
+    def fails_at_the_last(net, *args, **more):
+        if net._fused:
+            raise RuntimeError("no such kernel")
+        return step_of(net, *args, **more)
+
+    monkeypatch.setattr(module, "_step_of", fails_at_the_last)
+    with caplog.at_level(logging.INFO, logger=module.__name__), pytest.raises(RuntimeError, match="no such kernel"):
+        step_times(cfg, seen=rows.append)
+    assert [row["name"] for row in rows] == ["SPOS", "BNNAS", "DI-NAS, reference ops"]
+    assert all(row["first_s"] > 0 and row["second_ms"] > 0 for row in rows)
+    assert [record.message.partition(":")[0] for record in caplog.records] == [row["name"] for row in rows]
+    pytest.importorskip("jsonargparse")
+    from nasfast.cli.main import main
+
+    out = tmp_path / "step.json"
+    flags = ["--space", cfg.space, "--batch", "4", "--rounds", "2", "--device", "cpu", "--out", str(out)]
+    assert main(["step", *flags]) == 1
+    assert [row["name"] for row in json.loads(out.read_text())["first_steps"]] == [row["name"] for row in rows]
 
 
 def test_the_file_holds_rows_machine_and_versions(cfg, tmp_path):

@@ -12,6 +12,7 @@ from tiny import tiny_space
 
 from nasfast.cli.main import main
 from nasfast.indicators.table import IndicatorTable
+from nasfast.pipeline.resolve import resolved
 from nasfast.report import write_report
 from nasfast.search import load_candidates
 from nasfast.settings import RunConfig
@@ -25,7 +26,7 @@ def scored(tmp_path, config):
     """A run directory as the score stage leaves it, with a table in which the first candidates are best."""
     out = tmp_path / "run"
     out.mkdir()
-    RunConfig.load(config).replace(out=str(out)).resolved().save(out / "config.yaml")
+    resolved(RunConfig.load(config).replace(out=str(out))).save(out / "config.yaml")
     SPACE.save(out / "space.yaml")
     rows = [{v: -float(v) for v in layer.options} for layer in SPACE.layers]
     IndicatorTable.of_rows(SPACE, rows, {"score": "path_loss"}).save(out / "indicators.json")

@@ -19,6 +19,7 @@ from tiny import tiny_space
 import nasfast.train.loop as loop
 from nasfast.cli.main import main
 from nasfast.indicators.table import IndicatorTable
+from nasfast.pipeline.resolve import resolved
 from nasfast.retrain import load_model
 from nasfast.search import Limits, equal_cost_peers, load_candidates
 from nasfast.settings import RunConfig
@@ -79,7 +80,7 @@ def test_the_results_belong_together(run_dir):
 @pytest.mark.slow
 def test_the_saved_config_is_complete_and_repeats_the_run(run_dir, config, tmp_path):
     saved = RunConfig.load(run_dir / "config.yaml")
-    assert saved.resolved() == saved
+    assert resolved(saved) == saved
     assert (saved.supernet.init, saved.score.name) == ("aligned", "path_loss")
     assert (saved.train.epochs, saved.retrain.train.epochs, saved.data.batch_size) == (2, 1, 128)
     assert main(["run", "--config", str(run_dir / "config.yaml"), "--out", str(tmp_path / "again")]) == 0

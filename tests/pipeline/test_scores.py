@@ -17,6 +17,7 @@ from nasfast.indicators import bn_gamma
 from nasfast.indicators.scores import score_paths, score_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import inputs
+from nasfast.pipeline.resolve import resolved
 from nasfast.research.zero_cost import gradient_norm
 from nasfast.search import load_candidates
 from nasfast.settings import METHODS, RunConfig
@@ -43,7 +44,7 @@ def test_the_default_score_is_distilled_from_held_out_images_beside_structure(ru
 @pytest.mark.slow
 def test_another_score_of_the_same_supernet(out, capsys):
     assert main(["score", "--out", str(out), "--score.name", "gamma", "--score.structure", "0"]) == 0
-    net, _ = inputs.load_supernet(RunConfig.load(out / "config.yaml").replace(out=str(out)).resolved())
+    net, _ = inputs.load_supernet(resolved(RunConfig.load(out / "config.yaml").replace(out=str(out))))
     table = IndicatorTable.load(out / "indicators.json")
     assert table.scores == bn_gamma.score(net).scores
     before = (out / "config.yaml").read_bytes()
@@ -115,7 +116,7 @@ def test_a_score_of_paths_can_be_searched_without_a_table(out, capsys):
     assert main(["search", "--out", str(out), *flags]) == 0
     assert not (out / "refined.json").exists()
     (best, *_) = load_candidates(out / "archs.json").candidates
-    evidence, checkpoint = inputs.evidence_of(RunConfig.load(out / "config.yaml").replace(out=str(out)).resolved())
+    evidence, checkpoint = inputs.evidence_of(resolved(RunConfig.load(out / "config.yaml").replace(out=str(out))))
     assert best.score == score_paths("path_loss", evidence, [best.arch])[best.arch]
     header = json.loads((out / "history.jsonl").read_text().splitlines()[0])
     assert header["scorer"] == f"path_loss of {checkpoint.digest}, 1000 images"

@@ -17,6 +17,7 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import trained
 from nasfast.pipeline.inputs import image_loaders
 from nasfast.pipeline.networks import train_network
+from nasfast.pipeline.resolve import resolved
 from nasfast.pipeline.trained import train_sample
 from nasfast.retrain import load_model
 from nasfast.search import stratified_sample
@@ -31,7 +32,7 @@ ONE = TaskSettings(workers=1, attempts=1)
 @pytest.fixture
 def settings(tmp_path, config):
     """A run directory that has its settings and nothing else."""
-    cfg = RunConfig.load(config).replace(out=str(tmp_path / "run"), seed=3).resolved()
+    cfg = resolved(RunConfig.load(config).replace(out=str(tmp_path / "run"), seed=3))
     cfg.run_dir.mkdir()
     cfg.save(cfg.run_dir / "config.yaml")
     return cfg

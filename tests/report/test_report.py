@@ -74,6 +74,16 @@ def test_nothing_is_loaded_from_outside_the_page(finished_run):
     assert "default-src 'none'" in text and "http" not in text.replace("http-equiv", "")
 
 
+@pytest.mark.usefixtures("blank_figures")
+def test_the_speed_of_a_training_names_its_number_type(run):
+    config = run / "config.yaml"
+    config.write_text("train: {precision: bf16}\nretrain: {train: {precision: fp32}}\n")
+    text = page_of(run).text
+    assert text.count("images per second in bfloat16 autocast.") == text.count("images per second in float32.") == 1
+    config.write_text("train: [")
+    assert page_of(run).text.count("images per second.") == 2
+
+
 def test_empty_run_names_what_is_missing(tmp_path):
     page = page_of(tmp_path)
     assert page.text.count("Not run yet") == 12

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from nasfast.runtime.progress import duration, followed_by
+from nasfast.runtime.progress import Progress, duration, followed_by
+from nasfast.train import TrainConfig, TrainStage, train
 from nasfast.train.log import TrainLog, read_metrics
 
 LINES = 60
@@ -46,17 +50,20 @@ def test_a_line_behind_a_torn_one_is_whole(tmp_path):
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2]
 
 
-def test_without_a_terminal_a_line_comes_every_ten_minutes(tmp_path, monkeypatch, capsys):
-    seconds = [0.0, 599.0, 600.0, 601.0, 1199.0, 1200.0]
+def test_without_a_terminal_a_line_comes_after_half_a_minute_and_every_ten_minutes(tmp_path, monkeypatch, capsys):
+    seconds = [0.0, 29.0, 30.0, 31.0, 629.0, 630.0]
     for shown in (False, True):
         now = iter(seconds)
-        monkeypatch.setattr("nasfast.train.log.time.monotonic", lambda now=now: next(now))
+        monkeypatch.setattr("nasfast.runtime.progress.time", SimpleNamespace(monotonic=lambda now=now: next(now)))
         with TrainLog(tmp_path, "a", step=0, total=9, shown=shown) as log:
-            for step in range(1, len(seconds)):
-                log.write(step, loss=1.0)
+            log.write(1, loss=1.0)
+            for step in (2, 3, 4):
+                log.tick(step)  # nothing was read; the text is that of the last line of metrics.jsonl
+            log.write(5, loss=2.0)
         lines = capsys.readouterr().err.splitlines()
-        assert [line.split("  ")[0] for line in lines] == (["a 2/9", "a 5/9"] if shown else [])
-        assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3, 4, 5]
+        wanted = ["a 2/9  eta 1 min 45 s  loss 1", "a 5/9  eta 8 min 24 s  loss 2"]
+        assert lines == (wanted if shown else [])
+        assert [m["step"] for m in read_metrics(tmp_path)] == [1, 5]
 
 
 @pytest.mark.parametrize("call", ["__init__", "add_scalar", "close"])
@@ -79,7 +86,7 @@ def test_a_narrow_terminal_shows_counter_and_time(tmp_path, monkeypatch, capsys)
     monkeypatch.setenv("TERM", "xterm")
     with TrainLog(tmp_path, "retrain/random-3", step=0, total=120_000, shown=True) as log:
         log.write(99_999, epoch=17, lr=0.0123, loss=1.2345, top1=0.4321, images_per_s=1234.5, grad_norm=9.87)
-        log._bar.refresh()
+        log._progress._bar.refresh()
     shown = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().err).replace("\r", "\n")
     lines = [line for line in shown.splitlines() if "99999" in line]
     assert lines and all(re.match(r"retrain/random-3 +99999/120000 +eta \d+ s ", line) for line in lines)
@@ -88,7 +95,7 @@ def test_a_narrow_terminal_shows_counter_and_time(tmp_path, monkeypatch, capsys)
 
 def test_the_time_that_is_left_counts_the_networks_that_follow(tmp_path, monkeypatch, capsys):
     now = iter([0.0, 600.0, 600.0, 1200.0])
-    monkeypatch.setattr("nasfast.train.log.time.monotonic", lambda: next(now))
+    monkeypatch.setattr("nasfast.runtime.progress.time", SimpleNamespace(monotonic=lambda: next(now)))
     with TrainLog(tmp_path, "a", step=0, total=100, shown=True) as log:
         log.write(10, loss=1.0)  # 60 s per step: 5400 s are left
     with followed_by(2), TrainLog(tmp_path, "b", step=0, total=100, shown=True) as log:
@@ -117,3 +124,30 @@ def test_without_tensorboard_the_metrics_are_in_the_file(tmp_path, monkeypatch):
     with TrainLog(tmp_path, "supernet", step=0, total=1, shown=False) as log:
         log.write(1, loss=2.0)
     assert [m["loss"] for m in read_metrics(tmp_path)] == [2.0] and not (tmp_path / "tensorboard").exists()
+
+
+def test_the_bar_moves_at_every_step_though_metrics_come_rarely(tmp_path, monkeypatch, capsys):
+    """On a GPU nothing is read between two lines of metrics.jsonl, and a first step may wait for captures."""
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    seen = []
+    tick = TrainLog.tick
+
+    def ticked(self, step):
+        tick(self, step)
+        seen.append(int(self._progress._bar.tasks[0].completed))
+
+    monkeypatch.setattr(TrainLog, "tick", ticked)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3, 2))
+    batches = [(torch.randn(4, 3, 1, 1), torch.tensor([0, 1, 0, 1]))] * 7
+    train(model, batches, TrainConfig(epochs=1, lr=0.1, log_every=100), TrainStage("s", tmp_path, "f"))
+    assert seen == list(range(1, 8)) and len(read_metrics(tmp_path)) == 1
+
+
+def test_without_rich_there_are_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    monkeypatch.setattr("nasfast.runtime.progress.FIRST_LINE", 0.0)
+    with Progress("score", 2) as progress:
+        progress.update(1)
+    assert capsys.readouterr().err.startswith("score 1/2  eta ")

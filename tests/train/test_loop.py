@@ -311,7 +311,7 @@ def test_sampler_and_supernet_must_agree(tmp_path):
         ({"momentum": -0.1}, "momentum must not be negative"),
         ({"label_smoothing": 1.0}, r"label_smoothing must be in \[0, 1\)"),
         ({"keep_checkpoints": 0}, "keep_checkpoints must be positive"),
-        ({"precision": "fp16"}, "'fp16', allowed: 'fp32', 'bf16'"),
+        ({"precision": "fp16"}, "'fp16', allowed: 'auto', 'fp32', 'bf16'"),
         ({"warmup": 1}, "did you mean 'warmup_epochs'"),
     ],
 )

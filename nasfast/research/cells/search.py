@@ -361,11 +361,12 @@ def search_cells(
     """
     if cfg.bilevel != (held_out is not None):
         raise ValueError(f"bilevel={cfg.bilevel} needs {'a' if cfg.bilevel else 'no'} held_out loader")
-    if train_cfg.label_smoothing or train_cfg.precision != "fp32":
+    if train_cfg.label_smoothing or train_cfg.precision == "bf16":
         raise ValueError(
             "a search of cells needs label_smoothing=0 and precision='fp32', in which local costs are defined, got "
             f"{train_cfg.label_smoothing} and {train_cfg.precision!r}"
         )
+    train_cfg = train_cfg.replace(precision="fp32")
     loader = to_learn_from(loader)
     held = None if held_out is None else to_learn_from(held_out)
     search = CellSearch(space, cfg, train_cfg.epochs * len(loader), fused=fused)
