@@ -111,9 +111,7 @@ def _store_sums(partial, first, second, k, width):
 
 
 @triton.jit(do_not_specialize=_SIZES + _VECTORS)
-def statistics_kernel(
-    x, partial, rows, units, C, tiles, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def statistics_kernel(x, partial, rows, units, C, tiles, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sums of x and of its squares."""
     k, _, width = _columns(units, C, UNIT, COLUMNS)
     # Distances from the first row of this program: squares of the numbers themselves would lose digits in float32.

@@ -160,8 +160,8 @@ class ChainPlan:
     def statistics_elements(self, backend: str) -> int:
         """Elements of the statistics with the coefficients that a backend appends for its backward.
 
-        They are float32 in the memory of float64 numbers. The CUDA kernels have a fold of 2 numbers for each channel, and
-        an interval of 4.
+        They are float32 in the memory of float64 numbers. The CUDA kernels have a fold of 2 numbers for each channel,
+        and an interval of 4.
         """
         appended = {"cpu": 0, "cuda": 6}[backend] * self.statistics_size // 2
         return self.statistics_size + (appended + 1) // 2

@@ -91,7 +91,9 @@ def needed(name: str, acts: tuple[str, ...], dtype: torch.dtype) -> list[str]:
         running = {"running_mean": torch.zeros(channels), "running_var": torch.ones(channels)}
         for batch, act in product((2, 3), acts):
             x = torch.zeros(batch, channels, height, width, dtype=dtype).contiguous(memory_format=torch.channels_last)
-            bn_act(x.requires_grad_(), weight, bias, act=act, residual=x if act == "identity" else None).sum().backward()
+            bn_act(
+                x.requires_grad_(), weight, bias, act=act, residual=x if act == "identity" else None
+            ).sum().backward()
             with torch.no_grad():
                 bn_act(x, weight, bias, act=act, training=False, **running)
     return [" ".join(name) for name in present]

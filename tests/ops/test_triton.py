@@ -8,9 +8,8 @@ import torch
 from devices import DEVICE, on_device
 from kernel_cases.bn_act import ACTS, CASES, Case, check_case, run
 from kernel_cases.case import saved_by
-from kernel_cases.chain import ChainCase, converted_chain
+from kernel_cases.chain import ChainCase, converted_chain, run_chain
 from kernel_cases.chain import check as check_chain
-from kernel_cases.chain import run_chain
 from tolerances import assert_close
 
 from nasfast import ops
@@ -111,7 +110,9 @@ def test_nan_and_infinity_go_where_pytorchs_go():
 
 def test_two_runs_are_equal_bit_for_bit(few_programs):
     tensors = Case((2, 24, 33, 35)).inputs("silu", residual=True)
-    first, second = (run(bn_act, {n: on_device(t) for n, t in tensors.items()}, act="silu", training=True) for _ in "ab")
+    first, second = (
+        run(bn_act, {n: on_device(t) for n, t in tensors.items()}, act="silu", training=True) for _ in range(2)
+    )
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
