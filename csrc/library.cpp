@@ -10,6 +10,10 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
   m.def(
       "bn_act_fwd(Tensor x, Tensor weight, Tensor bias, Tensor? residual, Tensor? running_mean, Tensor? running_var, "
       "float eps, str act) -> (Tensor y, Tensor mean, Tensor var)");
+  // The same with running statistics, written over x.
+  m.def(
+      "bn_act_running_(Tensor(a!) x, Tensor weight, Tensor bias, Tensor? residual, Tensor running_mean, "
+      "Tensor running_var, float eps, str act) -> ()");
   // mean and var are those that forward used; batch_statistics says whether they depend on x. Results that are not
   // wanted are empty.
   m.def(

@@ -44,9 +44,17 @@ NEEDED = {
     "hooks on all modules, which need the unfused model (fusion/replaced.py)": lambda: [
         not nn.modules.module._has_any_global_hook()
     ],
-    "chains under torch.func and forward-mode derivatives, which run unfused (fusion/stages.py)": lambda: [
+    "operators under torch.func and forward-mode derivatives, which run on the reference (ops/autograd.py)": lambda: [
         forward_ad._current_level == -1,
         torch._C._functorch.peek_interpreter_stack() is None,
+    ],
+    "batches of gradients, one by one (ops/autograd.py)": lambda: [
+        torch._C._functorch._unwrap_batched,
+        torch._C._functorch._add_batch_dim,
+        not torch._C._dispatch_tls_is_dispatch_key_included("VmapMode"),
+        "Batched" not in repr(torch._C._dispatch_keys(torch.ones(1))),
+        torch._C._vmapmode_increment_nesting() - torch._C._vmapmode_decrement_nesting() == 1,
+        (torch._add_batch_dim, torch._remove_batch_dim),
     ],
     "folded chains in evaluation (fusion/stages.py)": lambda: [
         not torch.backends.mkldnn.is_available()

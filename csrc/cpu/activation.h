@@ -16,11 +16,12 @@ struct Identity {
 
 // relu and relu6
 struct Clamp {
-  VecF most;
+  VecF most;  // NaN for relu: no number is above it, and `minimum` returns its second argument beside it
 
-  explicit Clamp(Act act) : most(broadcast(act == Act::kRelu6 ? 6.0f : __builtin_inff())) {}
+  explicit Clamp(Act act) : most(broadcast(act == Act::kRelu6 ? 6.0f : __builtin_nanf(""))) {}
   VecF value(VecF z) const { return minimum(most, maximum(VecF{}, z)); }
-  VecF backward(VecF grad, VecF z) const { return (z > 0.0f) & (z < most) ? grad : VecF{}; }
+  // as in PyTorch, the gradient of a NaN passes
+  VecF backward(VecF grad, VecF z) const { return (z <= 0.0f) | (z >= most) ? VecF{} : grad; }
 };
 
 struct Hswish {

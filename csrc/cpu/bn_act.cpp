@@ -68,43 +68,65 @@ struct Geometry {
   }
 };
 
+// y = act(bn(x)) (+ residual) with running statistics; y may be x.
+void normalize(const Tensor& x, const Tensor& weight, const Tensor& bias, const std::optional<Tensor>& residual,
+               const Tensor& running_mean, const Tensor& running_var, double eps, const std::string& act, Tensor& y) {
+  const int64_t channels = x.size(1);
+  check_vector("bn_act", "running_mean", running_mean, channels, ScalarType::Float);
+  check_vector("bn_act", "running_var", running_var, channels, ScalarType::Float);
+  BatchNorm bn(parse_act("bn_act", act), channels);
+  bn.set_statistics(float_data(running_mean), float_data(running_var), eps, float_data(weight), float_data(bias));
+  Geometry work(x);
+  work.params.y = y.mutable_data_ptr();
+  if (residual) work.params.residual = residual->const_data_ptr();
+  work.params.bn = bn.fold();
+  work.run(kernels().bn.bn_act_fwd);
+}
+
+void check_forward(const Tensor& x, const Tensor& weight, const Tensor& bias, const std::optional<Tensor>& residual) {
+  check_x(x);
+  check_vector("bn_act", "weight", weight, x.size(1), ScalarType::Float);
+  check_vector("bn_act", "bias", bias, x.size(1), ScalarType::Float);
+  if (residual) check_like("residual", *residual, x);
+}
+
+void bn_act_running_cpu(Tensor x, const Tensor& weight, const Tensor& bias, const std::optional<Tensor>& residual,
+                        const Tensor& running_mean, const Tensor& running_var, double eps, std::string act) {
+  check_forward(x, weight, bias, residual);
+  normalize(x, weight, bias, residual, running_mean, running_var, eps, act, x);
+}
+
 std::tuple<Tensor, Tensor, Tensor> bn_act_fwd_cpu(const Tensor& x, const Tensor& weight, const Tensor& bias,
                                                   const std::optional<Tensor>& residual,
                                                   const std::optional<Tensor>& running_mean,
                                                   const std::optional<Tensor>& running_var, double eps,
                                                   std::string act) {
-  check_x(x);
+  check_forward(x, weight, bias, residual);
   const int64_t channels = x.size(1);
-  check_vector("bn_act", "weight", weight, channels, ScalarType::Float);
-  check_vector("bn_act", "bias", bias, channels, ScalarType::Float);
-  if (residual) check_like("residual", *residual, x);
   STD_TORCH_CHECK(running_mean.has_value() == running_var.has_value(),
                   "bn_act: running_mean and running_var must be given together");
 
-  Geometry work(x);
-  BatchNorm bn(parse_act("bn_act", act), channels);
   Tensor y = pool_empty_like(x);
+  if (running_mean) {
+    normalize(x, weight, bias, residual, *running_mean, *running_var, eps, act, y);
+    return {y, empty_vector(x, 0, ScalarType::Double), empty_vector(x, 0, ScalarType::Double)};
+  }
+  Geometry work(x);
+  STD_TORCH_CHECK(work.params.rows > 0, "bn_act: cannot take batch statistics of an empty batch");
+  BatchNorm bn(parse_act("bn_act", act), channels);
   work.params.y = y.mutable_data_ptr();
   if (residual) work.params.residual = residual->const_data_ptr();
 
-  const int64_t returned = running_mean ? 0 : channels;
-  Tensor mean = empty_vector(x, returned, ScalarType::Double);
-  Tensor var = empty_vector(x, returned, ScalarType::Double);
-  if (running_mean) {
-    check_vector("bn_act", "running_mean", *running_mean, channels, ScalarType::Float);
-    check_vector("bn_act", "running_var", *running_var, channels, ScalarType::Float);
-    bn.set_statistics(float_data(*running_mean), float_data(*running_var), eps, float_data(weight), float_data(bias));
-  } else {
-    STD_TORCH_CHECK(work.params.rows > 0, "bn_act: cannot take batch statistics of an empty batch");
-    std::vector<double> partial(2 * work.groups * channels);
-    work.params.partial = partial.data();
-    work.run(kernels().bn.bn_stats);
-    double* means = static_cast<double*>(mean.mutable_data_ptr());
-    double* vars = static_cast<double*>(var.mutable_data_ptr());
-    BatchNorm::join(
-        partial.data(), work.groups, channels, [&](int64_t group) { return work.group_count(group); }, means, vars);
-    bn.set_statistics(means, vars, eps, float_data(weight), float_data(bias));
-  }
+  Tensor mean = empty_vector(x, channels, ScalarType::Double);
+  Tensor var = empty_vector(x, channels, ScalarType::Double);
+  std::vector<double> partial(2 * work.groups * channels);
+  work.params.partial = partial.data();
+  work.run(kernels().bn.bn_stats);
+  double* means = static_cast<double*>(mean.mutable_data_ptr());
+  double* vars = static_cast<double*>(var.mutable_data_ptr());
+  BatchNorm::join(
+      partial.data(), work.groups, channels, [&](int64_t group) { return work.group_count(group); }, means, vars);
+  bn.set_statistics(means, vars, eps, float_data(weight), float_data(bias));
   work.params.bn = bn.fold();
   work.run(kernels().bn.bn_act_fwd);
   return {y, mean, var};
@@ -136,7 +158,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_bwd_cpu(const Tensor& grad, const Tens
   Tensor dweight = empty_vector(weight, want_weight ? channels : 0, ScalarType::Float);
   Tensor dbias = empty_vector(bias, want_bias ? channels : 0, ScalarType::Float);
   if (want_weight || want_bias || batch_statistics) {
-    std::vector<double> partial(2 * work.groups * channels);
+    std::vector<double> partial(2 * std::max<int64_t>(1, work.groups) * channels);  // zeros without rows
     work.params.partial = partial.data();
     work.run(kernels().bn.bn_act_bwd_reduce);
     const auto data = [](bool wanted, Tensor& t) {
@@ -157,5 +179,6 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_bwd_cpu(const Tensor& grad, const Tens
 
 STABLE_TORCH_LIBRARY_IMPL(nasfast, CPU, m) {
   m.impl("bn_act_fwd", TORCH_BOX(&nasfast::cpu::bn_act_fwd_cpu));
+  m.impl("bn_act_running_", TORCH_BOX(&nasfast::cpu::bn_act_running_cpu));
   m.impl("bn_act_bwd", TORCH_BOX(&nasfast::cpu::bn_act_bwd_cpu));
 }

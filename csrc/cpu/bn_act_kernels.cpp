@@ -197,7 +197,7 @@ void bn_act_bwd_planes(const BnActParams& p, int64_t begin, int64_t end) {
     for_each_vector(p.plane, [&](int64_t i, auto lanes) {
       const VecF d = load(x + i, lanes) - center;
       const VecF dz = act.backward(load(grad + i, lanes), d * scale + shift);
-      store(dx + i, dz * scale + (d * slope + offset), lanes);
+      store(dx + i, dz * scale + through_statistics(d, slope, offset), lanes);
     });
   }
 }

@@ -83,6 +83,23 @@ inline void bn_act_tile(const BnFold& bn, const T* x, const T* residual, int64_t
   });
 }
 
+// Writes act(bn(sums)) (+ residual) of one vector of channels in several rows, where bn and residual begin at these
+// channels. Calls each(body) with the body that takes the number of a row and its sums.
+template <typename T, typename Lanes, typename Each>
+inline void put_finished(const BnFold& bn, const T* residual, int64_t ld_residual, T* y, int64_t ldy, bool streams,
+                         Lanes lanes, const Each& each) {
+  const VecF center = load(bn.center, lanes);
+  const VecF scale = load(bn.scale, lanes);
+  const VecF shift = load(bn.shift, lanes);
+  by_act(bn.act, [&](auto act) {
+    each([&](int64_t i, VecF sums) {
+      VecF out = act.value((sums - center) * scale + shift);
+      if (residual) out += load(residual + i * ld_residual, lanes);
+      put(y + i * ldy, out, streams, lanes);
+    });
+  });
+}
+
 // y = x, with another type or leading dimension
 template <typename T, typename U>
 inline void copy_tile(const T* x, int64_t ldx, U* y, int64_t ldy, int64_t rows, int64_t channels) {
@@ -101,6 +118,10 @@ inline void centre_tile(const T* x, const float* center, C* a, int64_t lda, int6
     });
   }
 }
+
+// What the gradient of BatchNorm's input gets through the statistics of the batch. Running statistics have a slope of 0,
+// which times an infinity or NaN would not be 0.
+inline VecF through_statistics(VecF d, VecF slope, VecF offset) { return slope != 0.0f ? d * slope + offset : offset; }
 
 // dy = gradient of BatchNorm's input, where dz = grad * act'(z)
 template <typename A, typename T, typename U>
@@ -123,7 +144,7 @@ inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, int64_t ldgrad, con
         prefetch(grad + (r + kAhead) * ldgrad + c + j * kLanes);
         const VecF d = load(y + r * ld + c + j * kLanes, lanes) - center[j];
         const VecF dz = act.backward(load(grad + r * ldgrad + c + j * kLanes, lanes), d * scale[j] + shift[j]);
-        store(dy + r * lddy + c + j * kLanes, dz * scale[j] + (d * slope[j] + offset[j]), lanes);
+        store(dy + r * lddy + c + j * kLanes, dz * scale[j] + through_statistics(d, slope[j], offset[j]), lanes);
       }
     }
   });

@@ -76,7 +76,7 @@ void merge_channels(const Chain& chain, const Tensor& grad, int64_t ldgrad, cons
 // What one stage of forward reads and writes.
 struct StageForward {
   StageInput input;
-  void* y;
+  StageOutput y;
   double *mean, *var;            // written when the stage uses the statistics of the batch
   std::vector<double>* partial;  // memory for partial statistics, used again by every stage
 
@@ -89,7 +89,7 @@ struct StageForward {
 };
 
 void depthwise_forward(const Chain& chain, const Stage& stage, const StageForward& work, const Expansion* expansion) {
-  const Strips strips(chain.batch, stage.out_height);
+  const Strips strips(chain.batch, stage.out_height, work.y.finished ? strips_for_threads() : kMinStrips);
   const AlignedFloats weight = pack_filter(stage.weight, stage.out_channels, stage.kernel, false);
   DepthwiseParams p = depthwise_params(chain, stage, strips);
   p.weight = weight.data();
@@ -158,6 +158,8 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_chain_fwd_cpu(
   double* numbers = static_cast<double*>(statistics.mutable_data_ptr());
 
   StageInput input{x.const_data_ptr(), false, {}};
+  char* result = static_cast<char*>(y.mutable_data_ptr()) + chain.result_offset();
+  const void* added = add_input ? x.const_data_ptr() : residual ? residual->const_data_ptr() : nullptr;
   // without `keep`, the result of a stage lives until the next stage has read it
   std::unique_ptr<PoolBlock> written, read;
   if (shuffle) {
@@ -177,9 +179,23 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_chain_fwd_cpu(
                                    float_data(bn_biases[0]), mean, var);
       continue;
     }
-    if (!keep) written = std::make_unique<PoolBlock>(stage.rows * stage.out_channels * chain.element_size());
-    void* y_stage = keep ? chain.saved(saved, stage) : written->data();
-    const StageForward work{input, y_stage, mean, var, &partial};
+    // where nothing is kept and the statistics are known, a stage writes its result; else the next stage makes it
+    StageOutput out{nullptr, stage.out_channels, !keep && !stage.batch_statistics, {}, nullptr};
+    if (out.finished) {
+      stage.bn.set_statistics(mean, var, eps[i], float_data(bn_weights[i]), float_data(bn_biases[i]));
+      out.bn = stage.bn.fold();
+    }
+    if (out.finished && i + 1 == chain.stages.size()) {
+      out.data = result;
+      out.ld = chain.ldy();
+      out.residual = added;
+    } else if (keep) {
+      out.data = chain.saved(saved, stage);
+    } else {
+      written = std::make_unique<PoolBlock>(stage.rows * stage.out_channels * chain.element_size());
+      out.data = written->data();
+    }
+    const StageForward work{input, out, mean, var, &partial};
     if (stage.kind != Kind::kDepthwise) {
       pointwise_forward(chain, stage, work);
     } else if (i == 1 && numbers_of_expansion) {
@@ -188,18 +204,21 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_chain_fwd_cpu(
     } else {
       depthwise_forward(chain, stage, work, nullptr);
     }
-    stage.bn.set_statistics(mean, var, eps[i], float_data(bn_weights[i]), float_data(bn_biases[i]));
-    input = {y_stage, true, stage.bn.fold()};
+    if (!out.finished) {
+      stage.bn.set_statistics(mean, var, eps[i], float_data(bn_weights[i]), float_data(bn_biases[i]));
+    }
+    input = {out.data, !out.finished, stage.bn.fold()};
     read = std::move(written);
   }
+  if (!input.folded) return {y, saved, statistics};
 
   const RowItems items(last.rows);
   BnActParams p = last_bn_params(chain, items);
   p.x = input.data;
   p.bn = input.bn;
-  p.residual = add_input ? x.const_data_ptr() : residual ? residual->const_data_ptr() : nullptr;
+  p.residual = added;
   p.ldy = chain.ldy();
-  p.y = static_cast<char*>(y.mutable_data_ptr()) + chain.result_offset();
+  p.y = result;
   run_bn(kernels().bn.bn_act_fwd, p, items);
   return {y, saved, statistics};
 }
@@ -306,7 +325,7 @@ class Backward {
   // These two return the number of groups of partial sums.
   int64_t depthwise(const Stage& stage, const StageGrad& out, const StageInputGrad& in,
                     const Expansion* expansion = nullptr) {
-    const Strips strips(chain_.batch, stage.height);
+    const Strips strips(chain_.batch, stage.height, kMinStrips);
     const AlignedFloats weight = pack_filter(stage.weight, stage.out_channels, stage.kernel, stage.stride == 1);
     DepthwiseParams p = depthwise_params(chain_, stage, strips);
     p.weight = weight.data();

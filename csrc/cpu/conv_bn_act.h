@@ -16,6 +16,15 @@ struct StageInput {
   BnFold bn;
 };
 
+// Result of a stage: the output of its convolution; or, finished, what BatchNorm, activation and residual make of it.
+struct StageOutput {
+  void* data;
+  int64_t ld;  // distance between rows of data: channels, or more in a wider tensor
+  bool finished;
+  BnFold bn;
+  const void* residual;  // finished: added after the activation, dense; or null
+};
+
 // Where the gradient of a stage's input goes. Folded: it passes the activation of the stage before, becomes dz of that
 // stage, and is added to its sums. Otherwise it is the gradient of the chain's input.
 struct StageInputGrad {
@@ -48,8 +57,8 @@ struct PointwiseParams {
   const void* weight;  // packed: in x out forward (dense: kernel^2 * in x out), out x in backward
   // forward
   StageInput x;
-  void* y;
-  double* partial;  // [item][2][channel], mean and m2
+  StageOutput y;
+  double* partial;  // [item][2][channel], mean and m2; or null
   // backward
   StageGrad grad;
   StageInputGrad dx;
@@ -80,7 +89,7 @@ struct DepthwiseParams {
   const float* weight;  // [kernel^2][channels padded to vectors]; backward at stride 1: flipped
   int64_t weight_ld;
   StageInput x;
-  void* y;
+  StageOutput y;
   double* partial;
   StageGrad grad;
   StageInputGrad dx;
@@ -98,13 +107,13 @@ struct CovarianceParams {
   double* first;
 };
 
-// dx = v + bias - weight (x - center) (+ added), where dx holds v before
+// dx = v + bias - weight (x - center) (+ added), where dx holds v before; without a weight dx = v + added
 struct CorrectionParams {
   bool bfloat16;
   int64_t rows, item_rows, channels;
   const void* x;
   const float* center;
-  const void* weight;  // packed channels x channels
+  const void* weight;  // packed channels x channels, or null
   const float* bias;
   const void* added;
   void* dx;

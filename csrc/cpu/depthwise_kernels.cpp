@@ -25,10 +25,9 @@ inline void provide_input(const DepthwiseParams& p, int64_t image, int64_t row, 
                           int64_t ld) {
   const T* x = static_cast<const T*>(p.x.data) + (image * p.height + row) * p.width * p.channels + c0;
   if (!p.x.folded) return copy_tile(x, p.channels, to, ld, p.width, channels);
-  const BnFold& bn = p.x.bn;
-  const BnFold here = {bn.center + c0, bn.scale + c0, bn.shift + c0, nullptr, nullptr, bn.act};
-  by_act(bn.act, [&](auto act) {
-    bn_act_tile<decltype(act), false>(here, x, static_cast<const T*>(nullptr), p.channels, to, ld, p.width, channels);
+  by_act(p.x.bn.act, [&](auto act) {
+    bn_act_tile<decltype(act), false>(p.x.bn.from(c0), x, static_cast<const T*>(nullptr), p.channels, to, ld, p.width,
+                                      channels);
   });
 }
 
@@ -116,11 +115,18 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
       const auto finish = [&](int64_t r, const auto& eval) {
         for_each_vector(channels, [&](int64_t c, auto lanes) {
           eval(c, out);
-          T* y = static_cast<T*>(p.y) + (image * p.out_height + r) * p.out_width * p.channels + c0 + c;
-          if (p.partial) return store_and_sum(out, pass.width, y, p.channels, p.streams, running, c, lanes);
-          for (int64_t x = 0; x < pass.width; ++x) {
-            put(y + x * p.channels, load(out + x * kLanes, AllLanes{}), p.streams, lanes);
+          const int64_t pixel = (image * p.out_height + r) * p.out_width;
+          T* y = static_cast<T*>(p.y.data) + pixel * p.y.ld + c0 + c;
+          if (p.partial) return store_and_sum(out, pass.width, y, p.y.ld, p.streams, running, c, lanes);
+          const auto each = [&](const auto& body) {
+            for (int64_t x = 0; x < pass.width; ++x) body(x, load(out + x * kLanes, AllLanes{}));
+          };
+          if (p.y.finished) {
+            const T* residual = static_cast<const T*>(p.y.residual);
+            if (residual) residual += pixel * p.channels + c0 + c;
+            return put_finished(p.y.bn.from(c0 + c), residual, p.channels, y, p.y.ld, p.streams, lanes, each);
           }
+          each([&](int64_t x, VecF sums) { put(y + x * p.y.ld, sums, p.streams, lanes); });
         });
         running.summed += pass.width;
         if (!p.partial || (running.summed < kTileRows && r + 1 < r1)) return;
@@ -141,12 +147,10 @@ template <typename T>
 inline void provide_dy(const DepthwiseParams& p, int64_t image, int64_t row, int64_t c0, int64_t channels, float* to,
                        int64_t ld) {
   const int64_t pixel = (image * p.out_height + row) * p.out_width;
-  const BnFold& bn = p.grad.bn;
-  const BnFold here = {bn.center + c0, bn.scale + c0, bn.shift + c0, bn.slope + c0, bn.offset + c0, bn.act};
   const T* grad = static_cast<const T*>(p.grad.data) + pixel * p.grad.ld + c0;
   const T* y = static_cast<const T*>(p.grad.y) + pixel * p.channels + c0;
-  by_act(bn.act, [&](auto act) {
-    bn_act_bwd_tile<decltype(act)>(here, grad, p.grad.ld, y, p.channels, to, ld, p.out_width, channels);
+  by_act(p.grad.bn.act, [&](auto act) {
+    bn_act_bwd_tile<decltype(act)>(p.grad.bn.from(c0), grad, p.grad.ld, y, p.channels, to, ld, p.out_width, channels);
   });
 }
 

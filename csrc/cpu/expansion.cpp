@@ -142,10 +142,23 @@ void ExpansionNumbers::affine_gradients(const double* sums, float* dweight, floa
 
 void ExpansionNumbers::finish_input_gradient(const void* x, const double* sums, const void* added, void* dx) const {
   if (!stage_.batch_statistics && !added) return;
+  const RowItems items(stage_.rows);
+  CorrectionParams p{};
+  p.bfloat16 = chain_.bfloat16;
+  p.rows = items.rows;
+  p.item_rows = items.item_rows;
+  p.channels = stage_.in_channels;
+  p.added = added;
+  p.dx = dx;
+  const auto correct = [&] {
+    const auto kernel = kernels().conv.correction;
+    run_items(items.items, items.item_rows * p.channels, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+  };
+  if (!stage_.batch_statistics) return correct();
   const int64_t channels = stage_.in_channels, hidden = stage_.out_channels;
   // dx = v - A (x - center) - c, where W is the weight times rstd:
   // A = W^T diag(gamma mean(dz xhat)) W, c = W^T (gamma (mean(dz) + bias mean(dz xhat)))
-  const double rows = stage_.batch_statistics ? static_cast<double>(stage_.rows) : HUGE_VAL;
+  const double rows = static_cast<double>(stage_.rows);
   std::vector<double> a(channels * channels), constant(channels), w(channels);
   for (int64_t c = 0; c < hidden; ++c) {
     const double gamma = scale_.data()[c];
@@ -162,20 +175,11 @@ void ExpansionNumbers::finish_input_gradient(const void* x, const double* sums, 
   AlignedFloats bias(round_up(channels, kAlignment));
   std::copy(constant.begin(), constant.end(), bias.data());
   const Packed weight(chain_.bfloat16, a_float.data(), channels, channels, channels, 1);
-  const RowItems items(stage_.rows);
-  CorrectionParams p{};
-  p.bfloat16 = chain_.bfloat16;
-  p.rows = items.rows;
-  p.item_rows = items.item_rows;
-  p.channels = channels;
   p.x = x;
   p.center = center_.data();
   p.weight = weight.data();
   p.bias = bias.data();
-  p.added = added;
-  p.dx = dx;
-  const auto kernel = kernels().conv.correction;
-  run_items(items.items, items.item_rows * channels, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
+  correct();
 }
 
 }  // namespace nasfast::cpu

@@ -9,8 +9,7 @@ namespace nasfast::cpu {
 namespace {
 
 // Each strip of an image computes the rows at its upper edge again. So images are divided only when there are fewer
-// than kMinStrips of them for the threads to share, and into strips of at least kMinStripRows rows.
-constexpr int64_t kMinStrips = 16;
+// than the wanted strips for the threads to share, and into strips of at least kMinStripRows rows.
 constexpr int64_t kMinStripRows = 8;
 
 }  // namespace
@@ -30,11 +29,16 @@ RowItems::RowItems(int64_t total) : rows(total) {
   items = (rows + item_rows - 1) / item_rows;
 }
 
-Strips::Strips(int64_t batch, int64_t height) {
-  const int64_t wanted = (kMinStrips + batch - 1) / batch;
+Strips::Strips(int64_t batch, int64_t height, int64_t wanted) {
+  wanted = (wanted + batch - 1) / batch;
   const int64_t most = std::max<int64_t>(1, height / kMinStripRows);
   strip_rows = (height + std::min(wanted, most) - 1) / std::min(wanted, most);
   strips = (height + strip_rows - 1) / strip_rows;
+}
+
+int64_t strips_for_threads() {
+  const int64_t threads = torch::stable::get_num_threads();
+  return threads == 1 ? 1 : std::min(kMinStrips, 4 * threads);
 }
 
 void add_groups(double* partial, int64_t groups, int64_t size) {
@@ -74,7 +78,9 @@ void BatchNorm::set_gradient_sums(std::vector<double>& partial, int64_t groups, 
   const double count = static_cast<double>(rows);
   for (int64_t c = 0; c < channels_; ++c) {
     const double sum_dz = partial[c];
-    const double sum_dz_xhat = (partial[channels_ + c] - rest_[c] * sum_dz) * rstd_[c];
+    // an infinity is already in both sums, and a rest of 0 times it would be NaN
+    const double correction = std::isfinite(sum_dz) ? rest_[c] * sum_dz : 0;
+    const double sum_dz_xhat = (partial[channels_ + c] - correction) * rstd_[c];
     if (dbias) dbias[c] = static_cast<float>(sum_dz);
     if (dweight) dweight[c] = static_cast<float>(sum_dz_xhat);
     if (!batch_statistics) continue;
@@ -106,6 +112,7 @@ int64_t row_distance(const Tensor& x) {
 }
 
 bool is_channels_last(const Tensor& x, int64_t ld) {
+  if (x.numel() == 0) return true;  // as in PyTorch
   if (ld == 0) ld = x.size(1);
   if (ld < x.size(1) || (x.size(1) != 1 && x.stride(1) != 1)) return false;
   int64_t expected = ld;

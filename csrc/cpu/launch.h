@@ -24,6 +24,8 @@ using torch::stable::Tensor;
 constexpr int64_t kMaxItems = 128;
 // Fewest rows per block: one tile of the kernels.
 constexpr int64_t kMinItemRows = 64;
+// Strips of images for the threads to share, see `Strips`.
+constexpr int64_t kMinStrips = 16;
 // Elements below which a second thread costs more than it saves.
 constexpr int64_t kParallelElements = 16384;
 // Floats in the widest vector. Arrays with one element per channel start at a multiple of this, because they are read
@@ -62,8 +64,13 @@ struct RowItems {
 // How images are divided into strips of rows for the threads to share; this does not depend on the number of threads.
 struct Strips {
   int64_t strips, strip_rows;
-  Strips(int64_t batch, int64_t height);
+  // at least `wanted` of them, if their images are high enough
+  Strips(int64_t batch, int64_t height, int64_t wanted = kMinStrips);
 };
+
+// Strips for the present threads, whose results do not depend on how they are divided: fewer than kMinStrips, as each
+// computes the rows at its upper edge again.
+int64_t strips_for_threads();
 
 // Calls phase(begin, end) in parallel over items of about item_elements elements each.
 template <typename Phase>

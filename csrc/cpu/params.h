@@ -17,6 +17,9 @@ struct BnFold {
   const float* slope;
   const float* offset;
   Act act;
+
+  // The coefficients of the channels from c on.
+  BnFold from(int64_t c) const { return {center + c, scale + c, shift + c, slope + c, offset + c, act}; }
 };
 
 }  // namespace nasfast::cpu

@@ -61,6 +61,15 @@ inline void gather_tile(const PointwiseParams& p, int64_t row, int64_t rows, T* 
   copy_tile(patches, depth, a, lda, rows, depth);
 }
 
+// Whether a product reads rows of x where they lie: they have its type, fill its blocks, and do not share the sets of a
+// cache (see `tile_ld`).
+template <typename T, typename C>
+inline bool reads_in_place(const PointwiseParams& p, int64_t rows) {
+  constexpr int64_t kSize = sizeof(C);
+  return __is_same(T, C) && rows % kRowMultiple == 0 && p.in_channels % Packing<C>::kMultiple == 0 &&
+         p.in_channels * kSize % 2048 != 0;
+}
+
 template <typename T>
 void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
   using C = typename Multiplied<T>::Type;
@@ -80,6 +89,8 @@ void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
   for (int64_t item = begin; item < end; ++item) {
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const T* x = static_cast<const T*>(p.x.data) + row * p.in_channels;
+      const C* left = a;
+      int64_t ld = lda;
       if (gathers) {
         gather_tile(p, row, rows, patches, a, lda);
       } else if (p.x.folded) {
@@ -87,16 +98,26 @@ void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
           bn_act_tile<decltype(act), false>(p.x.bn, x, static_cast<const T*>(nullptr), p.in_channels, a, lda, rows,
                                             p.in_channels);
         });
+      } else if (reads_in_place<T, C>(p, rows)) {
+        left = reinterpret_cast<const C*>(x);
+        ld = p.in_channels;
       } else {
         copy_tile(x, p.in_channels, a, lda, rows, p.in_channels);
       }
-      T* y = static_cast<T*>(p.y) + row * p.out_channels;
+      T* y = static_cast<T*>(p.y.data) + row * p.y.ld;
+      const T* residual = static_cast<const T*>(p.y.residual) + (p.y.residual ? row * p.out_channels : 0);
       const int64_t before = row - item * p.item_rows;
-      gemm_tile(a, lda, rows, weight, depth, p.out_channels,
+      gemm_tile(left, ld, rows, weight, depth, p.out_channels,
                 [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
-                  T* to = y + r * p.out_channels + c;
+                  T* to = y + r * p.y.ld + c;
+                  if (p.y.finished) {
+                    const T* added = residual + (residual ? r * p.out_channels + c : 0);
+                    put_finished(p.y.bn.from(c), added, p.out_channels, to, p.y.ld, p.streams, lanes,
+                                 [&](const auto& body) { for_each_row(count, sum, body); });
+                    return;
+                  }
                   if (!p.partial) {
-                    for_each_row(count, sum, [&](int i, VecF v) { put(to + i * p.out_channels, v, p.streams, lanes); });
+                    for_each_row(count, sum, [&](int i, VecF v) { put(to + i * p.y.ld, v, p.streams, lanes); });
                     return;
                   }
                   VecF s = load(sums + c, AllLanes{});
@@ -108,7 +129,7 @@ void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
                   }
                   const VecF k = load(pivot + c, AllLanes{});
                   for_each_row(count, sum, [&](int i, VecF v) {
-                    put(to + i * p.out_channels, v, p.streams, lanes);
+                    put(to + i * p.y.ld, v, p.streams, lanes);
                     const VecF d = as_stored<T>(v) - k;
                     s += d;
                     q += d * d;
@@ -260,9 +281,15 @@ void correction_items(const CorrectionParams& p, int64_t begin, int64_t end) {
   for (int64_t item = begin; item < end; ++item) {
     for_each_tile(p, item, [&](int64_t row, int64_t rows) {
       const int64_t at = row * p.channels;
-      centre_tile(static_cast<const T*>(p.x) + at, p.center, a, lda, rows, p.channels);
       T* dx = static_cast<T*>(p.dx) + at;
       const T* added = p.added ? static_cast<const T*>(p.added) + at : nullptr;
+      if (!weight) {
+        for_each_vector(rows * p.channels, [&](int64_t i, auto lanes) {
+          store(dx + i, load(dx + i, lanes) + load(added + i, lanes), lanes);
+        });
+        return;
+      }
+      centre_tile(static_cast<const T*>(p.x) + at, p.center, a, lda, rows, p.channels);
       gemm_tile(a, lda, rows, weight, p.channels, p.channels,
                 [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
                   const VecF bias = load(p.bias + c, lanes);

@@ -15,9 +15,8 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
-from nasfast.ops.autograd import let_recomputation_reach
+from nasfast.ops.autograd import let_recomputation_reach, transformed
 from nasfast.ops.conv import conv_bn_act_chain
 from nasfast.ops.reference import Stage
 
@@ -96,11 +95,6 @@ def result_dtype(x: Tensor) -> torch.dtype:
 def plain(*tensors: Tensor) -> bool:
     """Whether these are ordinary tensors and not subclasses, which follow other rules, and nothing is transformed."""
     return set(map(type, tensors)) <= ORDINARY and not transformed()
-
-
-def transformed() -> bool:
-    """Whether tensors may have a tangent, or torch.func transforms what runs; our operators have no rule for either."""
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 ORDINARY = {Tensor, nn.Parameter}

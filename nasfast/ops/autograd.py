@@ -1,10 +1,13 @@
 """The autograd of registered operators, and functions that their fake kernels and formulas use."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from nasfast.ops.plan import ChainPlan
 
@@ -45,6 +48,7 @@ def autograd_kernel(
         setup_context(ctx, args, output)
         return output
 
+    @once_per_gradient
     def gradients_of(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> Any:
         wants = ctx.needs_input_grad
         if grad is None or not any(wants):
@@ -85,6 +89,66 @@ def _nested(flat: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -
     for i, length in zip(lists, lengths, strict=True):
         values[i : i + length] = [values[i : i + length]]
     return values
+
+
+def only_reference_serves(x: Tensor) -> bool:
+    """Whether no kernel serves x: it has no elements, or something of PyTorch's own is to see what is computed."""
+    return 0 in x.shape or transformed()
+
+
+def transformed() -> bool:
+    """Whether tensors may have a tangent, or torch.func, such as vmap, transforms what runs.
+
+    Native operators have no rule for either.
+    """
+    if torch.compiler.is_compiling():
+        return False  # TorchDynamo knows of no stack that is None
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def once_per_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward of an autograd.Function that takes a batch of gradients, too, and runs once for each of them.
+
+    `torch.autograd.grad(is_grads_batched=True)`, and so `jacobian(vectorize=True)`, calls it under a vmap of its own;
+    `torch.vmap` of a function that calls `torch.autograd.grad` calls it under that one.
+    """
+
+    @wraps(backward)
+    def run(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> Any:
+        found = None if grad is None else _unbatched(grad)
+        if found is None:
+            return backward(ctx, grad, *others)
+        grads, scope, batched = found
+        with scope:
+            results = [run(ctx, each, *others) for each in grads]
+            stacked = [None if column[0] is None else torch.stack(column) for column in zip(*results, strict=True)]
+        return tuple([None if value is None else batched(value) for value in stacked])
+
+    return run
+
+
+def _unbatched(grad: Tensor) -> tuple[Tensor, AbstractContextManager, Callable[[Tensor], Tensor]] | None:
+    """A batch of gradients with its batch in front, what to run in, and what makes such a tensor a batch again.
+
+    None if it is not a batch.
+    """
+    functorch = torch._C._functorch
+    if functorch.peek_interpreter_stack() is not None and functorch.is_batchedtensor(grad):
+        from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+        level = functorch.maybe_get_level(grad)
+        value, dim = functorch._unwrap_batched(grad, level)
+        scope = retrieve_current_functorch_interpreter().lower()
+        assert dim is not None  # the level is that of its batch
+        return value.movedim(dim, 0), scope, lambda stacked: functorch._add_batch_dim(stacked, 0, level)
+    # the vmap of is_grads_batched, which has other tensors than torch.vmap, whose key has no name in Python
+    vmapped = torch._C._dispatch_tls_is_dispatch_key_included("VmapMode")
+    if vmapped and "Batched" in repr(torch._C._dispatch_keys(grad)):
+        level = torch._C._vmapmode_increment_nesting() - 1
+        torch._C._vmapmode_decrement_nesting()
+        value = torch._remove_batch_dim(grad, level, 1, 0)
+        return value, nullcontext(), lambda stacked: torch._add_batch_dim(stacked, 0, level)
+    return None
 
 
 def check_device(*tensors: Tensor | None) -> None:

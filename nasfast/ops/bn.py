@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from nasfast.ops import checks, reference
-from nasfast.ops.autograd import check_device, let_recomputation_reach
+from nasfast.ops import _native, checks, reference
+from nasfast.ops.autograd import check_device, let_recomputation_reach, only_reference_serves
 from nasfast.ops.backends import resolve_backend
+from nasfast.ops.reference import Stage
 from nasfast.ops.registry import operators, register
 
 
@@ -54,7 +55,7 @@ def bn_act(
     norm = weight, bias, running_mean, running_var
     checks.check_bn_act(x, norm, residual, act=act, training=training, eps=eps)
     name = resolve_backend("bn_act", x, backend).name
-    if name == "reference":
+    if name == "reference" or only_reference_serves(x):
         return reference.bn_act(
             x,
             weight,
@@ -85,6 +86,30 @@ def bn_act(
         reference.update_running(running_mean, running_var, mean, var, x.numel() // x.shape[1], momentum)
         let_recomputation_reach(y)
     return y if residual is fused else y + residual
+
+
+def overwrite_with_bn_act(x: Tensor, stage: Stage, residual: Tensor | None) -> Tensor:
+    """bn_act with running statistics on the CPU, without gradients, written over x, the output of the convolution.
+
+    Args:
+        x: (N, C, H, W), contiguous or channels_last, float32 or bfloat16.
+        stage: its BatchNorm and activation.
+        residual: of the shape of x.
+    """
+    _, weight, bias, mean, var, _ = stage.params
+    assert mean is not None and var is not None  # checked: the stage has running statistics
+    fused = residual if residual is not None and residual.dtype == x.dtype else None
+    torch.ops.nasfast.bn_act_running_(
+        x,
+        weight.contiguous(),
+        bias.contiguous(),
+        None if fused is None else _same_layout(fused, x),
+        mean.contiguous(),
+        var.contiguous(),
+        stage.eps,
+        stage.act,
+    )
+    return x if residual is None or fused is not None else x + residual
 
 
 def _dense(x: Tensor) -> Tensor:
@@ -143,3 +168,9 @@ register(
     setup_context=_setup_context,
     backward=_backward,
 )
+
+if _native.extension is not None:
+
+    @torch.library.register_fake("nasfast::bn_act_running_")
+    def _running_fake(x, weight, bias, residual, running_mean, running_var, eps, act):
+        check_device(x, weight, bias, residual, running_mean, running_var)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from nasfast.ops.autograd import transformed
 from nasfast.ops.reference import ACTIVATIONS, GATES, Stage
 
 _ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -142,7 +143,8 @@ def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
         total += z.numel() * z.element_size()
         check_fits(where, z, total)
     filled = [z for z in matrices if z.numel()]
-    if not filled or filled[0].is_meta or torch.compiler.is_compiling():  # a compiler cannot ask for values
+    # a compiler and a transform cannot ask for values
+    if not filled or filled[0].is_meta or torch.compiler.is_compiling() or transformed():
         return matrices
     if not _probably_finite([z.detach() for z in filled]):
         for i_matrix, z in enumerate(matrices):

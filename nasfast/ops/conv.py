@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nasfast.ops import checks, reference
-from nasfast.ops.autograd import let_recomputation_reach
+from nasfast.ops.autograd import let_recomputation_reach, only_reference_serves
 from nasfast.ops.backends import resolve_backend
-from nasfast.ops.bn import bn_act
+from nasfast.ops.bn import bn_act, overwrite_with_bn_act
 from nasfast.ops.chain_operator import run_chain
 from nasfast.ops.plan import ChainPlan, Refusal, cuda_refusal, plan_chain, stage_fields, storage_dtype
 from nasfast.ops.reference import ConvBNParams, Stage
@@ -127,7 +127,7 @@ def _run(
     """The chain on the backend that serves it; PyTorch convolves where the backend's operator cannot."""
     fields = stage_fields(stages)
     name = resolve_backend(op, x, backend, _refusal(x, stages, fields, shuffle=shuffle)).name
-    if name == "reference":
+    if name == "reference" or only_reference_serves(x):
         return reference.conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
     if any([stage.params.conv_bias is not None for stage in stages]):
         y = _run(op, x, [_without_bias(stage) for stage in stages], residual, backend, shuffle=shuffle)
@@ -149,8 +149,17 @@ def _run(
         else:
             # the convolution may have a type that only another backend serves, so `backend` is resolved again
             y = _conv2d(x, here[0])
+            if name == "cpu" and not here[0].training and not _wants_gradient(y, here[0]):
+                x = overwrite_with_bn_act(y, here[0], added)
+                continue
             x = bn_act(y, **reference.norm_arguments(here[0]), residual=added, backend=backend)
     return x
+
+
+def _wants_gradient(y: Tensor, stage: Stage) -> bool:
+    """Whether BatchNorm of y has a gradient."""
+    given = y, stage.params.bn_weight, stage.params.bn_bias
+    return torch.is_grad_enabled() and any([t.requires_grad for t in given])
 
 
 def _without_bias(stage: Stage) -> Stage:

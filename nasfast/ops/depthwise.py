@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import checks, reference
-from nasfast.ops.autograd import check_device
+from nasfast.ops.autograd import check_device, only_reference_serves
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import storage_dtype
 from nasfast.ops.registry import operators, register
@@ -42,7 +42,7 @@ def depthwise_conv2d(
     checks.check_depthwise_conv2d(x, weight, stride=stride, dilation=dilation)
     name = resolve_backend("depthwise_conv2d", x, backend).name
     dtype = storage_dtype(x)
-    if name == "reference" or dtype not in _DTYPES or x.numel() == 0:
+    if name == "reference" or dtype not in _DTYPES or only_reference_serves(x):
         return reference.depthwise_conv2d(x, weight, stride=stride, dilation=dilation)
     x = x.to(dtype).contiguous(memory_format=torch.channels_last)
     return operators(name).depthwise_conv2d_fwd(x, weight.float().contiguous(), stride, dilation)

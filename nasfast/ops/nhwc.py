@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native  # noqa: F401  # it loads the extension, which defines the operator
+from nasfast.ops.autograd import once_per_gradient, transformed
 
 # false without the extension
 HAS_POOL = hasattr(torch.ops.nasfast, "empty_nhwc")
@@ -27,19 +28,19 @@ def empty_nhwc(shape: Sequence[int], like: Tensor) -> Tensor:
 
 def pixel_mean(x: Tensor) -> Tensor:
     """The mean over the pixels: (N, C, H, W) -> (N, C), equal to `x.mean((2, 3))` in value and gradient."""
-    return _PixelMean.apply(x)
+    return x.mean((2, 3)) if transformed() else _PixelMean.apply(x)
 
 
 def subsample(x: Tensor, stride: int) -> Tensor:
     """Every stride-th pixel of x in both directions: (N, C, H, W) -> (N, C, ceil(H / stride), ceil(W / stride))."""
-    return _Subsample.apply(x, stride)
+    return x[:, :, ::stride, ::stride] if transformed() else _Subsample.apply(x, stride)
 
 
 def concatenate(a: Tensor, b: Tensor) -> Tensor:
     """The channels of a, then those of b: two of (N, *, H, W), of one type."""
     if a.dtype != b.dtype:
         raise TypeError(f"concatenate: two tensors of one type, got {a.dtype} and {b.dtype}")
-    return _Concatenate.apply(a, b)
+    return torch.cat((a, b), 1) if transformed() else _Concatenate.apply(a, b)
 
 
 class _PixelMean(torch.autograd.Function):
@@ -57,13 +58,9 @@ class _PixelMean(torch.autograd.Function):
     def backward(ctx, grad):
         pixels = ctx.shape[2] * ctx.shape[3]
         wide = grad[:, :, None, None].expand(ctx.shape)
-        if torch.is_grad_enabled() or not ctx.nhwc:  # under create_graph the gradient has a history
+        if torch.is_grad_enabled() or not ctx.nhwc or transformed():  # under create_graph the gradient has a history
             return wide / pixels
         return torch.div(wide, pixels, out=empty_nhwc(ctx.shape, grad))
-
-    @staticmethod
-    def jvp(ctx, tangent):
-        return tangent.mean((2, 3))
 
 
 class _Subsample(torch.autograd.Function):
@@ -73,6 +70,7 @@ class _Subsample(torch.autograd.Function):
         return x[:, :, ::stride, ::stride].clone(memory_format=torch.channels_last)
 
     @staticmethod
+    @once_per_gradient
     def backward(ctx, grad):
         dx = empty_nhwc(ctx.shape, grad).zero_()
         dx[:, :, :: ctx.stride, :: ctx.stride] = grad

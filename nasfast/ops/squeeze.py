@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nasfast.ops import _native, checks, reference  # noqa: F401  # the extension defines the operators
-from nasfast.ops.autograd import check_device, refuse_second_derivatives
+from nasfast.ops.autograd import check_device, once_per_gradient, only_reference_serves, refuse_second_derivatives
 from nasfast.ops.backends import resolve_backend
 
 HAS_KERNELS = hasattr(torch.ops.nasfast, "squeeze_excite_sums")
@@ -57,7 +57,7 @@ def squeeze_excite(
     """
     weights = squeeze_weight, squeeze_bias, excite_weight, excite_bias
     checks.check_squeeze_excite(x, weights, act=act, gate=gate)
-    if resolve_backend("squeeze_excite", x, backend).name == "reference" or x.numel() == 0:
+    if resolve_backend("squeeze_excite", x, backend).name == "reference" or only_reference_serves(x):
         return reference.squeeze_excite(x, *weights, act=act, gate=gate)
     x = x.contiguous(memory_format=torch.channels_last)
     if torch.is_autocast_enabled("cpu"):
@@ -99,6 +99,7 @@ class _SqueezeExcite(torch.autograd.Function):
         return torch.ops.nasfast.squeeze_excite_scale(x, ctx.gate(excited).float(), None)
 
     @staticmethod
+    @once_per_gradient
     def backward(ctx, grad):
         x, squeeze_weight, excite_weight, mean, squeezed, excited = ctx.saved_tensors
         wants_x, wants_squeeze, _, wants_excite, *_ = wants = ctx.needs_input_grad
