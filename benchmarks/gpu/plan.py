@@ -58,7 +58,7 @@ PARTS = (
     Part("peer compile", 90, 150, "the 6^20 step by torch.compile, max-autotune, in one CUDA graph"),
     Part("peer eager", 45, 75, "the 6^20 step in eager PyTorch"),
     *(Part(f"compile {model}", 20, 60, "torch.compile in one CUDA graph beside fuse in one") for model in _MODELS),
-    Part("parity", 45, 75, "every chain of a step against float64, beside eager autocast; four images"),
+    Part("parity", 45, 75, "every chain of a step against float64, beside eager autocast; eight images"),
     Part("bits", 25, 45, "random paths: early launches on and off, eager and graphs, two runs: the same bits"),
     Part("launches", 10, 30, "every launch of a step beside the model, and the constants that fit"),
     Part("ncu", 25, 60, "Nsight Compute of the eight largest kernels of the step, one section"),
