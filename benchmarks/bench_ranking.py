@@ -85,7 +85,7 @@ class Entry:
 
 def _initial(init: str) -> Entry:
     changes = (("init", init), ("layer_indicators", False))
-    return Entry(f"initial-{init}", epochs=0, changes=changes, scores=(("beta_norm", 0.0),), paths=400)
+    return Entry(f"initial-{init}", epochs=0, changes=changes, scores=(("ntk_q", 0.0),), paths=400)
 
 
 QUEUE: tuple[tuple[Entry, tuple[int, ...]], ...] = (

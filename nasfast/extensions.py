@@ -11,6 +11,7 @@ from typing import Any
 SPACES = {
     "darts": "nasfast.research.cells.space:darts_space",
     "nas_bench_201": "nasfast.research.cells.space:nas_bench_201_space",
+    "transnas_micro": "nasfast.research.cells.space:transnas_micro_space",
     "choice_blocks": "nasfast.research.cells.space:choice_blocks_space",
 }
 """Built-in name of a search space -> its builder."""
@@ -20,14 +21,11 @@ SPACE_KINDS = {"cell": "nasfast.research.cells.space:CellSpace"}
 
 SCORES = dict.fromkeys(
     (
-        "gradient_norm",
-        "snip",
         "synflow",
         "naswot",
-        "zico",
         "ntk_q",
-        "beta_norm",
-        "log_volume",
+        "jacov",
+        "vkdnw",
         "nasi",
         "expressivity",
         "progressivity",
@@ -36,6 +34,11 @@ SCORES = dict.fromkeys(
     "nasfast.research.scores",
 )
 """Name of a score -> the module that registers it."""
+
+CELL_SCORE = "jacov+synflow+expressivity+progressivity-ntk_q+depth"
+"""The score of cells that needs no training, of networks of `CELL_SIZE`."""
+
+CELL_SIZE = {"cells": 5, "channels": 8}
 
 COMMANDS = {
     "isometry": "what orthogonal and Gaussian weights do to signals in a space or a module, beside the paper's claims",
@@ -50,6 +53,9 @@ COMMAND_RUN = "nasfast.research.studies.registry:run"
 """The functions of these commands; `nasfast.cli` calls them as it calls those of its own commands."""
 
 
+_OF_LEARN = "sklearn"
+"""What the extra `learn` installs."""
+
 _OF_SEARCH = "PIL jsonargparse matplotlib rich safetensors scipy torchvision yaml".split()
 """Packages that the extra `search` installs; `fuse` and the operators need none of them."""
 
@@ -60,7 +66,12 @@ def load(entry: str) -> Any:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in _OF_SEARCH:
+        package = (error.name or "").partition(".")[0]
+        if package == _OF_LEARN:
+            raise ModuleNotFoundError(
+                "learning from trained accuracies needs scikit-learn: pip install 'nasfast[learn]'", name=error.name
+            ) from error
+        if package not in _OF_SEARCH:
             raise
         raise ModuleNotFoundError(
             f"{name} needs {error.name}, which comes with the search: pip install 'nasfast[search]'", name=error.name

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from nasfast import extensions, pipeline
+from nasfast.cli.benchmark import rank_benchmarks, take_default_score
 from nasfast.cli.flags import FlagError, Parser, run_config, take_tasks
 from nasfast.config import ConfigError
 from nasfast.display import text_table
@@ -24,6 +25,7 @@ from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.measure.doctor import doctor
 from nasfast.measure.latency import check_replaceable, head_of, latency
+from nasfast.measure.measured import fit_measured
 from nasfast.measure.step_times import step_times
 from nasfast.pipeline.check import check_one_process, without_supernet
 from nasfast.pipeline.estimate import plan_run
@@ -212,7 +214,12 @@ def _export(given: dict[str, Any], parser: Parser) -> None:
 
 
 def _rank(given: dict[str, Any], parser: Parser) -> None:
+    if given.get("benchmark"):
+        rank_benchmarks(_with_defaults(given, parser))
+        return
     tasks, args = take_tasks(given), _with_defaults(given, parser)
+    if args.images is not None and args.score is None:
+        take_default_score(args)
     _check_rank(args, tasks)
     for name, default in (("space", "nas_bench_macro"), ("batch", 64), ("seed", 0), ("interval", 0.1)):
         if getattr(args, name) is None:
@@ -381,12 +388,32 @@ def _report(given: dict[str, Any], parser: Parser) -> None:
 
 def _latency(settings: dict[str, Any], parser: Parser) -> None:
     out = settings.pop("out", "latency.json")
+    measured, column = settings.pop("measured", None), settings.pop("column", None)
+    if measured is not None:
+        _fit_latency(settings, measured, column, out)
+        return
+    if column is not None:
+        raise FlagError("--column needs --measured FILE")
     cfg = LatencyConfig.from_dict(settings)
     # a file that must not be replaced is named before minutes of measuring
     check_replaceable(out, head_of(cfg, cfg.resolve()))
     report = latency(cfg)
     print(report)
     report.save(out)
+    print(f"written: {out}")
+
+
+def _fit_latency(settings: dict[str, Any], measured: str, column: str | None, out: str) -> None:
+    if others := set(settings) - {"space", "num_classes", "resolution", "device", "batch"}:
+        raise FlagError(f"--measured fits what another device measured, and takes no --{' or --'.join(sorted(others))}")
+    sizes = {key: settings[key] for key in ("num_classes", "resolution") if key in settings}
+    space = named_space(settings.get("space", LatencyConfig.space), **sizes)
+    found = fit_measured(
+        space, read_scores(measured, space, column=column or "latency"), source=Path(measured).name,
+        device=settings.get("device") or column, batch=settings.get("batch"),
+    )  # fmt: skip
+    print(found)
+    found.save(out)
     print(f"written: {out}")
 
 

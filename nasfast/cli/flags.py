@@ -147,13 +147,18 @@ def _rank_flags(parser: Parser) -> None:
     parser.add_argument("--column", help="which accuracy, where the table has several per architecture")
     parser.add_argument("--out", help="run directory: ranks its indicators.json and writes rank.json for the report")
     parser.add_argument("--predictor", help="instead of --out: an indicators.json, or scores as JSON or CSV")
-    parser.add_argument("--images", help="instead of --out, with --score: folder of images for untrained networks")
-    parser.add_argument("--score", help="ranks this score of every architecture; A+B-C ranks a sum of ranks")
+    parser.add_argument("--images", help="instead of --out: folder of images for untrained networks")
+    parser.add_argument(
+        "--score", help="ranks this score of every architecture, or a sum A+B-C; default with --images: the space's"
+    )
     parser.add_argument("--sample", type=int, help="with --score: only this many random architectures")
     parser.add_argument("--space", help="space without --out: a name or a YAML file; default: nas_bench_macro")
     parser.add_argument("--batch", type=int, help="with --images: images of the batch that is scored; default: 64")
     parser.add_argument("--cells", type=int, help="with --images: cells of a network of cells; default: the space's")
     parser.add_argument("--channels", type=int, help="with --images: channels of its first cell; default: the space's")
+    text = "with --images, instead of --table: tables of accuracies as SPACE=FILE or SPACE=FILE:COLUMN; ranks each by "
+    text += "counts, by the scores of --score (separated by commas), and by what few trainings teach"
+    parser.add_argument("--benchmark", nargs="+", metavar="SPACE=FILE", help=text)
     parser.add_argument("--save", metavar="FILE", help="also write the report as JSON to this file")
     parser.add_argument("--resamples", type=int, default=1000, help="bootstrap resamples of the intervals")
     text = "seed of bootstrap and --sample, and of weights with --images; default: 0. --train takes the run's"
@@ -184,6 +189,9 @@ def _report_flags(parser: Parser) -> None:
 def _latency_flags(parser: Parser) -> None:
     text = "the table, as JSON; one of another space, device, runtime, dtype, threads or batch is not replaced"
     parser.add_argument("--out", metavar="FILE", default="latency.json", help=text)
+    text = "latencies in ms of whole architectures on another device, JSON or CSV (arch,latency): fits a table to them"
+    parser.add_argument("--measured", metavar="FILE", help=text)
+    parser.add_argument("--column", help="which latency, where --measured has several per architecture")
     parser.add_class_arguments(LatencyConfig)
 
 

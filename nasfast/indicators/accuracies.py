@@ -57,13 +57,17 @@ def read_accuracies(path: str | Path, space: ArchSpace, *, column: str | None = 
     return accuracies
 
 
-def read_scores(path: str | Path, space: ArchSpace) -> dict[Arch, float]:
-    """Scores of a predictor, from a JSON mapping of architecture to number or a CSV file with the header arch,score."""
+def read_scores(path: str | Path, space: ArchSpace, *, column: str = "score") -> dict[Arch, float]:
+    """Numbers of architectures, such as the scores of a predictor.
+
+    JSON maps an architecture to a number, or to a mapping that has one as `column`; CSV has a header with arch and
+    `column`.
+    """
     scores = {}
     for key, arch, entry in _read_entries(path, space):
-        value = entry["score"] if isinstance(entry, dict) and set(entry) == {"score"} else entry
+        value = entry.get(column, entry) if isinstance(entry, dict) else entry
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise AccuracyError(f"{path}: score of {key!r} must be a finite number, got {value!r}")
+            raise AccuracyError(f"{path}: {column} of {key!r} must be a finite number, got {value!r}")
         scores[arch] = float(value)
     return scores
 

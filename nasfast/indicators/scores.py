@@ -12,6 +12,7 @@ from typing import Any
 
 from scipy.stats import rankdata
 
+from nasfast import extensions
 from nasfast.indicators import bn_gamma, isometry, paths  # noqa: F401  each registers its scores
 from nasfast.indicators.distill import distill, z_sum
 from nasfast.indicators.evidence import Evidence, NetworkEvidence, space_of_layers
@@ -24,11 +25,11 @@ from nasfast.indicators.registry import (
     get_score,
     register,
 )
-from nasfast.indicators.structure import BASELINES, structure_table
+from nasfast.indicators.structure import BASELINES, structure_scores, structure_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.runtime.progress import Progress
 from nasfast.settings import ScoreConfig
-from nasfast.spaces import Arch, LayerSpace, format_arch
+from nasfast.spaces import Arch, ArchSpace, LayerSpace, format_arch
 
 
 def _baseline(name: str, evidence: NetworkEvidence) -> IndicatorTable:
@@ -38,6 +39,11 @@ def _baseline(name: str, evidence: NetworkEvidence) -> IndicatorTable:
 
 for _name in BASELINES:
     register(_name, additive=True, trained=False, images=False, networks=True)(partial(_baseline, _name))
+
+
+def default_score(space: ArchSpace) -> str:
+    """The score that ranks the architectures of a space without training: docs/ranking.md says how it was chosen."""
+    return "sqrt_size" if isinstance(space, LayerSpace) else extensions.CELL_SCORE
 
 
 def score_of(cfg: ScoreConfig) -> Score:
@@ -130,7 +136,7 @@ def _each(score: Score, evidence: Evidence, archs: Collection[Arch]) -> dict[Arc
 
 
 def parts_of(name: str) -> list[tuple[float, str]]:
-    """The signs and the names in a sum such as `log_volume+synflow-ntk_q`; a single score is a sum of one."""
+    """The signs and the names in a sum such as `jacov+synflow-ntk_q`; a single score is a sum of one."""
     first, *rest = re.split(r"([+-])", name)
     parts = [] if rest and not first else [(1.0, first)]
     return parts + [(-1.0 if sign == "-" else 1.0, part) for sign, part in zip(rest[::2], rest[1::2], strict=True)]
@@ -139,21 +145,22 @@ def parts_of(name: str) -> list[tuple[float, str]]:
 def rank_sum(
     scores: Iterable[Mapping[Arch, float]], signs: Iterable[float] = itertools.repeat(1.0)
 ) -> dict[Arch, float]:
-    """The sum of several scores of the same architectures, each replaced by its rank and multiplied by its sign.
+    """The sum of the logarithms of the ranks of several scores of the same architectures, each multiplied by its sign.
 
-    The rank is the share of the architectures that are lower, with half of those that tie. So units, outliers and
-    logarithms have no influence, and all scores weigh the same.
+    The rank is the share of the architectures that are lower, with half of those that tie. So units and outliers have
+    no influence, and all scores weigh the same. An architecture that one score ranks low has a low sum, whatever the
+    others say (AZ-NAS, arXiv 2403.19232, section 3.5).
     """
     total: dict[Arch, float] = {}
     for part, sign in zip(scores, signs, strict=False):
-        ranks = rankdata(list(part.values())) - 0.5
+        ranks = rankdata([sign * value for value in part.values()]) - 0.5
         for arch, rank in zip(part, ranks, strict=True):
-            total[arch] = total.get(arch, 0.0) + sign * float(rank) / len(part)
+            total[arch] = total.get(arch, 0.0) + math.log(float(rank) / len(part))
     return total
 
 
 def summed(name: str, scores: Sequence[dict[Arch, float]], failed: Collection[Arch] = ()) -> dict[Arch, float]:
-    """What a name such as `log_volume+synflow-ntk_q` says of its parts: one score itself, or the `rank_sum` of several.
+    """What a name such as `jacov+synflow-ntk_q` says of its parts: one score itself, or the `rank_sum` of several.
 
     `scores` are those of its parts, in the order of `parts_of`; the architectures `failed`, which lack one of them, are
     lower than all others.
@@ -174,6 +181,9 @@ def score_networks(
     """
     score = get_score(name)
     check_network_score(score, evidence.space)
+    if name in BASELINES:  # of cells, too
+        archs = list(archs)
+        return dict(zip(archs, structure_scores(evidence.space, name, archs), strict=True)), {}
     if score.additive:
         table = score.function(evidence)
         return {arch: table.score(arch) for arch in archs}, {}

@@ -19,10 +19,11 @@ import numpy as np
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.compare import ScoreComparison, attainable_tau, compare_scores
+from nasfast.indicators.learned import held_out_score
 from nasfast.indicators.rank import rank
 from nasfast.indicators.registry import ScoreError, all_scores
 from nasfast.indicators.scores import parts_of, score_of
-from nasfast.indicators.structure import BASELINES
+from nasfast.indicators.structure import BASELINES, structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.estimate import check_free, network_seconds
 from nasfast.pipeline.inputs import evidence_for, retrain_loaders, scores_of, space_of, supernet_to_rank, with_score
@@ -51,6 +52,9 @@ images. The trainings run side by side, so each decodes its images itself."""
 
 _KEPT = ("top1", "top5", "loss", "macs", "params", "epochs", "images")
 """What accuracies.json has of a result."""
+
+LEARNED = "learned"
+"""Name of the row of what the accuracies teach."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -156,7 +160,9 @@ def compare_trained(
 ) -> ScoreComparison:
     """Rank a trained sample by the run's table, by scores and by baselines; writes trained.json and rank.json.
 
-    Each of the scores `names` is computed for each architecture; none takes every registered score that is no baseline.
+    `learned` is what the accuracies themselves teach, starting from the table or `sqrt_size`; each architecture is
+    predicted without its own accuracy. Each of the scores `names` is computed for each architecture; none takes every
+    registered score that is no baseline.
     `half_width` and `resamples` are those of `compare_scores`.
     """
     space, table, refused = space_of(cfg), cfg.run_dir / TABLE_FILE, {}
@@ -169,6 +175,12 @@ def compare_trained(
             scores[name] = scores_of(cfg, name, accuracies)
         except (ScoreError, ConfigError, FileNotFoundError) as error:
             refused[name] = str(error)
+    prior = scores.get(TABLE_FILE, structure_table(space, "sqrt_size"))
+    ranked = {arch: prior.score(arch) if isinstance(prior, IndicatorTable) else prior[arch] for arch in accuracies}
+    try:
+        scores[LEARNED] = held_out_score(space, accuracies, ranked, seed=cfg.seed)
+    except ModuleNotFoundError as error:
+        refused[LEARNED] = str(error)
     found = compare_scores(
         accuracies,
         scores,

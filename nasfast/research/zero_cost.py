@@ -52,18 +52,6 @@ def weighted_layers(module: nn.Module) -> dict[str, WeightedLayer]:
     return layers
 
 
-def weight_gradients(module: nn.Module, images: Tensor, labels: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The weight of each weighted layer, and its gradient of the batch's mean cross entropy; 0 without influence."""
-    copied = working_copy(module)
-    layers = weighted_layers(copied)
-    weights = [layer.weight for layer in layers.values()]
-    gradients = torch.autograd.grad(F.cross_entropy(copied(images), labels), weights, materialize_grads=True)
-    for name, gradient in zip(layers, gradients, strict=True):
-        if not gradient.isfinite().all():
-            raise not_finite(copied, images, f"gradient of layer {name!r}")
-    return [(weight.detach(), gradient) for weight, gradient in zip(weights, gradients, strict=True)]
-
-
 @torch.no_grad()
 def not_finite(module: nn.Module, images: Tensor, what: str) -> ScoreError:
     """The error that says where the first value that is not finite comes from.
@@ -91,76 +79,11 @@ def not_finite(module: nn.Module, images: Tensor, what: str) -> ScoreError:
     return ScoreError(f"this {type(module).__name__} has no finite score: {where}")
 
 
-def gradient_norm(module: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Sum over layers l of ||dL/dW_l||_2, where L is the mean cross entropy of the batch.
-
-    Abdelfattah et al., Zero-Cost Proxies for Lightweight NAS (ICLR 2021, arXiv 2101.08134), section 3.1. Layers are the
-    convolutions and linear layers whose weights train.
-    """
-    return sum(gradient.double().norm().item() for _, gradient in weight_gradients(module, images, labels))
-
-
-def snip(module: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Sum over weights w of |w dL/dw|, where L is the mean cross entropy of the batch.
-
-    The saliency of one connection is equation 6 of Lee et al., SNIP (ICLR 2019, arXiv 1810.02340), without its
-    normalisation; the sum over a network is from Abdelfattah et al. (arXiv 2101.08134), section 3.2. The sum is over
-    the weights of convolutions and linear layers that train.
-    """
-    pairs = weight_gradients(module, images, labels)
-    return sum(((weight * gradient).double().abs().sum().item() for weight, gradient in pairs), 0.0)
-
-
-def zico(module: nn.Module, images: Tensor, labels: Tensor, *, batches: int = 2) -> float:
-    """Sum over layers of log(sum over weights w of mean |dL_i/dw| / std dL_i/dw), where i are the batches.
-
-    Li et al., ZiCo: Zero-shot NAS via Inverse Coefficient of Variation on Gradients (ICLR 2023, arXiv 2301.11300),
-    section 3.3. The paper prints the variance of |dL_i/dw|; the released code and this function take that of dL_i/dw,
-    because the former is 0 for two batches whose gradients differ only in sign. The variance is divided by the number
-    of batches. As in the code, weights whose gradient does not vary are left out, and so is a layer that has no others.
-    Layers are the convolutions and linear layers whose weights train.
-
-    Args:
-        module, images, labels: see the module.
-        batches: into how many batches of equal size the images are split, in order; the released code uses 2.
-    """
-    if batches < 2 or len(images) % batches:
-        raise ValueError(f"zico needs at least 2 batches of equal size, got {len(images)} images in {batches} batches")
-    pairs = zip(images.chunk(batches), labels.chunk(batches), strict=True)
-    by_batch = [weight_gradients(module, x, y) for x, y in pairs]
-    logs = []
-    for of_layer in zip(*by_batch, strict=True):
-        stacked = torch.stack([gradient for _, gradient in of_layer]).double()
-        deviation = stacked.std(0, correction=0)
-        varies = deviation > 0
-        total = (stacked.abs().mean(0)[varies] / deviation[varies]).sum().item()
-        if total > 0:
-            logs.append(math.log(total))
-    if not logs:
-        raise ScoreError("no gradient differs between the batches: give batches of different images")
-    return math.fsum(logs)
-
-
-def beta_norm(module: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """Sum over BatchNorms of ||dL/dbeta||_2, where L is the mean cross entropy of the batch."""
-    copied = working_copy(module)
-    norms = [m for m in copied.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.bias is not None]
-    if not norms:
-        raise ScoreError(f"no BatchNorm of this {type(module).__name__} has a shift: build it with affine norms")
-    shifts = [norm.bias.requires_grad_() for norm in norms]
-    loss = F.cross_entropy(copied(images), labels)
-    gradients = torch.autograd.grad(loss, shifts, materialize_grads=True)
-    if not all(gradient.isfinite().all() for gradient in gradients):
-        raise not_finite(copied, images, "gradient of a BatchNorm's shift")
-    return sum(gradient.double().norm().item() for gradient in gradients)
-
-
 def ntk_q(module: nn.Module, images: Tensor, labels: Tensor) -> float:
     """||dL/dtheta||^2, where L is the mean cross entropy of the batch and theta are all parameters that train.
 
-    Shu et al., NASI (ICLR 2022, arXiv 2109.00817), section 3.2; see docs/nasi.md. `gradient_norm` sums the norms of
-    layers; this is the square of one norm over all parameters, scales and shifts of norm layers included. Norm layers
-    use the batch's statistics.
+    Shu et al., NASI (ICLR 2022, arXiv 2109.00817), section 3.2; see docs/nasi.md. Scales and shifts of norm
+    layers are included, and norm layers use the batch's statistics.
     """
     copied = working_copy(module)
     if not any(p.requires_grad for p in copied.parameters()):
@@ -288,51 +211,115 @@ def naswot(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> f
     return value.item()
 
 
-_SHARE_FLOOR = 1e-6
-"""Added to each share, because the Gram matrix of single-precision maps has no smaller eigenvalues."""
+_JACOV_FLOOR = 1e-5
+"""Added to the eigenvalues in `jacov`, as in the released code."""
 
 
-def log_volume(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> float:
-    """Mean over i of log(1e-6 + s_i), with s the eigenvalues of the images' Gram matrix divided by their sum.
+def jacov(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> float:
+    """-sum over i of log(v_i + k) + 1 / (v_i + k), with v the eigenvalues of a correlation matrix and k = 1e-5.
 
-    The maps are those that enter the last BatchNorm that runs; row n of F is image n's map, minus the mean over images,
-    and the Gram matrix is F F^T. Its N - 1 eigenvalues are all equal, and the score is highest, where the network keeps
-    all images equally far apart, as an isometry of well spread images does. Where the maps of all images become alike
-    but for a few directions, as in deep plain networks and behind repeated pooling, the score is low. Without the floor
-    it would be the logarithm of the volume that the images span, up to scale. It needs no labels and no gradient. The
-    score is ours.
+    Row n of the correlated matrix is the gradient of the sum of the logits of image n by its pixels. The score is high
+    where a network tells the images apart. Mellor et al., Neural Architecture Search without Training (arXiv
+    2006.04647v1, section 3); the name is that of Abdelfattah et al. (arXiv 2101.08134), section 3.2.
     """
-    if len(images) < 3:
-        raise ScoreError(
-            f"log_volume needs at least 3 images, got {len(images)}: two have one eigenvalue, and its share is 1 for "
-            "every network"
-        )
-    copied = working_copy(module)
-    maps: list[Tensor] = []
+    if len(images) < 2:
+        raise ScoreError(f"jacov correlates images, and got {len(images)}: give at least 2")
+    copied, inputs = working_copy(module), images.detach().clone().requires_grad_()
+    (rows,) = torch.autograd.grad(copied(inputs).sum(), inputs, materialize_grads=True)
+    rows = rows.flatten(1).double()
+    if not rows.isfinite().all():
+        raise not_finite(copied, images, "gradient by the images")
+    centred = rows - rows.mean(1, keepdim=True)
+    norms = centred.norm(dim=1, keepdim=True)
+    if not norms.all():
+        raise ScoreError(f"the logits of this {type(module).__name__} do not depend on the pixels of some image")
+    unit = centred / norms
+    values = torch.linalg.eigvalsh(unit @ unit.T).clamp(min=0) + _JACOV_FLOOR
+    return -(values.log() + 1 / values).sum().item()
 
-    def keep(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        maps[:] = [inputs[0]]
 
-    for child in copied.modules():
-        if isinstance(child, nn.modules.batchnorm._BatchNorm):
-            child.register_forward_pre_hook(keep)
-    with torch.no_grad():
-        copied(images)
-    if not maps:
-        raise ScoreError(
-            f"no BatchNorm module ran in this {type(module).__name__}, and the score takes the maps that enter the "
-            "last one: a network with another norm has no such score; one built with fused=True must be built without"
-        )
-    flat = maps[0].flatten(1).double()
-    if not flat.isfinite().all():
-        raise not_finite(copied, images, "input of the last BatchNorm")
-    flat = flat - flat.mean(0)
-    # the mean is subtracted, so the least of the N eigenvalues is 0
-    values = torch.linalg.eigvalsh(flat @ flat.T)[1:].clamp(min=0)
-    total = values.sum()
-    if total <= _SHARE_FLOOR**2 * flat.numel():
-        raise ScoreError(f"all {len(images)} images have the same map before the last BatchNorm: they span no volume")
-    return (values / total + _SHARE_FLOOR).log().mean().item()
+_FISHER_SHARE = 0.05
+"""Share of the uniform distribution in the predictions of `vkdnw`, as in the released code."""
+
+
+def vkdnw(module: nn.Module, images: Tensor, labels: Tensor | None = None, *, seed: int = 0) -> float:
+    """Number of parameter tensors plus the entropy of nine quantiles of the Fisher information's eigenvalues.
+
+    The Fisher information is that of one weight of each parameter tensor, the first: the mean over images of
+    J^T (diag p - p p^T) J, where J is the Jacobian of the logits and p the predictions, 5 % of which are uniform. With
+    q_k the eigenvalues' quantiles at 10 %, 20 %, ..., 90 % divided by their sum, the entropy is -sum q_k log q_k, so it
+    is at most log 9 and orders networks of equally many tensors. Tybl and Neumann, Training-free Neural Architecture
+    Search through Variance of Knowledge of Deep Network Weights (CVPR 2025, arXiv 2502.04975), equations 8 to 12. As in
+    the released code, weights are drawn anew, from He's normal distribution (fan-in, by `seed`), and norms use their
+    running statistics, which are 0 and 1 before training. The paper's aggregate (equation 15) is the sum
+    `vkdnw+jacov+expressivity+trainability+macs`.
+    """
+    copied = working_copy(module).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for layer in weighted_layers(copied).values():
+        drawn = torch.randn(layer.weight.shape, generator=generator)
+        deviation = math.sqrt(2 / layer.weight[0].numel())
+        layer.weight.data.copy_(deviation * drawn)
+    tensors = sum(p.requires_grad for p in copied.parameters())
+    jacobian, logits = first_weight_jacobian(copied, images)
+    uniform = 1 / logits.shape[1]
+    p = (1 - _FISHER_SHARE) * logits.softmax(1) + _FISHER_SHARE * uniform
+    covariance = p.diag_embed() - p[:, :, None] * p[:, None, :]
+    fisher = torch.einsum("nkp,nkl,nlq->pq", jacobian, covariance, jacobian) / len(images)
+    if not fisher.isfinite().all():
+        raise not_finite(copied, images, "Jacobian of the logits")
+    levels = torch.arange(1, 10, dtype=torch.float64, device=fisher.device) / 10
+    quantiles = torch.linalg.eigvalsh(fisher).clamp(min=0).quantile(levels)
+    if not quantiles.any():
+        raise ScoreError(f"nine tenths of the Fisher information's eigenvalues of this {type(module).__name__} are 0")
+    shares = quantiles / quantiles.sum()
+    return tensors + torch.special.entr(shares).sum().item()
+
+
+def first_weight_jacobian(module: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Jacobians (N, classes, tensors) of the logits by the first weight of each parameter tensor, and the logits.
+
+    Both are in double precision. One backward pass per class gives the gradients by the layers' outputs, and the first
+    weight's gradient of one image is the sum over pixels of the output's gradient times what the weight multiplies.
+    The module treats images one by one; layers are convolutions, linear layers and BatchNorms.
+    """
+    seen: list[tuple[Tensor, list[Tensor]]] = []
+
+    def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if not output.requires_grad:  # a layer before which nothing trains
+            output = output.requires_grad_()
+        seen.append((output, [f.detach() for f in _first_factors(layer, inputs[0], output)]))
+        return output.clone()  # what follows may work in place
+
+    layers = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
+    for layer in layers:
+        layer.register_forward_hook(hook)
+    logits = module(images)
+    rows = []
+    for k in range(logits.shape[1]):
+        outputs = [output for output, _ in seen]
+        gradients = torch.autograd.grad(logits[:, k].sum(), outputs, retain_graph=True, materialize_grads=True)
+        pairs = ((g[:, 0], f) for g, (_, factors) in zip(gradients, seen, strict=True) for f in factors)
+        rows.append([(g * f).reshape(len(f), -1).sum(1) for g, f in pairs])
+    return torch.stack([torch.stack(row, 1) for row in rows], 1).double(), logits.detach().double()
+
+
+def _first_factors(layer: nn.Module, x: Tensor, output: Tensor) -> list[Tensor]:
+    """What the first weight and the first bias of a layer multiply, shaped like the first channel of its output."""
+    one = torch.ones_like(output[:, 0])
+    if isinstance(layer, nn.Conv2d):
+        only = torch.zeros_like(layer.weight[:1])
+        only[0, 0, 0, 0] = 1
+        inputs = x[:, : only.shape[1]]
+        factor = F.conv2d(inputs, only, None, layer.stride, layer.padding, layer.dilation)[:, 0]
+    elif isinstance(layer, nn.Linear):
+        factor = x[:, 0]
+    elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is not None:
+        factor = F.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)[:, 0]
+    else:
+        raise ScoreError(f"vkdnw knows Conv2d, Linear and BatchNorms, not {type(layer).__name__}")
+    pairs = ((layer.weight, factor), (layer.bias, one))
+    return [value for parameter, value in pairs if parameter is not None and parameter.requires_grad]
 
 
 _ENTROPY_FLOOR = 1e-8
@@ -468,14 +455,11 @@ def _run(module: nn.Module, images: Tensor, measure: Callable[[str, Tensor], Ten
 ZERO_COST: dict[str, Callable[[nn.Module, Tensor, Tensor], float]] = {
     score.__name__: score
     for score in (
-        gradient_norm,
-        snip,
         synflow,
         naswot,
-        zico,
         ntk_q,
-        beta_norm,
-        log_volume,
+        jacov,
+        vkdnw,
         expressivity,
         progressivity,
         trainability,

@@ -16,7 +16,7 @@ from nasfast.indicators.table import IndicatorTable
 
 SCORES = (("path_loss", 0.0), ("path_loss", 1.0), ("path_accuracy", 0.0))
 QUEUE = (
-    (Entry("initial", epochs=0, scores=(("beta_norm", 0.0),), paths=30), (0, 1)),
+    (Entry("initial", epochs=0, scores=(("ntk_q", 0.0),), paths=30), (0, 1)),
     (Entry("short", epochs=2, scores=SCORES, paths=60, batch_size=16), (0, 1)),
 )
 
@@ -74,7 +74,7 @@ def test_a_queue_goes_on_where_it_stopped(argv, tmp_path, monkeypatch, capsys):
     bench_ranking.main([*argv, "--summary"])
     shown = capsys.readouterr().out.splitlines()
     assert [line.split("|")[1:4] for line in shown[2:]] == [
-        [" initial ", " beta_norm ", " 0 1 "],
+        [" initial ", " ntk_q ", " 0 1 "],
         [" short ", " path_loss ", " 0 1 "],
         [" short ", " path_loss + 1 structure ", " 0 1 "],
         [" short ", " path_accuracy ", " 0 1 "],
@@ -105,7 +105,7 @@ def test_the_default_entry_is_the_package_default():
 
 
 def test_without_trained_accuracies_the_summary_says_how_far_seeds_agree(argv, tmp_path, monkeypatch, capsys):
-    entry = Entry("other", epochs=0, scores=(("beta_norm", 0.0),), paths=30, space="mobilenet_v2")
+    entry = Entry("other", epochs=0, scores=(("ntk_q", 0.0),), paths=30, space="mobilenet_v2")
     monkeypatch.setattr(bench_ranking, "QUEUE", ((entry, (0, 1)),))
     monkeypatch.setattr(bench_ranking, "mobilenet_v2", lambda **kwargs: tiny_macro_space())
     bench_ranking.main(argv)
@@ -115,5 +115,5 @@ def test_without_trained_accuracies_the_summary_says_how_far_seeds_agree(argv, t
     bench_ranking.main([*argv, "--summary"])
     cells = [cell.strip() for cell in capsys.readouterr().out.splitlines()[2].split("|")[1:-1]]
     agreement = bench_ranking._agreement(rows[0]["table"], rows[1]["table"])
-    assert cells[:8] == ["other", "beta_norm", "0 1", "-", "-", "-", "-", "-"]
+    assert cells[:8] == ["other", "ntk_q", "0 1", "-", "-", "-", "-", "-"]
     assert cells[10] == f"{agreement:.3f}"

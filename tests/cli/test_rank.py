@@ -34,7 +34,7 @@ def test_rank_of_cells_from_csv(tmp_path, capsys):
         ("", "give one of --out RUN, --predictor FILE, and --images FOLDER"),
         ("--out a --predictor b", "give one of --out RUN"),
         ("--out a --images b --score naswot", "give one of --out RUN"),
-        ("--images b", "--images and --sample need --score"),
+        ("--out a --sample 5", "--images and --sample need --score"),
         ("--predictor b --score naswot", "--score needs --out or --images"),
         ("--out a --score naswot --cells 5", "--cells, --channels and --batch need --images"),
         ("--out a --batch 8", "--cells, --channels and --batch need --images"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from math import log
 
 import pytest
 from scipy.stats import kendalltau
@@ -12,7 +13,7 @@ from tiny import batches, write_folder
 from nasfast.cli.main import main
 from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.indicators.registry import ScoreError
-from nasfast.indicators.scores import NetworkEvidence, parts_of, rank_sum, score_networks, summed
+from nasfast.indicators.scores import NetworkEvidence, default_score, parts_of, rank_sum, score_networks, summed
 from nasfast.research.cells.space import nas_bench_201_space
 from nasfast.research.nasi.config import NasiConfig
 from nasfast.research.nasi.score import untrained
@@ -36,17 +37,23 @@ def test_every_score_of_cells_is_that_of_the_untrained_network(name):
 def test_networks_of_layers_have_the_same_scores():
     space, images = nas_bench_macro(resolution=16), batches(1, resolution=16)
     arch = (1, 0, 2, 1, 0, 1, 2, 0)
-    scores, _ = score_networks("log_volume", NetworkEvidence(space, images), [arch])
-    assert scores == {arch: ZERO_COST["log_volume"](untrained(space, arch), *images[0])}
+    scores, _ = score_networks("jacov", NetworkEvidence(space, images), [arch])
+    assert scores == {arch: ZERO_COST["jacov"](untrained(space, arch), *images[0])}
 
 
 def test_a_cell_through_which_nothing_passes_is_the_lowest():
     dead = [(0,) * 6, (4, 0, 0, 0, 0, 0)]
-    scores, failed = score_networks("log_volume", NetworkEvidence(CELLS, batches(1, resolution=8)), [*dead, *ARCHS])
+    scores, failed = score_networks("jacov", NetworkEvidence(CELLS, batches(1, resolution=8)), [*dead, *ARCHS])
     assert set(failed) == set(dead)
     assert max(scores[arch] for arch in dead) < min(scores[arch] for arch in ARCHS)
-    with pytest.raises(ScoreError, match="path 0 0 0 0 0 0 of nas_bench_201 has no log_volume: all 8 images"):
-        score_networks("log_volume", NetworkEvidence(CELLS, batches(1, resolution=8)), dead)
+    with pytest.raises(ScoreError, match="path 0 0 0 0 0 0 of nas_bench_201 has no jacov: the logits of"):
+        score_networks("jacov", NetworkEvidence(CELLS, batches(1, resolution=8)), dead)
+
+
+def test_counts_are_parts_of_sums_of_cells():
+    evidence = NetworkEvidence(CELLS, ())
+    assert score_networks("depth", evidence, ARCHS) == (dict(zip(ARCHS, (3, 2, 2), strict=True)), {})
+    assert default_score(CELLS).endswith("+depth") and default_score(nas_bench_macro()) == "sqrt_size"
 
 
 @pytest.mark.slow
@@ -59,10 +66,10 @@ def test_nasi_scores_by_the_logits_of_its_search():
 
 
 def test_a_sum_of_ranks_by_hand():
-    """Shares that are lower, with half of the ties: (0.5, 1.5, 2.5) / 3 and (1, 2.5, 1) / 3."""
+    """Logarithms of the shares that are lower, with half of the ties: (0.5, 1.5, 2.5) / 3 and (1, 2.5, 1) / 3."""
     a, b, c = ARCHS
     found = rank_sum([{a: -5.0, b: 0.0, c: 1e9}, {a: 1.0, b: 2.0, c: 1.0}])
-    assert found == pytest.approx({a: 1.5 / 3, b: 4 / 3, c: 3.5 / 3})
+    assert found == pytest.approx({a: log(0.5 / 9), b: log(1.5 * 2.5 / 9), c: log(2.5 / 9)})
 
 
 def test_signs_of_a_sum_and_architectures_without_a_part():
@@ -70,12 +77,12 @@ def test_signs_of_a_sum_and_architectures_without_a_part():
     assert parts_of("x+y-z") == [(1, "x"), (1, "y"), (-1, "z")]
     a, b, c = ARCHS
     parts = [{a: -5.0, b: 0.0, c: 1e9}, {a: 1.0, b: 2.0, c: 1.0}]
-    assert summed("x-y", parts) == pytest.approx({a: -0.5 / 3, b: -1 / 3, c: 1.5 / 3})
+    assert summed("x-y", parts) == pytest.approx({a: log(0.5 * 2 / 9), b: log(1.5 * 0.5 / 9), c: log(2.5 * 2 / 9)})
     assert summed("x", parts[:1]) == parts[0]
-    assert summed("-x", parts[:1]) == pytest.approx({a: -0.5 / 3, b: -1.5 / 3, c: -2.5 / 3})
+    assert summed("-x", parts[:1]) == pytest.approx({a: log(2.5 / 3), b: log(1.5 / 3), c: log(0.5 / 3)})
     # what lacks a part is the lowest, although a minus would make it the highest
     found = summed("x-y", parts, {c})
-    assert found[c] < min(found[a], found[b]) and found[a] == pytest.approx(-0.5 / 3)
+    assert found[c] < min(found[a], found[b]) and found[a] == pytest.approx(log(0.5 * 2 / 9))
 
 
 @pytest.fixture(scope="module")
@@ -96,13 +103,13 @@ def rank_argv(files, *more):
 
 def test_one_command_ranks_cells(files, tmp_path, capsys):
     sizes = ["--space=nas_bench_201", "--cells=3", "--channels=2"]
-    assert main([*rank_argv(files, "log_volume+synflow"), *sizes, f"--save={tmp_path / 'rank.json'}"]) == 0
+    assert main([*rank_argv(files, "jacov+synflow"), *sizes, f"--save={tmp_path / 'rank.json'}"]) == 0
     assert "more conv_3x3" in capsys.readouterr().out
     space = nas_bench_201_space(cells=3, channels=2, num_classes=3)
     data = DataConfig(train=str(files[0]), batch_size=6)
     batch = next(iter(make_loader(data, FolderSource(files[0]), resolution=32, seed=3).epoch(0)))
     archs = [space.parse(cell) for cell in files[2]]
-    parts = [{a: ZERO_COST[n](untrained(space, a, seed=3), *batch) for a in archs} for n in ("log_volume", "synflow")]
+    parts = [{a: ZERO_COST[n](untrained(space, a, seed=3), *batch) for a in archs} for n in ("jacov", "synflow")]
     total = rank_sum(parts)
     tau = kendalltau([total[a] for a in archs], [-i for i in range(len(archs))]).statistic
     report = json.loads((tmp_path / "rank.json").read_text())

@@ -18,7 +18,7 @@ from nasfast.indicators.scores import score_paths, score_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import inputs
 from nasfast.pipeline.resolve import resolved
-from nasfast.research.zero_cost import gradient_norm
+from nasfast.research.zero_cost import ntk_q
 from nasfast.search import load_candidates
 from nasfast.settings import METHODS, RunConfig
 from nasfast.supernet import inherit
@@ -56,8 +56,8 @@ def test_another_score_of_the_same_supernet(out, capsys):
         table.score(load_candidates(out / "archs.json").candidates[0].arch)
     )
     # the scores need no training: they use the weights with which the supernet began
-    assert main(["score", "--out", str(out), "--score.name", "gradient_norm", "--score.images", "64"]) == 0
-    assert IndicatorTable.load(out / "indicators.json").meta["score"] == "gradient_norm"
+    assert main(["score", "--out", str(out), "--score.name", "ntk_q", "--score.images", "64"]) == 0
+    assert IndicatorTable.load(out / "indicators.json").meta["score"] == "ntk_q"
 
 
 def test_a_score_can_be_ranked_path_by_path(out, tmp_path, capsys):
@@ -86,12 +86,12 @@ def test_a_score_of_untrained_weights_is_ranked_from_the_settings_alone(config, 
     table.write_text(json.dumps({"".join(map(str, a)): 50 + sum(a) + a[0] / 10 for a in archs}))
     ranked = ["rank", "--out", str(out), "--table", str(table), "--resamples", "10", "--score"]
     out.mkdir()
-    assert main([*ranked, "gradient_norm"]) == 1
+    assert main([*ranked, "ntk_q"]) == 1
     error = capsys.readouterr().err
     assert f"{out / 'config.yaml'} is missing: run `nasfast supernet --out {out}` first" in error
     cfg.save(out / "config.yaml")
-    assert main([*ranked, "gradient_norm"]) == 0
-    assert sorted(file.name for file in out.iterdir()) == ["config.yaml", "rank-gradient_norm.json"]
+    assert main([*ranked, "ntk_q"]) == 0
+    assert sorted(file.name for file in out.iterdir()) == ["config.yaml", "rank-ntk_q.json"]
     # the same by hand: the weights of the method `dinas` with the seed, and the first batch of held-out images
     net, _ = make_supernet(space, "dinas", seed=3)
     _, held = make_loaders(cfg.data, resolution=space.resolution, seed=3, hold_out=True)
@@ -99,9 +99,9 @@ def test_a_score_of_untrained_weights_is_ranked_from_the_settings_alone(config, 
         cfg.data, random_subset(held.source, 1000, 3), train=False, resolution=space.resolution, in_channels=3
     )
     batch = next(iter(images.epoch(0)))
-    scores = [gradient_norm(inherit(net, arch), *batch) for arch in archs]
+    scores = [ntk_q(inherit(net, arch), *batch) for arch in archs]
     tau = kendalltau(scores, [50 + sum(a) + a[0] / 10 for a in archs]).statistic
-    report = json.loads((out / "rank-gradient_norm.json").read_text())
+    report = json.loads((out / "rank-ntk_q.json").read_text())
     assert report["predictor"]["kendall"]["value"] == pytest.approx(tau)
     assert main([*ranked, "gamma"]) == 1
     assert f"{out / 'space.yaml'} is missing: run `nasfast supernet --out {out}` first" in capsys.readouterr().err

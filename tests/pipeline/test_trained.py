@@ -55,11 +55,11 @@ def test_a_sample_is_trained_once_and_grows(settings, capsys, monkeypatch):
     assert "10 trained architectures" in shown and "naswot" in shown and "sqrt_size" in shown
     assert "Trainings accumulate: the same command with a larger --train keeps these and adds to them." in shown
     report = json.loads((out / "trained.json").read_text())
-    assert [row["name"] for row in report["rows"]] == ["naswot", *BASELINES]
+    assert [row["name"] for row in report["rows"]] == ["naswot", "learned", *BASELINES]
     assert 0 <= report["attainable"] < 1 and f"a tau of about {report['attainable']:.2f} with theirs" in shown
     assert not list(out.glob("trained/*/checkpoints"))
     before = {path: path.stat().st_mtime_ns for path in out.glob("trained/*/task.json")}
-    assert main([*command[:3], "--train", "12", "--workers", "1", "--score", "snip"]) == 0
+    assert main([*command[:3], "--train", "12", "--workers", "1", "--score", "synflow"]) == 0
     grown = read_accuracies(out / "accuracies.json", space)
     assert len(grown) == 12 and {arch: grown[arch] for arch in first} == first
     assert {path: path.stat().st_mtime_ns for path in before} == before

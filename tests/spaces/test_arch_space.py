@@ -27,7 +27,7 @@ from nasfast.spaces import (
     read_space,
 )
 
-CELLS = ("darts", "nas_bench_201", "choice_blocks")
+CELLS = ("darts", "nas_bench_201", "transnas_micro", "choice_blocks")
 
 
 @pytest.fixture(params=sorted(BUILDERS))

@@ -462,6 +462,19 @@ def nas_bench_201_space(
     )
 
 
+def transnas_micro_space(
+    *, cells: int = 15, channels: int = 16, num_classes: int = 10, resolution: int = 32
+) -> CellSpace:
+    """The cells of TransNAS-Bench-101's micro space (arXiv 2105.11871): those of NAS-Bench-201 without pooling.
+
+    An architecture has the values 0 (none), 1 (skip), 2 (convolution 1 x 1) and 3 (convolution 3 x 3), as there. The
+    network around the cells is that of NAS-Bench-201.
+    """
+    network = nas_bench_201_space(cells=cells, channels=channels, num_classes=num_classes, resolution=resolution)
+    cell = nas_bench_201_cell(op for op in NAS_BENCH_201_OPS if op != "avg_pool_3x3")
+    return network.replace(name="transnas_micro", cell=cell)
+
+
 def choice_blocks_space(
     *, cells: int = 9, channels: int = 16, num_classes: int = 10, resolution: int = 32
 ) -> CellSpace:
