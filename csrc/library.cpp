@@ -71,6 +71,10 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
   // An uninitialised NHWC tensor of this shape (N, C, H, W) in recycled memory, of the type of `like`.
   m.def("empty_nhwc(Tensor like, int[] shape) -> Tensor");
 
+  // Fills z, contiguous and float32 or float64, with the numbers that torch.randn draws in float64 from a CPU generator of
+  // this seed, but for the rounding of float64.
+  m.def("gaussian_(Tensor(a!) z, int seed) -> ()");
+
   // Orthogonalises matrices on a GPU, in batches of float32 or float64: v is (batch, rows, columns rounded up to
   // multiples of 16), the matrices and zeros at first, and the Householder reflectors at the end; q is (batch, rows,
   // columns), the identity at first, and the product of the reflectors at the end; t is (batch, columns / 16, 16, 16),

@@ -213,6 +213,21 @@ def _filled(field: dataclasses.Field[Any], value: Any) -> Any:
     return merge(default.to_dict(), value) if nested else value
 
 
+def expected(hint: Any) -> str:
+    """What a setting of this type takes, in words."""
+    args = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        plain = [expected(option) for option in args if option is not type(None)]
+        return " or ".join(dict.fromkeys(plain)) + (" (or null)" if type(None) in args else "")
+    if typing.get_origin(hint) is typing.Literal:
+        return f"one of {', '.join(map(str, args))}"
+    if typing.get_origin(hint) is tuple:
+        return f"a list{'' if Ellipsis in args else f' of {len(args)}'}, each {expected(args[0])}"
+    number = "a number, such as 0.5, 475e6 or 2.4M"
+    names = {int: "a whole number", bool: "true or false", str: "a text", float: number, Number: number}
+    return names.get(hint, hint.__name__)
+
+
 def _convert(value: Any, hint: Any, where: str) -> Any:
     """Check `value` against a type annotation; convert YAML's lists and numbers to the annotated type."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
@@ -255,6 +270,5 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if hint is Any:
         return value
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        expected = "a number, such as 0.5, 475e6 or 2.4M" if hint in (float, Number) else hint.__name__
-        raise ConfigError(f"config key '{where}': expected {expected}, got {value!r}")
+        raise ConfigError(f"config key '{where}': expected {expected(hint)}, got {value!r}")
     return value

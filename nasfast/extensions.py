@@ -6,6 +6,7 @@ The core imports none of these modules itself: an entry, mostly `module:attribut
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 SPACES = {
@@ -18,6 +19,13 @@ SPACES = {
 
 SPACE_KINDS = {"cell": "nasfast.research.cells.space:CellSpace"}
 """Key of the written form of a kind of space -> its class."""
+
+CORE_SCORES = {
+    "gamma": "nasfast.indicators.bn_gamma",
+    "isometry": "nasfast.indicators.isometry",
+    **dict.fromkeys(("path_loss", "path_accuracy", "recalibrated_accuracy"), "nasfast.indicators.paths"),
+}
+"""Name of a score of the core that needs torch -> the module that registers it."""
 
 SCORES = dict.fromkeys(
     (
@@ -58,6 +66,17 @@ _OF_LEARN = "sklearn"
 
 _OF_SEARCH = "PIL jsonargparse matplotlib rich safetensors scipy torchvision yaml".split()
 """Packages that the extra `search` installs; `fuse` and the operators need none of them."""
+
+
+def later(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package whose names are imported when they are first used: name -> module."""
+
+    def attribute(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return load(f"{homes[name]}:{name}")
+
+    return attribute
 
 
 def load(entry: str) -> Any:

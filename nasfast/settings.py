@@ -114,6 +114,31 @@ class DataConfig(ConfigBase):
         if not all(math.isfinite(value) and value > 0 for value in self.std):
             raise ValueError(f"std must be positive and finite, got {self.std}: 1 leaves a channel unscaled")
 
+    def check_paths(self) -> None:
+        """Refuse images that are not named or not there, and one folder for training and validation."""
+        if self.source != "folder":
+            return
+        if self.train is None:
+            raise ConfigError("data.train is not set: give the training folder, e.g. --data.train images/train")
+        if self.val is not None and Path(self.val).resolve() == Path(self.train).resolve():
+            raise ConfigError(
+                f"data.train and data.val are both {self.train}, but a network must be judged on other images: leave "
+                f"data.val out, which keeps {self.val_fraction:g} of the training images apart, or give another folder"
+            )
+        for path in filter(None, (self.train, self.val)):
+            if not Path(path).exists():
+                raise ConfigError(
+                    f"{path} does not exist: give a folder with one sub-folder per class, or a list of images"
+                )
+
+    @property
+    def classes(self) -> int | None:
+        """Number of classes, where no image must be read to know it."""
+        if self.source != "folder":
+            return 10
+        folder = Path(self.train or "")
+        return sum(path.is_dir() for path in folder.glob("[!.]*")) if self.train and folder.is_dir() else None
+
 
 @dataclass(frozen=True)
 class ImageInfo(ConfigBase):
@@ -578,8 +603,7 @@ class SpaceConfig(ConfigBase):
     """The search space of a run.
 
     Attributes:
-        name: `mobilenet_v2`, `mobilenet_v3`, `shufflenet_v2`, `nas_bench_macro`, `digits_macro`, `digits_mini`, or the
-            path of a YAML file.
+        name: a built-in name (`nasfast spaces` lists them), or the path of a YAML file.
         variant: `bnnas` is the released BN-NAS configuration of `mobilenet_v2`.
         resolution: height and width of the images in pixels; null takes the space's.
     """

@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 from doc_links import ROOT, pages
+from tiny import write_folder
 
 from nasfast.cli.flags import parse
+from nasfast.cli.main import main
 from nasfast.runtime import imports
+from nasfast.search.limits import check_range
+from nasfast.settings import RunConfig
+from nasfast.spaces import get_space
 
 README = ROOT / "README.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -41,8 +46,9 @@ DOCUMENTED = [
 ]
 
 
-@pytest.mark.parametrize("command", DOCUMENTED)
-def test_the_flags_of_a_documented_command_exist(command, tmp_path, monkeypatch):
+@pytest.fixture
+def reader(tmp_path, monkeypatch) -> None:
+    """A folder with what documented commands read."""
     monkeypatch.chdir(tmp_path)
     # what the command imports is forgotten after the test
     monkeypatch.setattr(imports, "_imported", [])
@@ -50,11 +56,57 @@ def test_the_flags_of_a_documented_command_exist(command, tmp_path, monkeypatch)
     del sys.modules["my_blocks"]
     (tmp_path / "published").mkdir()  # a folder that two commands read
     (tmp_path / "my_blocks.py").touch()
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("command", DOCUMENTED)
+def test_the_flags_of_a_documented_command_exist(command):
     try:
         parse(command)
     except SystemExit as ended:
         # --print_config ends the command; a wrong flag gives 2
         assert ended.code == 0
+
+
+@pytest.mark.usefixtures("reader")
+@pytest.mark.parametrize("command", [p for p in DOCUMENTED if p.values[0][0] in ("run", "supernet", "search")])
+def test_a_documented_limit_chooses_something(command):
+    """Some architectures of the space meet it, and others do not."""
+    given = parse([word for word in command if word != "--print_config"])[1]
+    cfg = RunConfig.from_dict({name: given[name] for name in ("space", "search") if name in given})
+    # a search in the directory of a run has its space
+    if not cfg.space.name.endswith(".yaml") and (command[0] != "search" or "space" in given):
+        check_range(cfg.search, get_space(cfg.space.name, resolution=cfg.space.resolution, variant=cfg.space.variant))
+
+
+SMALL = """
+data: {workers: 0, loader: torchvision, batch_size: 8}
+train: {epochs: 1, warmup_epochs: 0}
+score: {paths: 8, images: 8}
+retrain: {random_architectures: 1, train: {epochs: 1, warmup_epochs: 0, eval_every: 1}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [README, ROOT / "docs/tutorial_search.md"], ids=lambda page: page.name)
+def test_the_commands_of_a_first_search_run(page, tmp_path, monkeypatch, capfd):
+    """In their order and as they are written, with few images and steps: the limits are those of the page."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(SMALL)
+    for part in ("train", "val"):
+        write_folder(tmp_path / "images" / part, {"cat": 8, "dog": 8}, side=32)
+    inline = re.findall(r"`(nasfast search --out runs/mine[^`]*)`", page.read_text())
+    texts = [text for text in blocks(page, ("",)) if "runs/mine" in text] + inline
+    done = []
+    for command in [command for text in texts for command in commands(text.replace("\n   ", " "))]:
+        if command[0] not in ("run", "search", "export") or "--search.latency_table" in command:
+            continue
+        small = ["--config", "small.yaml"] if command[0] == "run" else []
+        at = command.index("--out")
+        assert main([*command[:at], *small, *command[at:]]) == 0, capfd.readouterr().err
+        done.append(command[0])
+    assert {"run", "export"} <= set(done) and "next: nasfast " in capfd.readouterr().out
+    assert (tmp_path / "runs/mine/retrain/best/model.pt2").exists()
 
 
 def test_commands_are_found_and_wrong_flags_are_refused():

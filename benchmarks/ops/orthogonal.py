@@ -1,4 +1,4 @@
-"""Cases of orthogonalize and orthogonalize_: the weights of the 6^20 supernet.
+"""Cases of orthogonalize and orthogonalize_: the weights of the 6^20 supernet; qr and geqrf: batches of one shape.
 
 For orthogonalize they are in size classes. A depthwise weight is a batch of k x k filters, any other weight one matrix.
 All providers get the same Gaussian input. orthogonalize_ draws its matrices itself, and a depthwise weight is one flat
@@ -21,6 +21,8 @@ from nasfast import ops
 _LIMITS = (32, 64, 128, 256)
 _NAMES = (*(f"n up to {limit}" for limit in _LIMITS), f"n over {_LIMITS[-1]}")
 CLASSES = ("filters", *_NAMES, "all")
+# (count, rows, columns)
+_BATCHES = ((8192, 9, 9), (4096, 64, 32), (40, 176, 176), (40, 352, 352), (512, 1536, 256))
 
 
 def cases(size: Size) -> list[Case]:
@@ -48,7 +50,21 @@ def cases(size: Size) -> list[Case]:
         dtypes=("fp32",),
         passes=(FORWARD,),
     )
-    return [*by_class, fill]
+    batches = [
+        Case(
+            op,
+            "batch",
+            "x".join(map(str, shape)),
+            partial(_factor, op, shape),
+            peers=(TORCH,),
+            compared=torch.abs,  # the signs of R differ
+            dtypes=("fp32",),
+            passes=(FORWARD,),
+        )
+        for op in FACTORS
+        for shape in [(max(1, count // size.divisor), rows, columns) for count, rows, columns in _BATCHES]
+    ]
+    return [*by_class, fill, *batches]
 
 
 @cache
@@ -87,6 +103,14 @@ def _fill(size: Size, setting: Setting) -> Call:
     if setting.ours:
         return Call(lambda *ws: nasfast.orthogonalize_(ws), tensors)
     return Call(lambda *ws: [nn.init.orthogonal_(w) for w in ws], tensors)
+
+
+def _factor(op: str, shape: tuple[int, int, int], setting: Setting) -> Call:
+    ours, peer = FACTORS[op]
+    function = partial(ours, backend=setting.provider) if setting.ours else peer
+    z = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(setting.device)
+    # what is compared is R: that of qr, and that of geqrf with zeros in place of the reflectors
+    return Call((lambda a: function(a)[1]) if op == "qr" else (lambda a: function(a)[0].triu()), [z])
 
 
 def _gram(weight: Tensor) -> Tensor:
@@ -133,6 +157,8 @@ def grouped_qr(matrices: list[Tensor]) -> list[Tensor]:
 
 
 INIT_LOOP = "torch.nn.init loop"
+TORCH = "torch"
+FACTORS = {"qr": (ops.qr, torch.linalg.qr), "geqrf": (ops.geqrf, torch.geqrf)}
 PEERS = {
     "qr loop": lambda zs: [torch_qr(z) for z in zs],
     "geqrf loop": lambda zs: [torch_householder(z) for z in zs],

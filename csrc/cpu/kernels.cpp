@@ -14,6 +14,7 @@ namespace nasfast::cpu {
   extern const DepthwiseConv2dKernels kDepthwiseConv2dKernels; \
   extern const Pool3x3Kernels kPool3x3Kernels;                 \
   extern const SqueezeExciteKernels kSqueezeExciteKernels;     \
+  extern const GaussianKernels kGaussianKernels;               \
   }
 NASFAST_DECLARE(baseline)
 NASFAST_DECLARE(avx2)
@@ -27,7 +28,8 @@ Kernels kernels() {
 #define NASFAST_KERNELS(vectors, products)                                                                 \
   {                                                                                                        \
     vectors::kBnActKernels, products::kConvKernels, products::kDepthwiseKernels, vectors::kMixedBnKernels, \
-        vectors::kDepthwiseConv2dKernels, vectors::kPool3x3Kernels, vectors::kSqueezeExciteKernels         \
+        vectors::kDepthwiseConv2dKernels, vectors::kPool3x3Kernels, vectors::kSqueezeExciteKernels,        \
+        vectors::kGaussianKernels                                                                          \
   }
   switch (current_isa()) {
 #ifdef NASFAST_HAS_AMX

@@ -4,6 +4,7 @@
 #include "bn_act.h"
 #include "conv_bn_act.h"
 #include "depthwise_conv2d.h"
+#include "gaussian.h"
 #include "mixed_bn.h"
 #include "pool_3x3.h"
 #include "squeeze_excite.h"
@@ -18,6 +19,7 @@ struct Kernels {
   const DepthwiseConv2dKernels& depthwise_conv2d;
   const Pool3x3Kernels& pool_3x3;
   const SqueezeExciteKernels& squeeze_excite;
+  const GaussianKernels& gaussian;
 };
 
 Kernels kernels();

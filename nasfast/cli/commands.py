@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 import random
 import statistics
 import time
@@ -13,26 +12,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nasfast import extensions, pipeline
+from nasfast import pipeline
 from nasfast.cli.benchmark import rank_benchmarks, take_default_score
-from nasfast.cli.flags import FlagError, Parser, run_config, take_tasks
+from nasfast.cli.flags import FlagError, Parser, take_tasks, with_defaults
+from nasfast.cli.start import split_hours
 from nasfast.config import ConfigError
 from nasfast.display import text_table
-from nasfast.indicators.accuracies import read_accuracies, read_scores
-from nasfast.indicators.rank import MIN_RESAMPLES, rank
-from nasfast.indicators.scores import check_network_score, get_score, parts_of, score_networks, summed
+from nasfast.indicators.accuracies import read_accuracies, read_scores, top1_interval
+from nasfast.indicators.rank import rank
+from nasfast.indicators.registry import check_network_score, get_score
+from nasfast.indicators.scores import parts_of, score_networks, summed
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.measure.doctor import doctor
 from nasfast.measure.latency import check_replaceable, head_of, latency
 from nasfast.measure.measured import fit_measured
 from nasfast.measure.step_times import step_times
-from nasfast.pipeline.check import check_one_process, without_supernet
+from nasfast.pipeline.check import check_one_process
 from nasfast.pipeline.estimate import plan_run
-from nasfast.pipeline.inputs import result_of, scores_of, space_of, untrained_networks
+from nasfast.pipeline.inputs import scores_of, space_of, untrained_networks
 from nasfast.pipeline.resolve import resolved
 from nasfast.pipeline.seeds import plan_seeds, run_seeds
 from nasfast.pipeline.seeds_page import STABILITY_FILE, sentences, write_stability_page
+from nasfast.pipeline.stage import result_of, saved_space
 from nasfast.pipeline.trained import (
     ACCURACIES_FILE,
     REPORT_FILE,
@@ -42,29 +44,14 @@ from nasfast.pipeline.trained import (
     train_sample,
 )
 from nasfast.report import write_comparison, write_report
-from nasfast.report.evidence import PROVEN, PROVEN_NEXT, compare, is_peer, repeats_of, worth_of_score
+from nasfast.report.evidence import compare, is_peer, repeats_of
+from nasfast.report.run_files import RunFiles
 from nasfast.runtime.distributed import World, start
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.launcher import environment_size
 from nasfast.runtime.termination import Terminated, stopped_at
-from nasfast.search import load_candidates
-from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
 from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
-
-
-def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
-    tables = load_candidates(cfg.run_dir / ARCHS_FILE).tables
-    for place, c in enumerate(found, start=1):
-        costs = [f"{c.macs:,} MACs", f"{c.params:,} params"]
-        costs += [f"{value:.4g} {t.unit} {t.quantity}" for t, value in zip(tables, c.values, strict=True)]
-        proof = (PROVEN if place == 1 else PROVEN_NEXT) if c.optimal else c.status
-        print(f"{place}. [{format_arch(c.arch)}]  score {c.score:.6g}  {'  '.join(costs)}  ({proof})")
-    for table in tables:
-        print(f"{table.quantity}: {table.about or 'a table of your own'}")
-    if any(c.optimal for c in found):
-        print(worth_of_score(cfg.run_dir))
-    print(f"written: {cfg.run_dir / ARCHS_FILE}")
 
 
 def _show_retrained(cfg: RunConfig, results: dict[str, Any]) -> None:
@@ -81,8 +68,14 @@ def _show_retrained(cfg: RunConfig, results: dict[str, Any]) -> None:
         rows.append([*_cells("random", "architectures", peers), ""])
     print("\n".join(text_table(rows)))
     comparison = compare(forms["best"], peers, repeats["best"]) if "best" in forms else None
+    if "best" in results:
+        best = results["best"]
+        low, high = top1_interval(best.top1, best.images)
+        print(f"best: top-1 {best.top1:.1%} (95 % interval {low:.1%} to {high:.1%}, {best.images:,} images)")
+        print(f"  {saved_space(cfg).words(best.arch)}")
     if comparison is not None:
         print(comparison.headline)
+        print(f"next: {comparison.next_step(cfg.out)}")
     print(f"written: {cfg.run_dir / 'retrain'}")
 
 
@@ -154,14 +147,6 @@ def _run_seeds(cfg: RunConfig, seeds: int, tasks: TaskSettings, *, resume: bool,
     print(f"report: {page}")
 
 
-def split_hours(tasks: TaskSettings | None) -> tuple[TaskSettings | None, float | None]:
-    """Where tasks run, None if no flag says so, and the hours after which a command with more than tasks stops."""
-    if tasks is None:
-        return None, None
-    hours, tasks = tasks.max_hours, tasks.replace(max_hours=None)
-    return (None if tasks == TaskSettings() else tasks), hours
-
-
 def _supernet(cfg: RunConfig, tasks: None, *, resume: bool = False) -> None:
     with _joined(cfg) as (cfg, world):
         final = pipeline.supernet(cfg, resume=resume, world=world)
@@ -172,16 +157,6 @@ def _supernet(cfg: RunConfig, tasks: None, *, resume: bool = False) -> None:
 def _score(cfg: RunConfig, tasks: None) -> None:
     if pipeline.score(cfg) is not None:
         print(f"written: {cfg.run_dir / TABLE_FILE}")
-
-
-def _search(cfg: RunConfig, tasks: None, *, num_classes: int | None = None) -> None:
-    if without_supernet(cfg):
-        pipeline.score_untrained(cfg, num_classes=num_classes)
-    elif num_classes is not None:
-        raise ConfigError(
-            f"--num_classes is for a search without a run, and {cfg.run_dir} has one, or the score needs one"
-        )
-    _show_candidates(cfg, pipeline.search(cfg))
 
 
 def _retrain(
@@ -201,12 +176,8 @@ def _retrain(
             _show_retrained(cfg, results)
 
 
-def _with_defaults(given: dict[str, Any], parser: Parser) -> argparse.Namespace:
-    return argparse.Namespace(**parser.get_defaults().as_dict() | given)
-
-
 def _export(given: dict[str, Any], parser: Parser) -> None:
-    args = _with_defaults(given, parser)
+    args = with_defaults(given, parser)
     if (args.name is not None) + (args.arch is not None) + args.pareto > 1:
         raise FlagError("--name, --arch and --pareto each say what to export: give one of them")
     for file in pipeline.export(args.out, name=args.name or "best", arch=args.arch, pareto=args.pareto, onnx=args.onnx):
@@ -214,13 +185,12 @@ def _export(given: dict[str, Any], parser: Parser) -> None:
 
 
 def _rank(given: dict[str, Any], parser: Parser) -> None:
-    if given.get("benchmark"):
-        rank_benchmarks(_with_defaults(given, parser))
+    tasks, args = take_tasks(given), with_defaults(given, parser)
+    if args.benchmark:
+        rank_benchmarks(args)
         return
-    tasks, args = take_tasks(given), _with_defaults(given, parser)
     if args.images is not None and args.score is None:
         take_default_score(args)
-    _check_rank(args, tasks)
     for name, default in (("space", "nas_bench_macro"), ("batch", 64), ("seed", 0), ("interval", 0.1)):
         if getattr(args, name) is None:
             setattr(args, name, default)
@@ -241,55 +211,6 @@ def _rank(given: dict[str, Any], parser: Parser) -> None:
     for file in [*files, *([] if args.save is None else [Path(args.save)])]:
         report.save(file)
         print(f"written: {file}")
-
-
-def _check_rank(args: argparse.Namespace, tasks: TaskSettings | None) -> None:
-    """Refuse flags of `rank` that contradict each other or need another one."""
-
-    def given(*names: str) -> bool:
-        return any(getattr(args, name) is not None for name in names)
-
-    trains, above_zero = given("train"), ("sample", "cells", "channels", "batch", "epochs")
-    for wrong, text in (
-        (given("table") == trains, "give either --table FILE or --train N"),
-        (
-            trains and (not given("out") or given("sample", "column", "seed")),
-            "--train needs --out RUN, and takes neither --sample nor --column nor --seed",
-        ),
-        (given("epochs", "interval") and not trains, "--epochs and --interval need --train"),
-        (
-            not trains and (tasks is not None or args.dry_run),
-            "--executor, --workers, --attempts, --max_hours and --dry_run are about --train N",
-        ),
-        (
-            given("interval") and not 0 < (args.interval or 0) < math.inf,
-            f"--interval must be positive and finite, got {args.interval}",
-        ),
-        (
-            args.resamples < MIN_RESAMPLES,
-            f"--resamples must be at least {MIN_RESAMPLES}, got {args.resamples}; 1000 is usual",
-        ),
-        (
-            given("out") + given("predictor") + given("images") != 1,
-            "give one of --out RUN, --predictor FILE, and --images FOLDER with --score NAME",
-        ),
-        (not given("score") and given("images", "sample"), "--images and --sample need --score"),
-        (
-            given("score") and given("predictor"),
-            "--score needs --out or --images: a file has its scores already",
-        ),
-        (not given("images") and given("cells", "channels", "batch"), "--cells, --channels and --batch need --images"),
-        (
-            given("out") and given("space"),
-            "--space needs --predictor or --images: --out has the space of the run",
-        ),
-        *(
-            (given(name) and getattr(args, name) < 1, f"--{name} must be at least 1, got {getattr(args, name)}")
-            for name in above_zero
-        ),
-    ):
-        if wrong:
-            raise FlagError(text)
 
 
 def _rank_trained(args: argparse.Namespace, settings: TaskSettings) -> None:
@@ -372,7 +293,7 @@ def _sampled(args: argparse.Namespace, space: ArchSpace) -> dict[Arch, float]:
 
 
 def _report(given: dict[str, Any], parser: Parser) -> None:
-    args = _with_defaults(given, parser)
+    args = with_defaults(given, parser)
     runs = [Path(run) for run in [*(args.runs or ()), *([] if args.out is None else [args.out])]]
     if not runs or (args.out is not None and args.runs):
         raise FlagError("give one run directory (--out RUN) or the names of several to compare: nasfast report A B")
@@ -384,6 +305,7 @@ def _report(given: dict[str, Any], parser: Parser) -> None:
         return
     of_seeds = (runs[0] / STABILITY_FILE).exists()
     print(f"written: {write_stability_page(runs[0]) if of_seeds else write_report(runs[0])}")
+    RunFiles(runs[0]).check()
 
 
 def _latency(settings: dict[str, Any], parser: Parser) -> None:
@@ -433,16 +355,11 @@ def _step(settings: dict[str, Any], parser: Parser) -> None:
         print(f"written: {out}")
 
 
-_STAGES: dict[str, Callable[..., None]] = {
+COMMANDS: dict[str, Callable[..., None]] = {
     "run": _run,
     "supernet": _supernet,
     "score": _score,
-    "search": _search,
     "retrain": _retrain,
-}
-"""The commands that take a RunConfig, the settings of tasks, and their other flags."""
-
-_OTHERS: dict[str, Callable[[dict[str, Any], Parser], None]] = {
     "export": _export,
     "rank": _rank,
     "report": _report,
@@ -450,16 +367,4 @@ _OTHERS: dict[str, Callable[[dict[str, Any], Parser], None]] = {
     "step": _step,
     "doctor": lambda given, parser: print(doctor()),
 }
-
-
-def execute(command: str, given: dict[str, Any], parser: Parser) -> None:
-    """Carry out one command with what `nasfast.cli.flags.parse` gave; the caller shows its errors."""
-    if command in _STAGES:
-        tasks = take_tasks(given)
-        check_one_process(split_hours(tasks)[0], environment_size())
-        cfg, others = run_config(command, given)
-        _STAGES[command](cfg, tasks, **others)
-    elif command in _OTHERS:
-        _OTHERS[command](given, parser)
-    else:
-        extensions.load(extensions.COMMAND_RUN)(command, given)
+"""Those of `flags.STAGES` take a RunConfig, the settings of tasks and other flags; the others flags and parser."""

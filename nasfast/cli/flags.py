@@ -5,8 +5,12 @@ The flags of a setting are the fields of its config. Nothing here imports torch,
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import re
 import sys
+import textwrap
+import typing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +19,7 @@ import jsonargparse
 from jsonargparse.typing import register_type
 
 from nasfast import __version__, extensions
-from nasfast.config import ConfigError, Number, flatten, load_yaml, merge, nearest, suggestion, to_number
+from nasfast.config import ConfigError, Number, expected, flatten, load_yaml, merge, nearest, suggestion, to_number
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.runtime.imports import import_modules
 from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
@@ -59,12 +63,33 @@ class Parser(jsonargparse.ArgumentParser):
     def __init__(self, **options: Any) -> None:
         super().__init__(default_env=False, allow_abbrev=False, **{"usage": "%(prog)s [FLAGS]", **options})
 
+    def format_help(self, *args: Any, **kwargs: Any) -> str:
+        """Of commands with all settings, a few flags and an example, unless --help_all asks for all."""
+        command = self.prog.rpartition(" ")[2]
+        if command not in STAGES or "--help_all" in Parser.argv:
+            return super().format_help(*args, **kwargs)
+        rows = [
+            [flag, " ".join((action.help or "").replace("%%", "%").split())]
+            for flag in _FIRST
+            if (action := self._option_string_actions.get(flag)) is not None
+        ]
+        width = max(len(flag) for flag, _ in rows) + 2
+        lines = [
+            textwrap.fill(text, 118, initial_indent=flag.ljust(width), subsequent_indent=" " * width)
+            for flag, text in rows
+        ]
+        example = _EXAMPLE.format(command)
+        return "\n".join(
+            [f"usage: {self.prog} [FLAGS]", "", f"{self.description}. For example:", "", f"  {example}", "", *lines, ""]
+        )
+
     def add_common(self) -> None:
         """Add the flags of every command."""
         recipes = ", ".join(sorted(path.stem for path in _RECIPES.glob("*.yaml")))
         text = f"YAML file with any of the settings below, or a recipe ({recipes}); of files and flags, later ones win"
         self.add_argument("--config", action=_ConfigFile, metavar="FILE", help=text)
         text = "import this first: a module, or FILE.py, which has e.g. block kinds of your own; may be repeated"
+        self.add_argument("--help_all", action="help", help="show all flags and end")
         self.add_argument("--import", action="append", metavar="MODULE", help=text)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -79,8 +104,25 @@ class Parser(jsonargparse.ArgumentParser):
         for flag in (word.partition("=")[0] for word in Parser.argv if word.startswith("--")):
             if flag not in parser._option_string_actions:
                 message += _near(flag, parser._option_string_actions)
-        print(f"{parser.prog}: {message}\nall flags: {parser.prog} --help", file=sys.stderr)
+        if match := re.search(r'Parser key "([\w.]+)"', message):
+            message = parser._wrong_value(match[1]) or message
+        text = " ".join(message.split())
+        everything = "--help_all" if "--help_all" in parser._option_string_actions else "--help"
+        print(f"{parser.prog}: {text}\nall flags: {parser.prog} {everything}", file=sys.stderr)
         sys.exit(2)
+
+    def _wrong_value(self, key: str) -> str | None:
+        """What a flag got and what it takes, in one sentence; None where it is not on the command line."""
+        given = None
+        for word, after in zip(Parser.argv, [*Parser.argv[1:], ""], strict=True):
+            flag, sign, value = word.partition("=")
+            if flag == f"--{key}":
+                given = value if sign else after
+        hint = getattr(self._option_string_actions.get(f"--{key}"), "_typehint", None)
+        if given is None or hint is None:
+            return None
+        words = [word for option in (hint, *typing.get_args(hint)) for word in typing.get_args(option)]
+        return f"--{key} takes {expected(hint)}, got {given!r}{_near(given, [w for w in words if isinstance(w, str)])}"
 
 
 def _near(word: str, valid: Iterable[str]) -> str:
@@ -112,7 +154,18 @@ _SHORT = {
     "--max_macs": "--search.max_macs",
     "--max_params": "--search.max_params",
 }
-"""Short flags of `nasfast search`, which may be the first command."""
+"""Short flags of the commands in `STAGES`."""
+
+STAGES = ("run", "supernet", "score", "search", "retrain")
+"""The commands that take a RunConfig."""
+
+_FIRST = (
+    "--out --data.train --data.val --config --space.name --space.resolution --search.max_macs --train.epochs "
+    "--retrain.train.epochs --dry_run --resume --help_all"
+).split()
+"""The flags that `--help` of these commands shows, with an example."""
+
+_EXAMPLE = "nasfast {} --config photos --out runs/mine --data.train images/train --search.max_macs 60M"
 
 
 def _search_flags(parser: Parser) -> None:
@@ -139,7 +192,8 @@ def _export_flags(parser: Parser) -> None:
     parser.add_argument("--name", help="which retrained network: best (default), best-2, ..., random, random-2, ...")
     parser.add_argument("--arch", metavar="ARCH", help='instead of --name: the network of this architecture, "1 0 2 1"')
     parser.add_argument("--pareto", action="store_true", help="instead of --name: all retrained points of the fronts")
-    parser.add_argument("--onnx", type=bool, default=True, help="also write model.onnx, checked with onnxruntime")
+    text = "also write model.onnx, checked with onnxruntime; default: where the extra onnx is installed"
+    parser.add_argument("--onnx", type=bool, help=text)
 
 
 def _rank_flags(parser: Parser) -> None:
@@ -195,6 +249,11 @@ def _latency_flags(parser: Parser) -> None:
     parser.add_class_arguments(LatencyConfig)
 
 
+def _spaces_flags(parser: Parser) -> None:
+    parser.add_argument("--resolution", type=int, help="height and width of the images in pixels; default: the space's")
+    parser.add_argument("--num_classes", type=int, help="outputs of the classifier; default: the space's")
+
+
 def _step_flags(parser: Parser) -> None:
     parser.add_argument("--out", metavar="FILE", help="also write the rows as JSON, with machine, versions and ISA")
     parser.add_class_arguments(StepTimesConfig)
@@ -214,6 +273,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Parser], None]]] = {
         "times of a training step: the rows of the paper's Table 2 on this machine, beside the published figures",
         _step_flags,
     ),
+    "spaces": ("the built-in search spaces, with their ranges of MACs and parameters", _spaces_flags),
     "doctor": ("versions, CPU and GPU, and which backend every operator uses and why", lambda parser: None),
 }
 """Name of a command -> its line in `nasfast --help`, and the function that declares its flags."""
@@ -244,7 +304,7 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], Parser]:
         # the flags of one command take a tenth of a second; completion needs those of all
         if name == command or command.startswith("--print_completion"):
             _declare(parser, name)
-    if command == "search":
+    if command in STAGES:
         argv = [_SHORT.get(flag, flag) + sign + value for flag, sign, value in (word.partition("=") for word in argv)]
     Parser.argv = argv
     # defaults are only for the eye: a stage that continues a run takes the saved settings in their place
@@ -283,9 +343,7 @@ def run_config(command: str, given: dict[str, Any]) -> tuple[RunConfig, dict[str
         cfg = RunConfig.from_dict(merge(form, {name: value for name, value in given.items() if name in settings}))
     except ConfigError as error:
         raise ConfigError(f"{error} (with {saved})" if form else str(error)) from error
-    from nasfast.pipeline.resolve import resolved  # here, because it imports torch, and help must not wait for that
-
-    return resolved(cfg), others
+    return cfg.resolved(), others
 
 
 def take_tasks(given: dict[str, Any]) -> TaskSettings | None:
@@ -293,6 +351,11 @@ def take_tasks(given: dict[str, Any]) -> TaskSettings | None:
     names = [field.name for field in dataclasses.fields(TaskSettings)]
     settings = TaskSettings.from_dict({name: given.pop(name) for name in names if name in given})
     return None if settings == TaskSettings() else settings
+
+
+def with_defaults(given: dict[str, Any], parser: Parser) -> argparse.Namespace:
+    """The values of flags, with the defaults of those that are not given."""
+    return argparse.Namespace(**parser.get_defaults().as_dict() | given)
 
 
 class FlagError(ValueError):

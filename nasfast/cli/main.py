@@ -66,7 +66,7 @@ def _run(argv: list[str]) -> int:
             # jsonargparse takes half a second, and torch seconds, for which help must not wait
             name, given, parser = importlib.import_module("nasfast.cli.flags").parse(argv)
             dry_run = bool(given.get("dry_run"))
-            importlib.import_module("nasfast.cli.commands").execute(name, given, parser)
+            importlib.import_module("nasfast.cli.start").execute(name, given, parser)
     except Terminated as stopped:
         _say_stopped(command, stopped, stopped.reason, stopped.saved, dry_run=dry_run)
         return stopped.code

@@ -8,6 +8,7 @@ ranks.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,8 +17,6 @@ import torch
 from PIL import Image
 from scipy.special import ndtri
 from torch import Tensor
-from torchvision.transforms import v2
-from torchvision.transforms.v2 import functional as F
 
 from nasfast.seeds import AUTO_AUGMENT, derive_seed
 from nasfast.settings import AutoAugment
@@ -133,15 +132,14 @@ class Augmentation:
         return fit, np.concatenate([corner, np.full_like(fit, self.resolution)], axis=1)
 
 
-_AUTO_AUGMENT = {"shift": v2.AutoAugmentPolicy.SVHN, "cifar": v2.AutoAugmentPolicy.CIFAR10}
-"""Policy of AutoAugment by the kind of augmentation; others take that of ImageNet."""
-
-
 @functools.cache
-def _transform(policy: AutoAugment, kind: str) -> v2.Transform:
-    """The transform of a policy, with torchvision's defaults."""
+def _transform(policy: AutoAugment, kind: str) -> Callable[[Image.Image], Image.Image]:
+    """The transform of a policy, with torchvision's defaults; AutoAugment has policies for digits and CIFAR-10."""
+    from torchvision.transforms import v2  # imports all models of torchvision, which takes seconds
+
     if policy == "autoaugment":
-        return v2.AutoAugment(_AUTO_AUGMENT.get(kind, v2.AutoAugmentPolicy.IMAGENET))
+        named = {"shift": v2.AutoAugmentPolicy.SVHN, "cifar": v2.AutoAugmentPolicy.CIFAR10}
+        return v2.AutoAugment(named.get(kind, v2.AutoAugmentPolicy.IMAGENET))
     return v2.RandAugment() if policy == "randaugment" else v2.TrivialAugmentWide()
 
 
@@ -176,19 +174,19 @@ def render(image: Image.Image, views: Views, row: int, augmentation: Augmentatio
     side = augmentation.resolution
     fit, (top, left, height, width) = views.fit[row].tolist(), views.window[row].tolist()
     if (image.height, image.width) != tuple(fit):
-        image = F.resize(image, fit, antialias=True)
+        image = image.resize((fit[1], fit[0]), Image.Resampling.BILINEAR)
     if (top, left, height, width) != (0, 0, image.height, image.width):
-        image = F.crop(image, top, left, height, width)
+        image = image.crop((left, top, left + width, top + height))
     if (height, width) != (side, side):
-        image = F.resize(image, [side, side], antialias=True)
+        image = image.resize((side, side), Image.Resampling.BILINEAR)
     if views.mirror[row]:
-        image = F.horizontal_flip(image)
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     if augmentation.policy is not None and views.policy is not None:
         # torchvision draws from the global generator, which other parts of the program draw from too
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(int(views.policy[row]))
             image = _transform(augmentation.policy, augmentation.kind)(image)
-    pixels = F.pil_to_tensor(image)
+    pixels = torch.from_numpy(np.array(image).reshape(side, side, -1)).permute(2, 0, 1)
     if views.shift is not None:
         # numpy adds here because PyTorch would start threads of its own beside each thread of a loader
         rows = pixels.permute(1, 2, 0).numpy().reshape(side, -1) + np.tile(views.shift[row], side)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torchvision.datasets.folder import make_dataset
-from torchvision.transforms.v2 import functional as F
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,6 +28,12 @@ _LOOKED_FOR = 100
 
 class DataError(ValueError):
     """Images that cannot be used: missing, empty or one-class folder, or too many unreadable files."""
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Log a warning the first time: each stage of a run opens the same images."""
+    _LOG.warning("%s", text)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -137,7 +142,7 @@ class FolderSource(_FileSource):
         self.classes = tuple(found)
         self.not_images: list[str] = []
         numbers = {name: label for label, name in enumerate(found)}
-        images = make_dataset(self.root, numbers, is_valid_file=self._is_image, allow_empty=True)
+        images = [(path, label) for name, label in numbers.items() for path in self._images(self.root / name)]
         self._paths = [path for path, _ in images]
         self.labels = np.array([label for _, label in images], dtype=np.int64)
         if empty := [name for name, label in numbers.items() if label not in self.labels]:
@@ -145,7 +150,19 @@ class FolderSource(_FileSource):
             raise DataError(f"class folder {self.root / empty[0]} holds no image ({extensions})")
         if self.not_images:
             shown = ", ".join(self.not_images[:5])
-            _LOG.warning("%s: skipped %d files that are not images: %s", self.root, len(self.not_images), shown)
+            warn_once(f"{self.root}: skipped {len(self.not_images)} files that are not images: {shown}")
+
+    def _images(self, folder: Path) -> Iterator[str]:
+        """The images below a folder, those of each folder in sorted order; links to folders are followed once each."""
+        seen = set[str]()
+        for place, inner, files in os.walk(folder, followlinks=True):
+            if (real := os.path.realpath(place)) in seen:
+                warn_once(f"{place} is a link to a folder whose images are counted already: left out")
+                inner.clear()
+                continue
+            seen.add(real)
+            inner.sort()
+            yield from filter(self._is_image, (os.path.join(place, name) for name in sorted(files)))
 
     def _is_image(self, path: str) -> bool:
         name = os.path.basename(path)
@@ -281,7 +298,9 @@ class DatasetSource(ImageSource):
                 f"{self.name(index)}: expected a PIL image, or a uint8 tensor (C, H, W) or array (H, W, C), "
                 f"got {type(image).__name__} with {getattr(image, 'dtype', 'no dtype')}: leave out transforms to floats"
             )
-        return to_rgb(F.to_pil_image(image))
+        # PIL takes (H, W), and (H, W, C) of more than one channel
+        pixels = np.moveaxis(image.numpy(), 0, -1) if isinstance(image, torch.Tensor) else image
+        return to_rgb(Image.fromarray(pixels[..., 0] if pixels.ndim == 3 and pixels.shape[2] == 1 else pixels))
 
     def name(self, index: int) -> str:
         return f"item {index} of {type(self._dataset).__name__}"

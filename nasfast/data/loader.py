@@ -17,7 +17,7 @@ from nasfast.data import dali
 from nasfast.data.augment import SMALL, Augmentation
 from nasfast.data.backends import Backend, Request, TorchvisionBackend
 from nasfast.data.cache import CacheBackend, can_keep, size_text
-from nasfast.data.datasets import DataError, DatasetSource, ImageSource, open_files, split_source
+from nasfast.data.datasets import DataError, DatasetSource, ImageSource, open_files, split_source, warn_once
 from nasfast.data.digits import ClutteredDigitsSource, DigitsSource
 from nasfast.data.preprocess import normalise, scale_and_offset
 from nasfast.seeds import derive_seed
@@ -214,14 +214,8 @@ def _named_images(cfg: DataConfig, seed: int) -> tuple[ImageSource, ImageSource]
     if cfg.source != "folder":
         kind = DigitsSource if cfg.source == "digits" else ClutteredDigitsSource
         return kind("train"), kind("val")
-    if cfg.train is None:
-        raise ConfigError("data.train is not set: give the training folder, e.g. --data.train images/train")
-    if cfg.val is not None and Path(cfg.val).resolve() == Path(cfg.train).resolve():
-        raise ConfigError(
-            f"data.train and data.val are both {cfg.train}, but a network must be judged on other images: leave "
-            f"data.val out, which keeps {cfg.val_fraction:g} of the training images apart, or give another folder"
-        )
-    train = open_files(cfg.train)
+    cfg.check_paths()
+    train = open_files(str(cfg.train))
     if cfg.val is None:
         return split_source(train, cfg.val_fraction, seed if cfg.split_seed is None else cfg.split_seed)
     return train, open_files(cfg.val, classes=train.classes)
@@ -334,6 +328,11 @@ def make_loader(
         policy=policy,
     )
     loader.config = config
+    if train and cfg.batch_size > len(source):
+        warn_once(
+            f"data.batch_size={cfg.batch_size} is more than the {len(source):,} training images: an epoch is one step; "
+            f"give a batch_size of at most {max(2, len(source) // 8)}"
+        )
     return loader
 
 

@@ -30,6 +30,14 @@ class AccuracyError(ValueError):
     """A file of accuracies or scores cannot be used; the text names the entry and what was expected."""
 
 
+def top1_interval(top1: float, images: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a top-1, from 0 to 1, over the images, without the scatter of another training."""
+    from scipy import stats  # half a second, which only cards and reports need
+
+    interval = stats.binomtest(round(top1 * images), images).proportion_ci(method="wilson")
+    return float(interval.low), float(interval.high)
+
+
 def read_accuracies(path: str | Path, space: ArchSpace, *, column: str | None = None) -> dict[Arch, float]:
     """Trained accuracies of architectures, in the unit of the file: percent, or a share of 1.
 

@@ -1,6 +1,6 @@
 """The registry of scores: each has a name, what it needs and what it gives.
 
-`nasfast.indicators.scores` registers those of the core; those of `nasfast.extensions` are registered on use.
+Those of the core and of `nasfast.extensions` are registered on use.
 
 There are two kinds of scores. An additive score gives a table of (layer, candidate), which the exact search takes. A
 score of paths gives one number per architecture; `nasfast.indicators.distill` fits a table to it by least squares, or
@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from nasfast import extensions
 from nasfast.config import nearest
+from nasfast.indicators.structure import BASELINES
+from nasfast.settings import ScoreConfig
 
 if TYPE_CHECKING:
     from nasfast.spaces import ArchSpace
@@ -57,7 +59,14 @@ class Score:
 
 
 SCORES: dict[str, Score] = {}
-"""The scores that are registered so far; `all_scores` registers those of `nasfast.extensions` too."""
+"""The scores that are registered so far; `all_scores` registers the others."""
+
+_MODULES = {
+    **extensions.CORE_SCORES,
+    **dict.fromkeys(BASELINES, "nasfast.indicators.scores"),
+    **extensions.SCORES,
+}
+"""Name of a score -> the module that registers it."""
 
 
 def register(
@@ -73,7 +82,7 @@ def register(
     """Decorator that makes a function a score; the arguments are the attributes of `Score`."""
 
     def decorate(function: Callable) -> Callable:
-        if name in SCORES or extensions.SCORES.get(name, function.__module__) != function.__module__:
+        if name in SCORES or _MODULES.get(name, function.__module__) != function.__module__:
             raise KeyError(f"a score {name!r} is registered already: choose another name")
         SCORES[name] = Score(name, function, additive, trained, images, held_out, networks, refusal)
         return function
@@ -83,21 +92,39 @@ def register(
 
 def get_score(name: str) -> Score:
     """The score of a name; ScoreError if there is none."""
-    if name in extensions.SCORES:
-        importlib.import_module(extensions.SCORES[name])
-    if name not in SCORES:
-        raise ScoreError(f"unknown score {name!r}; {nearest(name, list_scores())}")
+    check_score_name(name)
+    if name in _MODULES:
+        importlib.import_module(_MODULES[name])
     return SCORES[name]
+
+
+def check_score_name(name: str) -> None:
+    """ScoreError if there is no score of this name; none is imported."""
+    if name not in (names := list_scores()):
+        raise ScoreError(f"unknown score {name!r}; {nearest(name, names)}")
+
+
+def score_of(cfg: ScoreConfig) -> Score:
+    """The score of resolved settings."""
+    if cfg.name is None:
+        raise ValueError("the name of the score is null: call resolved(method), which takes that of the method")
+    return get_score(cfg.name)
+
+
+def gives_table(cfg: ScoreConfig) -> bool:
+    """Whether resolved settings make a table, which the exact search needs."""
+    # the last one imports torch
+    return cfg.table is not None or bool(cfg.distill) or score_of(cfg).additive
 
 
 def list_scores() -> list[str]:
     """The names that `get_score` takes; none is imported."""
-    return sorted({*SCORES, *extensions.SCORES})
+    return sorted({*SCORES, *_MODULES})
 
 
 def all_scores() -> dict[str, Score]:
-    """All scores by name, those of `nasfast.extensions` included."""
-    for module in set(extensions.SCORES.values()):
+    """All scores by name."""
+    for module in dict.fromkeys(_MODULES.values()):
         importlib.import_module(module)
     return SCORES
 

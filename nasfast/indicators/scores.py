@@ -1,4 +1,4 @@
-"""The scores of the core, which this module registers, and the table of any score."""
+"""The baselines as scores, which this module registers, and the table of any score."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from scipy.stats import rankdata
-
 from nasfast import extensions
-from nasfast.indicators import bn_gamma, isometry, paths  # noqa: F401  each registers its scores
 from nasfast.indicators.distill import distill, z_sum
 from nasfast.indicators.evidence import Evidence, NetworkEvidence, space_of_layers
 from nasfast.indicators.registry import (
-    SCORES,
     Score,
     ScoreError,
+    all_scores,
     check_network_score,
     check_score,
     get_score,
@@ -28,34 +24,24 @@ from nasfast.indicators.registry import (
 from nasfast.indicators.structure import BASELINES, structure_scores, structure_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.runtime.progress import Progress
-from nasfast.settings import ScoreConfig
 from nasfast.spaces import Arch, ArchSpace, LayerSpace, format_arch
 
 
-def _baseline(name: str, evidence: NetworkEvidence) -> IndicatorTable:
+def _register_baseline(name: str) -> None:
     """A baseline of docs/ranking_zero_cost.md, which depends only on the space."""
-    return structure_table(space_of_layers(evidence), name)
+
+    @register(name, additive=True, trained=False, images=False, networks=True)
+    def table(evidence: NetworkEvidence) -> IndicatorTable:
+        return structure_table(space_of_layers(evidence), name)
 
 
 for _name in BASELINES:
-    register(_name, additive=True, trained=False, images=False, networks=True)(partial(_baseline, _name))
+    _register_baseline(_name)
 
 
 def default_score(space: ArchSpace) -> str:
     """The score that ranks the architectures of a space without training: docs/ranking.md says how it was chosen."""
     return "sqrt_size" if isinstance(space, LayerSpace) else extensions.CELL_SCORE
-
-
-def score_of(cfg: ScoreConfig) -> Score:
-    """The score of resolved settings."""
-    if cfg.name is None:
-        raise ValueError("the name of the score is null: call resolved(method), which takes that of the method")
-    return get_score(cfg.name)
-
-
-def gives_table(cfg: ScoreConfig) -> bool:
-    """Whether resolved settings make a table, which the exact search needs."""
-    return cfg.table is not None or score_of(cfg).additive or bool(cfg.distill)
 
 
 def score_table(
@@ -92,7 +78,7 @@ def untrained_table(
     """The table of a score that needs neither training nor images (`Score.untrained`); see `score_table`."""
     score = get_score(name)
     if not score.untrained:
-        can = ", ".join(sorted(other.name for other in SCORES.values() if other.untrained))
+        can = ", ".join(sorted(other.name for other in all_scores().values() if other.untrained))
         raise ScoreError(f"the score {name!r} needs training or images, and here are none: train, or take one of {can}")
     table = score.function(NetworkEvidence(space, (), seed=seed))
     return with_structure(replace(table, meta={**(meta or {}), "score": name, **table.meta}), structure)
@@ -151,6 +137,8 @@ def rank_sum(
     no influence, and all scores weigh the same. An architecture that one score ranks low has a low sum, whatever the
     others say (AZ-NAS, arXiv 2403.19232, section 3.5).
     """
+    from scipy.stats import rankdata  # half a second
+
     total: dict[Arch, float] = {}
     for part, sign in zip(scores, signs, strict=False):
         ranks = rankdata([sign * value for value in part.values()]) - 0.5

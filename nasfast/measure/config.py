@@ -16,8 +16,7 @@ class StepTimesConfig(ConfigBase):
     """Which training step `step` measures, and how often.
 
     Attributes:
-        space: `mobilenet_v2`, `mobilenet_v3`, `shufflenet_v2`, `nas_bench_macro`, `digits_mini`, or the path of a YAML
-            file.
+        space: a built-in name (`nasfast spaces` lists them), or the path of a YAML file.
         path: the path through the supernet, such as "0 3 4 1"; null takes `nasfast.spaces.mean_path`.
         batch: images per step.
         resolution: height and width of the images in pixels; null takes the space's.

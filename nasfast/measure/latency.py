@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,13 +152,16 @@ class Fit:
     per_part: float = 0.0
 
     @classmethod
-    def least_squares(cls, sums: Sequence[float], counts: Sequence[int], measured: Sequence[float]) -> Fit:
+    def least_squares(
+        cls, sums: Sequence[float], counts: Sequence[int], measured: Sequence[float], *, shortest: float = math.inf
+    ) -> Fit:
         """The fit of least squared relative errors over some networks.
 
         Args:
             sums: for each network, the sum of the times of its parts in ms.
             counts: for each network, the number of its parts.
             measured: its time in ms.
+            shortest: the time of the shortest part in ms; where it would cost nothing, `per_part` is 0.
         """
         rows = np.array([sums, counts], float).T / np.array(measured)[:, None]
         scale, per_part = map(float, np.linalg.lstsq(rows, np.ones(len(rows)), rcond=None)[0])
@@ -166,6 +170,9 @@ class Fit:
                 f"the times of {len(measured)} networks do not grow with those of their layers (scale {scale:.2f}): "
                 "the machine was too busy, or too few networks were timed: give more --rounds or --calibrate"
             )
+        if scale * shortest + per_part <= 0:
+            # no part may cost nothing, or a search takes it everywhere
+            scale, per_part = float(np.linalg.lstsq(rows[:, :1], np.ones(len(rows)), rcond=None)[0][0]), 0.0
         return cls(scale, per_part)
 
     def value(self, milliseconds: float) -> float:
@@ -335,7 +342,10 @@ def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = N
     medians = {name: summary["median_ms"] for name, summary in times.items()}
     sums = [sum(medians[name] for name in parts.names(arch)) for arch in fitted]
     counts = [len(parts.names(arch)) if net is None else 1 for arch in fitted]
-    fit = Fit.least_squares(sums, counts, [medians[format_arch(arch)] for arch in fitted]) if fitted else Fit()
+    fit = Fit()
+    if fitted:
+        shortest = min(medians[name] for name in parts.modules)
+        fit = Fit.least_squares(sums, counts, [medians[format_arch(arch)] for arch in fitted], shortest=shortest)
     fixed = sum(fit.value(medians[name]) for name in (_STEM, _HEAD) if name in medians)
     if net is not None:
         fit, fixed = Fit(fit.scale), max(0.0, fit.per_part)

@@ -6,6 +6,7 @@ from nasfast.ops.backends import BACKENDS, resolve_backend, use_backend
 from nasfast.ops.bn import bn_act
 from nasfast.ops.conv import conv_bn_act, conv_bn_act_chain
 from nasfast.ops.depthwise import depthwise_conv2d
+from nasfast.ops.householder import geqrf, qr
 from nasfast.ops.mixed import mixed_bn
 from nasfast.ops.orthogonal import orthogonalize, orthogonalize_
 from nasfast.ops.pooling import pool_3x3
@@ -21,11 +22,13 @@ __all__ = [
     "conv_bn_act_chain",
     "depthwise_conv2d",
     "empty_cache",
+    "geqrf",
     "mixed_bn",
     "modules",
     "orthogonalize",
     "orthogonalize_",
     "pool_3x3",
+    "qr",
     "reference",
     "resolve_backend",
     "squeeze_excite",

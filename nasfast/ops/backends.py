@@ -155,17 +155,20 @@ _TRITON = Backend("triton", _why_not_triton, "calls that name it, around PyTorch
 _REFERENCE = Backend("reference", lambda x: "")
 # the emulation of the CUDA kernels on CPU tensors is too slow to be chosen automatically
 _CHAINS = (_CPU, Backend("cuda", why_not_cuda_chain, CUDA_SERVES, automatic=("cuda",)), _TRITON, _REFERENCE)
+_HOUSEHOLDER = (
+    Backend("cpu", _why_not_on_cpu, automatic=("cpu",)),
+    Backend("cuda", why_not_cuda_kernels, automatic=("cuda",)),
+    _REFERENCE,
+)
 # the backends of each operator in order of preference; the reference is last because it serves everything
 _TABLE: dict[str, tuple[Backend, ...]] = {
     "bn_act": (_CPU, _TRITON, _REFERENCE),
     "conv_bn_act": _CHAINS,
     "conv_bn_act_chain": _CHAINS,
     "mixed_bn": (_CPU, _REFERENCE),
-    "orthogonalize": (
-        Backend("cpu", _why_not_on_cpu, automatic=("cpu",)),
-        Backend("cuda", why_not_cuda_kernels, automatic=("cuda",)),
-        _REFERENCE,
-    ),
+    "orthogonalize": _HOUSEHOLDER,
+    "qr": _HOUSEHOLDER,
+    "geqrf": _HOUSEHOLDER,
     "depthwise_conv2d": (_CPU, _REFERENCE),
     "pool_3x3": (_CPU, _REFERENCE),
     "squeeze_excite": (_CPU, _REFERENCE),

@@ -156,6 +156,15 @@ def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
     return matrices
 
 
+def check_qr(op: str, a: Tensor, mode: str = "reduced") -> None:
+    """Check the arguments of `nasfast.ops.qr` and `nasfast.ops.geqrf`."""
+    _check_matrix(f"{op}: the matrix", a)
+    if a.dtype not in (torch.float32, torch.float64):
+        raise TypeError(f"{op}: the matrix must be float32 or float64, got {a.dtype}: convert it first")
+    if mode not in (modes := ("reduced", "complete", "r")):
+        raise ValueError(f"{op}: mode must be one of {', '.join(modes)}, got {mode!r}")
+
+
 def check_orthogonal_targets(
     op: str, tensors: Sequence[Tensor], names: Sequence[str] | None, gain: float, bytes_per_element: int
 ) -> tuple[list[Tensor], list[str]]:

@@ -6,30 +6,28 @@ On a GPU, where PyTorch's QR loops over the matrices, the kernel of csrc/orthogo
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
-from typing import TypeVar
+from itertools import groupby, pairwise
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nasfast.ops import checks, reference
+from nasfast.ops import _native, checks, reference
 from nasfast.ops.autograd import transformed
 from nasfast.ops.backends import resolve_backend
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+from nasfast.ops.householder import Operator, reflect
+from nasfast.ops.threads import on_threads
 
 # Tensors on a GPU are filled together until they have this many elements, 256 MB in float64.
 _GROUP_ELEMENTS = 1 << 25
-# columns of a panel: kPanel in csrc/orthogonal/householder.h
-_PANEL = 16
-# Bytes per element that orthogonalize_ needs at most: the float64 draw, a working copy of it, and the result.
+# Bytes per element that orthogonalize_ needs at most: the draw, a working copy of it, and the result.
 _BYTES_PER_ELEMENT = 3 * 8
+# The largest condition number of a Gaussian matrix whose Q is made by Cholesky: Q then departs from orthogonality by
+# about the rounding of its type times the square of this number, 1e-12 in float64 and 2e-5 in float32, and by much less
+# in nearly every draw, because the bound on the condition number holds for the worst one.
+_CONDITION = {torch.float32: 16, torch.float64: 64}
 
 
 def orthogonalize(matrices: Sequence[Tensor], *, backend: str | None = None) -> list[Tensor]:
@@ -72,44 +70,20 @@ def _run(matrices: Sequence[Tensor], name: str) -> list[Tensor]:
         )
     wide = [z.detach().to(torch.promote_types(z.dtype, torch.float32)) for z in matrices]
     if name == "cpu":
-        results = list(_on_threads(reference.orthogonal_factor, wide))
+        results = on_threads(reference.orthogonal_factor, wide, [_work(z.shape) for z in wide])
     else:
         results = in_blocks(wide, torch.ops.nasfast.householder)
     return [q.to(z.dtype).contiguous() for q, z in zip(results, matrices, strict=True)]
 
 
-def _on_threads(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """function(item) of each item in order, many at once, each on one thread: so threads change no bit."""
-    count = torch.get_num_threads()
-    try:
-        with ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,)) as threads:
-            yield from threads.map(torch.no_grad()(function), items)
-    finally:
-        torch.set_num_threads(count)  # what a worker sets holds for threads that begin later, too
-
-
 @torch.no_grad()
-def in_blocks(
-    matrices: Sequence[Tensor], householder: Callable[[list[Tensor], list[Tensor], list[Tensor]], None]
-) -> list[Tensor]:
+def in_blocks(matrices: Sequence[Tensor], householder: Operator) -> list[Tensor]:
     """`orthogonalize` of float32 and float64 matrices by the operator `householder` of csrc/library.cpp."""
-    work = []
-    for z in matrices:
-        tall = reference.scale_columns(z if z.shape[-2] >= z.shape[-1] else z.mT)
-        rows, columns = tall.shape[-2:]
-        batch = tall.shape[:-2].numel()
-        v = F.pad(tall.reshape(batch, rows, columns), (0, -columns % _PANEL)).contiguous()
-        q = torch.eye(rows, columns, dtype=z.dtype, device=z.device).repeat(batch, 1, 1)
-        work.append((v, q, v.new_empty(batch, v.shape[2] // _PANEL, _PANEL, _PANEL)))
-    filled = [parts for parts in work if parts[1].numel()]
-    if filled:
-        householder(*([parts[i] for parts in filled] for i in range(3)))
+    tall = [z if z.shape[-2] >= z.shape[-1] else z.mT for z in matrices]
     results = []
-    for z, (v, q, _) in zip(matrices, work, strict=True):
-        # the sign of R_kk is opposite to that of the first element of reflector k
-        first = v.diagonal(dim1=-2, dim2=-1)[:, : q.shape[2]]
-        q = q * torch.where(first > 0, -1.0, 1.0).to(q.dtype).unsqueeze(-2)
-        results.append((q if z.shape[-2] >= z.shape[-1] else q.mT).reshape(z.shape).contiguous())
+    for z, t, factored in zip(matrices, tall, reflect(tall, householder), strict=True):
+        q = (factored.q * factored.signs.unsqueeze(-2)).reshape(t.shape)
+        results.append((q if t is z else q.mT).contiguous())
     return results
 
 
@@ -120,9 +94,9 @@ def orthogonalize_(
     """Fill every tensor in place with a Haar (semi-)orthogonal matrix, as `torch.nn.init.orthogonal_` does with one.
 
     Tensor i is a matrix with shape[0] rows. Its Gaussian entries are those that `tensor_generator(names[i], seed)`
-    draws in float64 on the CPU. They are orthogonalised in float64, and cast. So the result depends only on the seed,
-    the name and the shape. It does not depend on the order, the dtype or the other tensors, and on the backend and the
-    device only by rounding.
+    draws in float64 on the CPU. A float64 tensor is computed in float64, any other one in float32, and cast. So the
+    result depends only on the seed, the name and the shape, and on the dtype, the backend and the device only by
+    rounding. It does not depend on the order or on the other tensors.
 
     Args:
         tensors: floating, two or more dimensions, any strides and devices; parameters may require gradients.
@@ -169,31 +143,59 @@ def fill_orthogonal(targets: Sequence[Target], seed: int) -> None:
         probe = torch.empty(0, device=device)
         if device.type == "cuda" and resolve_backend("orthogonalize", probe, strict=False).name == "cuda":
             _fill_on_gpu(here, seed)
-            continue
-        for target, q in zip(here, _on_threads(partial(_drawn, seed=seed), here), strict=True):
-            target.tensor.copy_(q.reshape(target.tensor.shape))
+        elif _apart(here):
+            on_threads(partial(_fill, seed=seed), here, [_work(target.shape) for target in here])
+        else:
+            for target in here:  # in this order, as the last one counts
+                _fill(target, seed=seed)
 
 
-def _drawn(target: Target, *, seed: int) -> Tensor:
-    """What fills the target, in float64 on the CPU."""
-    z = _gaussian((target.name, target.shape), seed=seed)
-    rows = z if z.shape[-2] < z.shape[-1] else z.mT  # those that become orthonormal
-    if z.ndim > 2 or not _well_conditioned(*rows.shape):
-        return reference.orthogonal_factor(z).mul_(target.scale)
-    # with Z'Z = R'R, Q = Z R^-1: half the operations of reflectors, at the speed of a matrix product
-    torch.linalg.solve_triangular(torch.linalg.cholesky(rows @ rows.mT), rows, upper=False, out=rows)
-    return z.mul_(target.scale)
+def _apart(targets: Sequence[Target]) -> bool:
+    """Whether no two targets may share memory."""
+    extents = []
+    for tensor in (target.tensor for target in targets if target.tensor.numel()):
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extents.append((tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()))
+    extents.sort()
+    return all(end <= begin for (_, end), (begin, _) in pairwise(extents))
 
 
-def _well_conditioned(fewer: int, more: int) -> bool:
-    """Whether a Gaussian matrix with these sides has a condition number of at most 64.
+def _work(shape: tuple[int, ...]) -> int:
+    """Operations of a decomposition, in some unit."""
+    return math.prod(shape) * min(shape[-2:])
+
+
+def _fill(target: Target, *, seed: int) -> None:
+    """Fill a target, computing on the CPU."""
+    z = _gaussian(target.name, target.shape, seed, _computed_in(target.tensor))
+    wide = z.shape[-2] < z.shape[-1]
+    if z.ndim == 2 and _well_conditioned(min(z.shape), max(z.shape), _CONDITION[z.dtype]):
+        # with Z'Z = R'R, Q = Z R^-1: at the speed of a matrix product, which LAPACK's reflectors do not reach
+        rows = z if wide else z.mT
+        lower = torch.linalg.cholesky(rows @ rows.mT)
+        scale = torch.eye(len(rows), dtype=z.dtype).mul_(target.scale)
+        inverse = torch.linalg.solve_triangular(lower, scale, upper=False)
+        q = inverse @ z if wide else z @ inverse.mT
+    else:
+        a, tau = torch.geqrf(z.mT if wide else z)
+        signs = torch.where(a.diagonal(dim1=-2, dim2=-1) < 0, -1.0, 1.0).to(z.dtype).mul_(target.scale)
+        q = torch.linalg.householder_product(a, tau).mul_(signs.unsqueeze(-2))
+        q = q.mT if wide else q
+    target.tensor.copy_(q.reshape(target.tensor.shape))
+
+
+def _computed_in(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _well_conditioned(fewer: int, more: int, condition: float) -> bool:
+    """Whether a Gaussian matrix with these sides has at most this condition number.
 
     The singular values are between sqrt(more) -+ (sqrt(fewer) + t), except with a probability of 2 exp(-t^2 / 2)
-    (Davidson and Szarek 2001, theorem 2.13): 3e-8 for t = 6. Q by Cholesky departs from orthogonality by about the
-    rounding of float64 times the square of this number, which is below 1e-12.
+    (Davidson and Szarek 2001, theorem 2.13): 3e-8 for t = 6.
     """
     root, spread = math.sqrt(more), math.sqrt(fewer) + 6
-    return fewer > 0 and root + spread <= 64 * (root - spread)
+    return fewer > 0 and root + spread <= condition * (root - spread)
 
 
 def _fill_on_gpu(targets: Sequence[Target], seed: int) -> None:
@@ -203,7 +205,11 @@ def _fill_on_gpu(targets: Sequence[Target], seed: int) -> None:
             elements += targets[count].tensor.numel()
             count += 1
         group, targets = targets[:count], targets[count:]
-        drawn = draw_gaussians([(target.name, target.shape) for target in group], seed)
+        drawn = on_threads(
+            lambda target: _gaussian(target.name, target.shape, seed, _computed_in(target.tensor)),
+            group,
+            [target.tensor.numel() for target in group],
+        )
         found = _run([z.to(target.tensor.device) for target, z in zip(group, drawn, strict=True)], "cuda")
         for target, q in zip(group, found, strict=True):
             target.tensor.copy_(q.mul_(target.scale).reshape(target.tensor.shape))
@@ -211,23 +217,33 @@ def _fill_on_gpu(targets: Sequence[Target], seed: int) -> None:
 
 def tensor_generator(name: str, seed: int) -> torch.Generator:
     """CPU generator for one tensor, seeded with the first 8 bytes of SHA-256("di-init|seed|name")."""
+    return torch.Generator().manual_seed(_stream(name, seed))
+
+
+def _stream(name: str, seed: int) -> int:
     digest = hashlib.sha256(f"di-init|{seed}|{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))
+    return int.from_bytes(digest[:8], "big", signed=True)
 
 
 def draw_gaussians(streams: Sequence[tuple[str, tuple[int, ...]]], seed: int) -> list[Tensor]:
     """Standard normal float64 tensors on the CPU, filled row by row.
 
     Args:
-        streams: the name for `tensor_generator` and the shape of each tensor.
+        streams: the name of the random stream and the shape of each tensor.
         seed: one for all.
     """
-    return list(_on_threads(partial(_gaussian, seed=seed), streams))
+    return on_threads(
+        lambda stream: _gaussian(*stream, seed, torch.float64), streams, [math.prod(shape) for _, shape in streams]
+    )
 
 
-def _gaussian(stream: tuple[str, tuple[int, ...]], *, seed: int) -> Tensor:
-    name, shape = stream
-    return torch.randn(shape, generator=tensor_generator(name, seed), dtype=torch.float64, device="cpu")
+def _gaussian(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
+    """What torch.randn draws in float64 with `tensor_generator`, in `dtype`; the operator is eight times as fast."""
+    if _native.extension is None:
+        return torch.randn(shape, generator=tensor_generator(name, seed), dtype=torch.float64, device="cpu").to(dtype)
+    z = torch.empty(shape, dtype=dtype, device="cpu")
+    torch.ops.nasfast.gaussian_(z, _stream(name, seed))
+    return z
 
 
 def _flat(tensor: Tensor) -> tuple[int, int]:

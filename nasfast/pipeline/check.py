@@ -1,19 +1,23 @@
-"""Settings that a run refuses before it trains or replaces a file."""
+"""Settings that a run refuses before it trains or replaces a file. No torch."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from nasfast.config import ConfigError, difference
 from nasfast.indicators.accuracies import read_accuracies
-from nasfast.indicators.scores import check_score, gives_table, score_of
+from nasfast.indicators.registry import check_score, gives_table, score_of
+from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
 from nasfast.pipeline.resolve import resolved
+from nasfast.runtime.files import CheckpointError
 from nasfast.search.limits import read_limits
 from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
 from nasfast.spaces import SearchSpace, read_cost_table
-from nasfast.supernet import Supernet
-from nasfast.train import CheckpointError
-from nasfast.train.checkpoint import CheckpointFolder
+
+if TYPE_CHECKING:
+    from nasfast.supernet import Supernet
 
 MACHINE_DATA = ("workers", "max_bad_files", "prefetch", "cache_dir")
 """Settings of `data` on which no result depends."""
@@ -29,8 +33,13 @@ _LATER_DATA = ("train", "val", "loader", *MACHINE_DATA)
 def without_supernet(cfg: RunConfig) -> bool:
     """Whether a search with these settings needs no supernet: the score knows the space alone, and none was trained."""
     scoring = cfg.score
-    trained = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").paths()
-    return scoring.table is None and score_of(scoring).untrained and not trained
+    if scoring.table is not None or any((cfg.run_dir / "checkpoints").glob("supernet-*")):
+        return False
+    with contextlib.suppress(FileNotFoundError, TableError):
+        meta = IndicatorTable.load(cfg.run_dir / TABLE_FILE).meta
+        if meta.get("score") == scoring.label:
+            return "step" not in meta  # that of the checkpoint; nothing is imported to know it
+    return score_of(scoring).untrained
 
 
 def nothing_is_trained(cfg: RunConfig) -> bool:

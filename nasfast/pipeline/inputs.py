@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
-from pathlib import Path
-from typing import Any, TypeVar
+from collections.abc import Collection
+from typing import Any
 
 import torch
 
-from nasfast.config import ConfigError, load_yaml
+from nasfast.config import ConfigError
 from nasfast.data import DataConfig, FolderSource, ImageSource, Loader, make_loader, make_loaders, random_subset
 from nasfast.data.loader import open_images
-from nasfast.indicators.scores import Evidence, NetworkEvidence, parts_of, score_of, score_paths, summed
-from nasfast.indicators.table import TableError
+from nasfast.indicators.registry import score_of
+from nasfast.indicators.scores import Evidence, NetworkEvidence, parts_of, score_paths, summed
 from nasfast.pipeline.check import check_scoring, check_search
+from nasfast.pipeline.stage import saved_space
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.settings import SPACE_FILE, RunConfig
-from nasfast.spaces import Arch, ArchSpace, ModuleSpace, SearchSpace, get_space, named_space, read_space, space_kind
+from nasfast.spaces import Arch, ArchSpace, SearchSpace, get_space, named_space
 from nasfast.supernet import Supernet
 from nasfast.train.checkpoint import Checkpoint, CheckpointFolder
 from nasfast.train.supernet import make_supernet
 
 _LOG = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 
 def image_loaders(
@@ -64,43 +63,6 @@ def retrain_loaders(
 def _loaders(data: DataConfig, space: ArchSpace, world: World, **options: Any) -> tuple[Loader, Loader]:
     size: dict[str, Any] = {"resolution": space.resolution, "in_channels": space.in_channels}
     return make_loaders(data, **size, rank=world.rank, world=world.size, **options)
-
-
-def result_of(path: Path, load: Callable[[Path], Result], command: str) -> Result:
-    """What a stage wrote to a file; the error for one that is missing or damaged names the command of the stage."""
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: run `{command}` first")
-    try:
-        return load(path)
-    except (ConfigError, TableError) as error:
-        raise type(error)(f"{error}: run `{command}` again") from error
-
-
-def saved_space(cfg: RunConfig) -> SearchSpace:
-    """The space in the run directory."""
-    path = cfg.run_dir / SPACE_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: run `nasfast supernet --out {cfg.out}` first")
-    if _saved_kind(cfg) is ModuleSpace:
-        return get_space(str(path))  # which says why it is refused
-    try:
-        return SearchSpace.load(path)
-    except ConfigError as error:
-        raise ConfigError(f"{error}: `nasfast supernet --resume --out {cfg.out}` writes it again") from error
-
-
-def space_of_cells(cfg: RunConfig) -> ArchSpace | None:
-    """The space of a run directory that a search of cells wrote; None for any other run directory."""
-    kind = _saved_kind(cfg)
-    return None if kind is None or kind.LAYERWISE else read_space(cfg.run_dir / SPACE_FILE)
-
-
-def _saved_kind(cfg: RunConfig) -> type[ArchSpace] | None:
-    """The kind of the space in the run directory; None where `saved_space` says why the file cannot be read."""
-    try:
-        return space_kind(load_yaml(cfg.run_dir / SPACE_FILE))
-    except ConfigError:
-        return None
 
 
 def checked_space(cfg: RunConfig) -> tuple[SearchSpace, tuple[ImageSource, ImageSource]]:

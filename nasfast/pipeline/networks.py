@@ -17,8 +17,8 @@ import torch
 
 from nasfast.config import ConfigError, merge
 from nasfast.pipeline.check import MACHINE_DATA, check_one_process, check_settings, nothing_is_trained, without_supernet
-from nasfast.pipeline.inputs import load_supernet, result_of, retrain_loaders, saved_space, space_of_cells
-from nasfast.pipeline.stages import save_config, say, stage
+from nasfast.pipeline.inputs import load_supernet, retrain_loaders
+from nasfast.pipeline.stage import result_of, save_config, saved_space, say, space_of_cells, stage
 from nasfast.retrain import RetrainResult, export_onnx, export_program, load_model, retrain
 from nasfast.retrain.card import write_card
 from nasfast.retrain.export import FORM_FILE, MODEL_FILE, ONNX_FILE, PROGRAM_FILE, model_folder, read_form
@@ -383,9 +383,11 @@ def export(
     name: str = "best",
     arch: Arch | str | None = None,
     pareto: bool = False,
-    onnx: bool = True,
+    onnx: bool | None = None,
 ) -> list[Path]:
-    """The files of retrained networks, with a model card; a warning says if one is not what the last search found.
+    """The files of retrained networks, with a model card; warnings say which could not be written, and why.
+
+    Another warning says if a network is not what the last search found.
 
     Args:
         run_dir: the run directory.
@@ -393,20 +395,23 @@ def export(
         arch: the network of this architecture instead, whatever its name.
         pareto: the networks of all points of the Pareto fronts in archs.json instead; a warning says if some of them
             were not retrained.
-        onnx: whether to write model.onnx beside model.safetensors.
+        onnx: whether to write model.onnx, too; None does so where the extra `onnx` is installed.
 
     Raises:
         FileNotFoundError: the run directory does not exist, or no such network was retrained.
-        RuntimeError: the extra `onnx` is missing, or an exported program disagrees with PyTorch.
+        RuntimeError: `onnx` is true, and its extra is missing.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
-        raise FileNotFoundError(f"{run_dir} does not exist or is no directory: give the directory of a run (--out)")
-    if onnx:
+        raise FileNotFoundError(f"{run_dir} is no directory: give the directory of a run (--out)")
+    if onnx is not False:
         try:
             require_onnx()
         except RuntimeError as error:
-            raise RuntimeError(f"{error}, or export without model.onnx (--onnx false)") from error
+            if onnx:
+                raise RuntimeError(f"{error}, or export without {ONNX_FILE} (--onnx false)") from error
+            onnx = False
+            _LOG.warning("%s is left out: %s", ONNX_FILE, error)
     names = _to_export(run_dir, arch=arch, pareto=pareto) if arch is not None or pareto else [name]
     files = []
     for one in names:
@@ -422,11 +427,15 @@ def export(
                 str(folder),
             )
         files += [folder / MODEL_FILE, folder / FORM_FILE]
-        writers = {PROGRAM_FILE: export_program} | ({ONNX_FILE: export_onnx} if onnx else {})
+        writers = {PROGRAM_FILE: export_program} | ({ONNX_FILE: export_onnx} if onnx is not False else {})
         with run_lock(run_dir):
             files.append(write_card(network, folder, run_dir=run_dir))
             for file, write in writers.items():
-                difference = write(network, folder / file)
+                try:
+                    difference = write(network, folder / file)
+                except RuntimeError as error:
+                    _LOG.warning("%s: %s is left out: %s", one, file, error)
+                    continue
                 _LOG.info("%s: %s agrees with PyTorch to %.1e of the largest logit", one, file, difference)
                 files.append(folder / file)
     return files

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 
 from nasfast.config import ConfigError, load_yaml
-from nasfast.ops.precision import resolve_precision
 from nasfast.settings import CONFIG_FILE, RunConfig, TrainConfig
 
 
@@ -21,6 +20,8 @@ def resolved(cfg: RunConfig) -> RunConfig:
     cfg = cfg.resolved()
     if "auto" not in (cfg.train.precision, cfg.retrain.train.precision):
         return cfg
+    from nasfast.ops.precision import resolve_precision  # imports torch
+
     saved = RunConfig()
     with contextlib.suppress(ConfigError):  # a stage that needs the file says what is wrong with it
         saved = RunConfig.from_dict(load_yaml(cfg.run_dir / CONFIG_FILE))

@@ -11,16 +11,17 @@ from typing import Any
 
 from nasfast.config import ConfigError
 from nasfast.data import DataError
-from nasfast.indicators.scores import gives_table
+from nasfast.indicators.registry import gives_table
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.agreement import Agreement, agreement
 from nasfast.pipeline.check import already_begun, check_settings
-from nasfast.pipeline.estimate import Plan, Trial, Work, memory
+from nasfast.pipeline.estimate import Plan, Trial, Work
 from nasfast.pipeline.inputs import checked_space
 from nasfast.pipeline.networks import network_task, random_peers, settings_of_seed, settings_of_task
+from nasfast.pipeline.searching import search
 from nasfast.pipeline.seeds_page import STABILITY_FILE, write_stability_page
-from nasfast.pipeline.stages import score, search, supernet
+from nasfast.pipeline.stages import score, supernet
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import seal, write_atomic
 from nasfast.search import InfeasibleConstraintError, top_k
@@ -179,9 +180,8 @@ def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings
     use_threads(cfg.threads)
     trainings = 2 * seeds + cfg.retrain.random_architectures
     trial = Trial(cfg)
-    seconds = trial.supernet_seconds() + trial.score_seconds()
-    scored = Work("seeds (supernet, score, search)", seeds, seconds, memory())
-    trained = Work("networks (retraining)", trainings, trial.network_seconds(), memory())
+    scored = Work("seeds (supernet, score, search)", seeds, trial.supernet() + trial.score())
+    trained = Work("networks (retraining)", trainings, trial.network())
     return Plan((scored, trained), cfg.threads, at_a_time, settings, trial.written, settings.max_hours)
 
 

@@ -21,11 +21,11 @@ from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.compare import ScoreComparison, attainable_tau, compare_scores
 from nasfast.indicators.learned import held_out_score
 from nasfast.indicators.rank import rank
-from nasfast.indicators.registry import ScoreError, all_scores
-from nasfast.indicators.scores import parts_of, score_of
+from nasfast.indicators.registry import ScoreError, all_scores, score_of
+from nasfast.indicators.scores import parts_of
 from nasfast.indicators.structure import BASELINES, structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
-from nasfast.pipeline.estimate import check_free, network_seconds
+from nasfast.pipeline.estimate import check_free, network_timing
 from nasfast.pipeline.inputs import evidence_for, retrain_loaders, scores_of, space_of, supernet_to_rank, with_score
 from nasfast.pipeline.networks import NETWORK, network_task
 from nasfast.retrain.retrain import RESULT_FILE, RetrainResult
@@ -140,7 +140,7 @@ def estimate_sample(cfg: RunConfig, count: int, settings: TaskSettings, *, epoch
     _LOG.info("timing a few steps of the middle one of %d architectures", len(left))
     given = _sample_settings(cfg, _shared_settings(cfg, count, epochs))
     epochs = given.retrain.train.epochs
-    one = network_seconds(given, space, tuple(middle.arguments["arch"]), hold_out=True)
+    one = network_timing(given, space, tuple(middle.arguments["arch"]), hold_out=True).seconds
     total = one * sum(macs.values()) / macs[middle.name] / at_a_time
     images = len(retrain_loaders(given, space, hold_out=True)[0].source)
     return (

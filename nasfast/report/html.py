@@ -14,6 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from nasfast.config import ConfigError, flatten, load_yaml
+from nasfast.indicators.accuracies import top1_interval
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import plots
 from nasfast.report.evidence import Comparison, compare, is_peer, repeats_of, worth_of_score
@@ -72,8 +73,8 @@ def training_top1(metrics: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def at_chance(top1: float, num_classes: int) -> bool:
-    """Whether an accuracy, from 0 to 1, is at chance: at most 0.02 above 1 / num_classes."""
-    return top1 <= 1 / num_classes + _CHANCE_MARGIN
+    """Whether an accuracy, from 0 to 1, is about chance: at most 0.02, or half of it, above 1 / num_classes."""
+    return top1 <= max(1.5 / num_classes, 1 / num_classes + _CHANCE_MARGIN)
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -115,11 +116,12 @@ def write_report(run_dir: str | Path) -> Path:
 def _summary(run: RunFiles) -> str:
     result, space = run.result, run.space
     best = result.candidates[0]
-    cards = [
-        (f"{best.score:.4g}", "score, proven highest within the limits" if best.optimal else "score"),
+    cards: list[tuple[str, str]] = []
+    costs = [
         (millions(best.macs), "MACs per image"),
         (millions(best.params), "parameters"),
         *((f"{value:.4g} {t.unit}", t.quantity) for t, value in zip(result.tables, best.values, strict=True)),
+        (f"{best.score:.4g}", "score, proven highest within the limits" if best.optimal else "score"),
     ]
     retrained = run.retrained
     trained = retrained.get("best")
@@ -127,7 +129,8 @@ def _summary(run: RunFiles) -> str:
     comparison = None
     current = trained is not None and trained["arch"] == list(best.arch)
     if trained is not None and current:
-        cards.append((percent(trained["top1"]), "top-1, retrained"))
+        low, high = top1_interval(trained["top1"], trained["images"])
+        cards.append((percent(trained["top1"]), f"top-1, retrained (95 % interval {percent(low)} to {percent(high)})"))
         comparison = compare(trained, peers, repeats_of("best", retrained))
         if comparison is not None:
             cards.append((percent(trained["top1"] - comparison.gain / 100), _label_of(comparison)))
@@ -136,7 +139,7 @@ def _summary(run: RunFiles) -> str:
         f"{space.resolution} x {space.resolution} input, {space.num_classes} classes.",
         f"Limits: {escape(limits_of(result))}.",
         *(f"{escape(t.quantity.capitalize())}: {escape(t.about)}." for t in result.tables if t.about),
-        f"Best architecture: <code>{escape(format_arch(best.arch))}</code>",
+        f"Best architecture: {escape(space.words(best.arch))} (<code>{escape(format_arch(best.arch))}</code>)",
     ]
     if trained is None:
         sentences.append("Not retrained yet: <code>nasfast retrain</code>.")
@@ -152,7 +155,9 @@ def _summary(run: RunFiles) -> str:
     if best.optimal:
         sentences.append(escape(worth_of_score(run.folder)))
     gained = "" if comparison is None else f'<p class="note"><b>{comparison.headline}.</b></p>'
-    return cards_of(cards) + gained + "".join(f"<p>{s}</p>" for s in sentences)
+    if comparison is not None:
+        sentences.append(f"Next: <code>{escape(comparison.next_step(run.folder))}</code>.")
+    return cards_of([*cards, *costs]) + gained + "".join(f"<p>{s}</p>" for s in sentences)
 
 
 def _label_of(comparison: Comparison) -> str:

@@ -61,6 +61,16 @@ class RunFiles:
         refined = (self.folder / REFINED_FILE).exists()
         return IndicatorTable.from_json(self.text(REFINED_FILE if refined else TABLE_FILE, "nasfast score"))
 
+    def check(self) -> None:
+        """Refuse a file that is there and cannot be read; ValueError names it."""
+        for part in ("space", "result", "table", "retrained"):
+            try:
+                getattr(self, part)
+            except NotRun:
+                continue
+            except (OSError, LookupError, TypeError, ValueError) as error:
+                raise ValueError(f"{self.folder}: {error}; the page says so in its place") from error
+
     @cached_property
     def metrics(self) -> list[dict[str, Any]]:
         return read_metrics(self.folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from nasfast.indicators.accuracies import top1_interval
 from nasfast.retrain.export import ONNX_FILE, PROGRAM_FILE
 from nasfast.retrain.retrain import RESULT_FILE, RetrainResult
 from nasfast.runtime.files import write_atomic
@@ -66,7 +67,7 @@ def write_card(network: ArchNetwork, folder: Path, *, run_dir: Path) -> Path:
     rows = {"MACs per image": f"{cost.macs:,}", "parameters": f"{cost.params:,}", **_table_costs(network, run_dir)}
     result = RetrainResult.load(folder / RESULT_FILE) if (folder / RESULT_FILE).exists() else None
     if result is not None:
-        low, high = result.top1_interval
+        low, high = top1_interval(result.top1, result.images)
         rows["top-1 accuracy"] = f"{result.top1:.2%} (95 % interval {low:.2%} to {high:.2%})"
         rows["top-5 accuracy"] = f"{result.top5:.2%}"
     text = _CARD.format(

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torchvision.transforms import v2
 
 from nasfast.config import ConfigBase, ConfigError
 from nasfast.retrain.export import MODEL_FILE, save_model
@@ -75,14 +74,6 @@ class RetrainResult(ConfigBase):
     def right(self) -> np.ndarray:
         """(images,) bool: on which images the network is right."""
         return np.array(answers_from_hex(self.correct, self.images), dtype=bool)
-
-    @property
-    def top1_interval(self) -> tuple[float, float]:
-        """Wilson's 95 % interval of `top1` over the images, without the scatter of another training."""
-        from scipy import stats  # half a second, which only cards and reports need
-
-        interval = stats.binomtest(round(self.top1 * self.images), self.images).proportion_ci(method="wilson")
-        return float(interval.low), float(interval.high)
 
 
 def retrain(
@@ -214,12 +205,16 @@ def mixing(cfg: RetrainConfig, num_classes: int) -> Callable[[Tensor, Tensor], t
 
     The labels become probabilities (N, num_classes). None if the settings ask for neither.
     """
+    if cfg.mixup is None and cfg.cutmix is None:
+        return None
+    from torchvision.transforms import v2  # imports all models of torchvision, which takes seconds
+
     transforms: list[v2.Transform] = []
     if cfg.mixup is not None:
         transforms.append(v2.MixUp(alpha=cfg.mixup, num_classes=num_classes))
     if cfg.cutmix is not None:
         transforms.append(v2.CutMix(alpha=cfg.cutmix, num_classes=num_classes))
-    return v2.RandomChoice(transforms) if len(transforms) == 2 else next(iter(transforms), None)
+    return v2.RandomChoice(transforms) if len(transforms) == 2 else transforms[0]
 
 
 def _inherited(

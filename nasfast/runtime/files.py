@@ -20,6 +20,10 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _DIGEST = "digest"
 
 
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or used; what was already on disk is intact."""
+
+
 def temporary_beside(path: Path) -> Path:
     """A hidden name in the folder of `path` that only this process uses, so that two writers do not share a file."""
     return path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -45,6 +45,18 @@ class LayerCosts:
         whole, rest = divmod(total, 10**self.decimals)
         return f"{whole:,}.{rest:0{self.decimals}d}".rstrip("0").rstrip(".") + f" {self.unit}"
 
+    @property
+    def range(self) -> tuple[int, int]:
+        """The smallest and the largest integer of a whole network."""
+        least, most = (self.fixed + sum(extreme(row.values()) for row in self.rows) for extreme in (min, max))
+        return least, most
+
+    @property
+    def range_text(self) -> str:
+        """The range of MACs or parameters in millions."""
+        least, most = (f"{value / 1e6:.3g}" for value in self.range)
+        return f"{least} M to {most} M"
+
     def total(self, arch: Arch) -> int:
         """The integer of a whole network."""
         return self.fixed + sum(row[choice] for row, choice in zip(self.rows, arch, strict=True))
@@ -131,9 +143,9 @@ class Limits:
         """A sentence for each limit that every architecture of the space meets, with the range of its cost."""
         found = []
         for name, costs, maximum in self.costs(space):
-            least, most = (sum(extreme(row.values()) for row in costs.rows) for extreme in (min, max))
-            if most <= maximum:
-                ends = " to ".join(costs.text(end + costs.fixed) for end in sorted({least, most}))
+            least, most = costs.range
+            if most <= maximum + costs.fixed:
+                ends = " to ".join(map(costs.text, sorted({least, most})))
                 lower = "a lower limit would choose among them" if least < most else "no limit chooses among them"
                 found.append(
                     f"Every architecture meets {name}={self.given[name]:,.10g}: they have {ends}, and {lower}."
@@ -148,12 +160,12 @@ class Limits:
         """
         limits, given = self.costs(space), self.given
         for name, costs, maximum in limits:
-            least = sum(min(row.values()) for row in costs.rows)
-            if least > maximum:
+            least, _ = costs.range
+            if least > maximum + costs.fixed:
                 which = name if name in _SETTINGS else "its limit in search.tables"
                 raise InfeasibleConstraintError(
                     f"{name}={given[name]:,.10g} cannot be met: the smallest architecture of space {space.name!r} "
-                    f"has {costs.text(least + costs.fixed)}; raise {which} to at least that"
+                    f"has {costs.text(least)}; raise {which} to at least that"
                 )
         if len(limits) < 2 or self.program(space).minimise(limits[0][1].rows) is not None:
             return
@@ -168,6 +180,24 @@ class Limits:
             f"{together} cannot {'both' if len(limits) == 2 else 'all'} be met in space {space.name!r}: "
             f"{'; '.join(attainable) or 'nor without any one of them'}; raise one of them"
         )
+
+
+def check_range(config: SearchConfig, space: LayerSpace) -> None:
+    """Refuse limits on MACs and parameters that no architecture of a space meets, and those that all of them meet.
+
+    Raises:
+        InfeasibleConstraintError: there is such a limit; the text gives the range.
+    """
+    limits = Limits(config.max_macs, config.max_params, allow_identity=config.allow_identity)
+    for name, costs, _ in limits.costs(space):
+        least, most = costs.range
+        if not least <= limits.given[name] < most:
+            met = "no architecture" if limits.given[name] < least else "every architecture"
+            raise InfeasibleConstraintError(
+                f"search.{name}={limits.given[name]:,.10g}: {met} of space {space.name!r} at {space.resolution} x "
+                f"{space.resolution} pixels meets it, because they have {costs.text(least)} to {costs.text(most)}; "
+                "give a limit between these, or another space or resolution (`nasfast spaces` lists them)"
+            )
 
 
 def arch_sum(table: Sequence[Mapping[int, float]], arch: Arch) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from abc import ABC, abstractmethod
@@ -152,6 +153,11 @@ class ArchSpace(Tabular, ConfigBase, ABC):
     def describe(self, arch: Iterable[int]) -> list[str]:
         """One short label per choice, e.g. `["k3 e6", "skip", ...]`."""
         return [self.label(i, value) for i, value in enumerate(self.check(arch))]
+
+    def words(self, arch: Iterable[int]) -> str:
+        """An architecture for a reader, e.g. `k3 e6 | skip | 2 x k5 e3`; equal neighbours are counted."""
+        runs = [(label, len(list(group))) for label, group in itertools.groupby(self.describe(arch))]
+        return " | ".join(label if count == 1 else f"{count} x {label}" for label, count in runs)
 
     def cost(self, arch: Iterable[int]) -> Cost:
         """MACs per image and parameters of the standalone network of `arch`, whose norms have scale and shift.

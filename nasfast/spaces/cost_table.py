@@ -133,10 +133,13 @@ def table_of(form: Any, space: LayerSpace) -> CostTable:
         raise ConfigError(f"'better' must be 'lower' or 'higher', got {form['better']!r}")
     if form.get("fingerprint", space.fingerprint) != space.fingerprint:
         raise ConfigError(_other_space(form, space))
+    rows = _rows(form["entries"], space)
+    if form["quantity"] == "latency":
+        _check_times(rows, space)
     return CostTable(
         form["quantity"],
         form["unit"],
-        _rows(form["entries"], space),
+        rows,
         _number(form.get("fixed", 0.0), "'fixed'"),
         form.get("better", "lower"),
         _about(form),
@@ -181,6 +184,17 @@ def _rows(entries: list[Any], space: LayerSpace) -> tuple[tuple[tuple[int, float
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise ConfigError(f"it has no value for {names}{more}: add what is missing, or measure the space again")
     return tuple(tuple(sorted(row.items())) for row in found)
+
+
+def _check_times(rows: tuple[tuple[tuple[int, float], ...], ...], space: LayerSpace) -> None:
+    """Refuse a block that takes no time: a limit would be met by taking it everywhere."""
+    for i, (row, values) in enumerate(zip(rows, space.operators, strict=True)):
+        for choice, value in row:
+            if value == 0 and values[choice].works:
+                raise ConfigError(
+                    f"layer {i}, choice {choice} ({space.label(i, choice)}) computes, and takes 0: measure again with "
+                    "more rounds"
+                )
 
 
 def _number(value: Any, what: str) -> float:

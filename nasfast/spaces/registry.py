@@ -49,6 +49,26 @@ def mobilenet_v2(
     )
 
 
+def mobilenet_v2_x0_5(*, num_classes: int = 1000, resolution: int = 224) -> SearchSpace:
+    """`mobilenet_v2` at the width multiplier 0.5 (Sandler et al. 2018), whose normal layers may be skipped, too.
+
+    Widths are multiples of 8. At 224 x 224 pixels its architectures have 61 to 340 million MACs.
+    """
+    wide = mobilenet_v2(num_classes=num_classes, resolution=resolution)
+    stages = []
+    for stage, out in zip(wide.stages, (16, 32, 56, 64, 128), strict=True):
+        stages += [
+            stage.replace(out=out, layers=1),
+            Stage(out, stage.layers - 1, 1, (Block("identity"), *stage.choices)),
+        ]
+    return wide.replace(
+        name="mobilenet_v2_x0_5",
+        stem=tuple(layer.replace(out=out) for layer, out in zip(wide.stem, (24, 16), strict=True)),
+        stages=tuple(stages),
+        head=tuple(layer.replace(out=out) for layer, out in zip(wide.head, (216, 864), strict=True)),
+    )
+
+
 def shufflenet_v2(*, num_classes: int = 1000, resolution: int = 224) -> SearchSpace:
     """The 4^20 ShuffleNetV2 space of Single Path One-Shot: k3, k5, k7, Xception."""
     shapes = ((64, 4), (160, 4), (320, 8), (640, 4))
@@ -150,6 +170,7 @@ def _later(entry: str) -> Callable[..., ArchSpace]:
 
 BUILDERS: dict[str, Callable[..., ArchSpace]] = {
     "mobilenet_v2": mobilenet_v2,
+    "mobilenet_v2_x0_5": mobilenet_v2_x0_5,
     "mobilenet_v3": mobilenet_v3,
     "shufflenet_v2": shufflenet_v2,
     "nas_bench_macro": nas_bench_macro,

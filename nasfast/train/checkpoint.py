@@ -20,7 +20,7 @@ from safetensors.torch import load as load_bytes
 from safetensors.torch import save as save_bytes
 from torch import Tensor
 
-from nasfast.runtime.files import check_room, link_atomic, write_atomic
+from nasfast.runtime.files import CheckpointError, check_room, link_atomic, write_atomic
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,10 +28,6 @@ _KEY = "nasfast"
 _PYTORCH = {"format": "pt"}  # by this, other libraries know PyTorch's tensors
 _DIGITS = 8
 SUFFIX = ".safetensors"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written or used; what was already on disk is intact."""
 
 
 @dataclass(frozen=True)

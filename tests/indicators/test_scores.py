@@ -15,8 +15,17 @@ from torch.nn import functional as F
 
 from nasfast import extensions
 from nasfast.indicators import bn_gamma, registry
-from nasfast.indicators.registry import SCORES, ScoreError, all_scores, available, get_score, list_scores, register
-from nasfast.indicators.scores import Evidence, score_of, score_paths, score_table
+from nasfast.indicators.registry import (
+    SCORES,
+    ScoreError,
+    all_scores,
+    available,
+    get_score,
+    list_scores,
+    register,
+    score_of,
+)
+from nasfast.indicators.scores import Evidence, score_paths, score_table
 from nasfast.runtime import progress
 from nasfast.search import search_table
 from nasfast.settings import METHODS, ScoreConfig

@@ -15,6 +15,8 @@ OPS = (
     "conv_bn_act_chain",
     "mixed_bn",
     "orthogonalize",
+    "qr",
+    "geqrf",
     "depthwise_conv2d",
     "pool_3x3",
     "squeeze_excite",

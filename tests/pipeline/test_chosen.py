@@ -105,7 +105,8 @@ def test_several_seeds_are_compared_with_random_architectures(searched, trained,
     # the random one has the seed of the run: 15 of 16 are right
     assert "random         93.75%  " in out
     assert "-6.2 points over one random network of equal cost (95 % interval " in out
-    assert len(out.splitlines()) == 5, "seeds share a line"
+    assert "best: top-1 " in out and "next: nasfast retrain --out " in out
+    assert len(out.splitlines()) == 8, "seeds share a line"
 
 
 def test_an_architecture_of_another_space_is_refused(searched, trained, capsys):
@@ -200,13 +201,15 @@ def test_a_network_of_unknown_classes_is_exported_with_a_warning(searched, caplo
     assert "best: its classes, and how an image becomes its input, are not known" in caplog.text
 
 
-def test_without_onnxruntime_the_other_files_can_still_be_exported(searched, capsys, monkeypatch):
+def test_without_onnxruntime_the_other_files_are_exported(searched, capsys, caplog, monkeypatch):
     save(searched, best=BEST)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    assert main(["export", "--out", str(searched)]) == 1
+    assert main(["export", "--out", str(searched)]) == 0
+    assert "model.pt2" in capsys.readouterr().out
+    assert "model.onnx is left out: ONNX export needs onnxruntime: pip install 'nasfast[onnx]'" in caplog.text
+    assert main(["export", "--out", str(searched), "--onnx", "true"]) == 1
     said = capsys.readouterr().err
     assert "pip install 'nasfast[onnx]', or export without model.onnx (--onnx false)" in said
-    assert export(searched) == 0
 
 
 def files(run_dir):

@@ -12,6 +12,7 @@ from tiny import tiny_space
 
 from nasfast.cli.main import main
 from nasfast.pipeline import estimate
+from nasfast.runtime.progress import duration
 from nasfast.runtime.termination import Terminated
 
 
@@ -50,22 +51,22 @@ def test_the_plan_of_a_run(config, tmp_path, capfd):
 
 @pytest.mark.slow
 def test_the_times_are_those_of_steps_batches_and_scores(config, tmp_path, seconds, capfd):
-    """By the fixture's clock both timings of a training take a second, so a step takes none, and each load does."""
+    """By the fixture's clock a step takes a second, and so do three batches, decoded in the first epoch alone."""
     settings = ["--method", "spos", "--search.population", "5", "--search.crossovers", "1", "--search.mutations", "1"]
     settings += ["--search.generations", "4", "--train.epochs", "300", "--data.batch_size", "128"]
     assert main(["run", "--out", str(tmp_path), "--config", str(config), *settings, "--dry_run"]) == 0
     found = rows(capfd.readouterr().out)
-    # 8 batches in a second; 1299 digits are not held out, 10 batches: 10 / 8 s in each of 300 epochs
-    assert found["supernet"] == (1, "6 min 15 s")
-    # two paths in a second, and 5 x 4 architectures
-    assert found["search"] == (1, "10 s")
+    # 1299 digits are not held out: 10 batches of twice as many images as were tried, in each of 300 epochs
+    assert found["supernet"] == (1, duration(300 * 10 * 2 * (1 + 1 / 3 / 300)))
+    # 5 x 4 architectures; of the images of a path, only the 20 batches of its recalibration are twice as many
+    assert found["search"] == (1, duration(5 * 4 * (20 * 128 + 143) / (20 * 64 + 143)))
     assert "score" not in found
 
 
 def test_what_the_run_would_refuse_is_refused(config, tmp_path, capsys, monkeypatch):
     flags = ["run", "--out", str(tmp_path / "out"), "--config", str(config), "--dry_run"]
     assert main([*flags, "--search.max_macs", "1000"]) == 1
-    assert "the smallest architecture of space 'tiny' has" in capsys.readouterr().err
+    assert "no architecture of space 'tiny' at 16 x 16 pixels meets it" in capsys.readouterr().err
     assert main([*flags, "--data.source", "folder", "--data.train", str(tmp_path), "--data.val", str(tmp_path)]) == 1
     assert "data.train and data.val are both" in capsys.readouterr().err
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -91,7 +92,7 @@ def test_what_is_timed_and_what_stays_is_said(config, tmp_path, capfd, caplog, m
     flags = ["--config", str(config), "--method", "bnnas", "--max_hours", str(0.001 / 3600)]
     assert main(["run", "--out", str(tmp_path / "out"), *flags, "--dry_run"]) == 0
     lines = [line for line in caplog.messages if line.startswith("timing")]
-    assert lines == ["timing a few steps of retraining the largest network", "timing a few steps of the supernet"]
+    assert lines == ["timing a few steps of the supernet", "timing a few steps of retraining the largest network"]
     said = capfd.readouterr().out
     assert "\nDecoded images stay in /cache/images, where the run finds them.\n" in said
     assert said.endswith("Nothing was trained.\n--max_hours 2.77778e-07 ends before that; --resume continues.\n")

@@ -81,6 +81,7 @@ def test_the_built_in_spaces_are_what_saved_files_belong_to():
         "digits_macro": "75c0351dbcd543fa",
         "digits_mini": "9cb790647a71aa05",
         "mobilenet_v2": "39003f69a4bd1c3c",
+        "mobilenet_v2_x0_5": "dbe6d041764bf158",
         "mobilenet_v3": "a53a943a61ea3ff5",
         "nas_bench_macro": "8b85f68e8c87bfce",
         "shufflenet_v2": "83b0f063f8451069",

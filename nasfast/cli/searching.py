@@ -1,0 +1,69 @@
+"""The commands `search` and `spaces`, which need no torch where a table is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nasfast import pipeline
+from nasfast.cli.flags import Parser, with_defaults
+from nasfast.config import ConfigError
+from nasfast.display import text_table
+from nasfast.pipeline.check import without_supernet
+from nasfast.pipeline.stage import saved_space
+from nasfast.report.evidence import PROVEN, PROVEN_NEXT, worth_of_score
+from nasfast.search import load_candidates
+from nasfast.search.candidate import ARCHS_FILE
+from nasfast.search.limits import layer_costs
+from nasfast.settings import RunConfig
+from nasfast.spaces import BUILDERS, LayerSpace, format_arch, named_space
+
+
+def _search(cfg: RunConfig, tasks: None, *, num_classes: int | None = None) -> None:
+    if without_supernet(cfg):
+        pipeline.score_untrained(cfg, num_classes=num_classes)
+    elif num_classes is not None:
+        raise ConfigError(
+            f"--num_classes is for a search without a run, and {cfg.run_dir} has one, or the score needs one"
+        )
+    _show_candidates(cfg, pipeline.search(cfg))
+
+
+def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
+    tables, space = load_candidates(cfg.run_dir / ARCHS_FILE).tables, saved_space(cfg)
+    for place, c in enumerate(found, start=1):
+        costs = [f"{c.macs:,} MACs", f"{c.params:,} params"]
+        costs += [f"{value:.4g} {t.unit} {t.quantity}" for t, value in zip(tables, c.values, strict=True)]
+        proof = (PROVEN if place == 1 else PROVEN_NEXT) if c.optimal else c.status
+        print(
+            f"{place}. {space.words(c.arch)}\n   [{format_arch(c.arch)}]  score {c.score:.6g}  {'  '.join(costs)}  "
+            f"({proof})"
+        )
+    for table in tables:
+        print(f"{table.quantity}: {table.about or 'a table of your own'}")
+    if any(c.optimal for c in found):
+        print(worth_of_score(cfg.run_dir))
+    print(f"written: {cfg.run_dir / ARCHS_FILE}")
+    print(f"next: nasfast retrain --out {cfg.out} trains the first one, and random ones of its cost to judge it by")
+
+
+def _spaces(given: dict[str, Any], parser: Parser) -> None:
+    """Every built-in space of layers, with its range of MACs and parameters."""
+    args = with_defaults(given, parser)
+    changes = {key: value for key in ("resolution", "num_classes") if (value := getattr(args, key)) is not None}
+    rows, cells = [["space", "pixels", "classes", "layers", "architectures", "MACs", "parameters"]], []
+    for name in BUILDERS:
+        space = named_space(name, **changes)
+        if not isinstance(space, LayerSpace):
+            cells.append(name)
+            continue
+        macs, params = (layer_costs(space, cost).range_text for cost in ("macs", "params"))
+        size = [str(space.resolution), str(space.num_classes), str(len(space)), f"{space.cardinality:.1e}"]
+        rows.append([name, *size, macs, params])
+    print("\n".join(text_table(rows)))
+    print(f"of cells, without a limit on MACs: {', '.join(cells)}")
+    print("Any of the first is a --space.name; --resolution 128 gives the costs at another size of the images.")
+
+
+COMMANDS: dict[str, Callable[..., None]] = {"search": _search, "spaces": _spaces}
+"""As `nasfast.cli.commands.COMMANDS`."""

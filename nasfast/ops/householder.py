@@ -1,0 +1,184 @@
+"""qr and geqrf: PyTorch's factorisations, for batches of matrices.
+
+On a CPU, LAPACK does one matrix per thread. On a GPU, where PyTorch's loop over the matrices, the kernel of
+csrc/orthogonal does all of them at once.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nasfast.ops import checks, reference
+from nasfast.ops.autograd import transformed
+from nasfast.ops.backends import Refusal, resolve_backend
+from nasfast.ops.threads import on_threads
+
+Operator = Callable[[list[Tensor], list[Tensor], list[Tensor]], None]
+"""`householder` of csrc/library.cpp, or its emulation."""
+
+# columns of a panel: kPanel in csrc/orthogonal/householder.h
+_PANEL = 16
+# parts of a batch per thread: enough that all threads end together, few enough that a part is worth a call
+_PARTS_PER_THREAD = 4
+# columns and rows below which PyTorch's own loop over a batch was faster (9 x 9 and 64 x 32 against 176 x 176)
+_LARGE = 128
+
+
+class QR(NamedTuple):
+    """The factors of A = Q R."""
+
+    Q: Tensor
+    R: Tensor
+
+
+class Geqrf(NamedTuple):
+    """R in the upper triangle of `a`, the reflectors below it, and their factors `tau`, as in LAPACK."""
+
+    a: Tensor
+    tau: Tensor
+
+
+def qr(A: Tensor, mode: str = "reduced", *, backend: str | None = None) -> QR:  # noqa: N803  # the name in torch.linalg
+    """`torch.linalg.qr` of a batch of matrices: A = Q R with orthonormal columns of Q and an upper triangular R.
+
+    The signs on the diagonal of R are those of LAPACK on a CPU, and not negative on a GPU. If A does not have full
+    rank, the columns of Q beyond the rank are some orthonormal completion.
+
+    Args:
+        A: (..., m, n), float32 or float64, any strides; leading dimensions are a batch.
+        mode: `reduced` gives Q (..., m, k) and R (..., k, n) with k = min(m, n); `complete` gives Q (..., m, m) and R
+            (..., m, n); `r` gives the R of `reduced` and an empty Q.
+        backend: one of `nasfast.ops.BACKENDS`; None lets context, environment and device decide, and takes the
+            reference, PyTorch, under torch.func and if a gradient is needed.
+
+    Raises:
+        TypeError: A is not a dense tensor of float32 or float64.
+        ValueError: A has fewer than two dimensions, or the mode is unknown.
+        RuntimeError: the named backend cannot serve, or it is a native one and a gradient is needed.
+    """
+    checks.check_qr("qr", A, mode)
+    name = resolve_backend("qr", A, backend, partial(_why_not_native, A)).name
+    if name == "reference":
+        return QR(*torch.linalg.qr(A, mode))
+    if name == "cpu" and mode == "r":
+        return QR(A.new_empty(0), *_in_parts(lambda part: torch.linalg.qr(part, "r")[1:], A))
+    if name == "cpu":
+        return QR(*_in_parts(partial(torch.linalg.qr, mode=mode), A))
+    return qr_of_reflectors(A, mode, torch.ops.nasfast.householder)
+
+
+def geqrf(input: Tensor, *, backend: str | None = None) -> Geqrf:  # the name in torch
+    """`torch.geqrf` of a batch of matrices: the Householder reflectors of a QR factorisation, in LAPACK's form.
+
+    `torch.linalg.householder_product(a, tau)` is Q, and `a.triu()` has R in its first min(m, n) rows. As in PyTorch, it
+    has no gradient; `qr` has one.
+
+    Args:
+        input: (..., m, n), float32 or float64, any strides; leading dimensions are a batch.
+        backend: one of `nasfast.ops.BACKENDS`; None lets context, environment and device decide.
+
+    Returns:
+        a: (..., m, n), and tau: (..., min(m, n)).
+
+    Raises:
+        TypeError, ValueError: as for `qr`.
+        RuntimeError: the named backend cannot serve, or a gradient is needed.
+    """
+    checks.check_qr("geqrf", input)
+    name = resolve_backend("geqrf", input, backend, partial(_why_not_native, input)).name
+    if name == "reference":
+        return Geqrf(*torch.geqrf(input))
+    if name == "cpu":
+        return Geqrf(*_in_parts(torch.geqrf, input))
+    return geqrf_of_reflectors(input, torch.ops.nasfast.householder)
+
+
+def _why_not_native(a: Tensor, name: str) -> Refusal | None:
+    if name != "reference" and (transformed() or (a.requires_grad and torch.is_grad_enabled())):
+        return Refusal("has no gradient: pass a detached tensor, or use backend='reference'", "shape")
+    return None
+
+
+def _in_parts(function: Callable[[Tensor], Sequence[Tensor]], a: Tensor) -> list[Tensor]:
+    """function(a) for a batch of large matrices, in parts on all cores; one matrix alone has all of them."""
+    batch = a.shape[:-2]
+    parts = min(batch.numel(), _PARTS_PER_THREAD * torch.get_num_threads())
+    if parts <= 1 or min(a.shape[-2:]) < _LARGE:
+        return list(function(a))
+    pieces = a.reshape(-1, *a.shape[-2:]).tensor_split(parts)
+    results = on_threads(function, pieces, [piece.shape[0] for piece in pieces])
+    return [torch.cat(found).unflatten(0, batch) for found in zip(*results, strict=True)]
+
+
+class Reflected(NamedTuple):
+    """What the operator `householder` makes of a batch of matrices that are not wide.
+
+    Attributes:
+        v: (batch, m, n) reflectors; column k begins in row k.
+        tau: (batch, n): H_k = I - tau_k v_k v_k'.
+        q: (batch, m, n), the first columns of H_1 .. H_n.
+        signs: (batch, n) of the diagonal of R, where sign(0) = +1.
+    """
+
+    v: Tensor
+    tau: Tensor
+    q: Tensor
+    signs: Tensor
+
+
+@torch.no_grad()
+def reflect(matrices: Sequence[Tensor], householder: Operator) -> list[Reflected]:
+    """The reflectors and Q of batches (..., m, n) with m >= n, float32 or float64, all in one call of the operator."""
+    work = []
+    for z in matrices:
+        rows, columns = z.shape[-2:]
+        batch = z.shape[:-2].numel()
+        scaled = reference.scale_columns(z).reshape(batch, rows, columns)
+        v = F.pad(scaled, (0, -columns % _PANEL)).contiguous()
+        q = torch.eye(rows, columns, dtype=z.dtype, device=z.device).repeat(batch, 1, 1)
+        work.append((v, q, v.new_empty(batch, v.shape[2] // _PANEL, _PANEL, _PANEL)))
+    filled = [parts for parts in work if parts[1].numel()]
+    if filled:
+        householder(*([parts[i] for parts in filled] for i in range(3)))
+    results = []
+    for v, q, t in work:
+        columns = q.shape[2]
+        tau = t.diagonal(dim1=-2, dim2=-1).reshape(v.shape[0], v.shape[2])[:, :columns]
+        # the sign of R_kk is opposite to that of the first element of reflector k
+        first = v.diagonal(dim1=-2, dim2=-1)[:, :columns]
+        signs = torch.where(first > 0, -1.0, 1.0).to(q.dtype)
+        results.append(Reflected(v[..., :columns], tau, q, signs))
+    return results
+
+
+@torch.no_grad()
+def qr_of_reflectors(a: Tensor, mode: str, householder: Operator) -> QR:
+    """`qr` by the operator `householder`."""
+    rows, columns = a.shape[-2:]
+    left = a[..., : min(rows, columns)]
+    if mode == "complete" and rows > columns:
+        left = F.pad(a, (0, rows - columns))  # the reflectors of zeros are none
+    (found,) = reflect([left], householder)
+    q = (found.q * found.signs.unsqueeze(-2)).reshape(left.shape)
+    return QR(q if mode != "r" else a.new_empty(0), _triangle(q, a))
+
+
+@torch.no_grad()
+def geqrf_of_reflectors(a: Tensor, householder: Operator) -> Geqrf:
+    """`geqrf` by the operator `householder`."""
+    rank = min(a.shape[-2:])
+    (found,) = reflect([a[..., :rank]], householder)
+    first = found.v.diagonal(dim1=-2, dim2=-1)
+    below = (found.v / torch.where(first == 0, 1, first).unsqueeze(-2)).tril(-1)
+    result = F.pad(below, (0, a.shape[-1] - rank)).reshape(a.shape)
+    result[..., :rank, :] += _triangle(found.q.reshape(a[..., :rank].shape), a)
+    return Geqrf(result, (found.tau * first.square()).reshape(*a.shape[:-2], rank))
+
+
+def _triangle(q: Tensor, a: Tensor) -> Tensor:
+    """R = Q' A; in float64, because a product in float32 may be one of TensorFloat-32."""
+    return (q.double().mT @ a.double()).triu().to(a.dtype)

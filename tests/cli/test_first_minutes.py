@@ -1,0 +1,231 @@
+"""What a new user meets first: quick answers without torch, errors of one sentence with a remedy, nothing silent."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import types
+import typing
+
+import pytest
+import yaml
+from tiny import tiny_space, write_folder
+
+from nasfast.cli.flags import parse
+from nasfast.cli.main import main
+from nasfast.config import ConfigError
+from nasfast.data import DataConfig, FolderSource, make_loader
+from nasfast.data.datasets import warn_once
+from nasfast.indicators.structure import structure_table
+from nasfast.measure.latency import Fit
+from nasfast.pipeline.stage import scored_with
+from nasfast.settings import RunConfig
+from nasfast.spaces import get_space, list_spaces, named_space
+from nasfast.spaces.cost_table import table_of
+
+PROGRAM = """
+import sys
+from nasfast.cli.main import main
+try:
+    code = main(sys.argv[1:])
+except SystemExit as ended:
+    code = ended.code
+print("imported:", *(name for name in ("torch", "torchvision", "scipy.stats", "matplotlib") if name in sys.modules))
+sys.exit(code)
+"""
+
+
+def start(folder, *words: str) -> tuple[int, str, str, float]:
+    """Exit status, output and errors of a command, and its CPU seconds with bytecode that is there already."""
+    env = {**os.environ, "PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode")}  # one for all tests
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
+    seconds = []
+    for _ in range(3):
+        before = os.times()
+        ended = subprocess.run(
+            [sys.executable, "-c", PROGRAM, *words], cwd=folder, env=env, capture_output=True, text=True
+        )
+        after = os.times()
+        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
+    return ended.returncode, ended.stdout, ended.stderr, min(seconds)
+
+
+QUICK = [
+    ("--help", 0, "retrain"),
+    ("--version", 0, "nasfast "),
+    ("run --help", 0, "--search.max_macs"),
+    ("spaces --resolution 128", 0, "mobilenet_v2_x0_5"),
+    ("rnu", 2, "did you mean 'run'?"),
+    ("run --retrain.train.epochs ten", 2, "--retrain.train.epochs takes a whole number, got 'ten'"),
+    ("run --train.epochs -3 --data.source digits", 1, "epochs must be positive, got -3"),
+    ("run --space foo --data.source digits", 1, "unknown space 'foo'"),
+    ("run --score foo --data.source digits", 1, "unknown score 'foo'"),
+    ("run --out /proc/x --data.source digits --space digits_macro", 1, "cannot create run directory /proc/x"),
+    ("run --data.train nowhere", 1, "nowhere does not exist"),
+    ("run --space mobilenet_v2 --max_macs 300M --data.train images", 1, "have 459,"),
+    ("export --out nowhere", 1, "nowhere is no directory"),
+    ("report nowhere", 1, "nowhere is no directory"),
+    ("rank --out .", 2, "give either --table FILE or --train N"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("words", "status", "said"), QUICK, ids=[words for words, _, _ in QUICK])
+def test_what_needs_no_torch_does_not_wait_for_it(tmp_path, words, status, said):
+    for name in "abcd":
+        (tmp_path / "images" / name).mkdir(parents=True)
+    code, out, err, seconds = start(tmp_path, *words.split())
+    assert (code, out.splitlines()[-1]) == (status, "imported:")
+    assert said in out + err
+    assert seconds <= 1
+
+
+@pytest.fixture
+def searched(tmp_path):
+    """A run directory with a table and without a supernet."""
+    cfg = RunConfig(out=str(tmp_path / "run"), score=RunConfig().score.replace(name="isometry")).resolved()
+    cfg.run_dir.mkdir()
+    space = tiny_space()
+    space.save(cfg.run_dir / "space.yaml")
+    cfg = cfg.replace(space=cfg.space.replace(name=str(cfg.run_dir / "space.yaml")))
+    (cfg.run_dir / "config.yaml").write_text(cfg.to_yaml())
+    meta = {"seed": 0, "settings": scored_with(cfg), "score": "isometry"}
+    table = structure_table(space, "sqrt_size")
+    type(table).of_rows(space, table.block, meta).save(cfg.run_dir / "indicators.json")
+    return cfg.run_dir
+
+
+@pytest.mark.slow
+def test_a_search_of_a_saved_table_needs_no_torch(searched):
+    code, out, err, seconds = start(searched.parent, "search", "--out", "run", "--search.top_k", "2")
+    assert code == 0, err
+    assert out.splitlines()[-1] == "imported:" and "next: nasfast retrain --out run" in out
+    assert tiny_space().words(json.loads((searched / "archs.json").read_text())["candidates"][0]["arch"]) in out
+    assert seconds <= 2
+
+
+@pytest.mark.slow
+def test_training_imports_no_models_of_torchvision():
+    program = (
+        "import sys, nasfast.cli.commands, nasfast.data, nasfast.pipeline.whole, nasfast.retrain\n"
+        "assert 'torch' in sys.modules and 'torchvision' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def settings() -> dict[str, typing.Any]:
+    """Every flag of `run` that does not take any text, with its type."""
+    parser = parse(["run", "--data.source", "digits"])[2]
+    hints = {flag: getattr(action, "_typehint", None) for flag, action in parser._option_string_actions.items()}
+    return {
+        flag: hint
+        for flag, hint in hints.items()
+        if hint is not None and str not in (hint, *typing.get_args(hint)) and not isinstance(hint, type(RunConfig))
+    }
+
+
+def kinds(hint) -> str:
+    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return " ".join(sorted({getattr(typing.get_origin(o) or o, "__name__", str(o)) for o in options}))
+
+
+def test_a_wrong_value_of_any_setting_is_one_sentence(capsys):
+    found = settings()
+    assert len({kinds(hint) for hint in found.values()}) >= 7
+    for flag in found:
+        with pytest.raises(SystemExit) as ended:
+            parse(["run", flag, "0,7x"])
+        said = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2
+        assert len(said) == 2, said
+        assert said[0].startswith(f"nasfast run: {flag} takes ") and said[0].endswith(", got '0,7x'"), said
+        assert "<class" not in said[0] and "Union" not in said[0], said
+        assert said[1] == "all flags: nasfast run --help_all"
+
+
+def test_help_has_two_tiers(capsys):
+    lines = {}
+    for flag in ("--help", "--help_all"):
+        with pytest.raises(SystemExit):
+            parse(["run", flag])
+        lines[flag] = capsys.readouterr().out.splitlines()
+    assert len(lines["--help"]) < 30 < 300 < len(lines["--help_all"])
+    assert any("--config photos" in line for line in lines["--help"])
+
+
+@pytest.mark.parametrize("command", ["run", "supernet", "search"])
+def test_short_flags_are_the_same_everywhere(command):
+    assert parse([command, "--space", "digits_macro", "--max_macs=1M"])[1] == {
+        "space": {"name": "digits_macro"},
+        "search": {"max_macs": 1e6},
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in list_spaces() if named_space(name).LAYERWISE])
+def test_limits_outside_the_range_are_refused_with_the_range(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_folder(tmp_path / "images", {"a": 2, "b": 2})
+    space = get_space(name, num_classes=2)
+    most = sum(max(cost.macs for cost in row.values()) for row in space.option_costs()) + space.fixed_cost.macs
+    for limit, met in ((1000, "no architecture"), (most, "every architecture")):
+        assert main(["run", "--data.train", "images", "--space", name, "--max_macs", str(limit)]) == 1
+        said = capsys.readouterr().err
+        assert f"{met} of space {name!r}" in said and f"to {most:,} MACs; give a limit between these" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_space_has_networks_of_50_to_300_million_macs(capsys):
+    assert main(["spaces"]) == 0
+    row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("mobilenet_v2_x0_5"))
+    assert row[1] == "224" and float(row[5]) < 70 and float(row[8]) > 300
+
+
+def test_links_to_a_folder_above_are_counted_once(tmp_path, caplog):
+    root = write_folder(tmp_path / "images", {"a": 3, "b": 3})
+    (root / "a" / "again").symlink_to(root / "a", target_is_directory=True)
+    (root / "a" / "notes.txt").touch()
+    warn_once.cache_clear()
+    for _ in range(2):
+        assert len(FolderSource(root)) == 6
+    assert [m for m in caplog.messages if "is a link to a folder" in m] == [m for m in caplog.messages if "again" in m]
+    assert sum("is a link" in m for m in caplog.messages) == 1 == sum("skipped 1 files" in m for m in caplog.messages)
+
+
+def test_a_batch_larger_than_the_data_is_said(tmp_path, caplog):
+    root = write_folder(tmp_path / "images", {"a": 3, "b": 3})
+    make_loader(DataConfig(train=str(root), batch_size=50, loader="torchvision"), resolution=12)
+    assert any("batch_size=50 is more than the 4 training images" in message for message in caplog.messages)
+
+
+def test_a_damaged_result_is_an_error_of_the_report(searched, capsys):
+    (searched / "archs.json").write_text('{"a": 1}')
+    assert main(["report", "--out", str(searched)]) == 1
+    assert "archs.json" in capsys.readouterr().err
+
+
+def test_no_block_of_a_latency_table_is_free():
+    space = tiny_space()
+    entries = [{"layer": i, "choice": c, "value": 1.0} for i, layer in enumerate(space.layers) for c in layer.options]
+    entries[1]["value"] = 0.0
+    form = {"quantity": "latency", "unit": "ms", "entries": entries}
+    with pytest.raises(ConfigError, match="layer 0, choice 1 .* computes, and takes 0: measure again"):
+        table_of(form, space)
+    table_of({**form, "quantity": "energy"}, space)
+    # a negative cost per part would make short parts free
+    assert Fit.least_squares([1.0, 10.0], [10, 10], [0.5, 14.0]).per_part < 0
+    assert Fit.least_squares([1.0, 10.0], [10, 10], [0.5, 14.0], shortest=0.01).value(0.01) > 0
+
+
+def test_a_search_says_how_many_classes_it_takes(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "nasfast")
+    path = tmp_path / "space.yaml"
+    path.write_text(yaml.safe_dump(tiny_space().to_dict()))
+    for number, flags in enumerate(([], ["--num_classes", "4"])):
+        assert (
+            main(["search", "--out", str(tmp_path / str(number)), "--space", str(path), "--score", "depth", *flags])
+            == 0
+        )
+    assert sum("--num_classes N makes it yours" in message for message in caplog.messages) == 1
