@@ -86,7 +86,7 @@ test-oldest: $(OLDEST)/installed  ## run tests on the oldest versions of torch a
 		$(TESTS_OLDEST:%=$(CURDIR)/tests/%)
 
 # Tests of each backend, the engine, fuse and the commands: all of test-oldest takes longer than CI allows.
-test-oldest-fast: TESTS_OLDEST = ops/test_operators.py ops/test_orthogonalize.py ops/test_triton_disorder.py \
+test-oldest-fast: TESTS_OLDEST = ops/test_operators.py ops/test_orthogonalize.py ops/test_triton.py \
 	ops/test_arrivals.py engine fusion/test_models.py cli/test_cli.py measure/test_doctor.py
 test-oldest-fast: OPTIONS_OLDEST = -m "not slow"
 test-oldest-fast: test-oldest  ## run the part of test-oldest that CI runs

@@ -36,7 +36,7 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
   //   add_input: x is added to the result.
   //   keep: whether to return `saved`, which is empty otherwise.
   // saved is what backward needs beside x; the plan says where its parts are. statistics has mean and biased var of all
-  // stages, [stage][2][channel], float64; the Triton kernels append numbers of their own.
+  // stages, [stage][2][channel], float64; the CUDA kernels append numbers of their own.
   m.def(
       "conv_bn_act_chain_fwd(Tensor x, Tensor[] conv_weights, Tensor[] bn_weights, Tensor[] bn_biases, "
       "Tensor[] running_means, Tensor[] running_vars, Tensor? residual, int[] plan, float[] eps, bool add_input, "

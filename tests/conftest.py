@@ -21,18 +21,12 @@ if torch.backends.cpu.get_cpu_capability() == "AVX2":
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from devices import DEVICE, no_gpu  # noqa: E402
-from interpreter import repair_bfloat16, speed_up  # noqa: E402
 
 from nasfast.ops import _native, _triton  # noqa: E402
 
-if _triton.interpreted() and _triton.why_missing() is None:
-    repair_bfloat16()
-    speed_up()
-
-
 INTERPRETED = _triton.interpreted()
 # marks of tests that take long, longest first
-LONG = ("aot", "interpreter", "kill", "slow", "dali")
+LONG = ("aot", "kill", "slow", "dali")
 
 
 def pytest_collection_modifyitems(items):

@@ -77,7 +77,7 @@ struct TileList {
       throw std::runtime_error("conv_bn_act_chain: the " + std::to_string(machine.shared_memory) +
                                " bytes of shared memory of a block have no room for a product of " +
                                std::to_string(shape.depth) + " to " + std::to_string(shape.columns) +
-                               " channels: use backend triton");
+                               " channels: use backend reference");
     }
     return best;
   }

@@ -1,4 +1,4 @@
-"""Triton kernels of frozen convolution, trainable BatchNorm and activation; installed as nasfast._triton.
+"""Triton kernels of BatchNorm, activation and residual; installed as nasfast._triton.
 
-Nothing here imports the rest of the package. The launchers are in nasfast/ops/triton.
+Nothing here imports the rest of the package. The launchers are in nasfast/ops/triton.py.
 """

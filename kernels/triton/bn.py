@@ -1,179 +1,204 @@
-"""BatchNorm alone: statistics, application and backward, and the coefficients from given statistics.
+"""BatchNorm, activation and residual in four passes: statistics and application, sums of gradients and their use.
 
-A tensor of pixels is addressed by (image, pixel, channel) with three strides, so the same code serves NHWC, NCHW and
-every second channel. R = images * pixels. If channels are next to each other, as in NHWC, the constant ROW is the
-number of elements from row to row, and tells the compiler which addresses are multiples of 16 bytes. Otherwise it is
-0.
+A tensor of pixels is rows of channels, (R, C), one row per pixel of the batch, as in NHWC. A kernel sees `repeat`
+neighbouring rows as one of `units * UNIT` columns, so that few channels fill its tiles and 8 of them are read at a time
+(nasfast/ops/triton.py chooses). Column k has the channel k % C.
 
-A program computes TILES tiles of ROWS consecutive rows of the same channels, and reads their coefficients once.
+Nothing but types, UNIT and the kind of the activation is known at compile time, so that a network needs few kernels. A
+program reads `tiles` tiles of rows of its columns. Sums go to one row per program, in float64, which PyTorch adds up.
+
+With mean = center + left, where center is float32 and left its rounding error, and d = x - center, which is computed
+first so that the mean may be large:
+
+    z  = d * scale + shift                    normalised and scaled; scale = gamma * rstd, shift = beta - left * scale
+    dx = dz * scale + d * slope + offset      from dz = grad * act'(z)
 """
 
 import triton
 import triton.language as tl
 
-from .common import (
-    backward_fold,
-    distances,
-    finish_gradient,
-    finish_statistics,
-    forward_fold,
-    gradient_behind,
-    gradient_through,
-    mean_of,
-    normalize,
-    store_distances,
-    store_fold,
-    store_sums,
-)
+# Columns and rows of a tile.
+COLUMNS = 64
+ROWS = 32
+# Types alone tell the compiled kernels apart: not whether a number is 1 or a multiple of 16, nor where vectors begin.
+_SIZES = ["rows", "units", "C", "tiles"]
+_VECTORS = ["sums", "statistics", "gamma", "beta", "partial", "gradients"]
 
 
 @triton.jit
-def _place(R, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr):
-    """(first row, number of rows, channels) of this program."""
-    first = tl.program_id(0) * (ROWS * TILES)
-    return first, tl.minimum(R - first, ROWS * TILES), tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
-
-
-@triton.jit
-def _at(x, first, r, c, PIXELS, sn, sp, sc, ROW: tl.constexpr):
-    """Addresses [rows, channels] of the rows first + r."""
-    if ROW > 0:
-        return x + first.to(tl.int64) * ROW + (r[:, None] * ROW + c[None, :])
+def activate(z, lo, hi, ACT: tl.constexpr):
+    """act(z); "clamp" is between lo and hi, where NaN is no bound. A NaN stays one."""
+    if ACT == "clamp":
+        z = tl.where(z < lo, lo, z)
+        return tl.where(z > hi, hi, z)
+    elif ACT == "hswish":
+        return z * tl.minimum(tl.maximum(z * (1.0 / 6.0) + 0.5, 0.0), 1.0)
+    elif ACT == "silu":
+        return z * _sigmoid(z)
     else:
-        row = first + r
-        image, pixel = (row // PIXELS).to(tl.int64), (row % PIXELS).to(tl.int64)
-        return x + (image[:, None] * sn + pixel[:, None] * sp + c[None, :].to(tl.int64) * sc)
+        tl.static_assert(ACT == "tanh")
+        return _tanh(z)
 
 
 @triton.jit
-def _mask(valid, c, C: tl.constexpr, CHANNELS: tl.constexpr):
-    if C % CHANNELS == 0:
-        return valid[:, None]
+def activation_gradient(grad, z, lo, hi, ACT: tl.constexpr):
+    """grad * act'(z), zero at the kinks."""
+    if ACT == "clamp":
+        return tl.where((z <= lo) | (z >= hi), 0.0, grad)
+    elif ACT == "hswish":
+        inside = tl.where(z <= -3.0, 0.0, grad * (z * (1.0 / 3.0) + 0.5))
+        return tl.where(z >= 3.0, grad, inside)
+    elif ACT == "silu":
+        s = _sigmoid(z)
+        return grad * (s * (1.0 + z * (1.0 - s)))
     else:
-        return valid[:, None] & (c < C)[None, :]
-
-
-@triton.jit(do_not_specialize=["R", "PIXELS", "sxn"])
-def bn_statistics_kernel(
-    x, sxn, sxp, sxc, sums, R, PIXELS,
-    C: tl.constexpr, X_ROW: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Compute the statistics of x and their fold (3, C)."""
-    first, rows, c = _place(R, ROWS, CHANNELS, TILES)
-    r = tl.arange(0, ROWS)
-    at = _at(x, first, r, c, PIXELS, sxn, sxp, sxc, X_ROW)
-    v = tl.load(at, mask=_mask(r < rows, c, C, CHANNELS), other=0.0).to(tl.float32)
-    pivot = mean_of(v, r < rows)
-    d = distances(v, pivot, r < rows)
-    squares = d * d
-    for tile in range(1, TILES):
-        r = tile * ROWS + tl.arange(0, ROWS)
-        at = _at(x, first, r, c, PIXELS, sxn, sxp, sxc, X_ROW)
-        v = tl.load(at, mask=_mask(r < rows, c, C, CHANNELS), other=0.0).to(tl.float32)
-        here = distances(v, pivot, r < rows)
-        d += here
-        squares += here * here
-    index = tl.program_id(0)
-    store_distances(sums[0], sums[1], index, pivot, d, squares, rows.to(tl.float32), c, C)
-    finish_statistics(sums, index, tl.num_programs(0), tl.program_id(1), c, C)
+        y = _tanh(z)
+        return grad * (1.0 - y * y)
 
 
 @triton.jit
-def bn_fold_kernel(
-    running_mean, running_var, statistics, gamma, beta, eps, fold, C, RUNNING: tl.constexpr, CHANNELS: tl.constexpr
-):
-    """Compute fold (3, C) from statistics (2, C); with RUNNING, first copy the running statistics there."""
-    c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
-    exists = c < C
-    if RUNNING:
-        mean = tl.load(running_mean + c, mask=exists, other=0.0).to(tl.float64)
-        var = tl.load(running_var + c, mask=exists, other=0.0)
-        tl.store(statistics + c, mean, mask=exists)
-        tl.store(statistics + C + c, var.to(tl.float64), mask=exists)
-    else:
-        mean = tl.load(statistics + c, mask=exists, other=0.0)
-        var = tl.load(statistics + C + c, mask=exists, other=0.0).to(tl.float32)
+def _sigmoid(z):
+    # where exp(-z) overflows, the result is 0
+    return 1.0 / (1.0 + tl.exp(-z))
+
+
+@triton.jit
+def _tanh(z):
+    # the interpreter has no libdevice
+    magnitude = tl.minimum(tl.abs(z), 10.0)  # beyond it tanh is 1 in float32
+    square = z * z
+    # a Chebyshev fit on |z| <= 0.55, where the quotient below loses digits
+    near = -0.00661576 * square + 0.02131275
+    near = near * square - 0.05391007
+    near = near * square + 0.13333118
+    near = near * square - 0.33333332
+    near = z + z * square * near
+    far = 1.0 - 2.0 / (tl.exp(2.0 * magnitude) + 1.0)
+    far = tl.where(z < 0.0, -far, far)
+    return tl.where(magnitude < 0.55, near, tl.where(z == z, far, z))
+
+
+@triton.jit
+def _columns(units, C, UNIT: tl.constexpr, COLUMNS: tl.constexpr):
+    """(columns of this program, their channels, number of all columns)."""
+    k = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    return k, k % C, units * UNIT
+
+
+@triton.jit
+def _tile(tile, tiles, rows, k, width, ROWS: tl.constexpr):
+    """(offsets, mask) of a tile of this program, [ROWS, columns]."""
+    r = (tl.program_id(0) * tiles + tile).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return r[:, None] * width + k[None, :], (r < rows)[:, None] & (k < width)[None, :]
+
+
+@triton.jit
+def _coefficients(mean, var, gamma, beta, eps, c):
+    """(center, left, rstd, scale, shift) of the channels c, from their mean and biased variance in float64."""
     center = mean.to(tl.float32)
     left = (mean - center.to(tl.float64)).to(tl.float32)
-    store_fold(center, left, var, gamma, beta, fold, eps, c, C)
+    rstd = tl.div_rn(1.0, tl.sqrt_rn(var.to(tl.float32) + eps))
+    scale = tl.load(gamma + c) * rstd
+    return center, left, rstd, scale, tl.load(beta + c) - left * scale
 
 
-@triton.jit(do_not_specialize=["R", "PIXELS", "syn", "srn", "son"])
-def bn_act_kernel(
-    y, syn, syp, syc, fold, residual, srn, srp, src, out, son, sop, soc, even, R, PIXELS,
-    C: tl.constexpr, Y_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr, OUT_ROW: tl.constexpr, ACT: tl.constexpr,
-    RESIDUAL: tl.constexpr, SHUFFLE: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
+@triton.jit
+def _store_sums(partial, first, second, k, width):
+    """Store the row of this program in partial (programs, 2, columns)."""
+    at = partial + tl.program_id(0).to(tl.int64) * 2 * width + k
+    tl.store(at, first, mask=k < width)
+    tl.store(at + width, second, mask=k < width)
+
+
+@triton.jit(do_not_specialize=_SIZES + _VECTORS)
+def statistics_kernel(x, partial, rows, units, C, tiles, UNIT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums of x and of its squares."""
+    k, _, width = _columns(units, C, UNIT, COLUMNS)
+    # Distances from the first row of this program: squares of the numbers themselves would lose digits in float32.
+    first = tl.program_id(0).to(tl.int64) * tiles * ROWS
+    pivot = tl.load(x + first * width + k, mask=k < width, other=0.0).to(tl.float32)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    squares = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for tile in range(tiles):
+        at, mask = _tile(tile, tiles, rows, k, width, ROWS)
+        d = tl.where(mask, tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - pivot[None, :], 0.0)
+        total += d
+        squares += d * d
+    count = tl.minimum(rows - first, tiles * ROWS).to(tl.float64)
+    p, d = pivot.to(tl.float64), tl.sum(total, 0).to(tl.float64)
+    _store_sums(partial, count * p + d, tl.sum(squares, 0).to(tl.float64) + p * (2.0 * d + count * p), k, width)
+
+
+@triton.jit(do_not_specialize=_SIZES + _VECTORS + ["pixels", "added_rows"])
+def apply_kernel(
+    x, sums, statistics, gamma, beta, residual, y, rows, units, C, tiles, pixels, added_rows, eps, lo, hi,
+    UNIT: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """out = act(bn(y)) (+ residual). SHUFFLE: copy even channels of `even` (rows of 2 C) to C channels before out."""
-    first, rows, c = _place(R, ROWS, CHANNELS, TILES)
-    center, scale, shift = forward_fold(fold, c, C)
-    for tile in range(TILES):
-        r = tile * ROWS + tl.arange(0, ROWS)
-        mask = _mask(r < rows, c, C, CHANNELS)
-        v = tl.load(_at(y, first, r, c, PIXELS, syn, syp, syc, Y_ROW), mask=mask, other=0.0)
-        z = normalize(v, center, scale, shift, ACT)
-        if RESIDUAL:
-            at = _at(residual, first, r, c, PIXELS, srn, srp, src, RESIDUAL_ROW)
-            z += tl.load(at, mask=mask, other=0.0).to(tl.float32)
-        at = _at(out, first, r, c, PIXELS, son, sop, soc, OUT_ROW)
-        tl.store(at, z.to(out.dtype.element_ty), mask=mask)
-        if SHUFFLE:
-            left = tl.load(even + first.to(tl.int64) * (2 * C) + (r[:, None] * (2 * C) + 2 * c[None, :]), mask=mask)
-            tl.store(at - C, left, mask=mask)
+    """y = act(bn(x)) + the first rows of residual; statistics (2, C), mean and variance, from sums over the pixels."""
+    k, c, width = _columns(units, C, UNIT, COLUMNS)
+    share = 1.0 / pixels.to(tl.float64)
+    mean = tl.load(sums + c) * share
+    var = tl.load(sums + C + c) * share - mean * mean
+    var = tl.where(var < 0.0, 0.0, var)
+    center, _, _, scale, shift = _coefficients(mean, var, gamma, beta, eps, c)
+    for tile in range(tiles):
+        at, mask = _tile(tile, tiles, rows, k, width, ROWS)
+        d = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - center[None, :]
+        z = activate(d * scale[None, :] + shift[None, :], lo, hi, ACT)
+        same, added = _tile(tile, tiles, added_rows, k, width, ROWS)
+        z += tl.load(residual + same, mask=added, other=0.0).to(tl.float32)
+        tl.store(y + at, z.to(y.dtype.element_ty), mask=mask)
+    once = k < tl.where(tl.program_id(0) == 0, C, 0)
+    tl.store(statistics + c, mean, mask=once)
+    tl.store(statistics + C + c, var, mask=once)
 
 
-@triton.jit(do_not_specialize=["R", "PIXELS", "sgn", "syn"])
-def bn_act_reduce_kernel(
-    grad, sgn, sgp, sgc, y, syn, syp, syc, fold, sums, R, PIXELS,
-    C: tl.constexpr, GRAD_ROW: tl.constexpr, Y_ROW: tl.constexpr, ACT: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
+@triton.jit
+def _gradient(grad, x, at, mask, center, scale, shift, lo, hi, ACT: tl.constexpr):
+    """(dz, d) of a tile; dz is 0 where there are no pixels."""
+    d = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - center[None, :]
+    g = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+    return activation_gradient(g, d * scale[None, :] + shift[None, :], lo, hi, ACT), d
+
+
+@triton.jit(do_not_specialize=_SIZES + _VECTORS)
+def reduce_kernel(
+    grad, x, statistics, gamma, beta, partial, rows, units, C, tiles, eps, lo, hi,
+    UNIT: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the affine gradients and back (2, C) from the gradient of act(bn(y))."""
-    first, rows, c = _place(R, ROWS, CHANNELS, TILES)
-    center, scale, shift = forward_fold(fold, c, C)
-    total = tl.zeros((ROWS, CHANNELS), tl.float32)
-    total_d = tl.zeros((ROWS, CHANNELS), tl.float32)
-    for tile in range(TILES):
-        r = tile * ROWS + tl.arange(0, ROWS)
-        mask = _mask(r < rows, c, C, CHANNELS)
-        g = tl.load(_at(grad, first, r, c, PIXELS, sgn, sgp, sgc, GRAD_ROW), mask=mask, other=0.0).to(tl.float32)
-        v = tl.load(_at(y, first, r, c, PIXELS, syn, syp, syc, Y_ROW), mask=mask, other=0.0)
-        # rows beyond the end add nothing, because their gradient is 0 and d is finite
-        dz, d = gradient_through(g, v, center, scale, shift, ACT)
+    """Sums of dz and of dz * d."""
+    k, c, width = _columns(units, C, UNIT, COLUMNS)
+    mean, var = tl.load(statistics + c), tl.load(statistics + C + c)
+    center, _, _, scale, shift = _coefficients(mean, var, gamma, beta, eps, c)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    total_d = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for tile in range(tiles):
+        at, mask = _tile(tile, tiles, rows, k, width, ROWS)
+        dz, d = _gradient(grad, x, at, mask, center, scale, shift, lo, hi, ACT)
         total += dz
-        total_d += dz * d
-    store_sums(sums[0], tl.program_id(0), tl.sum(total, 0), tl.sum(total_d, 0), c, C)
-    finish_gradient(sums, tl.program_id(0), tl.num_programs(0), tl.program_id(1), c, C)
+        total_d += tl.where(mask, dz * d, 0.0)
+    _store_sums(partial, tl.sum(total, 0), tl.sum(total_d, 0), k, width)
 
 
-@triton.jit(do_not_specialize=["R", "PIXELS", "sgn", "syn", "sxn"])
-def bn_act_backward_kernel(
-    grad, sgn, sgp, sgc, y, syn, syp, syc, fold, back, dx, sxn, sxp, sxc, R, PIXELS,
-    C: tl.constexpr, GRAD_ROW: tl.constexpr, Y_ROW: tl.constexpr, X_ROW: tl.constexpr, ACT: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr,
+@triton.jit(do_not_specialize=_SIZES + _VECTORS + ["pixels"])
+def backward_kernel(
+    grad, x, sums, statistics, gamma, beta, gradients, dx, rows, units, C, tiles, pixels, eps, lo, hi,
+    UNIT: tl.constexpr, ACT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Compute dx, the gradient behind BatchNorm."""
-    first, rows, c = _place(R, ROWS, CHANNELS, TILES)
-    center, scale, shift = forward_fold(fold, c, C)
-    slope, offset = backward_fold(back, c, C)
-    for tile in range(TILES):
-        r = tile * ROWS + tl.arange(0, ROWS)
-        mask = _mask(r < rows, c, C, CHANNELS)
-        g = tl.load(_at(grad, first, r, c, PIXELS, sgn, sgp, sgc, GRAD_ROW), mask=mask, other=0.0)
-        v = tl.load(_at(y, first, r, c, PIXELS, syn, syp, syc, Y_ROW), mask=mask, other=0.0)
-        dy = gradient_behind(g, v, center, scale, shift, slope, offset, ACT)
-        at = _at(dx, first, r, c, PIXELS, sxn, sxp, sxc, X_ROW)
-        tl.store(at, dy.to(dx.dtype.element_ty), mask=mask)
-
-
-@triton.jit(do_not_specialize=["R"])
-def shuffle_merge_kernel(grad, dx, R, C: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr, TILES: tl.constexpr):
-    """Copy the first C channels of grad (R, 2 C) to the even ones of dx (R, 2 C); a stage writes the odd ones."""
-    first, rows, c = _place(R, ROWS, CHANNELS, TILES)
-    grad += first.to(tl.int64) * (2 * C)
-    dx += first.to(tl.int64) * (2 * C)
-    for tile in range(TILES):
-        r = tile * ROWS + tl.arange(0, ROWS)
-        mask = _mask(r < rows, c, C, CHANNELS)
-        at = r[:, None] * (2 * C)
-        tl.store(dx + at + 2 * c[None, :], tl.load(grad + at + c[None, :], mask=mask), mask=mask)
+    """dx, and gradients (2, C) of gamma and beta; pixels is 0 if the statistics do not depend on x."""
+    k, c, width = _columns(units, C, UNIT, COLUMNS)
+    mean, var = tl.load(statistics + c), tl.load(statistics + C + c)
+    center, left, rstd, scale, shift = _coefficients(mean, var, gamma, beta, eps, c)
+    dbeta = tl.load(sums + c).to(tl.float32)
+    dgamma = (tl.load(sums + C + c).to(tl.float32) - left * dbeta) * rstd
+    share = tl.where(pixels > 0, 1.0 / pixels.to(tl.float32), 0.0)
+    slope = -scale * rstd * (dgamma * share)
+    offset = -scale * (dbeta * share) - slope * left
+    for tile in range(tiles):
+        at, mask = _tile(tile, tiles, rows, k, width, ROWS)
+        dz, d = _gradient(grad, x, at, mask, center, scale, shift, lo, hi, ACT)
+        result = dz * scale[None, :] + (d * slope[None, :] + offset[None, :])
+        tl.store(dx + at, result.to(dx.dtype.element_ty), mask=mask)
+    once = k < tl.where(tl.program_id(0) == 0, C, 0)
+    tl.store(gradients + c, dgamma, mask=once)
+    tl.store(gradients + C + c, dbeta, mask=once)

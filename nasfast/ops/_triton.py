@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 
 import torch
 
@@ -23,4 +24,6 @@ def why_missing() -> str | None:
         return f"this torch ({torch.__version__}) was built without CUDA"
     if not torch.cuda.is_available():
         return "no CUDA device is usable (TRITON_INTERPRET=1 runs the kernels on the CPU, very slowly, for tests)"
+    if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "gcc", "clang")))):
+        return "Triton compiles with gcc or clang: put one on PATH, or its path in CC"
     return None

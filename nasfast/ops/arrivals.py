@@ -1,14 +1,13 @@
 """Counters by which the programs of a launch learn which of them ends last.
 
-A launch needs counters that are zero, and sets them to zero again (_comes_last in _triton/common.py), so nothing has to
+A launch needs counters that are zero, and sets them to zero again (csrc/gpu/statistics.h), so nothing has to
 clear them between launches. Two launches that may run at the same time must not share counters:
 
 - Launches on one stream run one after the other, so they share the counters of the stream.
 - A captured launch may be replayed on any stream at any time, so no other launch gets its counters. CUDA never runs one
   graph twice at the same time.
-- Under the interpreter every launch gets its own counters, because an exception in a kernel may leave any value there.
-  On a GPU, a kernel that fails ends the CUDA context and its memory, and a launch that fails does not touch the
-  counters.
+- Every launch of the emulation gets its own counters. On a GPU, a kernel that fails ends the CUDA context and its
+  memory, and a launch that fails does not touch the counters.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ from torch import Tensor
 
 # the smallest number of counters of a stream, and the number in one block for captured launches
 _STREAM, _BLOCK = 1 << 14, 1 << 20
-# number of counters in 16 bytes
-_ALIGNMENT = 4
 
 _streams: dict[tuple[int | None, int], Tensor] = {}
 # The blocks of each device, kept forever because graphs hold addresses in them, and the number of counters of the last
@@ -53,8 +50,7 @@ def _for_capture(count: int, device: torch.device) -> Tensor:
     if begin + count > _BLOCK:
         # then the graph makes the zeros in its own memory at every replay
         return torch.zeros(count, dtype=torch.int32, device=device)
-    # Triton compiles a kernel again for an address that is not a multiple of 16 bytes
-    _used[device.index] = begin + -(-count // _ALIGNMENT) * _ALIGNMENT
+    _used[device.index] = begin + count
     return _blocks[device.index][-1][begin : begin + count]
 
 

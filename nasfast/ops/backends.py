@@ -151,7 +151,7 @@ def _why_not_triton(x: Tensor) -> str:
 
 
 _CPU = Backend("cpu", _why_not_cpu, automatic=("cpu",))
-_TRITON = Backend("triton", _why_not_triton, "calls that name it", automatic=())
+_TRITON = Backend("triton", _why_not_triton, "calls that name it, around PyTorch's convolutions", automatic=())
 _REFERENCE = Backend("reference", lambda x: "")
 # the emulation of the CUDA kernels on CPU tensors is too slow to be chosen automatically
 _CHAINS = (_CPU, Backend("cuda", why_not_cuda_chain, CUDA_SERVES, automatic=("cuda",)), _TRITON, _REFERENCE)
@@ -165,7 +165,7 @@ _TABLE: dict[str, tuple[Backend, ...]] = {
     "bn_act": (_CPU, _TRITON, _REFERENCE),
     "conv_bn_act": _CHAINS,
     "conv_bn_act_chain": _CHAINS,
-    "mixed_bn": (_CPU, _TRITON, _REFERENCE),
+    "mixed_bn": (_CPU, _REFERENCE),
     "orthogonalize": _HOUSEHOLDER,
     "qr": _HOUSEHOLDER,
     "geqrf": _HOUSEHOLDER,

@@ -46,7 +46,7 @@ def bn_act(
         backend: one of `nasfast.ops.BACKENDS`; None lets context, environment and device decide.
 
     Returns:
-        (N, C, H, W), in the memory format of x.
+        (N, C, H, W), in the memory format of x; channels_last from Triton.
 
     Raises:
         TypeError, ValueError: an argument does not fit; in training also an empty batch or one value per channel.
@@ -68,7 +68,8 @@ def bn_act(
             momentum=momentum,
             eps=eps,
         )
-    x = _dense(x)
+    # the Triton kernels know one layout
+    x = x.contiguous(memory_format=torch.channels_last) if name == "triton" else _dense(x)
     # A kernel has one storage type. PyTorch adds a residual of another type, with its promotion rules.
     fused = residual if residual is not None and residual.dtype == x.dtype else None
     y, mean, var = operators(name).bn_act_fwd(

@@ -1,4 +1,4 @@
-"""The registered operator that runs a planned chain in C++, in CUDA or on Triton: call, fake kernels and autograd."""
+"""The registered operator that runs a planned chain in C++ or in CUDA: call, fake kernels and autograd."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: 
         stages: the stages of the plan.
         plan: what `plan_chain` gives for this backend, x and stages.
         residual: a tensor of the shape of the result, added after the last activation.
-        backend: cpu, cuda or triton.
+        backend: cpu or cuda.
     """
     if plan.subsample > 1:
         x = subsample(x, plan.subsample)

@@ -11,7 +11,7 @@ from nasfast.ops.autograd import let_recomputation_reach, only_reference_serves
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.bn import bn_act, overwrite_with_bn_act
 from nasfast.ops.chain_operator import run_chain
-from nasfast.ops.plan import ChainPlan, Refusal, cuda_refusal, plan_chain, stage_fields, storage_dtype
+from nasfast.ops.plan import ChainPlan, Refusal, cuda_refusal, cuda_stages, plan_chain, stage_fields, storage_dtype
 from nasfast.ops.reference import ConvBNParams, Stage
 
 
@@ -104,8 +104,8 @@ def cuda_plan(x: Tensor, stages: Sequence[Stage]) -> ChainPlan | None:
     """The plan by which `conv_bn_act_chain` runs all of these stages as one chain of the CUDA kernels; None if not."""
     fields = stage_fields(stages)
     name = resolve_backend("conv_bn_act_chain", x, refusal=_refusal(x, stages, fields)).name
-    plan = plan_chain(name, x, fields) if name == "cuda" else None
-    return plan if plan is not None and len(plan.stages) == len(stages) else None
+    whole = name == "cuda" and cuda_stages(x, stages, fields) == len(stages)
+    return plan_chain(name, x, fields) if whole else None
 
 
 def _refusal(
@@ -123,10 +123,14 @@ def _run(
     backend: str | None,
     *,
     shuffle: bool = False,
+    strict: bool = True,
 ) -> Tensor:
-    """The chain on the backend that serves it; PyTorch convolves where the backend's operator cannot."""
+    """The chain on the backend that serves it; PyTorch convolves where the backend's operator cannot.
+
+    strict: as in `resolve_backend`.
+    """
     fields = stage_fields(stages)
-    name = resolve_backend(op, x, backend, _refusal(x, stages, fields, shuffle=shuffle)).name
+    name = resolve_backend(op, x, backend, _refusal(x, stages, fields, shuffle=shuffle), strict=strict).name
     if name == "reference" or only_reference_serves(x):
         return reference.conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
     if any([stage.params.conv_bias is not None for stage in stages]):
@@ -139,6 +143,9 @@ def _run(
         if plan is not None and len(plan.stages) == len(stages):
             return run_chain(x, stages, plan, residual=None, backend=name)
         return torch.cat((x[:, 0::2], _run(op, x[:, 1::2], stages, None, backend)), dim=1)
+    if name == "cuda" and (count := cuda_stages(x, stages, fields)) < len(stages):
+        x = _run(op, x, stages[:count], None, backend, strict=strict)
+        return _run(op, x, stages[count:], residual, None, strict=False)
     while stages:
         plan = plan_chain(name, x, fields)
         count = 1 if plan is None else len(plan.stages)

@@ -1,9 +1,8 @@
 """The plan of a chain: what each stage is, its geometry, where its numbers lie, and what backward computes again.
 
 `plan_chain` decides all of this once for a chain and keeps the plan. Every backend gets the plan as
-`ChainPlan.numbers`, because a `torch.library` schema has integers but no dataclasses. The Triton launchers read it with
-`read_plan`, the C++ launchers with csrc/cpu/plan.h. A backend may check a plan against its tensors; it never decides
-anything again.
+`ChainPlan.numbers`, because a `torch.library` schema has integers but no dataclasses. Python reads it with `read_plan`,
+C++ with csrc/cpu/plan.h. A backend may check a plan against its tensors; it never decides anything again.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from nasfast.ops.reference import ACTIVATIONS, Stage
 # the types in which each backend stores activations and weights
 STORAGE_DTYPES = {
     "cpu": {torch.float32, torch.bfloat16},
-    "triton": {torch.float32, torch.bfloat16, torch.float16},
     "cuda": {torch.bfloat16, torch.float16},
 }
 # what the CUDA kernels have of `reference.ACTIVATIONS`, and of what their channels are multiples: a lane reads 16 bytes
@@ -34,6 +32,9 @@ _MAX_CUDA_DENSE_CHANNELS = 3
 # The most channels of a stage. Backward of a pointwise stage keeps 20 bytes for each output channel in the 98 KB of
 # shared memory that a block has on sm_86, beside the 36.75 KB of its smallest tile (Memory in csrc/gpu/product.h).
 _MAX_CUDA_CHANNELS = 3136
+# The most channels of pointwise stages alone that run on the CUDA kernels in front of others: with more, a product is
+# bound by arithmetic, in which PyTorch's is as fast.
+_MAX_PART_CHANNELS = 256
 # what `cuda_refusal` lets pass, for people
 CUDA_SERVES = (
     "chains of frozen pointwise and depthwise convolutions with batch statistics, in bfloat16 or float16, with "
@@ -162,10 +163,10 @@ class ChainPlan:
     def statistics_elements(self, backend: str) -> int:
         """Elements of the statistics with the coefficients that a backend appends for its backward.
 
-        They are float32 in the memory of float64 numbers. Triton has a fold of 3 numbers for each channel, and the CUDA
-        kernels have a fold of 2 and an interval of 4.
+        They are float32 in the memory of float64 numbers. The CUDA kernels have a fold of 2 numbers for each channel,
+        and an interval of 4.
         """
-        appended = {"cpu": 0, "triton": 3, "cuda": 6}[backend] * self.statistics_size // 2
+        appended = {"cpu": 0, "cuda": 6}[backend] * self.statistics_size // 2
         return self.statistics_size + (appended + 1) // 2
 
     @property
@@ -199,6 +200,11 @@ class StageShape(NamedTuple):
     act: str
 
     @property
+    def channels(self) -> tuple[int, int]:
+        """Channels of the input and of the output."""
+        return self.weight[1] * self.groups, self.weight[0]
+
+    @property
     def kind(self) -> Kind | None:
         return stage_kind(self.weight, self.stride, self.padding, self.groups)
 
@@ -227,7 +233,7 @@ def plan_chain(backend: str, x: Tensor, fields: tuple[tuple, ...], *, shuffle: b
     """The plan of the first of these stages, as many as the backend's operator can run on x in one call.
 
     Args:
-        backend: cpu, cuda or triton.
+        backend: name of a backend; cpu and cuda have operators of chains.
         x: (N, C, H, W), the input of the chain.
         fields: `stage_fields` of the stages, which `checks.check_chain` has checked.
         shuffle: see `ChainPlan`.
@@ -237,7 +243,7 @@ def plan_chain(backend: str, x: Tensor, fields: tuple[tuple, ...], *, shuffle: b
         in torch.jit.trace and for the dynamic dimensions of torch.export: a plan is for one size.
     """
     shape = tuple(x.shape)
-    if any([type(length) is not int for length in shape]):
+    if backend not in STORAGE_DTYPES or any([type(length) is not int for length in shape]):
         return None
     # a compiler guards on what the decisions read, and cannot look into a cache
     decide = _decide if torch.compiler.is_compiling() else _decide_once
@@ -280,42 +286,82 @@ class Refusal(NamedTuple):
 def cuda_refusal(
     x: Tensor, stages: Sequence[Stage], fields: tuple[tuple, ...], *, shuffle: bool = False
 ) -> Refusal | None:
-    """Why the CUDA kernels do not run these stages on x, as one chain; None if they do.
+    """Why the CUDA kernels run none of the first of these stages on x; None if they run some.
 
     Args:
         x, fields, shuffle: as in `plan_chain`.
         stages: the stages themselves.
     """
-    running = [not stage.training for stage in stages]
-    if True in running:
-        return Refusal(f"stage {running.index(True)} uses running statistics", "operator")
     if shuffle:
         return Refusal("the channels are shuffled", "operator")
+    return _served(x, stages, fields)[1]
+
+
+def cuda_stages(x: Tensor, stages: Sequence[Stage], fields: tuple[tuple, ...]) -> int:
+    """How many of these stages, from the first on, the CUDA kernels run as one chain; arguments as in `plan_chain`."""
+    return _served(x, stages, fields)[0]
+
+
+def _served(x: Tensor, stages: Sequence[Stage], fields: tuple[tuple, ...]) -> tuple[int, Refusal | None]:
     shape = tuple(x.shape)
     if any([type(length) is not int for length in shape]):
-        return Refusal("the sizes of x are not known", "shape")
-    refuse = _refuse if torch.compiler.is_compiling() else _refuse_once
-    return refuse(storage_dtype(x), shape, torch.is_grad_enabled() and x.requires_grad, fields)
+        return 0, Refusal("the sizes of x are not known", "shape")
+    serve = _serve if torch.compiler.is_compiling() else _serve_once
+    training = tuple([stage.training for stage in stages])
+    return serve(storage_dtype(x), shape, torch.is_grad_enabled() and x.requires_grad, fields, training)
 
 
-def _refuse(dtype: torch.dtype, shape: tuple[int, ...], input_grad: bool, shapes: tuple[tuple, ...]) -> Refusal | None:
-    """`cuda_refusal` from all that it depends on; shapes are the fields of a StageShape for each stage."""
+def _serve(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    input_grad: bool,
+    shapes: tuple[tuple, ...],
+    training: tuple[bool, ...],
+) -> tuple[int, Refusal | None]:
+    """How many stages the CUDA kernels run, and if none, why; shapes are the fields of a StageShape for each stage.
+
+    Where others follow, the stages must be some in which PyTorch is slow: a depthwise one, or few channels.
+    """
+    if 0 in shape:
+        return 0, Refusal("x is empty", "shape")
     stages = [StageShape(*fields) for fields in shapes]
+    found = None
     for i, stage in enumerate(stages):
-        if stage.trains:
-            return Refusal(f"the weight of stage {i} trains", "operator")
-        if not _fits(stage, first=i == 0, input_grad=input_grad):
-            reason = "neither pointwise nor depthwise with kernel 3, 5 or 7, nor of a stem, whose x has no gradient"
-            return Refusal(f"the convolution of stage {i} is {reason}", "operator")
-    reasons = ["x is empty"] if 0 in shape else [_lacks(i, stage, dtype, shape[3]) for i, stage in enumerate(stages)]
-    found = next(filter(None, reasons), "")
-    return Refusal(found, "shape") if found else None
+        found = _refused(i, stage, dtype, shape[3], input_grad, training[i])
+        if found is not None:
+            stages = stages[:i]
+            break
+    deep = max([channels for stage in stages for channels in stage.channels], default=0) > _MAX_PART_CHANNELS
+    if found is None or not stages:
+        return len(stages), found
+    if deep and not any([stage.kind == Kind.DEPTHWISE for stage in stages]):
+        reason = f"of the stages in front, none is depthwise, and one has more than {_MAX_PART_CHANNELS} channels"
+        return 0, Refusal(f"{found.reason}; {reason}", "operator")
+    return len(stages), None
+
+
+_serve_once = lru_cache(KEPT_PLANS)(_serve)
+
+
+def _refused(
+    i: int, stage: StageShape, dtype: torch.dtype, width: int, input_grad: bool, training: bool
+) -> Refusal | None:
+    """Why the CUDA kernels do not run stage i of a chain; None if they do. width: that of x."""
+    if not training:
+        return Refusal(f"stage {i} uses running statistics", "operator")
+    if stage.trains:
+        return Refusal(f"the weight of stage {i} trains", "operator")
+    if not _fits(stage, first=i == 0, input_grad=input_grad):
+        reason = "neither pointwise nor depthwise with kernel 3, 5 or 7, nor of a stem, whose x has no gradient"
+        return Refusal(f"the convolution of stage {i} is {reason}", "operator")
+    lacking = _lacks(i, stage, dtype, width)
+    return Refusal(lacking, "shape") if lacking else None
 
 
 def _lacks(i: int, stage: StageShape, dtype: torch.dtype, width: int) -> str:
     """What the CUDA kernels lack for stage i, which the operator has; empty if nothing. width: that of x."""
-    out_channels, per_group, kernel, _ = stage.weight
-    both = [out_channels] if stage.kind == Kind.DENSE else [per_group * stage.groups, out_channels]
+    _, per_group, kernel, _ = stage.weight
+    both = stage.channels[-1:] if stage.kind == Kind.DENSE else stage.channels
     if stage.kind == Kind.DENSE:
         if kernel > 3 or stage.stride > 2 or per_group > _MAX_CUDA_DENSE_CHANNELS:
             said = f"stage {i} is dense, {kernel} x {kernel}, of {per_group} channels, with stride {stage.stride}"
@@ -332,9 +378,6 @@ def _lacks(i: int, stage: StageShape, dtype: torch.dtype, width: int) -> str:
     if max(both) > _MAX_CUDA_CHANNELS:
         return f"stage {i} has {max(both)} channels; the kernels have at most {_MAX_CUDA_CHANNELS}"
     return ""
-
-
-_refuse_once = lru_cache(KEPT_PLANS)(_refuse)
 
 
 def _decide(

@@ -38,11 +38,9 @@ def operators(backend: str) -> Any:
 
 
 def _define_triton() -> None:
-    from nasfast.ops.triton import bn, conv, mixed
+    from nasfast.ops import triton
 
-    _define("triton", bn.bn_act_fwd, bn.bn_act_bwd)
-    _define("triton", conv.conv_bn_act_chain_fwd, conv.conv_bn_act_chain_bwd)
-    _define("triton", mixed.mixed_bn_fwd, mixed.mixed_bn_bwd)
+    _define("triton", triton.bn_act_fwd, triton.bn_act_bwd)
     _defined.append("triton")
     for register_for in _registrations:
         register_for("triton")

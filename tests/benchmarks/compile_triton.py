@@ -1,4 +1,4 @@
-"""Compiles every Triton kernel once for sm_90, without a GPU; prints registers, stack and shared memory as JSON.
+"""Compiles for sm_90, without a GPU, the Triton kernels that steps of networks need; prints their numbers as JSON.
 
 Triton's own just-in-time path runs with a driver that launches nothing, and derives types, alignment and divisibility
 of the arguments as it does on a GPU. Needs TRITON_INTERPRET=0, with which Triton's kernels can be compiled.
@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import tempfile
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -23,15 +24,12 @@ triton.knobs.runtime.interpret = False
 os.environ["TRITON_INTERPRET"] = "1"  # nasfast's operators then take CPU tensors
 
 import torch  # noqa: E402
-from torch import Tensor  # noqa: E402
+import torchvision  # noqa: E402
 
-from nasfast.engine import EagerEngine  # noqa: E402
-from nasfast.ops import bn_act, mixed_bn, use_backend  # noqa: E402
-from nasfast.spaces import get_space, mean_path  # noqa: E402
-from nasfast.supernet import Supernet  # noqa: E402
+import nasfast._triton.bn  # noqa: E402
+from nasfast.ops import bn_act, use_backend  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-found: dict[str, dict[str, int]] = {}
 # in place of a driver, and of a compiled kernel
 _driver = SimpleNamespace(
     get_current_device=lambda: 0,
@@ -42,54 +40,82 @@ _driver = SimpleNamespace(
 )
 _nothing = SimpleNamespace(function=None, packed_metadata=None, launch_metadata=lambda *a: None, run=lambda *a: None)
 _compile = JITFunction._do_compile
+# what was compiled, by name and key, and the keys of the present network
+compiled: dict[tuple[str, str], dict[str, float]] = {}
+present: list[tuple[str, str]] = []
 
 
-def compile_first(kernel: JITFunction, key: str, signature: dict, device: int, *rest: object) -> SimpleNamespace:
-    """Compile the kernel if no call has, and launch nothing."""
-    if kernel.fn.__name__ not in found:
+def _seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def compile_once(kernel: JITFunction, key: str, signature: dict, device: int, *rest: object) -> SimpleNamespace:
+    """Compile the kernel if no network has, and launch nothing."""
+    name = kernel.fn.__name__, str(key)
+    present.append(name)
+    if name not in compiled:
+        start = _seconds()
         made = _compile(kernel, key, signature, device, *rest)
+        seconds = _seconds() - start
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(made.asm["cubin"])
             said = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
         registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", said.stdout + said.stderr).groups())
-        sizes = {"warps": made.metadata.num_warps, "shared": made.metadata.shared}
-        found[kernel.fn.__name__] = {"registers": registers, "stack": stack, **sizes}
+        wide = made.asm["ptx"].count(".v4.b32")
+        compiled[name] = {"seconds": seconds, "registers": registers, "stack": stack, "wide": wide}
     kernel.device_caches[device][0][key] = _nothing
     return _nothing
 
 
-def inputs(count: int, dtype: torch.dtype) -> list[Tensor]:
-    x = torch.zeros(4, 24, 14, 14, dtype=dtype).contiguous(memory_format=torch.channels_last)
-    return [x.clone().requires_grad_() for _ in range(count)]
+def shapes(name: str) -> list[tuple[int, int, int]]:
+    """(C, H, W) of the inputs of the BatchNorms of a network of torchvision, for images of 32 pixels."""
+    found = {}
+    with torch.device("meta"):
+        model = getattr(torchvision.models, name)()
+        for module in model.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                module.register_forward_pre_hook(lambda _, given: found.setdefault(tuple(given[0].shape[1:])))
+        model(torch.empty(2, 3, 32, 32))
+    return list(found)
 
 
-def step(name: str, dtype: torch.dtype) -> None:
-    """Forward and backward of a space."""
-    space = get_space(name)
-    net = Supernet(space, init="gaussian", layer_indicators=False)
-    net.freeze("bn")
-    net.to(memory_format=torch.channels_last).train()
-    images = torch.zeros(2, space.in_channels, 64, 64).contiguous(memory_format=torch.channels_last)
-    engine = EagerEngine(net, bf16=dtype == torch.bfloat16)
-    engine.forward_backward(images, torch.zeros(2, dtype=torch.long), [mean_path(space)])
+def needed(name: str, acts: tuple[str, ...], dtype: torch.dtype) -> list[str]:
+    """The kernels for steps of two batches, and for evaluation."""
+    present.clear()
+    for kernel in vars(nasfast._triton.bn).values():
+        if isinstance(kernel, JITFunction):
+            kernel.device_caches.clear()
+    for channels, height, width in shapes(name):
+        weight, bias = torch.ones(channels, requires_grad=True), torch.zeros(channels)
+        running = {"running_mean": torch.zeros(channels), "running_var": torch.ones(channels)}
+        for batch, act in product((2, 3), acts):
+            x = torch.zeros(batch, channels, height, width, dtype=dtype).contiguous(memory_format=torch.channels_last)
+            bn_act(
+                x.requires_grad_(), weight, bias, act=act, residual=x if act == "identity" else None
+            ).sum().backward()
+            with torch.no_grad():
+                bn_act(x, weight, bias, act=act, training=False, **running)
+    return [" ".join(name) for name in present]
 
 
-def calls(dtype: torch.dtype) -> None:
-    """Calls of the operators that these steps do not use."""
-    (x,), weight = inputs(1, dtype), torch.ones(24, requires_grad=True)
-    bn_act(x, weight, torch.zeros(24)).sum().backward()
-    running = {"running_mean": torch.zeros(24), "running_var": torch.ones(24)}
-    bn_act(x, weight, torch.zeros(24), **running, training=False)
-    # more tensors than one launch takes, one of them not normalised
-    gates = torch.ones(10, requires_grad=True)
-    mixed_bn(inputs(10, dtype), gates, normalize=[True] * 9 + [False]).sum().backward()
+NETWORKS = {
+    "mobilenet_v2": ("relu6", "identity"),
+    "mobilenet_v3_large": ("relu", "hswish", "identity"),
+    "efficientnet_b0": ("silu", "identity"),
+    "resnet50": ("relu", "identity"),
+    "shufflenet_v2_x1_0": ("relu", "identity"),
+}
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 if __name__ == "__main__":
     driver.set_active(_driver)
-    with patch.object(JITFunction, "_do_compile", compile_first), use_backend("triton"):
-        for dtype in (torch.bfloat16, torch.float32):
-            step("mobilenet_v2", dtype)
-            step("shufflenet_v2", dtype)
-            calls(dtype)
-    print(json.dumps(found))
+    with tempfile.TemporaryDirectory() as cache, patch.object(JITFunction, "_do_compile", compile_once):
+        triton.knobs.cache.dir = cache
+        with use_backend("triton"):
+            found = {
+                f"{name}, {kind}": needed(name, acts, dtype)
+                for (name, acts), (kind, dtype) in product(NETWORKS.items(), TYPES.items())
+            }
+    print(json.dumps({"networks": found, "kernels": {" ".join(name): sizes for name, sizes in compiled.items()}}))

@@ -1,26 +1,26 @@
-"""Every Triton kernel compiles without a GPU, for the H200."""
+"""The Triton kernels compile without a GPU, for the H200: few for a network, quickly, without spilling."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 from benchmarks.gpu_model.gpus import GPUS
-from benchmarks.harness import ROOT
 
 pytestmark = pytest.mark.aot
 
 
-def test_every_kernel_compiles_without_spilling(program):
+def test_a_network_needs_few_kernels(program):
     """A program of its own, because kernels that the interpreter holds cannot be compiled in this process."""
-    script = str(Path(__file__).with_name("compile_triton.py"))
-    # the default cache folder, so that a second run compiles only what changed
-    found = json.loads(program(script, TRITON_INTERPRET="0"))
-    sources = [ROOT / "kernels" / "triton" / f"{name}.py" for name in ("bn", "depthwise", "mixed", "pointwise")]
-    kernels = {name for path in sources for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.MULTILINE)}
-    assert len(kernels) == 14 and kernels <= found.keys()
-    for name, kernel in found.items():
+    found = json.loads(program(str(Path(__file__).with_name("compile_triton.py")), TRITON_INTERPRET="0"))
+    kernels = found["kernels"]
+    for network, names in found["networks"].items():
+        assert len(names) == len(set(names)) <= 8, network
+        # measured at 1.5 for 4 kernels and 2.7 for 7, on cores that others used too
+        assert sum(kernels[name]["seconds"] for name in names) <= 4, network
+    for name, kernel in kernels.items():
         assert kernel["stack"] == 0, name
-        assert GPUS[90].programs_per_processor(kernel["warps"], kernel["registers"], kernel["shared"]) >= 1, name
+        assert GPUS[90].programs_per_processor(4, kernel["registers"], 0) >= 4, name
+        # 16 bytes at a time, though sizes are known at run time only
+        assert kernel["wide"] or "('constexpr', 1)" in name, name

@@ -9,17 +9,26 @@ from kernel_cases.chain import ChainCase
 
 from nasfast import ops, spaces
 from nasfast.ops import _native, backends, conv, reference
+from nasfast.ops.reference import ConvBNParams
 from nasfast.supernet import Supernet
 
 pytestmark = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
 GOOD = ChainCase((2, 8, 6, 6), "pw24/relu6 dw3s2/relu6 pw16/identity", dtype=torch.bfloat16)
-# a chain that the CUDA kernels do not run, and why
+# a chain of which the CUDA kernels run nothing, and why
 REFUSED = {
-    "running": ("pw24/relu6 dw3/relu6 pw16/identity!", "stage 2 uses running statistics"),
+    "running": ("pw24/relu6! dw3/relu6 pw16/identity", "stage 0 uses running statistics"),
     "act": ("pw24/tanh dw3/relu6", "stage 0 has the activation tanh; the kernels have identity, relu, relu6"),
-    "channels": ("pw24/relu6 pw20/relu6", "stage 1 has 20 channels, not a multiple of 8"),
-    "dense": ("pw8/relu6 dense8k3/relu6", "the convolution of stage 1 is neither pointwise nor depthwise"),
-    "stride": ("dw3/relu6 pw8s2/relu6", "the convolution of stage 1 is neither pointwise nor depthwise"),
+    "channels": ("pw20/relu6 pw24/relu6", "stage 0 has 20 channels, not a multiple of 8"),
+    "dense": ("dense8k3/relu6 pw8/relu6", "the convolution of stage 0 is neither pointwise nor depthwise"),
+    "wide": ("pw264/relu6 pw20/relu6", "none is depthwise, and one has more than 256 channels"),
+}
+# chains of which they run the first stages, and how many
+BEGUN = {
+    "pw24/relu6 dw3/relu6 pw16/identity!": 2,
+    "pw24/relu6 pw20/relu6 pw16/relu6": 1,
+    "pw8/relu6 dense8k3/relu6": 1,
+    "dw3/relu6 pw8s2/relu6": 1,
+    "dw3s2/relu6 pw264/relu6 pw16/silu pw8/identity": 2,
 }
 CASES = {name: (replace(GOOD, units=units), reason) for name, (units, reason) in REFUSED.items()}
 CASES["few"] = replace(GOOD, shape=(2, 4, 6, 6)), "stage 0 has 4 channels, not a multiple of 8"
@@ -101,6 +110,31 @@ def test_other_chains_go_to_pytorch_with_the_reason_unless_cuda_is_named(name, o
             assert set(on_a_gpu) == {"reference"}
 
 
+@pytest.mark.parametrize("units", BEGUN)
+def test_the_first_stages_run_on_cuda_and_the_others_on_pytorch(units, emulated, monkeypatch):
+    ran = []
+    run_chain = conv.run_chain
+
+    def noted(x, stages, plan, **rest):
+        ran.append((rest["backend"], len(stages)))
+        return run_chain(x, stages, plan, **rest)
+
+    monkeypatch.setattr(conv, "run_chain", noted)
+    drawn = replace(GOOD, units=units).draw_once()
+    exact = [s._replace(params=ConvBNParams(*(t if t is None else t.double() for t in s.params))) for s in drawn.stages]
+    inputs = {"cuda": (drawn.x, drawn.stages), "reference": (drawn.x, drawn.stages), "exact": (drawn.x.double(), exact)}
+    found, grad = {}, None
+    for name, (x, stages) in inputs.items():
+        leaves = [x.clone().requires_grad_(), *(stage.params.bn_weight.requires_grad_() for stage in stages)]
+        y = ops.conv_bn_act_chain(leaves[0], stages, backend="reference" if name == "exact" else name)
+        grad = torch.randn_like(y) if grad is None else grad.to(y.dtype)
+        found[name] = y.detach(), *torch.autograd.grad(y, leaves, grad)
+    assert ran[0] == ("cuda", BEGUN[units])
+    for ours, theirs, want in zip(*found.values(), strict=True):
+        error, allowed = ((got - want).norm() / want.norm() for got in (ours, theirs))
+        assert error <= 1.25 * allowed + 2**-7
+
+
 def test_a_stem_goes_to_cuda_unless_the_gradient_of_its_input_is_wanted(on_a_gpu, caplog):
     drawn = replace(GOOD, shape=(2, 3, 6, 8), units="dense8k3s2/relu6 dw3/relu6 pw16/identity").draw_once()
     ops.conv_bn_act_chain(drawn.x, drawn.stages)
@@ -113,11 +147,11 @@ def test_a_stem_goes_to_cuda_unless_the_gradient_of_its_input_is_wanted(on_a_gpu
 
 def test_weights_that_train_go_to_pytorch(on_a_gpu, caplog):
     drawn = GOOD.draw_once()
-    drawn.stages[1].params.conv_weight.requires_grad_()
+    drawn.stages[0].params.conv_weight.requires_grad_()
     with caplog.at_level(logging.INFO, logger=backends.__name__):
         ops.conv_bn_act_chain(drawn.x, drawn.stages)
     assert "cuda" not in on_a_gpu
-    assert "cuda: the weight of stage 1 trains" in caplog.text
+    assert "cuda: the weight of stage 0 trains" in caplog.text
 
 
 def test_a_network_runs_with_cuda_named_for_all_operators(emulated, monkeypatch):

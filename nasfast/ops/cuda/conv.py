@@ -1,7 +1,6 @@
 """Launchers of chains of convolution, BatchNorm and activation on the CUDA kernels of csrc/gpu.
 
-Forward and backward run the same schedule as Triton's (nasfast/ops/triton/conv.py). csrc/gpu/chain.h has the order of
-the kernels. CPU tensors run on the emulation of the kernels.
+csrc/gpu/chain.h has the order of the kernels. CPU tensors run on their emulation.
 """
 
 from __future__ import annotations
