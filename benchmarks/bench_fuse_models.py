@@ -1,9 +1,10 @@
 """`nasfast.fuse` against PyTorch on CNNs of torchvision and, where it is installed, timm: training and inference.
 
-    python -m benchmarks.bench_fuse_models [--models NAME ...] [--compile] [--rounds N] [--out FILE]
+    python -m benchmarks.bench_fuse_models [--models NAME ...] [--threads N] [--compile] [--rounds N] [--out FILE]
 
-Every row has one model, what trains, and a type. All variants are in channels_last and on one thread. Times are CPU
-times of the thread, so that other programs on the machine disturb them less. Freed memory stays with the process:
+Every row has one model, what trains, and a type. All variants are in channels_last. On one thread, the default, times
+are CPU times of the thread, so that other programs on the machine disturb them less; on more they are wall times, which
+need a quiet machine. Freed memory stays with the process:
 otherwise one variant gives it back to the system, and the next one waits for new pages. The peers are eager PyTorch;
 without gradients also eager PyTorch with BatchNorms folded into convolutions by torch.nn.utils.fusion, which torch.fx
 applies; and with `--compile` torch.compile, which takes minutes for a row. Then rows have two more variants: the fused
@@ -100,17 +101,19 @@ def make_run(
     """A variant for `measure`: one step or one inference; `run.loss` is the last loss."""
     images = images.to(_DTYPES.get(kind, torch.float32))
     autocast = torch.autocast("cpu", torch.bfloat16) if kind == "autocast bf16" else nullcontext()
+    # the processor time of several threads counts how they wait for each other
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
 
     def run() -> dict[str, float]:
         # dropout must drop the same
         torch.manual_seed(0)
         model.zero_grad(set_to_none=True)
-        start = time.thread_time()
+        start = clock()
         with autocast, torch.set_grad_enabled(trains != "nothing"):
             loss = F.cross_entropy(model(images).float(), labels)
         if trains != "nothing":
             loss.backward()
-        end = time.thread_time()
+        end = clock()
         run.loss = float(loss.detach())
         return {"step": end - start}
 
@@ -131,6 +134,7 @@ def bench(
     labels = torch.randint(10, (batch,), generator=generator)
     eager = prepare(make(name), trains, kind)
     row = dict(model=name, trains=trains, type=kind, batch=batch, resolution=resolution, rounds=rounds)
+    row["threads"] = torch.get_num_threads()
     row |= {"compiled": list(_COMPILED) if compiled else [], "load_average": os.getloadavg()[0]}
     try:
         make_run(eager, trains, kind, images[:2], labels[:2])()
@@ -215,7 +219,7 @@ def described(row: dict) -> str:
     return f"{begin} {row['ratio']:.2f} of {row['peer']:7}; of eager: {', '.join(others[1:])}; {first}"
 
 
-_KEYS = ("model", "trains", "type", "batch", "resolution", "rounds", "compiled")
+_KEYS = ("model", "trains", "type", "batch", "resolution", "rounds", "threads", "compiled")
 
 
 def main() -> None:
@@ -226,12 +230,13 @@ def main() -> None:
     parser.add_argument("--batch", type=positive, default=BATCH, help="images per step")
     parser.add_argument("--resolution", type=positive, default=RESOLUTION, help="side of the images in pixels")
     parser.add_argument("--rounds", type=positive, default=ROUNDS, help="timed rounds")
+    parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--compile", action="store_true", help="also torch.compile and the backend")
     parser.add_argument(
         "--out", type=Path, help="JSON file for the results, written after every row; rows that it has are kept"
     )
     args = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(args.threads)
     keep_freed_memory()
     rows: list[dict] = json.loads(args.out.read_text())["rows"] if args.out and args.out.exists() else []
     compiled = list(_COMPILED) if args.compile else []
@@ -240,7 +245,7 @@ def main() -> None:
         for trains in args.trains:
             for kind in args.types:
                 settings = name, trains, kind, args.batch, args.resolution, args.rounds
-                if [*settings, compiled] in known or (trains, kind) in _LEFT_OUT:
+                if [*settings, args.threads, compiled] in known or (trains, kind) in _LEFT_OUT:
                     continue
                 rows.append(bench(*settings, compiled=args.compile))
                 print(described(rows[-1]), flush=True)
