@@ -117,9 +117,11 @@ def _expected(model: nn.Module, owner: str, chain: FoundChain, only_faster: bool
         params = ConvBNParams(conv.weight, bn.weight, bn.bias)
         stages.append(Stage(params, conv.stride[0], int(conv.padding[0]), conv.groups, act))
     trains = any(conv.weight.requires_grad for conv in convs)
+    gradients = any(tensor.requires_grad for s in stages for tensor in s.params if tensor is not None)
+    x = stages[0].params.conv_weight
     try:
-        least = 0 if not only_faster else rule.least_results(convs[0].weight.new_empty(0), stages, trains=trains)
-        runs = when(least, convs[0].weight)
+        least = rule.least_results(x, stages, trains=trains, gradients=gradients) if only_faster else 0
+        runs = when(least, x)
     except RuntimeError:
         runs = "on no backend: the first line says why"
     described = tuple(members.describe(s.params.conv_weight.shape, s.stride, s.groups, s.act) for s in stages)

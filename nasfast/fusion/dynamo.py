@@ -309,7 +309,7 @@ def _way(chain: _GraphChain, *, always: bool, keep_layouts: bool) -> ChainCall |
     )
     with torch.autocast(x.device.type, dtype) if casts else nullcontext():
         trains = y.requires_grad and any(stage.params.conv_weight.requires_grad for stage in stages)
-        least = 0 if always else rule.least_results(x, stages, trains=trains)
+        least = 0 if always else rule.least_results(x, stages, trains=trains, gradients=y.requires_grad)
     if least is None:
         return when(None, _tensor(chain.nodes[0]))
     return ChainCall(chain.stages, chain.in_place, least, rule.deciding(stages, least))

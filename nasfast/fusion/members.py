@@ -75,16 +75,22 @@ def _runs(module: nn.Module | None, cls: type[nn.Module], forward: Callable) -> 
 
 
 # as PyTorch has them: users may patch classes
-_CONV_FORWARD, _CONV_FUNCTION = nn.Conv2d.forward, nn.Conv2d._conv_forward
-_NORM_FORWARD, _SEQUENTIAL_FORWARD = nn.BatchNorm2d.forward, nn.Sequential.forward
+_CONV_FORWARD, _CONV_FUNCTION, _NORM_FORWARD = nn.Conv2d.forward, nn.Conv2d._conv_forward, nn.BatchNorm2d.forward
 _ACTIVATIONS = {(cls, getattr(cls, "forward")): name for name, cls in ACTIVATION_MODULES.items()}  # noqa: B009
 _CLAMPS = [(cls, cls.forward) for cls in (nn.Hardtanh, nn.ReLU6)]
+# whose forwards TorchDynamo takes as known and does not guard: some in each version, all of them in torch 2.11
+_KNOWN_CLASSES: tuple[Any, ...] = (
+    *(nn.Conv2d, nn.BatchNorm2d, nn.Sequential, nn.Identity, nn.Dropout, nn.Dropout2d, nn.Linear, nn.Flatten),
+    *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d, nn.ZeroPad2d, nn.Sigmoid, nn.Hardsigmoid, nn.Hardtanh),
+    *ACTIVATION_MODULES.values(),
+)
+_KNOWN = [(cls, cls.forward) for cls in _KNOWN_CLASSES]
 
 
 def has_patched_classes() -> bool:
     """Whether somebody has replaced what classes of PyTorch run that TorchDynamo takes as known."""
-    convolves = nn.Conv2d.forward is _CONV_FORWARD and nn.Conv2d._conv_forward is _CONV_FUNCTION
-    return not convolves or nn.Sequential.forward is not _SEQUENTIAL_FORWARD
+    patched = [cls for cls, forward in _KNOWN if cls.forward is not forward]
+    return bool(patched) or nn.Conv2d._conv_forward is not _CONV_FUNCTION
 
 
 def forward_name(module: nn.Module) -> str:

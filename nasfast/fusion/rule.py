@@ -1,9 +1,13 @@
 """Which chains run faster on the operator than on PyTorch, by a rule; nothing is timed while a model runs.
 
-The numbers were measured on one core, for chains of six networks of torchvision and timm at batch 8 and 160 pixels,
-and on whole steps of eleven networks. A chain gains by the memory traffic that it saves, so it pays from a number of
-results on: elements of the outputs of its convolutions, over all stages. Smaller chains pay less than a call of the
-operator costs.
+A chain gains by the memory traffic that it saves, so it pays from a number of results on: elements of the outputs of
+its convolutions, over all stages. Smaller chains pay less than a call of the operator costs.
+
+The numbers were measured on one core of an AMD EPYC (Zen 5). With AVX-512: chains of six networks of torchvision and
+timm at batch 8 and 160 pixels, and whole steps of eleven networks. With AVX2, to which PyTorch, oneDNN and the
+operators were limited on the same processor: the chains of torchvision's mobilenet_v2 in float32 at batch 8 and 32.
+There, PyTorch's products are faster, so a chain pays only with gradients, where it saves more memory traffic, and with
+few products. A narrower instruction set takes the numbers of AVX2.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nasfast.ops import _native
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import Kind, stage_kind, storage_dtype
 from nasfast.ops.reference import Stage
@@ -31,13 +36,20 @@ class _Least(NamedTuple):
     other: int
 
 
-# by type and whether a convolution trains
+# with AVX-512, by type and whether a convolution trains
 _LEAST = {
     (torch.float32, False): _Least(100_000, 2_000_000),
     (torch.float32, True): _Least(1_200_000, 1_200_000),
     (torch.bfloat16, False): _Least(100_000, 2_000_000),
     (torch.bfloat16, True): _Least(1_000_000, 1_500_000),
 }
+_WITH_AVX512 = ("avx512", "avx512bf16", "amx")
+# Without AVX-512 in float32, with gradients: products (multiplications and additions) per result up to which a chain
+# pays, by whether a convolution trains. From this number of results on, chains of 17 to 38 take 0.5 to 0.96 of
+# PyTorch's time, those of 63 take 1.1 to 1.5; where convolutions train, those up to 19 take 0.8, those from 26 on 1.0
+# to 1.2.
+_MOST_PRODUCTS = {False: 40, True: 20}
+_LEAST_NARROW = 1_600_000
 # Input channels from which PyTorch's pointwise convolution in bfloat16 is as fast as the operator's. A chain of such
 # convolutions counts as one of other convolutions, unless a depthwise one, where PyTorch is slow, is in it.
 _DEEP = 192
@@ -45,19 +57,24 @@ _DEEP = 192
 _KEPT_SHAPES = 256
 
 
-def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool) -> int | None:
+def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool, gradients: bool) -> int | None:
     """The results per thread from which the operator is expected to run these stages faster; None if it never is.
 
     Args:
         x: a tensor of the type and device of the input; its shape does not count.
         stages: stages that the operator can run on x.
         trains: whether a convolution trains.
+        gradients: whether anything has a gradient.
     """
     backend = resolve_backend("conv_bn_act_chain", x).name
     if backend != "cpu":
         return _least_elsewhere(backend, x)
     kinds = [stage_kind(s.params.conv_weight.shape, s.stride, s.padding, s.groups) for s in stages]
     dtype = storage_dtype(x)
+    isa = "" if _native.extension is None else _native.extension.isa()
+    if dtype == torch.float32 and isa not in _WITH_AVX512:
+        pays = gradients and _products_per_result(stages) <= _MOST_PRODUCTS[trains]
+        return _LEAST_NARROW if pays else None
     # PyTorch's gradient of these takes up to ten times as long as its forward
     strided = any(kind == Kind.DEPTHWISE and s.stride > 1 for kind, s in zip(kinds, stages, strict=True))
     if dtype == torch.bfloat16 and not trains and strided:
@@ -72,6 +89,17 @@ def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool) -> int | 
     if dtype == torch.bfloat16 and Kind.DEPTHWISE not in kinds:
         own &= all(s.params.conv_weight.shape[1] < _DEEP for s in stages)
     return least.own if own else least.other
+
+
+def _products_per_result(stages: Sequence[Stage]) -> float:
+    """Products of all convolutions per element of their outputs, where images are much larger than kernels."""
+    products, results, pixels = 0.0, 0.0, 1.0
+    for stage in stages:
+        pixels /= stage.stride**2
+        weight = stage.params.conv_weight
+        products += pixels * weight.numel()
+        results += pixels * weight.shape[0]
+    return products / results
 
 
 def _least_elsewhere(backend: str, x: Tensor) -> int | None:

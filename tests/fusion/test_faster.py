@@ -9,9 +9,16 @@ from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
 from torch import nn
 
 import nasfast
-from nasfast.fusion import region
+from nasfast.fusion import region, rule
 
 pytestmark = pytest.mark.usefixtures("native")
+
+
+@pytest.fixture(autouse=True)
+def avx512(monkeypatch):
+    """The rule takes the numbers of AVX-512 on every machine."""
+    if rule._native.extension is not None:
+        monkeypatch.setattr(type(rule._native.extension), "isa", lambda _: "avx512")
 
 
 def block() -> nn.Sequential:
@@ -108,3 +115,29 @@ def test_errors_say_what_to_do():
         torch.jit.script(model)
     with pytest.raises(ValueError, match="compiled by torch.compile, which fuses by itself; call fuse on a module"):
         nasfast.fuse(torch.compile(model))
+
+
+@pytest.mark.parametrize(
+    ("isa", "widths", "gradients", "pays"),
+    [
+        ("avx2", (24, 144, 24), True, True),
+        ("avx2", (24, 144, 24), False, False),
+        ("avx2", (64, 384, 64), True, False),
+        ("baseline", (64, 384, 64), True, False),
+        ("avx512bf16", (64, 384, 64), True, True),
+        ("avx512", (24, 144, 24), False, True),
+    ],
+)
+def test_without_avx512_chains_of_few_products_pay_and_only_with_gradients(isa, widths, gradients, pays, monkeypatch):
+    monkeypatch.setattr(type(rule._native.extension), "isa", lambda _: isa)
+    c_in, c_mid, c_out = widths
+    model = nn.Sequential(
+        nn.Sequential(conv(c_in, c_mid, 1), nn.BatchNorm2d(c_mid), nn.ReLU6()),
+        nn.Sequential(conv(c_mid, c_mid, 3, padding=1, groups=c_mid), nn.BatchNorm2d(c_mid), nn.ReLU6()),
+        nn.Sequential(conv(c_mid, c_out, 1), nn.BatchNorm2d(c_out)),
+    ).requires_grad_(False)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.requires_grad_(gradients)
+    (chain,) = nasfast.fuse(model).chains
+    assert chain.runs.startswith("fused where" if pays else "on PyTorch")
