@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 
 from nasfast.fusion import members
 from nasfast.fusion.members import called
+from nasfast.fusion.stages import SERVED
 from nasfast.ops import squeeze
 from nasfast.ops.reference import ACTIVATIONS, GATES
 
@@ -115,6 +116,7 @@ class ExcitationCall(nn.Module):
         if squeeze.is_faster(x, trains=self._trains):
             autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
             if autocast == torch.bfloat16 if autocast is not None else weights[0].dtype == x.dtype:
+                SERVED.calls += 1
                 with suppress(TypeError, ValueError):  # it refuses before it computes; PyTorch may accept the same
                     return squeeze.squeeze_excite(x, *weights, act=self._act, gate=self._gate, backend="cpu")
         squeeze_weight, squeeze_bias, excite_weight, excite_bias = weights

@@ -10,6 +10,7 @@ import inspect
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from torch.nn.modules import module as module_state
 
 from nasfast.fusion.dynamo import GraphFacts, fuse_graph
 from nasfast.fusion.members import has_patched_classes
+from nasfast.fusion.stages import SERVED
 from nasfast.ops.autograd import transformed
 
 # Captures of one module. TorchDynamo compares their guards one after another, and its own limit is the same.
@@ -32,6 +34,8 @@ _MAX_CAPTURES = 8
 # Captures for calls that look the same from outside. There are some for what may change, such as what trains; a forward
 # with more takes a new way at every call.
 _MAX_ALIKE = 3
+# Calls that run PyTorch's own code behind one in which no operator of ours ran, and the kinds of calls that are kept.
+_IDLE_CALLS, _KEPT_KINDS = 32, 256
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -59,6 +63,8 @@ class Region:
         self.facts: GraphFacts | None = None
         self.captures, self.problem, self._stopped = 0, "", False
         self._alike: Counter[tuple] = Counter()
+        # for calls in which no operator of ours ran, how many of the same kind run PyTorch's own code from now on
+        self._idle: dict[tuple, int] = {}
         # modes in which a capture failed
         self._refused: set[tuple[bool, bool]] = set()
         # TorchDynamo keeps what it compiled by code objects, and what changed by their names: each region has its own
@@ -68,6 +74,18 @@ class Region:
         # only where the guards of a capture hold
         self._run_known: Callable[..., Any] = torch._dynamo.run(self._run)
 
+    def is_idle(self, module: nn.Module, args: Sequence[Any]) -> bool:
+        """Whether a call as this one ran no operator of ours before: its own code is as right, and has no guards."""
+        kind = _kind_of_call(module, args) if self._idle else None
+        left = self._idle.get(kind) if kind is not None else None
+        if kind is None or left is None:
+            return False
+        if left:
+            self._idle[kind] = left - 1
+        else:  # what trains may have changed since
+            del self._idle[kind]
+        return left > 0
+
     def call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """The result of the module's forward."""
         mode = module.training, torch.is_grad_enabled()
@@ -75,10 +93,15 @@ class Region:
             return (self._run_known if self.captures else _forward)(module, *args, **kwargs)
         token = _CURRENT.set((self, module, args))
         try:
-            if self.captures or self.settings.inner != "eager":
-                return self._run(module, *args, **kwargs)
-            with _DynamicSizes(args):
-                return self._run(module, *args, **kwargs)
+            before, captures = SERVED.calls, self.captures
+            with nullcontext() if captures or self.settings.inner != "eager" else _DynamicSizes(args):
+                result = self._run(module, *args, **kwargs)
+            kind = _kind_of_call(module, args)
+            if SERVED.calls == before and self.settings.inner == "eager" and kind is not None:
+                if len(self._idle) >= _KEPT_KINDS:
+                    self._idle.clear()
+                self._idle[kind] = _IDLE_CALLS
+            return result
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             # nothing of the forward has run yet
             problem = f"it cannot be captured in {'training' if mode[0] else 'eval'} mode ({first_line(error)})"
@@ -131,7 +154,15 @@ class FusedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module
-        if torch.compiler.is_compiling() or _must_run_as_it_is() or _has_hooks_below(module):
+        if torch.compiler.is_compiling() or _LEFT.get():
+            return _forward(module, *args, **kwargs)
+        if self.region.is_idle(module, args):
+            token = _LEFT.set(True)
+            try:
+                return _forward(module, *args, **kwargs)
+            finally:
+                _LEFT.reset(token)
+        if _must_run_as_it_is() or _has_hooks_below(module):
             return _forward(module, *args, **kwargs)
         return self.region.call(module, args, kwargs)
 
@@ -170,6 +201,10 @@ _NUMBERS = count()
 _CURRENT: ContextVar[tuple[Region, nn.Module, Sequence[Any]]] = ContextVar("the region that is called")
 
 
+# whether modules inside are left to PyTorch, as that around them is
+_LEFT: ContextVar[bool] = ContextVar("left to PyTorch", default=False)
+
+
 def _capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
     """The backend of every region: TorchDynamo keeps each backend for ever."""
     region, module, args = _CURRENT.get()
@@ -202,6 +237,23 @@ def _seen_from_outside(module: nn.Module, args: Sequence[Any]) -> tuple:
     ]
     images = [(tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors]
     return module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, *images
+
+
+def _kind_of_call(module: nn.Module, args: Sequence[Any]) -> tuple | None:
+    """What decides, with the model, whether chains pay in a call; None if its first argument is no tensor."""
+    x = args[0] if args else None
+    if type(x) is not Tensor:
+        return None
+    autocast = torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
+    return (
+        x.shape,
+        x.dtype,
+        x.requires_grad,
+        autocast,
+        module.training,
+        torch.is_grad_enabled(),
+        torch.get_num_threads(),
+    )
 
 
 def _must_run_as_it_is() -> bool:

@@ -10,13 +10,19 @@ from scipy.optimize import nnls
 from scipy.stats import norm, rankdata
 
 from nasfast import extensions
-from nasfast.indicators.features import features
+from nasfast.indicators.structure import BASELINES, structure_scores
 from nasfast.spaces import Arch, ArchSpace
 
 _TREES = 100
 _FOLDS = 10
 _SHARE = 1 / 3
 """Share of the features among which each split of a tree chooses."""
+
+
+def features(space: ArchSpace, archs: Sequence[Arch]) -> np.ndarray:
+    """(archs, features) float64: the structural baselines, and what `ArchSpace.encode` says."""
+    counts = [structure_scores(space, name, archs) for name in BASELINES]
+    return np.column_stack([*counts, np.array(space.encode(archs), dtype=np.float64)])
 
 
 def learned_score(

@@ -81,6 +81,10 @@ class ArchSpace(Tabular, ConfigBase, ABC):
     def columns(self) -> tuple[str, ...]:
         """Names of the columns of such a table: one per candidate."""
 
+    @abstractmethod
+    def encode(self, archs: Iterable[Arch]) -> list[list[int]]:
+        """[architecture][feature]: what an architecture is made of, for a model that learns from trained ones."""
+
     def random(self, rng: np.random.Generator) -> Arch:
         """A random architecture: every choice takes one of its options, all alike likely."""
         return tuple(int(rng.choice(values)) for values in self.options)
@@ -216,6 +220,16 @@ class LayerSpace(ArchSpace):
     def operators(self) -> tuple[dict[int, Operator], ...]:
         """See `ArchSpace`: the legal values of every layer."""
         return tuple({choice: layer.operator(choice) for choice in layer.legal} for layer in self.layers)
+
+    def encode(self, archs: Iterable[Arch]) -> list[list[int]]:
+        """See `ArchSpace`: for each layer and option whether it is chosen, and how often each label is chosen."""
+        pairs = [(i, v) for i, layer in enumerate(self.layers) for v in layer.legal]
+        labels = sorted({self.label(i, v) for i, v in pairs})
+        rows = []
+        for arch in archs:
+            chosen = [self.label(i, v) for i, v in enumerate(arch)]
+            rows.append([*(int(arch[i] == v) for i, v in pairs), *map(chosen.count, labels)])
+        return rows
 
     def place(self, index: int) -> str:
         return f"layer {index}"

@@ -9,6 +9,7 @@ from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
 from torch import nn
 
 import nasfast
+from nasfast.fusion import region
 
 pytestmark = pytest.mark.usefixtures("native")
 
@@ -80,7 +81,9 @@ def test_what_trains_counts_at_the_next_call(executed):
     model(x)
     assert len(executed) == 1
     model.requires_grad_(False)
-    model(x)
+    # for some calls the forward runs itself, without a look at what trains
+    for _ in range(region._IDLE_CALLS + 1):
+        model(x)
     assert len(executed) == 2
 
 

@@ -300,3 +300,18 @@ def test_nan_reaches_the_result(act):
     x[0, 1, 3, 3] = torch.nan
     with torch.no_grad():
         assert torch.equal(fused(x).isnan(), plain(x).isnan())
+
+
+def test_where_nothing_pays_the_forward_runs_itself(captures):
+    plain = disturb(nn.Sequential(unit(), unit())).requires_grad_(False)
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    calls = []
+    run = fused.forward.region._run
+    fused.forward.region._run = lambda *args, **kwargs: calls.append(1) or run(*args, **kwargs)
+    x = torch.randn(2, 4, 8, 8)
+    for _ in range(5):
+        torch.testing.assert_close(fused(x), plain(x))
+    assert len(calls) == len(captures) == 1
+    fused(torch.randn(2, 4, 8, 9))
+    assert len(calls) == 2

@@ -15,8 +15,7 @@ from nasfast import extensions
 from nasfast.cli.main import main
 from nasfast.indicators.benchmark import Benchmark, run_benchmarks
 from nasfast.indicators.evidence import NetworkEvidence
-from nasfast.indicators.features import features, graph_features, layer_features
-from nasfast.indicators.learned import learned_score
+from nasfast.indicators.learned import features, learned_score
 from nasfast.indicators.registry import ScoreError
 from nasfast.indicators.structure import structure_scores
 from nasfast.research.cells.space import nas_bench_201_space, transnas_micro_space
@@ -27,7 +26,7 @@ SETS = [s for size in range(1, 5) for s in itertools.combinations(range(5), size
 
 def test_graph_features_of_a_cell_by_hand():
     """Edges 01 02 12 03 13 23: conv3x3, none, skip, none, none, conv3x3. The only path of work is 0-1-2-3."""
-    (row,) = graph_features(CELLS, [(4, 0, 1, 0, 0, 4)])
+    (row,) = CELLS.encode([(4, 0, 1, 0, 0, 4)])
     assert len(row) == 65
     counts, least, most = row[:5], dict(zip(SETS, row[5:35], strict=True)), dict(zip(SETS, row[35:], strict=True))
     assert list(counts) == [3, 1, 0, 0, 2]
@@ -42,11 +41,11 @@ def test_features_of_layers_say_what_is_chosen():
     space = tiny_space()
     archs = [layer.options for layer in space.layers]
     archs = list(itertools.product(*archs))[:5]
-    rows = layer_features(space, archs)
+    rows = space.encode(archs)
     pairs = [(i, v) for i, layer in enumerate(space.layers) for v in layer.legal]
     for row, arch in zip(rows, archs, strict=True):
         assert {pairs[i] for i in np.flatnonzero(row[: len(pairs)])} == set(enumerate(arch))
-        assert row[len(pairs) :].sum() == len(space)
+        assert sum(row[len(pairs) :]) == len(space)
     assert list(features(space, archs)[:, 3]) == structure_scores(space, "sqrt_size", archs)
 
 

@@ -17,6 +17,7 @@ from nasfast.research.cells.costs import (
     operation_cost,
     transition_cost,
 )
+from nasfast.research.cells.features import graph_features
 from nasfast.spaces.arch import Arch, ArchError, parse_arch
 from nasfast.spaces.arch_space import ArchSpace
 from nasfast.spaces.cost import Cost, Operator, conv_bn_cost, output_size
@@ -314,6 +315,10 @@ class CellSpace(ArchSpace):
         """An architecture's values by type of cell."""
         arch, edges = self.check(arch), len(self.cell.edges)
         return tuple(arch[t * edges : (t + 1) * edges] for t in range(len(self.types)))
+
+    def encode(self, archs: Iterable[Arch]) -> list[list[int]]:
+        """See `ArchSpace`: `graph_features`."""
+        return graph_features(self, archs)
 
     def place(self, index: int) -> str:
         kind, edge = divmod(index, len(self.cell.edges))

@@ -1,43 +1,19 @@
-"""Features of architectures, which say what an architecture is made of and need no network. They need no torch."""
+"""What a cell is made of, as numbers that say how good it may be."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from nasfast.indicators.structure import BASELINES, structure_scores
-from nasfast.spaces import Arch, ArchSpace, LayerSpace
+from nasfast.spaces import Arch
 
 if TYPE_CHECKING:
     from nasfast.research.cells.space import Cell, CellSpace
 
 
-def features(space: ArchSpace, archs: Sequence[Arch]) -> np.ndarray:
-    """(archs, features) float64: the baselines, and `graph_features` of cells or `layer_features` of layers."""
-    counts = np.array([structure_scores(space, name, archs) for name in BASELINES]).T
-    if isinstance(space, LayerSpace):
-        rest = layer_features(space, archs)
-    else:  # the other kind of spaces is that of cells
-        rest = graph_features(cast("CellSpace", space), archs)
-    return np.concatenate([counts, rest], axis=1)
-
-
-def layer_features(space: LayerSpace, archs: Iterable[Arch]) -> np.ndarray:
-    """(archs, features): for each layer and option whether it is chosen, and how often each label is chosen."""
-    pairs = [(i, v) for i, layer in enumerate(space.layers) for v in layer.legal]
-    labels = sorted({space.label(i, v) for i, v in pairs})
-    rows = []
-    for arch in archs:
-        chosen = [space.label(i, v) for i, v in enumerate(arch)]
-        rows.append([*(arch[i] == v for i, v in pairs), *map(chosen.count, labels)])
-    return np.array(rows, dtype=np.float64)
-
-
-def graph_features(space: CellSpace, archs: Iterable[Arch]) -> np.ndarray:
-    """(archs, features): neural graph features of each type of cell, 65 for the cells of NAS-Bench-201.
+def graph_features(space: CellSpace, archs: Iterable[Arch]) -> list[list[int]]:
+    """[architecture][feature]: neural graph features of each type of cell, 65 for the cells of NAS-Bench-201.
 
     They are the number of edges with each operation and, for each set of operations except all and none, the fewest and
     the most edges on a path from an input to an output whose operations are in the set: one more than the edges of the
@@ -54,7 +30,7 @@ def graph_features(space: CellSpace, archs: Iterable[Arch]) -> np.ndarray:
                 known[part] = _of_cell(space.cell, part, range(len(space.ops)))
             row += known[part]
         rows.append(row)
-    return np.array(rows, dtype=np.float64)
+    return rows
 
 
 def _of_cell(cell: Cell, ops: Arch, kinds: Sequence[int]) -> list[int]:
