@@ -92,7 +92,7 @@ def test_what_is_timed_and_what_stays_is_said(config, tmp_path, capfd, caplog, m
     flags = ["--config", str(config), "--method", "bnnas", "--max_hours", str(0.001 / 3600)]
     assert main(["run", "--out", str(tmp_path / "out"), *flags, "--dry_run"]) == 0
     lines = [line for line in caplog.messages if line.startswith("timing")]
-    assert lines == ["timing a few steps of the supernet", "timing a few steps of retraining the largest network"]
+    assert lines == ["timing a few steps of the supernet", "timing a few steps of retraining a large network"]
     said = capfd.readouterr().out
     assert "\nDecoded images stay in /cache/images, where the run finds them.\n" in said
     assert said.endswith("Nothing was trained.\n--max_hours 2.77778e-07 ends before that; --resume continues.\n")

@@ -29,7 +29,7 @@ def scored(tmp_path, config):
     resolved(RunConfig.load(config).replace(out=str(out))).save(out / "config.yaml")
     SPACE.save(out / "space.yaml")
     rows = [{v: -float(v) for v in layer.options} for layer in SPACE.layers]
-    IndicatorTable.of_rows(SPACE, rows, {"score": "path_loss"}).save(out / "indicators.json")
+    IndicatorTable.of_rows(SPACE, rows, {"score": "path_loss", "step": 1}).save(out / "indicators.json")
     return out
 
 

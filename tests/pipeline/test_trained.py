@@ -108,7 +108,7 @@ def test_what_cannot_be_trained_is_refused_before_training(settings, monkeypatch
     ):
         assert main(["rank", *flags.split()]) == 2
     assert main(["rank", "--train", "10", "--out", str(settings.run_dir / "none")]) == 1
-    assert "config.yaml is missing" in capsys.readouterr().err
+    assert "is no directory: give the directory of a run" in capsys.readouterr().err
     for score, message in (("naswott", "unknown score 'naswott'"), ("naswot+path_loss", "run `nasfast supernet")):
         assert main(["rank", "--train", "10", "--out", str(settings.run_dir), "--score", score]) == 1
         assert message in capsys.readouterr().err

@@ -26,7 +26,7 @@ from nasfast.train.log import read_metrics
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 SETTINGS = {
     **digits_runs.SETTINGS,
-    "search": {"max_macs": 200_000},
+    "search": {"max_macs": 70_000},
     "retrain": {**digits_runs.SETTINGS["retrain"], "init": "inherit", "top_k": 2},
     "method": "dinas_paper",  # whose steps are counted here
 }
