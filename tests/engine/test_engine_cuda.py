@@ -31,7 +31,9 @@ def emulated(monkeypatch):
         pytest.skip("the CUDA kernels are not built for this GPU")
     for op in ("conv_bn_act", "conv_bn_act_chain") if not ON_GPU else ():
         (cuda,) = (backend for backend in backends._TABLE[op] if backend.name == "cuda")
-        served = replace(cuda, why_not=lambda x: "" if storage_dtype(x) == torch.bfloat16 else "its type")
+        served = replace(
+            cuda, why_not=lambda x: "" if storage_dtype(x) == torch.bfloat16 else "its type", automatic=None
+        )
         monkeypatch.setitem(backends._TABLE, op, (served, *backends._TABLE[op]))
     yield
 
