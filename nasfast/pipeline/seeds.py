@@ -19,6 +19,7 @@ from nasfast.pipeline.check import already_begun, check_settings
 from nasfast.pipeline.estimate import Plan, Trial, Work
 from nasfast.pipeline.inputs import checked_space
 from nasfast.pipeline.networks import network_task, random_peers, settings_of_seed, settings_of_task
+from nasfast.pipeline.resolve import resolved
 from nasfast.pipeline.searching import search
 from nasfast.pipeline.seeds_page import STABILITY_FILE, write_stability_page
 from nasfast.pipeline.stages import score, supernet
@@ -88,6 +89,7 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
     reported; the page names what is missing.
     """
     check_seeds(cfg, seeds)
+    cfg = resolved(cfg)
     cfg = cfg.replace(threads=cfg.threads or threads_for(seeds))  # results depend on it, so it is kept
     # nothing is written before the executor is there
     with TaskRunner(cfg.run_dir, settings) as runner:

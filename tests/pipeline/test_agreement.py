@@ -16,6 +16,7 @@ from nasfast.indicators.scores import with_structure
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import seeds_page as page
 from nasfast.pipeline.agreement import STABLE_TAU, agreement, mean_tau, random_architectures
+from nasfast.pipeline.resolve import resolved
 from nasfast.pipeline.seeds import check_seeds, networks, rivals, run_seeds, seed_task
 from nasfast.search import Limits
 from nasfast.settings import RunConfig
@@ -156,7 +157,7 @@ def test_what_cannot_be_repeated_is_refused(changes, seeds, text):
 
 
 def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tmp_path):
-    cfg = config(out=str(tmp_path), data={"source": "digits"})
+    cfg = resolved(config(out=str(tmp_path), data={"source": "digits"}))
     cfg.save(tmp_path / "config.yaml")
     save_result(tmp_path / "seed-1", seed_task(cfg, 1), {"top": []})
     before = (tmp_path / "config.yaml").read_bytes()
