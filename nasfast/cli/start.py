@@ -81,7 +81,8 @@ def _check_other(command: str, given: dict[str, Any], parser: Parser) -> None:
         if not args.benchmark:
             _check_rank(args, take_tasks(dict(given)))
     elif command == "latency":
-        LatencyConfig.from_dict({name: value for name, value in given.items() if name != "out"})
+        others = "out", "measured", "column"
+        LatencyConfig.from_dict({name: value for name, value in given.items() if name not in others})
     elif command == "step":
         StepTimesConfig.from_dict({name: value for name, value in given.items() if name != "out"})
     if command in ("rank", "latency") and (name := given.get("space")) is not None:
