@@ -22,8 +22,8 @@ _JOINT = ("run", "supernet", "retrain")
 _SPINS = "100"
 """Rounds (less than a microsecond) in which a thread looks for work before it sleeps, instead of OpenMP's 300,000.
 
-Where more threads want to run than there are cores, those that load images among them, a thread that spins takes the core
-of the one that it waits for.
+Where more threads want to run than there are cores, those that load images among them, a thread that spins takes the
+core of the one that it waits for.
 """
 
 _NO_ROOM_REMEDY = (
