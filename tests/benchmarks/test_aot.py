@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from benchmarks.gpu_model.gpus import GPUS
 
 pytestmark = pytest.mark.aot
 
@@ -21,6 +20,7 @@ def test_a_network_needs_few_kernels(program):
         assert sum(kernels[name]["seconds"] for name in names) <= 4, network
     for name, kernel in kernels.items():
         assert kernel["stack"] == 0, name
-        assert GPUS[90].programs_per_processor(4, kernel["registers"], 0) >= 4, name
+        # of 65536 registers, so that a multiprocessor holds four blocks of four warps
+        assert kernel["registers"] <= 128, name
         # 16 bytes at a time, though sizes are known at run time only
         assert kernel["wide"] or "('constexpr', 1)" in name, name
