@@ -56,8 +56,8 @@ def test_the_times_are_those_of_steps_batches_and_scores(config, tmp_path, secon
     settings += ["--search.generations", "4", "--train.epochs", "300", "--data.batch_size", "128"]
     assert main(["run", "--out", str(tmp_path), "--config", str(config), *settings, "--dry_run"]) == 0
     found = rows(capfd.readouterr().out)
-    # 1299 digits are not held out: 10 batches in each of 300 epochs, of twice as many images as were tried. Half as many
-    # took as long, so further images count half
+    # 1299 digits are not held out: 10 batches in each of 300 epochs, of twice as many images as were tried. As half as
+    # many took as long, further images count half
     assert found["supernet"] == (1, duration(300 * 10 * 1.5 * (1 + 1 / 3 / 300)))
     # 5 x 4 architectures; 20 batches recalibrate a path and 143 images judge it, and both tried 143
     assert found["search"] == (1, duration(5 * 4 * (20 * 128 + 143) / (2 * 143)))
