@@ -64,8 +64,11 @@ def update(optimizer: torch.optim.SGD, clip_norm: float) -> Tensor:
     Returns:
         The norm of all gradients before the scaling.
     """
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = nn.utils.clip_grad_norm_(parameters, clip_norm or math.inf)
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if clip_norm:
+        norm = nn.utils.clip_grad_norm_(parameters, clip_norm)
+    else:
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
     optimizer.step()
     return norm
 
