@@ -131,7 +131,7 @@ def _some(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor
     return found
 
 
-def space_of_layers(evidence: NetworkEvidence) -> LayerSpace:
+def layer_space(evidence: NetworkEvidence) -> LayerSpace:
     """The space of a score that is a table of (layer, candidate); ScoreError for one of cells."""
     if not isinstance(evidence.space, LayerSpace):
         raise ScoreError(

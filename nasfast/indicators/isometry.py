@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nasfast.indicators.evidence import Evidence, NetworkEvidence, space_of_layers
+from nasfast.indicators.evidence import Evidence, NetworkEvidence, layer_space
 from nasfast.indicators.registry import ScoreError, register
 from nasfast.indicators.table import IndicatorTable
 from nasfast.settings import Init
@@ -192,7 +192,7 @@ def isometry(evidence: NetworkEvidence) -> IndicatorTable:
     if isinstance(evidence, Evidence) and isinstance(evidence.net, ModuleSupernet):
         return isometry_table(evidence.net, seed=evidence.seed)
     activation = evidence.net.activation if isinstance(evidence, Evidence) else None
-    space = space_of_layers(evidence)
+    space = layer_space(evidence)
     if not isinstance(space, SearchSpace):
         raise ScoreError(f"{space.name} is the space of a module: give Evidence(supernet, ...), which has the module")
     return isometry_table(space, activation=activation, seed=evidence.seed)

@@ -11,7 +11,7 @@ from typing import Any
 
 from nasfast import extensions
 from nasfast.indicators.distill import distill, z_sum
-from nasfast.indicators.evidence import Evidence, NetworkEvidence, space_of_layers
+from nasfast.indicators.evidence import Evidence, NetworkEvidence, layer_space
 from nasfast.indicators.registry import (
     Score,
     ScoreError,
@@ -32,7 +32,7 @@ def _register_baseline(name: str) -> None:
 
     @register(name, additive=True, trained=False, images=False, networks=True)
     def table(evidence: NetworkEvidence) -> IndicatorTable:
-        return structure_table(space_of_layers(evidence), name)
+        return structure_table(layer_space(evidence), name)
 
 
 for _name in BASELINES:

@@ -107,7 +107,7 @@ def load_supernet(cfg: RunConfig) -> tuple[Supernet, Checkpoint]:
     return net, checkpoint
 
 
-def evidence_of(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
+def load_evidence(cfg: RunConfig) -> tuple[Evidence, Checkpoint]:
     """What the score of a run is computed from, and the checkpoint of the supernet."""
     use_threads(cfg.threads)
     score = score_of(cfg.score)

@@ -19,7 +19,7 @@ from nasfast.config import ConfigError, merge
 from nasfast.data import Loader
 from nasfast.pipeline.check import MACHINE_DATA, check_one_process, check_settings, nothing_is_trained, without_supernet
 from nasfast.pipeline.inputs import load_supernet, retrain_loaders
-from nasfast.pipeline.stage import result_of, save_config, saved_space, say, space_of_cells, stage
+from nasfast.pipeline.stage import result_of, save_config, saved_cell_space, saved_space, say, stage
 from nasfast.retrain import RetrainResult, retrain
 from nasfast.retrain.retrain import RESULT_FILE, check_not_begun
 from nasfast.runtime.distributed import SINGLE, World
@@ -293,7 +293,7 @@ def to_retrain(
 ) -> tuple[ArchSpace, dict[str, Arch]]:
     """The space of a run, and the architectures to retrain by the names of their networks; see `retrain_best`."""
     check_settings(cfg, supernet=not without_supernet(cfg))
-    cells = space_of_cells(cfg)
+    cells = saved_cell_space(cfg)
     space = saved_space(cfg) if cells is None else cells
     if archs:
         return space, _named(read_arch(arch, space) for arch in archs)

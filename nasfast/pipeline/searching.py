@@ -110,9 +110,9 @@ def search(cfg: RunConfig) -> list[Candidate]:
         _LOG.info("%s", sentence)
     scoring = cfg.score
     if not gives_table(scoring):
-        from nasfast.pipeline.inputs import evidence_of  # imports torch
+        from nasfast.pipeline.inputs import load_evidence  # imports torch
 
-        evidence, checkpoint = evidence_of(cfg)
+        evidence, checkpoint = load_evidence(cfg)
         # the name has all that a score depends on, so that scores of another supernet are not taken for this one's
         scorer = f"accuracy of {checkpoint.digest}, recalibration {cfg.recalibration_batches}"
         if scoring.name != "recalibrated_accuracy":

@@ -100,7 +100,7 @@ def saved_space(cfg: RunConfig) -> SearchSpace:
         raise ConfigError(f"{error}: `nasfast supernet --resume --out {cfg.out}` writes it again") from error
 
 
-def space_of_cells(cfg: RunConfig) -> ArchSpace | None:
+def saved_cell_space(cfg: RunConfig) -> ArchSpace | None:
     """The space of a run directory that a search of cells wrote; None for any other run directory."""
     kind = _saved_kind(cfg)
     return None if kind is None or kind.LAYERWISE else read_space(cfg.run_dir / SPACE_FILE)

@@ -19,7 +19,7 @@ from nasfast.indicators.scores import score_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.measure.doctor import environment
 from nasfast.pipeline.check import already_begun, check_scoring, check_search, check_settings
-from nasfast.pipeline.inputs import configured_space, evidence_of
+from nasfast.pipeline.inputs import configured_space, load_evidence
 from nasfast.pipeline.searching import label_of
 from nasfast.pipeline.stage import save_config, saved_space, say, scored_with, stage
 from nasfast.report import at_chance, training_top1
@@ -136,7 +136,7 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
         meta: dict[str, Any] = {"score": settings.label, "settings": scored_with(cfg)}
         table = IndicatorTable.of_costs(saved_space(cfg), costs, meta)
     else:
-        evidence, checkpoint = evidence_of(cfg)
+        evidence, checkpoint = load_evidence(cfg)
         meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"], "settings": scored_with(cfg)}
         table = score_table(settings.label, evidence, structure=settings.structure or 0.0, meta=meta)
     table.save(cfg.run_dir / TABLE_FILE)

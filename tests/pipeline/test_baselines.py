@@ -11,7 +11,7 @@ from digits_runs import EVOLUTION, LIMIT, write_config
 
 from nasfast import pipeline
 from nasfast.cli.main import main
-from nasfast.pipeline.inputs import evidence_of, image_loaders
+from nasfast.pipeline.inputs import image_loaders, load_evidence
 from nasfast.retrain import load_model
 from nasfast.search import load_candidates
 from nasfast.settings import RunConfig
@@ -99,7 +99,7 @@ def test_a_supernet_at_chance_is_named(tmp_path, config, caplog):
     assert "at chance" in caplog.text
 
 
-@pytest.mark.parametrize("stage", [pipeline.score, evidence_of])
+@pytest.mark.parametrize("stage", [pipeline.score, load_evidence])
 def test_stages_without_training_use_the_threads_of_the_config(run_dir, tmp_path, stage):
     """The score is `gamma`, which reads no images. An exact search needs no torch, and so no threads of it."""
     out, before = tmp_path / "run", torch.get_num_threads()

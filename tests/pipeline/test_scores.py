@@ -31,7 +31,7 @@ def test_the_default_score_is_distilled_from_held_out_images_beside_structure(ru
     assert table.meta["structure"] == METHODS["dinas"].structure
     assert 0 < table.meta["r2"] <= 1
     cfg = RunConfig.load(run_dir / "config.yaml")
-    evidence, _ = inputs.evidence_of(cfg.replace(out=str(run_dir)))
+    evidence, _ = inputs.load_evidence(cfg.replace(out=str(run_dir)))
     train, held = evidence.loaders
     assert len(train.source) + len(held.source) == 1442  # the digits of the training part
     assert sum(len(y) for _, y in evidence.batches) == len(held.source)
@@ -69,7 +69,7 @@ def test_a_score_can_be_ranked_path_by_path(out, tmp_path, capsys):
     assert "12 architectures" in capsys.readouterr().out
     report = json.loads((out / "rank-path_accuracy.json").read_text())
     cfg = RunConfig.load(out / "config.yaml")
-    evidence, _ = inputs.evidence_of(cfg.replace(out=str(out), score=cfg.score.replace(name="path_accuracy")))
+    evidence, _ = inputs.load_evidence(cfg.replace(out=str(out), score=cfg.score.replace(name="path_accuracy")))
     chosen = random.Random(0).sample(archs, 12)
     scores = score_paths("path_accuracy", evidence, chosen)
     tau = kendalltau([scores[a] for a in chosen], [50 + sum(a) + a[0] / 10 for a in chosen]).statistic
@@ -116,7 +116,7 @@ def test_a_score_of_paths_can_be_searched_without_a_table(out, capsys):
     assert main(["search", "--out", str(out), *flags]) == 0
     assert not (out / "refined.json").exists()
     (best, *_) = load_candidates(out / "archs.json").candidates
-    evidence, checkpoint = inputs.evidence_of(resolved(RunConfig.load(out / "config.yaml").replace(out=str(out))))
+    evidence, checkpoint = inputs.load_evidence(resolved(RunConfig.load(out / "config.yaml").replace(out=str(out))))
     assert best.score == score_paths("path_loss", evidence, [best.arch])[best.arch]
     header = json.loads((out / "history.jsonl").read_text().splitlines()[0])
     assert header["scorer"] == f"path_loss of {checkpoint.digest}, 1000 images"
