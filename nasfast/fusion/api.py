@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -75,6 +76,8 @@ def fuse(model: nn.Module, *, only_faster: bool = True, inner: str | Callable[..
     for owner, region in regions.items():
         module = model.get_submodule(owner)
         module.forward = FusedForward(module, region)
+    if regions and "" not in regions:
+        model.forward = FusedForward(model, Region(replace(settings, captured=False)))
     expected = {
         owner: [_expected(model, owner, chain, only_faster) for chain in chains]
         for owner, chains in findings.chains.items()
