@@ -124,10 +124,12 @@ format: install-tests  ## format Python, C++ and CUDA in place
 # The reference is made from the source, without an import, so this environment has no torch.
 DOCS ?= .venv-docs
 docs:  ## check the links of the documentation, and build its site into build/site
-	test -x $(DOCS)/bin/mkdocs || $(PYTHON) -m venv $(DOCS)
-	$(DOCS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt mkdocs mkdocs-material 'mkdocstrings[python]' mkdocs-jupyter
+	test -x $(DOCS)/bin/zensical || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt zensical 'mkdocstrings[python]' nbconvert
 	$(DOCS)/bin/python tests/doc_links.py
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	rm -rf build/docs && mkdir -p build && cp -r docs build/docs
+	$(DOCS)/bin/jupyter-nbconvert --log-level WARN --to markdown build/docs/digits.ipynb
+	$(DOCS)/bin/zensical build --strict --config-file mkdocs.yml
 
 # A wheel is built from the source distribution, so that this one is complete, checked (tests/check_wheel.py), and installed
 # where nothing of this checkout and no compiler is on the path. One wheel serves every Python. auditwheel names the oldest C library that it runs with, as package indexes

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context, parent_process
 from pathlib import Path
@@ -33,7 +33,7 @@ from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.runtime.imports import import_modules, imported
 from nasfast.runtime.lock import RunDirectoryError, run_lock
-from nasfast.runtime.progress import duration
+from nasfast.runtime.progress import Progress, duration
 from nasfast.runtime.termination import Terminated, raised, stopped_at
 from nasfast.settings import TaskSettings
 
@@ -50,6 +50,9 @@ GRACE = 30.0
 """Seconds in which a worker saves what it has when its driver is gone, or the time is over."""
 
 _SECONDS_TO_REACH = 10.0
+
+_LOOK = 5.0
+"""Seconds between looks at the progress while no task ends."""
 
 Status = Literal["done", "failed", "stopped"]
 Ending = tuple[Status, str]
@@ -237,15 +240,19 @@ class TaskRunner:
         """Run tasks, each attempt watched by a thread; if this process is told to stop, so are they."""
         endings: dict[str, Ending] = {}
         begin = time.monotonic()
-        with ThreadPoolExecutor(at_a_time) as pool:
+        with Progress("tasks", len(tasks)) as progress, ThreadPoolExecutor(at_a_time) as pool:
             futures = {pool.submit(self._until_done, task): task for task in tasks}
+            waiting = set(futures)
             try:
-                for future in as_completed(futures):
-                    name = futures[future].name
-                    endings[name] = future.result()
-                    text = ": ".join(filter(None, endings[name]))
-                    took = duration(time.monotonic() - begin)
-                    _LOG.info("%d of %d tasks ended after %s; %s %s", len(endings), len(tasks), took, name, text)
+                while waiting:
+                    ended, waiting = wait(waiting, timeout=_LOOK, return_when=FIRST_COMPLETED)
+                    for future in ended:
+                        name = futures[future].name
+                        endings[name] = future.result()
+                        text = ": ".join(filter(None, endings[name]))
+                        took = duration(time.monotonic() - begin)
+                        _LOG.info("%d of %d tasks ended after %s; %s %s", len(endings), len(tasks), took, name, text)
+                    progress.update(len(endings))
             except BaseException:
                 self._stop(pool, futures)
                 raise

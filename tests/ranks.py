@@ -122,12 +122,12 @@ def _nothing(world: World) -> None:
 def _talk(out: Path, world: World) -> None:
     """Make every exchange once, and write the results as text."""
     tensor, sent = torch.full((3,), 1.5 + world.rank), torch.arange(12.0).view(1, 3, 2, 2) * (1 + world.rank)
-    world.add(tensor)
+    world.all_reduce(tensor)
     sent = sent.contiguous(memory_format=torch.channels_last)
-    world.send([sent, empty := torch.zeros(0)])
-    told = [world.broadcast(text if world.is_main else b"not this") for text in (b"abc", b"")]
+    world.broadcast([sent, empty := torch.zeros(0)])
+    told = [world.broadcast_bytes(text if world.is_main else b"not this") for text in (b"abc", b"")]
     (out / f"{world.rank}.txt").write_text(
-        f"{tensor.tolist()} {sent.flatten().tolist()} {empty.tolist()} {told} {world.gather(b'x' * world.rank)}"
+        f"{tensor.tolist()} {sent.flatten().tolist()} {empty.tolist()} {told} {world.all_gather(b'x' * world.rank)}"
     )
 
 
@@ -167,7 +167,7 @@ def _fused(out: Path, world: World) -> None:
 def _gone(out: Path, world: World) -> None:
     if world.rank == 1:
         os._exit(7)
-    world.broadcast(b"")
+    world.broadcast_bytes(b"")
 
 
 def _other_settings(out: Path, world: World) -> None:

@@ -60,7 +60,7 @@ PARTS = (
     *(Part(f"compile {model}", 20, 60, "torch.compile in one CUDA graph beside fuse in one") for model in _MODELS),
     Part("parity", 45, 75, "every chain of a step against float64, beside eager autocast; eight images"),
     Part("bits", 25, 45, "random paths: early launches on and off, eager and graphs, two runs: the same bits"),
-    Part("launches", 10, 30, "every launch of a step beside the model, and the constants that fit"),
+    Part("launches", 10, 30, "every launch of a step, beside the formula of gpu_step"),
     Part("ncu", 25, 60, "Nsight Compute of the eight largest kernels of the step, one section"),
     Part("sanitizer", 40, 75, "compute-sanitizer: memcheck, racecheck, initcheck, synccheck over two chains"),
     Part("tests", 45, 150, "tests of the CUDA kernels, the engine and the measurements, in a fixed order"),

@@ -1,10 +1,13 @@
-"""Writes the page of the plan's rows: what users wait for, ratios to the peers, what was proven, and the model."""
+"""Writes the page of the plan's rows: what users wait for, ratios to the peers, and what was proven."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+
+from benchmarks.gpu_step import ROWS as MEASURED
+from benchmarks.gpu_step import Launch, by_family, fit, read
 
 Rows = list[dict[str, Any]]
 _NAMED = 15
@@ -135,24 +138,24 @@ def _parity(rows: Rows) -> list[str]:
 
 
 def _launches(rows: Rows) -> list[str]:
-    lines = []
-    for row in _of("launches", rows):
-        lines.append(f"- {row['measured']} launches of CUDA kernels, {row['modelled']} by the model")
-        if "us" in row:
-            lines.append(f"- their kernels take {row['us']:.0f} us of a step of {row['all_us']:.0f} us")
-    each = _of("launch_of_step", rows)
-    if any("model" in row for row in each):
-        lines += ["", "| kernel | launches | us | model | ratio |", "|---|---|---|---|---|"]
-        names = Counter(row["kernel"] for row in each)
-        for name, count in names.most_common():
-            mine = [row for row in each if row["kernel"] == name]
-            us, model = sum(row["us"] for row in mine), sum(row["model"]["predicted"] for row in mine)
-            lines.append(f"| {name} | {count} | {us:.0f} | {model:.0f} | {us / model:.2f} |")
-        lines.append("")
-    for row in _of("constants", rows):
-        values = ", ".join(f"{name} {row[name]:.2f}" for name in ("ipc", "bandwidth", "fixed", "error"))
-        lines.append(f"- the model fits best with {values}")
-    return lines
+    lines = [
+        f"- {row['measured']} launches of CUDA kernels take {row['us']:.0f} us of a step of {row['all_us']:.0f} us"
+        for row in _of("launches", rows)
+    ]
+    found = [
+        Launch(row["kernel"], row["chain"], row["bytes"], row["products"], row["us"])
+        for row in _of("launch_of_step", rows)
+        if "bytes" in row
+    ]
+    if not found:
+        return lines
+    constants = fit(read(MEASURED).launches)
+    lines += ["", f"| kernel | launches | us | by the constants of {MEASURED.name} | ratio |", "|---|---|---|---|---|"]
+    us = by_family(found, [launch.us for launch in found])
+    formula = by_family(found, map(constants.microseconds, found))
+    for name, count in Counter(launch.family for launch in found).most_common():
+        lines.append(f"| {name} | {count} | {us[name]:.0f} | {formula[name]:.0f} | {us[name] / formula[name]:.2f} |")
+    return [*lines, ""]
 
 
 def _tests(rows: Rows) -> list[str]:

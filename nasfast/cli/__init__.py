@@ -1,3 +1,4 @@
-"""The `nasfast` command: usage, errors and exit status (`main`), flags and help (`flags`), and what each command
-does (`commands`). Only `commands` imports torch, because help must not wait for it.
+"""The `nasfast` command: flags, help, errors and exit status.
+
+May import every package but `research`, and torch only once a command runs. Begin with `main`, then `start`.
 """

@@ -93,7 +93,7 @@ def _cells(name: str, of: str, forms: Sequence[Mapping[str, Any]]) -> list[str]:
 def _joined(cfg: RunConfig) -> Iterator[tuple[RunConfig, World]]:
     """Join the processes that torchrun started; all take the settings of rank 0, whose files others may not see."""
     with start(cfg.torch_device) as world:
-        form = world.broadcast(json.dumps(cfg.to_dict()).encode())
+        form = world.broadcast_bytes(json.dumps(cfg.to_dict()).encode())
         yield cfg if world.is_main else RunConfig.from_dict(json.loads(form)), world
 
 

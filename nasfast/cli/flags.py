@@ -34,12 +34,12 @@ class _ConfigFile(jsonargparse.ActionConfigFile):
     """`--config`: a file, or the name of a recipe of this package."""
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        path = Path(values)
-        if not path.exists() and path.suffix == "":
-            names = [recipe.stem for recipe in _RECIPES.glob("*.yaml")]
-            if values not in names:
-                raise ConfigError(f"--config {values!r} is neither a file nor a recipe; {nearest(values, names)}")
-            path = _RECIPES / f"{values}.yaml"
+        path, recipes = Path(values), {recipe.stem: recipe for recipe in _RECIPES.glob("*.yaml")}
+        # a folder of photos may well be called photos
+        if not path.is_file() and values in recipes:
+            path = recipes[values]
+        elif not path.exists() and path.suffix == "":
+            raise ConfigError(f"--config {values!r} is neither a file nor a recipe; {nearest(values, list(recipes))}")
         names = [flag.removeprefix("--") for flag in parser._option_string_actions]
         for name in flatten(load_yaml(path)):
             if name not in names:

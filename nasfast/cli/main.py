@@ -19,6 +19,13 @@ from nasfast.runtime.termination import Terminated, raised
 _JOINT = ("run", "supernet", "retrain")
 """Commands that several processes run together."""
 
+_SPINS = "100"
+"""Rounds (less than a microsecond) in which a thread looks for work before it sleeps, instead of OpenMP's 300,000.
+
+Where more threads want to run than there are cores, those that load images among them, a thread that spins takes the
+core of the one that it waits for.
+"""
+
 _NO_ROOM_REMEDY = (
     "; files that were saved before are intact. Free some space and run again (run, supernet and retrain with --resume)"
 )
@@ -57,6 +64,8 @@ def _run(argv: list[str]) -> int:
     command, dry_run = argv[0] if argv else "", False
     if os.environ.get("NASFAST_KEEP_MEMORY") != "0":
         keep_freed_memory()
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPINS)  # read where torch is imported, which is later
     try:
         if environment_rank():
             if command not in _JOINT:

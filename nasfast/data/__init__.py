@@ -1,6 +1,7 @@
-"""Images to batches: sources, augmentation, the decoding backends and the loader.
+"""Images to batches: sources, augmentation, decoding backends and the loader.
 
-`make_loader(cfg)` is the entry; a batch depends only on the seed, the epoch and its place in the epoch.
+May import `ops` and all before it. Begin with `make_loader` in `loader`: a batch depends only on
+the seed, the epoch and its place in the epoch.
 """
 
 from nasfast.data.augment import Augmentation

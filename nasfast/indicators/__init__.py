@@ -1,6 +1,7 @@
-"""Scores of architectures, one small file each, and the comparison of a score's ranking with trained accuracies.
+"""Scores of architectures, one small file each, and the comparison of their ranking with trained accuracies.
 
-`table`, `structure`, `accuracies` and `rank` need no torch; modules that read a supernet are imported by name.
+May import `train` and all before it; `table`, `structure`, `accuracies` and `rank` need no torch. Begin with
+`registry` and `table`.
 """
 
 from nasfast.indicators.table import IndicatorTable, TableError

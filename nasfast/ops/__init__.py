@@ -1,4 +1,7 @@
-"""Functional operators of frozen-weight supernets, each with a reference and faster backends behind one contract."""
+"""Functional operators of frozen-weight supernets, each with a reference and faster backends behind one contract.
+
+May import `runtime` and `spaces`. Begin with `reference`, which has the formulas, then `conv` and `backends`.
+"""
 
 from nasfast.ops import modules, reference
 from nasfast.ops._native import empty_cache

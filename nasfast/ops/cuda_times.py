@@ -1,7 +1,7 @@
 """Modelled times of chains on GPUs: which schedule of the CUDA kernels is the fastest.
 
 cuda_times.json has forward and backward of the chains of a `mobilenet_v2` step (batch 32, bfloat16), by the instruction
-model and not measured. `python -m benchmarks.gpu_model --rule` writes it. Another chain is decided as the most similar
+model of machine code and not measured. Another chain is decided as the most similar
 one of them. If none has the same kinds of stages, nothing is known, and no output is computed again. Imports no torch.
 """
 

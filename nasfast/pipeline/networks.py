@@ -101,7 +101,7 @@ def retrain_best(
     if world.is_main:
         found, names = to_retrain(cfg, archs, pareto=pareto)
         form = {"space": found.to_dict(), "trainings": _with_seeds(names, cfg)}
-    form = json.loads(world.broadcast(json.dumps(form).encode()))
+    form = json.loads(world.broadcast_bytes(json.dumps(form).encode()))
     space = space_kind(form["space"]).from_dict(form["space"])
     trainings = {name: (tuple(arch), seed) for name, (arch, seed) in form["trainings"].items()}
     if tasks is None:
@@ -127,7 +127,7 @@ def _retrain_here(
 ) -> dict[str, RetrainResult]:
     """Retrain architectures with their seeds in the processes of this run; see `retrain_best`."""
     side_by_side = cfg.retrain.parallel == "networks"
-    team = world.alone() if side_by_side else world
+    team = world.single() if side_by_side else world
     loaders = {s: retrain_loaders(cfg, space, seed=s, world=team) for s in sorted({s for _, s in trainings.values()})}
     if decides:
         save_config(cfg)
@@ -135,7 +135,7 @@ def _retrain_here(
     if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
         net = load_supernet(cfg)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
         net.to(cfg.torch_device)
-        world.send(net.state_dict().values())
+        world.broadcast(net.state_dict().values())
     mine = list(trainings)[world.rank :: world.size] if side_by_side else list(trainings)
     results = {}
     for number, name in enumerate(mine, 1):
@@ -155,7 +155,7 @@ def _retrain_here(
                 device=cfg.torch_device,
                 world=team,
             )
-    forms = world.gather(json.dumps({name: result.to_dict() for name, result in results.items()}).encode())
+    forms = world.all_gather(json.dumps({name: result.to_dict() for name, result in results.items()}).encode())
     everyone = {name: result for form in forms for name, result in json.loads(form).items()}
     return {name: RetrainResult.from_dict(everyone[name]) for name in trainings}
 

@@ -1,7 +1,7 @@
 """Retraining: the chosen architecture as a plain trained network, and its files.
 
-`retrain` trains it, `save_model`, `load_model`, `export_program` and `export_onnx` are its files, `classify` asks it
-about an image; a plug-in gives it to timm.
+May import `search` and all before it. Begin with `retrain`; `export` writes the files, `classify` asks a network
+about an image, and a plug-in gives it to timm.
 """
 
 from nasfast.retrain.export import export_onnx, export_program, load_model, save_model

@@ -247,7 +247,7 @@ def _result(
         epochs=cfg.train.epochs,
         seconds=seconds,
         images=measured.images,
-        correct=answers_to_hex(b"".join(world.gather(bytes(measured.correct)))),
+        correct=answers_to_hex(b"".join(world.all_gather(bytes(measured.correct)))),
         ranks=world.size,
         stopped_after=epochs if epochs < cfg.train.epochs else None,
         settings=cfg.of_one,

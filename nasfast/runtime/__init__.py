@@ -1,4 +1,4 @@
-"""What a run needs from the machine: files and locks, termination signals, devices, and the ranks that train together.
+"""What a run needs from the machine: files and locks, termination signals, devices, and ranks that train together.
 
-`files`, `lock` and `termination` do not import torch.
+May import `config`, and no torch in `files`, `lock` and `termination`. Begin with `lock` and `files`.
 """

@@ -73,17 +73,17 @@ class World:
             return False
         return int(self.store.get(str(what))) < self.attempt
 
-    def alone(self) -> World:
+    def single(self) -> World:
         """This process as a world of size 1, for work that each rank does separately."""
         return replace(self, rank=0, size=1)
 
-    def add(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over the ranks; all ranks get the same bits."""
         if self.size > 1:
             with _as_rank_error():
                 dist.all_reduce(tensor)
 
-    def send(self, tensors: Iterable[Tensor]) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Replace every tensor by that of rank 0."""
         if self.size > 1:
             with _as_rank_error():
@@ -93,7 +93,7 @@ class World:
                     if not tensor.is_contiguous():
                         tensor.copy_(whole)
 
-    def broadcast(self, data: bytes) -> bytes:
+    def broadcast_bytes(self, data: bytes) -> bytes:
         """The bytes that rank 0 gives; those of the other ranks are ignored."""
         shared = [data]
         if self.size > 1:
@@ -101,7 +101,7 @@ class World:
                 dist.broadcast_object_list(shared, 0)
         return shared[0]
 
-    def gather(self, data: bytes) -> list[bytes]:
+    def all_gather(self, data: bytes) -> list[bytes]:
         """The bytes of all ranks in the order of the ranks, on every rank."""
         parts = [data] * self.size
         if self.size > 1:

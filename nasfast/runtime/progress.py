@@ -12,8 +12,8 @@ from typing import Any
 Callback = Callable[[str, int, Mapping[str, float | int | None]], object]
 """Takes the name of a stage (`supernet`, `retrain/best`), the step, and its metrics by name, such as `loss`."""
 
-FIRST_LINE, LINE_EVERY = 30.0, 600.0
-"""Seconds until the first line, and between lines, where no terminal shows a bar."""
+LINE_EVERY = 30.0
+"""Seconds between lines, where no terminal shows a bar."""
 
 _callbacks: list[Callback] = []
 _following = 0
@@ -67,7 +67,7 @@ class Progress(AbstractContextManager):
     def __init__(self, stage: str, total: int, *, step: int = 0, shown: bool = True, timed: bool = False) -> None:
         self._stage, self._total, self._shown, self._text = stage, total, shown, ""
         self._start, self._start_step = time.monotonic(), step
-        self._next_line = self._start + FIRST_LINE
+        self._next_line = self._start + LINE_EVERY
         self._bar, self._timed = _bar(auto_refresh=not timed) if shown else None, timed
         if self._bar is not None:
             self._task = self._bar.add_task(stage, total=total, completed=step, text="", left="")

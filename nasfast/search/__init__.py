@@ -1,4 +1,7 @@
-"""Search over a table of indicators: exact, evolutionary, Pareto front, random baselines; runs without torch."""
+"""Search over a table of indicators: exact, evolutionary, Pareto front, random baselines.
+
+May import `indicators` and all before it, and no torch. Begin with `exact`; `milp` proves.
+"""
 
 from __future__ import annotations
 

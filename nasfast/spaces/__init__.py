@@ -1,6 +1,7 @@
-"""Search spaces of layers and of cells, architectures, closed-form costs and path samplers. No torch.
+"""Search spaces of layers and of cells, architectures, exact costs and path samplers.
 
-`arch_space` says what every space offers, `registry` reads them by name or from a file.
+May import `config` and `runtime`, and no torch. Begin with `arch_space`, which says what every space offers; `registry`
+reads them by name or from a file.
 """
 
 from nasfast.spaces.arch import SKIP, Arch, ArchError, arch_file_text, format_arch, parse_arch

@@ -1,6 +1,6 @@
 """The supernet of a search space: blocks, freezing by role, and initialisation.
 
-`build` and `inherit` give the standalone network of one architecture.
+May import `ops` and all before it. Begin with `supernet`; `build` and `inherit` give the network of one architecture.
 """
 
 from nasfast.settings import Init, Trainable

@@ -1,6 +1,6 @@
-"""Training: one loop for supernets and standalone networks, its checkpoints, and evaluation.
+"""Training: one loop for supernets and plain networks, its checkpoints, and evaluation.
 
-`train` is the loop; `train_supernet` trains a supernet along sampled paths with the presets of the methods.
+May import `engine`, `data` and all before them. Begin with `loop`; `train_supernet` adds the presets of the methods.
 """
 
 from nasfast.settings import TrainConfig

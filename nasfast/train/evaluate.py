@@ -76,7 +76,7 @@ def evaluate(
             totals[:3] += torch.stack([right.sum(), top5.sum(), loss]).double().cpu()
             correct += right.tolist()
             totals[3] += len(y)
-    world.add(totals)
+    world.all_reduce(totals)
     images = int(totals[3])
     if not images:
         raise ValueError("evaluate: the loader gave no image: give a loader with at least one")

@@ -66,7 +66,7 @@ def exchange(
     # float32 or wider: counts are exact up to 2^24
     row = torch.stack((loss, result.correct.to(loss), torch.full_like(loss, images), torch.full_like(loss, stop)))
     flat = torch.cat([*((g * images).reshape(-1) for g in gradients), row])
-    world.add(flat)
+    world.all_reduce(flat)
     *sums, row = flat.split([*(g.numel() for g in gradients), len(row)])
     loss, correct, total, stops = row
     if gradients:

@@ -243,7 +243,7 @@ class _Training:
         if self.evaluate is not None and evaluates and not self.stopped:
             try:
                 with self.stop.at_once():
-                    self.world.send(self.judged.buffers())  # the running statistics of rank 0 count
+                    self.world.broadcast(self.judged.buffers())  # the running statistics of rank 0 count
                     result = self.evaluate(self.judged)
                 at.evaluation_due, better = False, at.best is None or result.top1 > at.best
                 at.stale = 0 if better else at.stale + 1
@@ -285,7 +285,7 @@ class _Training:
                         f"{self.folder.stem}-*{SUFFIX} and train again"
                     ) from error
                 self.model.load_state_dict(best.part("model." if self.averaged is None else "average.module."))
-            self.world.send(self.model.state_dict().values())
+            self.world.broadcast(self.model.state_dict().values())
         elif self.averaged is not None:
             self.model.load_state_dict(self.judged.state_dict())
 

@@ -159,9 +159,9 @@ def begin(state: TrainState, folder: CheckpointFolder, *, stage: TrainStage, wor
         world.note_begun(folder.stem)
         progress = Progress() if checkpoint is None else state.restore(checkpoint)
         if world.size > 1:
-            world.broadcast(encode(state.capture(progress)))
+            world.broadcast_bytes(encode(state.capture(progress)))
         return progress
-    checkpoint = decode(world.broadcast(b""), "the state of rank 0")
+    checkpoint = decode(world.broadcast_bytes(b""), "the state of rank 0")
     if changes := difference(checkpoint.state["settings"], state.settings):
         raise CheckpointError(
             f"rank {world.rank} has other settings than rank 0: {changes}; start all ranks with the same settings"

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-from benchmarks.gpu_model.gpus import GPUS
 
 pytestmark = pytest.mark.aot
 
@@ -17,10 +16,11 @@ def test_a_network_needs_few_kernels(program):
     kernels = found["kernels"]
     for network, names in found["networks"].items():
         assert len(names) == len(set(names)) <= 8, network
-        # measured at 1.5 for 4 kernels and 2.7 for 7, on cores that others used too
+        # at most 2 on idle cores (measured: 0.9 for 4 kernels, 1.4 for 7); twice that on cores that others use too
         assert sum(kernels[name]["seconds"] for name in names) <= 4, network
     for name, kernel in kernels.items():
         assert kernel["stack"] == 0, name
-        assert GPUS[90].programs_per_processor(4, kernel["registers"], 0) >= 4, name
+        # of 65536 registers, so that a multiprocessor holds four blocks of four warps
+        assert kernel["registers"] <= 128, name
         # 16 bytes at a time, though sizes are known at run time only
         assert kernel["wide"] or "('constexpr', 1)" in name, name

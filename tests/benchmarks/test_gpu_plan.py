@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,7 @@ from kernel_cases.cuda import needs_emulation
 from benchmarks.gpu import build, parts, per_launch, plan, proofs, tools, users
 from benchmarks.gpu.plan import PARTS, REPORT, ROWS, Part, read_rows, run_part
 from benchmarks.gpu.report import report
-from benchmarks.gpu_model import scenarios as model_scenarios
-from benchmarks.gpu_model.scenarios import SCENARIOS
+from benchmarks.gpu_step import ROWS as MEASURED
 from nasfast.ops import use_backend
 
 ROOT = Path(plan.__file__).parents[2]
@@ -185,44 +183,18 @@ def test_only_what_does_not_run_here_is_built(serves, tmp_path, monkeypatch):
     assert ("left_out" in rows) == (not serves)
 
 
-# ---- launches beside the model
-
-LAUNCH = {"work": 1.0, "products": 0.1, "reach": 1.0, "memory": 1.0, "latency": 0.5, "tail": 0.2}
+# ---- launches
 
 
-def test_measured_constants_replace_the_assumptions(tmp_path, monkeypatch):
-    monkeypatch.setattr(model_scenarios, "MEASURED", tmp_path / "constants.json")
-    assert model_scenarios.scenarios("H200") == SCENARIOS["H200"]
-    model_scenarios.MEASURED.write_text(json.dumps({"H200": {"ipc": 0.5, "error": 0.1}}))
-    assert {scenario.ipc for scenario in model_scenarios.scenarios("H200").values()} == {0.5}
-    assert model_scenarios.scenarios("RTX 3080") == SCENARIOS["RTX 3080"]
-    launch = LAUNCH | {"early_work": 0.2, "early_latency": 0.1, "may_start_early": 1}
-    for found in SCENARIOS.values():
-        low, central, high = (found[name].microseconds(launch) for name in ("low", "central", "high"))
-        assert low < central < high
-    # what comes before the wait takes no time where launches start early
-    central = SCENARIOS["H200"]["central"]
-    saved = replace(central, early=0.0).microseconds(launch) - central.microseconds(launch)
-    assert saved == pytest.approx(0.8 + 0.2 / 0.55 / 1.08)
-
-
-def test_a_measured_step_has_the_launches_of_the_model_beside_it(monkeypatch, tmp_path):
-    """benchmarks/gpu_model writes them; sm_86 has no wait, so nothing comes before it."""
-    monkeypatch.setattr(model_scenarios, "MEASURED", tmp_path / "none")
-    for gpu, step in json.loads(per_launch.MODEL.read_text()).items():
-        rows = per_launch.modelled(gpu)
-        assert len(rows) > 100 and any(row["early_work"] for row in rows) == (gpu == "H200")
-        assert model_scenarios.step_interval(gpu, rows, step["pytorch_us"]) == pytest.approx(step["interval"])
-
-
-def test_constants_are_found_again():
-    plain = LAUNCH | {"early_work": 0.0, "early_latency": 0.0}
-    changes = [{"work": 3.0 * i % 7 + 0.1, "memory": 2.0 * i % 5 + 0.1, "may_start_early": i % 2} for i in range(40)]
-    rows = [plain | change for change in changes]
-    true = replace(SCENARIOS["H200"]["central"], early=0.0, ipc=0.55, bandwidth=0.9, fixed=2.5)
-    found = per_launch.fit("H200", rows, [true.microseconds(row) for row in rows])
-    assert found["error"] < 1e-6
-    assert [round(found[name], 2) for name in ("ipc", "bandwidth", "fixed")] == [0.55, 0.9, 2.5]
+def test_a_page_has_launches_beside_the_formula():
+    """Also where a step has other launches than those whose sizes are known."""
+    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
+    rows = [row for row in rows if row["part"] == "launches"]
+    text = report({"launches": rows})
+    assert "135 launches of CUDA kernels take 3298 us of a step of 4212 us" in text
+    assert re.search(r"\| PointwiseBackward \| 40 \| 888 \| \d+ \| 0\.9\d \|", text)
+    without = [{name: value for name, value in row.items() if name != "bytes"} for row in rows]
+    assert "PointwiseBackward" not in report({"launches": without})
 
 
 def test_our_kernels_are_known_by_the_names_of_a_profiler():

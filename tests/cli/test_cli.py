@@ -88,7 +88,9 @@ def test_stages_that_continue_a_run_start_from_its_config(seen, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["cifar10_macro", "demo", "imagenet_mobilenet_v2", "imagenet_shufflenet_v2"])
-def test_a_recipe_is_a_file_of_the_package(seen, name):
+def test_a_recipe_is_a_file_of_the_package(seen, name, tmp_path, monkeypatch):
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
     file = load_yaml(Path(nasfast.__file__).parent / "recipes" / f"{name}.yaml")
     assert config_of(seen, "--config", name) == resolved(RunConfig.from_dict(file))
 

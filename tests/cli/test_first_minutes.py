@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 import types
@@ -105,6 +106,20 @@ def test_a_search_of_a_saved_table_needs_no_torch(searched):
     assert out.splitlines()[-1] == "imported:" and "next: nasfast retrain --out run" in out
     assert tiny_space().words(json.loads((searched / "archs.json").read_text())["candidates"][0]["arch"]) in out
     assert seconds <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "100"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
+)
+def test_threads_that_wait_sleep_soon(given, spins):
+    """What libgomp says when torch loads it."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    words = [sys.executable, "-m", "nasfast.cli.main", "doctor"]
+    ended = subprocess.run(
+        words, env={**environment, "OMP_DISPLAY_ENV": "verbose", **given}, capture_output=True, text=True, check=True
+    )
+    assert set(re.findall(r"GOMP_SPINCOUNT = '(\w+)'", ended.stderr)) == {spins}
 
 
 @pytest.mark.slow

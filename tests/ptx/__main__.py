@@ -20,15 +20,15 @@ TRACED = ["tests/ops/test_cuda_chain.py::test_operators_pass_opcheck"]
 class _Interpreter:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
-        from benchmarks.gpu_model import cuda
         from nasfast import _emulation
 
         from .chains import interpreted
+        from .kernels import record_for
 
         def set_emulation(
             multiprocessors: int = 2, backwards: bool = False, block_order: int = 0, shared_memory: int = 99
         ) -> None:
-            cuda.record_for(multiprocessors, shared_memory * 1024)
+            record_for(multiprocessors, shared_memory * 1024)
 
         with interpreted(2, 99, may_be_new=True), patch.object(_emulation, "set_emulation", set_emulation):
             return (yield)

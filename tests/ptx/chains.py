@@ -1,6 +1,6 @@
 """Chains whose CUDA kernels run in the interpreter, on the memory of CPU tensors.
 
-The host's code decides on launches as for a GPU and writes them down (benchmarks/gpu_model/cuda_launches.cpp), and nvcc
+The host's code decides on launches as for a GPU and writes them down (launches.cpp), and nvcc
 makes PTX of the kernels that a call needs.
 """
 
@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.gpu_model import cuda
-
+from .kernels import OPERATORS, compile_ptx, kernel_names, known_kernels, record_for, take_records
 from .machine import Machine
 from .memory import Global
 from .parse import parse
@@ -52,15 +51,13 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 @functools.cache
 def modules(names: tuple[str, ...]) -> dict[str, Translator]:
     """The kernels of these names in C++."""
-    return translators(cuda.compile_ptx(names, ARCH))
+    return translators(compile_ptx(names, ARCH))
 
 
 def translators(text: str) -> dict[str, Translator]:
     """The kernels of a module, by their names in C++."""
     kernels = parse(text)
-    return {
-        name: Translator(kernels[entry]) for name, entry in zip(cuda.kernel_names(list(kernels)), kernels, strict=True)
-    }
+    return {name: Translator(kernels[entry]) for name, entry in zip(kernel_names(list(kernels)), kernels, strict=True)}
 
 
 @dataclass
@@ -82,17 +79,17 @@ class Interpreted:
         """Run an operator: write down its launches, then interpret them."""
         with _Tensors() as made:
             result = func._op_dk(torch._C.DispatchKey.Meta, *args, *kwargs.values())
-        launches = cuda.take_records()
+        launches = take_records()
         names = tuple(sorted({launch["name"] for launch in launches}))
         if not names:
             return result
-        translated = translators(self.change(cuda.compile_ptx(names, ARCH))) if self.change else modules(names)
+        translated = translators(self.change(compile_ptx(names, ARCH))) if self.change else modules(names)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         spans = [_span(tensor) for tensor in (*given, *made.kept)]
         memory = Global(spans, [_span(weight) for weight in kwargs.get("conv_weights", ())])
         for launch in launches:
             name, parameter = launch["name"], bytes.fromhex(launch["arguments"])
-            shape = tuple(launch["grid"]), cuda.known_kernels()[name].threads, launch["shared"]
+            shape = tuple(launch["grid"]), known_kernels()[name].threads, launch["shared"]
             Machine(translated[name], *shape, parameter, memory, may_be_new=self.may_be_new).run()
             self.stages.append(launch["stage"])
             self.kernels.append(name)
@@ -115,12 +112,12 @@ def interpreted(
         may_be_new: whether kernels may read shared memory that nothing has written, as they do where a tensor has fewer
             channels than a block, and use nothing of it.
     """
-    cuda.record_for(multiprocessors, shared_memory * 1024)
-    cuda.take_records()
+    record_for(multiprocessors, shared_memory * 1024)
+    take_records()
     run, namespace = Interpreted(change=change, may_be_new=may_be_new), torch.ops.nasfast
     with ExitStack() as stack:
         stack.enter_context(patch.dict("os.environ", NASFAST_EMULATE_CUDA="1"))
-        for name in cuda.OPERATORS:
+        for name in OPERATORS:
             func = getattr(namespace, name).default
             call = lambda *args, func=func, **kwargs: run.call(func, args, kwargs)  # noqa: E731
             stack.enter_context(patch.object(namespace, name, call))

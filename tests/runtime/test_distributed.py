@@ -88,10 +88,10 @@ def test_a_single_process_needs_no_launcher():
         assert world == SINGLE == World(rank=0, size=1, leads=True, attempt=0) and world.store is None
         assert not torch.distributed.is_initialized()
     tensor = torch.ones(2)
-    world.add(tensor)
-    world.send([tensor])
+    world.all_reduce(tensor)
+    world.broadcast([tensor])
     assert tensor.tolist() == [1, 1]
-    assert world.gather(b"x") == [world.broadcast(b"x")] == [b"x"]
+    assert world.all_gather(b"x") == [world.broadcast_bytes(b"x")] == [b"x"]
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_only_a_connection_that_ended_is_a_rank_that_is_gone(monkeypatch, text, 
 
     monkeypatch.setattr(distributed.dist, "all_reduce", fail)
     with pytest.raises(RuntimeError, match=text) as error:
-        World(size=2).add(torch.ones(1))
+        World(size=2).all_reduce(torch.ones(1))
     assert isinstance(error.value, RankError) == gone
 
 

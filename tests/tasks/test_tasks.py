@@ -14,6 +14,7 @@ import pytest
 import task_functions
 
 from nasfast import tasks
+from nasfast.runtime import progress
 from nasfast.tasks import (
     LOG_FILE,
     TASK_FILE,
@@ -117,7 +118,9 @@ def test_two_tasks_of_one_name_are_refused(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_carry_on_after_errors_and_deaths(tmp_path, caplog):
+def test_processes_carry_on_after_errors_and_deaths(tmp_path, caplog, capfd, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
+    monkeypatch.setattr(tasks, "_LOOK", 0.1)
     with TaskRunner(tmp_path, TaskSettings(workers=1, attempts=2)) as runner:
         found = runner.run([FAIL, DIE, ADD])
         again = runner.run([ADD])
@@ -132,6 +135,8 @@ def test_processes_carry_on_after_errors_and_deaths(tmp_path, caplog):
     assert "task die, attempt 1: no answer from its worker (EOFError" in caplog.text
     assert "task fail, attempt 2: ValueError: no images" in caplog.text
     assert "task fail failed: its log is" in caplog.text
+    signs = [line.split("  ")[0] for line in capfd.readouterr().err.splitlines() if line.startswith("tasks ")]
+    assert list(dict.fromkeys(signs)) == [f"tasks {done}/3" for done in range(4)]
     # the same bytes as in this process
     here(ADD, tmp_path / "here")
     assert (tmp_path / "here/deep/add" / TASK_FILE).read_bytes() == (tmp_path / "deep/add" / TASK_FILE).read_bytes()
