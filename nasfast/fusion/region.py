@@ -219,8 +219,11 @@ class FusedForward:
         return inspect.signature(partial(type(self.module).forward, self.module))
 
     def __getattr__(self, name: str) -> Any:
+        # torch.export says with it where a model comes from
+        if name == "__code__":
+            return type(self.module).forward.__code__
         # torch.jit.script reads these of every forward that it compiles
-        if name in ("__globals__", "__code__", "__closure__"):
+        if name in ("__globals__", "__closure__"):
             raise AttributeError(
                 "torch.jit.script cannot compile a module that runs fused: call nasfast.unfuse(model) before, or use "
                 "torch.jit.trace, which records the unfused model"

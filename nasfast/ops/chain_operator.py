@@ -60,8 +60,7 @@ def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: 
 def update_running(stages: Sequence[Stage], plan: ChainPlan, statistics: Tensor) -> None:
     """Move the running statistics of stages in training mode towards those of the batch, which a forward wrote.
 
-    It is `reference.update_running` of every stage, in as few calls of PyTorch as possible: they take as long as a small
-    chain computes.
+    It is `reference.update_running` of every stage, in few calls of PyTorch: they take as long as a small chain does.
     """
     if not any([stage.training and stage.params.running_mean is not None for stage in stages]):
         return
