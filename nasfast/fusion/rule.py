@@ -29,8 +29,8 @@ from nasfast.ops.reference import Stage
 # of pointwise convolutions without stride and depthwise ones, where products (multiplications and additions) take no
 # time. So many products gain as much as one result: deep layers have few pixels, and PyTorch is slower there.
 _LEAST = {
-    (torch.float32, True): 150_000,
-    (torch.float32, False): 300_000,
+    (torch.float32, True): 100_000,
+    (torch.float32, False): 250_000,
     (torch.bfloat16, True): 100_000,
     (torch.bfloat16, False): 400_000,
 }
@@ -41,7 +41,7 @@ _LEAST_OTHER = 2_000_000
 _LEAST_TRAINED = {torch.float32: (1_200_000, 1_200_000), torch.bfloat16: (1_000_000, 1_500_000)}
 # A whole model is left to PyTorch where its chains gain less, in units of what a call of the operator costs: the code
 # and the data of few calls are in no cache.
-LEAST_GAIN = 15.0
+LEAST_GAIN = 28.0
 _WITH_AVX512 = ("avx512", "avx512bf16", "amx")
 # Without AVX-512 in float32, with gradients: products (multiplications and additions) per result up to which a chain
 # pays, by whether a convolution trains. From this number of results on, chains of 17 to 38 take 0.5 to 0.96 of

@@ -54,10 +54,10 @@ def test_the_rule_decides_by_size(pixels, runs, dtype, executed):
 @pytest.mark.parametrize(
     ("sizes", "settings", "dtype", "least"),
     [
-        ((4, 4, 3), {"groups": 4, "padding": 1}, torch.float32, 244_898),
+        ((4, 4, 3), {"groups": 4, "padding": 1}, torch.float32, 204_082),
         ((4, 4, 1), {"stride": 2}, torch.float32, 2_000_000),
         ((3, 8, 3), {}, torch.float32, 2_000_000),
-        ((40, 8, 1), {}, torch.float32, 150_000),
+        ((40, 8, 1), {}, torch.float32, 125_000),
         ((40, 8, 1), {}, torch.bfloat16, 200_000),
         ((192, 8, 1), {}, torch.bfloat16, 2_000_000),
         ((192, 192, 3), {"groups": 192, "padding": 1}, torch.bfloat16, 326_531),
@@ -85,7 +85,7 @@ def test_a_model_in_which_few_chains_pay_is_left_to_pytorch(least, runs, execute
     exact = copy.deepcopy(model)
     nasfast.fuse(model)
     # each chain gives 1.5 times the results from which one pays, so that the three gain 1.5
-    x = torch.randn(1, 4, 139, 139)
+    x = torch.randn(1, 4, 127, 127)
     for _ in range(2):
         assert_close("result", model(x), exact(x), FLOAT32_CHAIN)
     assert len(executed) == runs
