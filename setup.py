@@ -136,9 +136,7 @@ class AnyPython(bdist_wheel):
 
 
 setup(
-    # installed as nasfast._triton: a top-level package called `kernels` could collide with those of other projects
-    packages=[*find_packages(include=["nasfast*"]), "nasfast._triton"],
-    package_dir={"nasfast._triton": "kernels/triton"},
+    packages=find_packages(include=["nasfast*"]),
     ext_modules=[Extension("nasfast._C", sources=[])],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": AnyPython},
 )

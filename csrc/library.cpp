@@ -108,7 +108,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(nasfast, m) {
   // Without dx, dweights and dbiases that are empty, their gradients are not wanted. before: empty, or what the chain
   // before has left; this call then begins its backward, too. left: what this chain has left, or empty.
   m.def(
-      "conv_bn_act_chain_gpu_bwd(Tensor grad, Tensor? x, Tensor saved, Tensor statistics, Tensor[] conv_weights, "
+      "conv_bn_act_chain_gpu_bwd(Tensor grad, Tensor saved, Tensor statistics, Tensor[] conv_weights, "
       "Tensor[] bn_weights, bool add_input, Tensor(a!)? dx, Tensor(b!)[] dweights, Tensor(c!)[] dbiases, "
       "Tensor(d!) counters, Tensor(e!)[] before, Tensor[] left, int[] plan, float[] eps) -> ()");
 }

@@ -43,7 +43,7 @@ WORK = ROOT / "build" / "mutants"
 TREE = WORK / "tree"
 UNCHANGED = WORK / "unchanged"
 LISTED = ROOT / "tests" / "mutants.json"
-SOURCES = ("nasfast/**/*.py", "kernels/triton/*.py", "csrc/**/*.cpp", "csrc/**/*.h")
+SOURCES = ("nasfast/**/*.py", "csrc/**/*.cpp", "csrc/**/*.h")
 SEED = 0
 COUNTS = {True: 150, False: 55}  # Python or not: about as their lines; a few of C++ will not compile
 
@@ -61,7 +61,7 @@ TESTS = {
     "csrc/gpu/": "ops/test_cuda_*.py",
     "csrc/orthogonal/": "ops/test_orthogonalize.py",
     "csrc/": "measure/test_doctor.py ops/test_pool.py ops/test_operators.py",
-    "(kernels|nasfast/ops)/triton/": "ops/test_triton*.py ops/test_operators.py ops/test_conv*.py",
+    "nasfast/ops/triton": "ops/test_triton*.py ops/test_operators.py ops/test_conv*.py",
     "nasfast/extensions": "research/test_extensions.py",
 }
 LAST = "pipeline"  # runs most of the package
@@ -146,8 +146,6 @@ def make_tree() -> None:
         there, here = TREE / name, ROOT / name
         if here.is_file() and not (there.exists() and there.read_bytes() == here.read_bytes()):
             replace(there, here.read_bytes())
-    if not (TREE / "nasfast" / "_triton").exists():
-        (TREE / "nasfast" / "_triton").symlink_to("../kernels/triton")
     shutil.copy(ROOT / "nasfast" / "_build.json", TREE / "nasfast")
     UNCHANGED.mkdir(parents=True, exist_ok=True)
     for library in LIBRARIES:

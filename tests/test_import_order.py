@@ -23,14 +23,12 @@ def violations(module: str, source: str) -> list[str]:
     names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     names |= {f"{node.module}.{a.name}" for node in nodes if isinstance(node, ast.ImportFrom) for a in node.names}
     found = sorted(name.removeprefix("nasfast.") for name in names if name.startswith("nasfast."))
-    private = [
-        name for name in found if name.split(".")[0] in ("_emulation", "_triton") and not module.startswith("ops")
-    ]
+    private = [name for name in found if name.split(".")[0] == "_emulation" and not module.startswith("ops")]
     return [f"{module} imports {name}" for name in found if place(name) > place(module) or name in private]
 
 
 def test_imports_point_one_way():
-    paths = [path for path in ROOT.rglob("*.py") if "_triton" not in path.parts and path != ROOT / "__init__.py"]
+    paths = [path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py"]
     modules = {p: ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in paths}
     assert [name for name in modules.values() if place(name) < 0] == []
     assert [line for path, module in modules.items() for line in violations(module, path.read_text())] == []

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def bench_launches(bench: Bench) -> None:
-    """Write a row for each launch of the engine's step, with its size where the step has the launches of `ROWS`."""
+    """Write a row for each launch of the engine's step, with its size where the step is that of `ROWS`."""
     from benchmarks.gpu.parts import OURS, make
 
     # the profiler's time of a launch that starts early is in part that of the one in front
@@ -29,7 +29,7 @@ def bench_launches(bench: Bench) -> None:
     ours = [(name, family, 1e3 * ms) for name, ms in ran if (family := family_of(name))]
     if not ours:
         raise SystemExit(f"no CUDA kernel of a chain ran in the step, but {sorted({name for name, _ in ran})[:5]}")
-    known = read(ROWS).launches
+    known = read(ROWS).now
     same = [family for _, family, _ in ours] == [launch.family for launch in known]
     total, whole = sum(us for *_, us in ours), 1e6 * statistics.median(step()["step"] for _ in range(10))
     bench.row("launches", measured=len(ours), us=total, all_us=whole, kernels=len(ran))

@@ -95,7 +95,7 @@ def command_of(part: Part, device: str, rows: Path, seconds: float) -> list[str]
 # in this order; they need neither jsonargparse nor torchvision, and compile nothing at run time
 _TESTS = [
     "tests/engine",
-    *(f"tests/ops/test_{name}.py" for name in ("arrivals", "cuda_times", "orthogonalize", "cuda_chain", "operators")),
+    *(f"tests/ops/test_{name}.py" for name in ("arrivals", "orthogonalize", "cuda_chain", "operators")),
     *(f"tests/measure/test_{name}.py" for name in ("timing", "step_times")),
 ]
 # for `--device cpu`

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import isqrt
-from typing import TYPE_CHECKING, Any, get_args
-from unittest.mock import patch
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.captures import begun_by_launches
 from nasfast import ops
-from nasfast.ops import ConvBNParams, Stage, cuda_times, reference
-from nasfast.ops import plan as planning
-from nasfast.ops.cuda_times import Chain, Schedule
-from nasfast.spaces import Arch
+from nasfast.ops import ConvBNParams, Stage, reference
+from nasfast.spaces import Arch, SearchSpace
+from nasfast.supernet import StandaloneNetwork
 
 if TYPE_CHECKING:
     from benchmarks.gpu.parts import Bench
@@ -29,23 +26,61 @@ ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
 # every stage are rounded. Near a kink of an activation, roundings choose the slope of an element, and of millions of
 # elements about as many on either side.
 MOST, ROUNDINGS = 1.25, 4
-# chains of a dry run: with a stem, and with an expansion that can be computed again
+
+
+class Chain(NamedTuple):
+    """The shape of a chain.
+
+    Attributes:
+        stages: what kind of convolution each stage has, and its kernel and stride.
+        pixels: of the chain's input, of all images.
+        channels: of the input, and of the output of each stage.
+    """
+
+    stages: tuple[tuple[str, int, int], ...]
+    pixels: int
+    channels: tuple[int, ...]
+
+    def __str__(self) -> str:
+        parts = []
+        for (kind, kernel, stride), before, after in zip(
+            self.stages, self.channels[:-1], self.channels[1:], strict=True
+        ):
+            size = f" {kernel}x{kernel}" if kernel > 1 else ""
+            parts.append(f"{kind}{size}{f' stride {stride}' if stride > 1 else ''} {before}-{after}")
+        return f"{', '.join(parts)} on {self.pixels} pixels"
+
+
+# chains of a dry run: with a stem, and with an expansion
 _SMALL = (
     Chain((("dense", 3, 2), ("depthwise", 3, 1), ("pointwise", 1, 1)), 2 * 8 * 8, (3, 8, 8, 8)),
     Chain((("pointwise", 1, 1), ("depthwise", 5, 1), ("pointwise", 1, 1)), 2 * 7 * 7, (8, 24, 24, 8)),
 )
 
 
-@contextmanager
-def scheduled(schedule: Schedule) -> Iterator[None]:
-    """Within this context, the CUDA kernels run expansions in this schedule, if they have it for the chain."""
-    planning._decide_once.cache_clear()
-    with (
-        patch.object(cuda_times, "schedule", lambda gpu, chain: schedule),
-        patch.object(planning, "modelled_gpu", lambda x: "H200"),
-    ):
-        yield
-    planning._decide_once.cache_clear()
+def chains_of(space: SearchSpace, path: Arch, images: int) -> list[Chain]:
+    """The different chains of a path: each ends behind a pointwise convolution that reads a depthwise one."""
+    net = StandaloneNetwork(space, path).to("meta").train()
+    convs: list[tuple[str, nn.Conv2d, int]] = []
+
+    def note(conv: nn.Conv2d, inputs: tuple[Tensor, ...]) -> None:
+        kind = "depthwise" if conv.groups > 1 else "pointwise" if conv.kernel_size == (1, 1) else "dense"
+        convs.append((kind, conv, inputs[0].numel() // conv.in_channels))
+
+    for module in net.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_pre_hook(note)
+    net(torch.empty(images, space.in_channels, space.resolution, space.resolution, device="meta"))
+    ends = [i for i in range(1, len(convs)) if (convs[i - 1][0], convs[i][0]) == ("depthwise", "pointwise")]
+    # the convolution of the head belongs to the last block
+    begins, ends = [0, *(end + 1 for end in ends[:-1])], [*ends[:-1], len(convs) - 1]
+    chains = []
+    for begin, end in zip(begins, ends, strict=True):
+        part = convs[begin : end + 1]
+        stages = tuple((kind, conv.kernel_size[0], conv.stride[0]) for kind, conv, _ in part)
+        channels = (part[0][1].in_channels, *(conv.out_channels for _, conv, _ in part))
+        chains.append(Chain(stages, part[0][2], channels))
+    return list(dict.fromkeys(chains))
 
 
 def draw(chain: Chain, images: int, device: str) -> tuple[Tensor, list[Stage]]:
@@ -98,15 +133,13 @@ def errors_of(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, floa
 
 
 def bench_parity(bench: Bench) -> None:
-    """Compare every chain of a step, in both types and in every schedule, with float64 and with eager autocast.
+    """Compare every chain of a step, in both types, with float64 and with eager autocast.
 
     Raises:
         SystemExit: an error is larger than it may be.
     """
     images, failed, done = 8 if bench.on_gpu else 2, [], 0  # float64 is slow, and few images have every size of a layer
-    fewer = cuda_times.BATCH // images
-    real = [chain._replace(pixels=chain.pixels // fewer) for chain in cuda_times.TIMES["H200"]]
-    chains = real if bench.on_gpu else list(_SMALL)
+    chains = chains_of(bench.space, bench.path, images) if bench.on_gpu else list(_SMALL)
     for chain in chains:
         if bench.left < 3:
             bench.row("left_out", what="parity", error=f"{len(chains) - done} chains: no time")
@@ -119,12 +152,10 @@ def bench_parity(bench: Bench) -> None:
 
 
 def _compare(bench: Bench, chain: Chain, images: int) -> bool:
-    again = [kind for kind, *_ in chain.stages[:2]] == ["pointwise", "depthwise"] and chain.channels[0] <= 64
-    schedules = get_args(Schedule) if again else ("stored",)
-    return all([_compare_in(bench, chain, images, dtype, schedules) for dtype in ROUNDING])
+    return all([_compare_in(bench, chain, images, dtype) for dtype in ROUNDING])
 
 
-def _compare_in(bench: Bench, chain: Chain, images: int, dtype: torch.dtype, schedules: Sequence[Schedule]) -> bool:
+def _compare_in(bench: Bench, chain: Chain, images: int, dtype: torch.dtype) -> bool:
     x, stages = draw(chain, images, bench.device)
     x = x.to(dtype)
     # Weights as autocast rounds them: their rounding is an error of nobody. It is as large as all others together, and
@@ -143,15 +174,11 @@ def _compare_in(bench: Bench, chain: Chain, images: int, dtype: torch.dtype, sch
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(x)
     grad = grad.contiguous(memory_format=torch.channels_last)
     want = results(reference.conv_bn_act_chain, x, stages, grad, wide=True)
-    theirs, well = errors_of(results(eager, x, stages, grad, wide=False), want), True
-    for schedule in schedules:
-        with scheduled(schedule):
-            ours = errors_of(results(kernels, x, stages, grad, wide=False), want)
-        good = all(error <= MOST * theirs[name] + ROUNDINGS * ROUNDING[dtype] for name, error in ours.items())
-        row = {"chain": str(chain), "dtype": str(dtype)[6:], "schedule": schedule, "ok": good}
-        bench.row("parity", **row, ours=ours, eager=theirs)
-        well &= good
-    return well
+    theirs = errors_of(results(eager, x, stages, grad, wide=False), want)
+    ours = errors_of(results(kernels, x, stages, grad, wide=False), want)
+    good = all(error <= MOST * theirs[name] + ROUNDINGS * ROUNDING[dtype] for name, error in ours.items())
+    bench.row("parity", chain=str(chain), dtype=str(dtype)[6:], ok=good, ours=ours, eager=theirs)
+    return good
 
 
 # ---- bits

@@ -73,7 +73,7 @@ ChainPlan::ChainPlan(const std::vector<int64_t>& numbers) {
     stage.rows = batch * stage.out_height * stage.out_width;
     const bool first_of_two =
         i == 0 && stage.kind == Kind::kPointwise && numbers.size() > kHeader + kPerStage && !shuffle;
-    const bool again = stage.saved_at == kNowhere || stage.saved_at == kReleased;
+    const bool again = stage.saved_at == kNowhere;
     STD_TORCH_CHECK(stage.saved_at >= saved || (again && first_of_two), kConvOp, ", stage ", i,
                     " of the plan: must be saved behind the stages before it; only a pointwise first stage before a "
                     "depthwise one, without shuffle, can be computed again");

@@ -14,7 +14,7 @@ constexpr const char* kConvOp = "conv_bn_act_chain";
 // The numbers are those of `Kind` in nasfast/ops/plan.py.
 enum class Kind { kPointwise, kDepthwise, kDense };
 
-constexpr int64_t kNowhere = -1, kReleased = -2;
+constexpr int64_t kNowhere = -1;
 
 struct StagePlan {
   Kind kind;
@@ -22,8 +22,7 @@ struct StagePlan {
   int64_t in_channels, out_channels, kernel, stride;
   int64_t height, width, out_height, out_width;
   int64_t rows;  // pixels of the output
-  // Element of the saved tensor where the output starts. If backward computes it again: kNowhere, or kReleased if forward
-  // stores it all the same.
+  // Element of the saved tensor where the output starts; kNowhere if backward computes it again.
   int64_t saved_at;
   int64_t statistics_at;  // element of the statistics where the mean starts
 
@@ -41,8 +40,6 @@ struct ChainPlan {
 
   // Whether backward computes the output of the first stage again, for which it needs x.
   bool recompute() const { return stages[0].saved_at < 0; }
-  // Whether forward stores it then; the CPU kernels do not.
-  bool releases() const { return stages[0].saved_at == kReleased; }
 };
 
 }  // namespace nasfast::cpu

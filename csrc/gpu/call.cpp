@@ -10,7 +10,6 @@
 #include "../cpu/launch.h"
 #include "../cpu/plan.h"
 #include "dense_forward.h"
-#include "expansion.h"
 
 namespace nasfast::gpu {
 namespace {
@@ -21,20 +20,6 @@ using cpu::StagePlan;
 using torch::headeronly::ScalarType;
 
 static_assert(static_cast<int>(Act::kRelu6) == static_cast<int>(cpu::Act::kRelu6), "plans have one order");
-
-// The limits of the kernels of expand_depthwise.h, expand_depthwise_backward.h and expansion_gradient.h.
-void check_expansion(const ChainPlan& plan) {
-  const StagePlan& s = plan.stages[0];
-  const bool relu = s.act == cpu::Act::kRelu || s.act == cpu::Act::kRelu6;
-  STD_TORCH_CHECK(relu && s.in_channels <= kMaxExpandDepth && s.out_channels <= kMaxExpandHidden &&
-                      s.height * s.width * s.out_channels <= std::numeric_limits<int>::max() &&
-                      plan.batch * (s.width + 28) <= 28 * kMostRows,
-                  kConvOp, ": the CUDA kernels compute an expansion again only with relu or relu6, at most ",
-                  kMaxExpandDepth, " -> ", kMaxExpandHidden,
-                  " channels, fewer than 2^31 elements in an image, and not too many images; got ", plan.batch,
-                  " images, ", s.in_channels, " -> ", s.out_channels, " channels, ", s.height, " x ", s.width,
-                  " pixels and activation ", static_cast<int64_t>(s.act));
-}
 
 // Whether the kernel of dense_forward.h runs this stage.
 bool is_stem(const ChainPlan& plan, size_t i) {
@@ -64,7 +49,7 @@ ChainPlan read(const std::vector<int64_t>& numbers) {
                     static_cast<int64_t>(s.kind), ", ", s.in_channels, " -> ", s.out_channels,
                     " channels and activation ", static_cast<int64_t>(s.act));
   }
-  if (plan.recompute()) check_expansion(plan);
+  STD_TORCH_CHECK(!plan.recompute(), kConvOp, ": the CUDA kernels compute no output again");
   return plan;
 }
 
@@ -93,10 +78,8 @@ double* statistics_of(const Tensor& statistics, const StagePlan& stage) {
 
 uint16_t* bits(const Tensor& tensor) { return static_cast<uint16_t*>(tensor.mutable_data_ptr()); }
 
-// The output of a stage, or null if it is computed again.
-uint16_t* output_of(const Tensor& saved, const StagePlan& stage) {
-  return stage.saved_at < 0 ? nullptr : bits(saved) + stage.saved_at;
-}
+// The output of a stage.
+uint16_t* output_of(const Tensor& saved, const StagePlan& stage) { return bits(saved) + stage.saved_at; }
 
 // What a chain leaves of its result to the chain behind, in the order of DeferredNorm in nasfast/ops/cuda/deferred.py.
 struct Left {
@@ -179,13 +162,6 @@ struct Checks : TensorChecks {
 
   void input(const char* name, const Tensor& tensor) const {
     image(name, tensor, plan.batch, plan.channels, plan.height, plan.width);
-  }
-  // x in backward, of which only a plan that computes the first output again has a use; otherwise null.
-  const uint16_t* kept_input(const std::optional<Tensor>& x) const {
-    if (!plan.recompute()) return nullptr;
-    STD_TORCH_CHECK(x.has_value(), kConvOp, ": this plan needs x in backward");
-    input("x", *x);
-    return bits(*x);
   }
   void result(const char* name, const Tensor& tensor) const {
     const StagePlan& last = plan.stages.back();
@@ -316,8 +292,6 @@ struct Turns {
 Shapes::Shapes(const std::vector<int64_t>& numbers) {
   const ChainPlan plan = read(numbers);
   for (const StagePlan& stage : plan.stages) stages.push_back(geometry_of(plan, stage));
-  recompute = plan.recompute();
-  releases = plan.releases();
 }
 
 ApplyArgs making(const Tensor& x, const std::vector<Tensor>& before) {
@@ -366,9 +340,8 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
   const bool keep = saved.numel() > 0;
   if (keep) check.saved(saved, leaves);
   if (!before.empty()) begin = making(x, before);
-  // which outputs are only there until the next stage has read them
-  const auto passes = [&](const StagePlan& s) { return s.saved_at == cpu::kReleased || (!keep && s.saved_at >= 0); };
-  const auto output = [&](const StagePlan& s, size_t) { return passes(s) ? s.rows * s.out_channels : 0; };
+  // where they are not kept, outputs are only there until the next stage has read them
+  const auto output = [&](const StagePlan& s, size_t) { return keep ? 0 : s.rows * s.out_channels; };
   const Turns turns(x, plan, output, &memory);
 
   const uint16_t* given = bits(x);
@@ -386,7 +359,7 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
     stage.act = act;
     stage.weight = check.weight(s, conv_weights[i]);
     const bool here = leaves && i + 1 == plan.stages.size();
-    stage.y = here ? to.y : passes(s) ? turns.of(i) : output_of(saved, s);
+    stage.y = here ? to.y : keep ? output_of(saved, s) : turns.of(i);
     stage.norm = norm_of(s, statistics, coefficients, bn_weights[i], bn_biases[i], eps[i]);
     if (here) {
       stage.norm.fold = to.fold;
@@ -394,7 +367,7 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
       stage.norm.left_statistics = to.statistics;
       stage.norm.left_gamma = to.gamma;
     }
-    if (stage.y != nullptr) given = stage.y;
+    given = stage.y;
     fold = coefficients.fold;
     act = stage.norm.act;
     stages.push_back(stage);
@@ -403,12 +376,12 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
                       last.out_channels);
 }
 
-BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& input, const Tensor& saved,
-                           const Tensor& statistics, const std::vector<Tensor>& conv_weights,
-                           const std::vector<Tensor>& bn_weights, bool add_input, const std::optional<Tensor>& dx,
-                           const std::vector<Tensor>& dweights, const std::vector<Tensor>& dbiases,
-                           const std::vector<Tensor>& before, const std::vector<Tensor>& left,
-                           const std::vector<int64_t>& numbers, const std::vector<double>& eps)
+BackwardCall::BackwardCall(const Tensor& grad, const Tensor& saved, const Tensor& statistics,
+                           const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights,
+                           bool add_input, const std::optional<Tensor>& dx, const std::vector<Tensor>& dweights,
+                           const std::vector<Tensor>& dbiases, const std::vector<Tensor>& before,
+                           const std::vector<Tensor>& left, const std::vector<int64_t>& numbers,
+                           const std::vector<double>& eps)
     : bfloat16(grad.scalar_type() == ScalarType::BFloat16), begin{}, end{} {
   const ChainPlan plan = read(numbers);
   const Checks check(grad, plan);
@@ -421,8 +394,6 @@ BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& inpu
                   ": the CUDA kernels have no input gradient of a dense stage");
   const bool has_left = !left.empty();
   check.saved(saved, has_left);
-  x = check.kept_input(input);
-  expansion = check.weight(plan.stages[0], conv_weights[0]);
   const size_t count = plan.stages.size();
   const Tensor backs =
       torch::stable::new_empty(grad, {plan.statistics_size / 2 * int64_t{sizeof(Back)}}, ScalarType::Byte);
@@ -448,7 +419,7 @@ BackwardCall::BackwardCall(const Tensor& grad, const std::optional<Tensor>& inpu
   // Whether stage i writes dz of the stage before: where that is the first one with a kernel, only its sums are wanted.
   // A depthwise kernel can leave the rest away; in the others each write would take longer.
   const auto is_read = [&](const StagePlan& s, size_t i) {
-    return i > first || (i == first && (s.kind != cpu::Kind::kDepthwise || (plan.recompute() && i == 1)));
+    return i > first || (i == first && s.kind != cpu::Kind::kDepthwise);
   };
   const auto size = [&](const StagePlan& s, size_t i) {
     return i > 0 && is_read(s, i) ? plan.batch * s.height * s.width * s.in_channels : 0;

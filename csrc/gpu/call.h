@@ -16,14 +16,8 @@ using torch::stable::Tensor;
 // The convolutions of a plan, which is refused if it has something that the kernels cannot do.
 struct Shapes {
   std::vector<Geometry> stages;
-  bool recompute;  // whether backward computes the output of the first stage again
-  bool releases;   // whether forward stores this output all the same
 
   explicit Shapes(const std::vector<int64_t>& plan);
-  // Whether this stage runs as one kernel with what it needs of the stage before it.
-  bool fused_forward(size_t i_stage) const { return recompute && !releases && i_stage == 1; }
-  bool fused_backward(size_t i_stage) const { return recompute && i_stage == 1; }
-  int channels() const { return stages[0].in_channels; }  // channels of x
 };
 
 // How x is made from what the chain before has left: y and the fold of its last convolution, and perhaps a tensor to add.
@@ -51,13 +45,10 @@ struct BackwardCall {
   ReduceArgs begin;                   // grad is null if the chain behind has begun
   std::vector<BackwardStage> stages;  // in the order in which they run, the last stage of the chain first
   ReduceArgs end;                     // begins for the chain before; grad is null if no launch of its own has to
-  Weight expansion;                   // weight of the first stage of the chain
-  const uint16_t* x;                  // null if the plan keeps the output of the first stage
   std::vector<Tensor> memory;         // holds dz between the stages, and the coefficients of BatchNorm
 
-  // x: only for a plan that computes the output of the first stage again. before: what the chain before has left, if
-  // its backward has to be begun. left: what this chain has left.
-  BackwardCall(const Tensor& grad, const std::optional<Tensor>& x, const Tensor& saved, const Tensor& statistics,
+  // before: what the chain before has left, if its backward has to be begun. left: what this chain has left.
+  BackwardCall(const Tensor& grad, const Tensor& saved, const Tensor& statistics,
                const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights, bool add_input,
                const std::optional<Tensor>& dx, const std::vector<Tensor>& dweights, const std::vector<Tensor>& dbiases,
                const std::vector<Tensor>& before, const std::vector<Tensor>& left, const std::vector<int64_t>& plan,

@@ -13,7 +13,6 @@ namespace nasfast::gpu {
 template <class Machine>
 Grid forward_grid(const Shapes& chain, size_t i, const Machine& machine) {
   const Geometry& geometry = chain.stages[i];
-  if (chain.fused_forward(i)) return expand_depthwise_forward_grid(geometry, chain.channels(), machine);
   if (geometry.dense()) return dense_forward_grid(geometry, machine);
   return geometry.kernel == 1 ? pointwise_forward_grid(geometry, machine) : depthwise_forward_grid(geometry, machine);
 }
@@ -21,8 +20,6 @@ Grid forward_grid(const Shapes& chain, size_t i, const Machine& machine) {
 template <class Machine>
 Grid backward_grid(const Shapes& chain, size_t i, const Machine& machine) {
   const Geometry& geometry = chain.stages[i];
-  if (chain.fused_backward(i)) return expand_depthwise_backward_grid(geometry, chain.channels(), machine);
-  if (chain.recompute && i == 0) return expansion_gradient_grid(geometry, machine);
   return geometry.kernel == 1 ? pointwise_backward_grid(geometry, machine) : depthwise_backward_grid(geometry, machine);
 }
 
@@ -111,10 +108,7 @@ void run_forward(const Machine& machine, const ForwardCall& call, const Workspac
     const Geometry& g = stage.geometry;
     const Grid& grid = grids.stages[i];
     stage.norm.reduction = workspace.reduction(grid, g.out_channels);
-    if (chain.fused_forward(i)) {
-      expand_depthwise_forward<Format>(machine, grid, {stage, call.stages[0].weight, chain.channels()});
-      machine.launched("expand_depthwise_forward", g);
-    } else if (g.dense()) {
+    if (g.dense()) {
       dense_forward<Format>(machine, grid, stage);
       machine.launched("dense_forward", g);
     } else if (g.kernel == 1) {
@@ -146,16 +140,7 @@ void run_backward(const Machine& machine, const BackwardCall& call, const Worksp
     const Geometry& g = stage.geometry;
     const Grid& grid = grids.stages[i];
     stage.gradient.reduction = workspace.reduction(grid, g.in_channels);
-    if (i == 0 && chain.recompute) {
-      const ExpansionGradient last{g.in_rows(), g.in_channels, g.out_channels, call.x,
-                                   stage.grad,  stage.back,    call.expansion, stage.added,
-                                   stage.dx,    stage.before,  stage.interval, stage.gradient};
-      expansion_gradient<Format>(machine, grid, last);
-      machine.launched("expansion_gradient", g);
-    } else if (chain.fused_backward(i)) {
-      expand_depthwise_backward<Format>(machine, grid, {stage, call.x, call.expansion, chain.channels()});
-      machine.launched("expand_depthwise_backward", g);
-    } else if (g.kernel == 1) {
+    if (g.kernel == 1) {
       pointwise_backward<Format>(machine, grid, stage);
       machine.launched("pointwise_backward", g);
     } else {
@@ -205,14 +190,14 @@ struct ChainOperators {
         : run_reduce<Fp16>(machine, args, workspace, grids.begin, map_of(grad));
   }
 
-  static void backward(const Tensor& grad, std::optional<Tensor> x, const Tensor& saved, const Tensor& statistics,
+  static void backward(const Tensor& grad, const Tensor& saved, const Tensor& statistics,
                        std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, bool add_input,
                        std::optional<Tensor> dx, std::vector<Tensor> dweights, std::vector<Tensor> dbiases,
                        Tensor counters, std::vector<Tensor> before, std::vector<Tensor> left, std::vector<int64_t> plan,
                        std::vector<double> eps) {
     const auto& machine = machine_of(grad);
-    const BackwardCall call(grad, x, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases,
-                            before, left, plan, eps);
+    const BackwardCall call(grad, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases, before,
+                            left, plan, eps);
     const Shapes chain(plan);
     const Grids grids = backward_grids(chain, machine);
     const Workspace workspace(grad, grids.pairs, counters, grids.counters);

@@ -51,7 +51,7 @@ struct ForwardStage {
   const Fold* fold;   // the BatchNorm through which x is read, or null if x is the input of the chain
   Act act;            // the activation behind that BatchNorm
   Weight weight;
-  uint16_t* y;  // null if only the statistics of a pointwise stage are wanted
+  uint16_t* y;
   Norm norm;
 };
 
@@ -138,40 +138,6 @@ struct ReduceArgs {
   NormGradient gradient;
 };
 
-// The two stages of an expansion and the depthwise convolution behind it, when the output y1 of the expansion is in no
-// memory: every kernel computes from the input x of the chain what it needs of y1. expand_depthwise.h,
-// expand_depthwise_backward.h and expansion_gradient.h have these kernels.
-struct ExpandForward {
-  ForwardStage depthwise;  // x is the input of the chain; fold and act are those of the expansion
-  Weight expansion;
-  int channels;  // channels of x
-};
-
-// Makes dz of the expansion in depthwise.dx, if that is not null, and finishes the sums that its BatchNorm needs.
-// `before` is null.
-struct ExpandBackward {
-  BackwardStage depthwise;
-  const uint16_t* x;
-  Weight expansion;
-  int channels;  // channels of x
-};
-
-// The gradient of the input of the chain from dz of the expansion. With dy = a dz + b y1 + c and y1 = W x it is
-// (a W)^T dz + W^T diag(b) W x + W^T c, in which no y1 is left. If the chain before has left the output of its last
-// convolution, which no activation follows, the kernel also finishes the sums that its BatchNorm needs.
-struct ExpansionGradient {
-  int64_t rows;
-  int channels, hidden;  // channels of x, and of y1
-  const uint16_t *x, *dz;
-  const Back* back;
-  Weight expansion;
-  const uint16_t* added;  // what is added to dx, or null
-  uint16_t* dx;
-  const uint16_t* before;  // what the chain before has left, or null
-  const Interval* interval;
-  NormGradient gradient;
-};
-
 // ---- families of kernels
 
 // The two kernels at the ends of a chain (norm.h).
@@ -217,19 +183,5 @@ template <class Machine>
 Grid panels_backward_grid(const Geometry& g, const Machine& machine);
 template <class Format, class Machine>
 void panels_backward(const Machine& machine, const Grid& grid, const BackwardStage& stage);
-
-// expand_depthwise.h, expand_depthwise_backward.h and expansion_gradient.h. channels: of the input of the chain.
-template <class Machine>
-Grid expand_depthwise_forward_grid(const Geometry& g, int channels, const Machine& machine);
-template <class Format, class Machine>
-void expand_depthwise_forward(const Machine& machine, const Grid& grid, const ExpandForward& stage);
-template <class Machine>
-Grid expand_depthwise_backward_grid(const Geometry& g, int channels, const Machine& machine);
-template <class Format, class Machine>
-void expand_depthwise_backward(const Machine& machine, const Grid& grid, const ExpandBackward& stage);
-template <class Machine>
-Grid expansion_gradient_grid(const Geometry& g, const Machine& machine);
-template <class Format, class Machine>
-void expansion_gradient(const Machine& machine, const Grid& grid, const ExpansionGradient& stage);
 
 }  // namespace nasfast::gpu

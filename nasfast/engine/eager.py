@@ -47,8 +47,8 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, label_smoothing: float) ->
     with torch.enable_grad():
         loss = F.cross_entropy(leaf.float(), labels, label_smoothing=label_smoothing)
         (gradient,) = torch.autograd.grad(loss, leaf)
-    correct = (leaf.detach().argmax(1) == (labels if labels.ndim == 1 else labels.argmax(1))).sum()
-    return torch.stack((loss.detach(), correct.to(loss.dtype))), gradient
+    correct = (leaf.detach().argmax(1) == (labels if labels.ndim == 1 else labels.argmax(1))).sum(dtype=loss.dtype)
+    return torch.stack((loss.detach(), correct)), gradient
 
 
 class Engine(Protocol):

@@ -5,7 +5,7 @@ import platform
 
 import torch
 
-from nasfast.ops import _native, backends, cuda_times
+from nasfast.ops import _native, backends
 from nasfast.ops.precision import default_precision
 
 _PACKAGES = (
@@ -117,6 +117,4 @@ def _operators() -> list[str]:
                     lines.append(f"  {row.backend} serves only {row.serves}")
                 if row.op == op and not row.chosen:
                     lines.append(f"  not {row.backend}: {row.reason or 'another backend comes first'}")
-        if device == "cuda":
-            lines.append(cuda_times.summary(cuda_times.similar_gpu(torch.cuda.get_device_capability())))
     return lines

@@ -1,4 +1,4 @@
-"""Whether Triton and the kernels written in it can run in this process, or why not."""
+"""Whether Triton can run in this process, or why not, without importing it."""
 
 import importlib.util
 import os
@@ -16,8 +16,6 @@ def why_missing() -> str | None:
     """Why the Triton backend cannot run in this process; None when it can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: pip install triton (Linux, x86-64 or aarch64)"
-    if importlib.util.find_spec("nasfast._triton") is None:
-        return "its kernels are not installed: run pip install --no-build-isolation -e . again"
     if interpreted():
         return None
     if torch.version.cuda is None:

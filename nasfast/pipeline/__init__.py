@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from nasfast import extensions
 
 if TYPE_CHECKING:
-    from nasfast.pipeline.networks import export, retrain_best
+    from nasfast.pipeline.exporting import export
+    from nasfast.pipeline.networks import retrain_best
     from nasfast.pipeline.searching import score_untrained, search
     from nasfast.pipeline.stages import score, supernet
     from nasfast.pipeline.whole import RunResult, run
@@ -23,7 +24,8 @@ __getattr__ = extensions.later(
     __name__,
     {
         **dict.fromkeys(("RunResult", "run"), "nasfast.pipeline.whole"),
-        **dict.fromkeys(("export", "retrain_best"), "nasfast.pipeline.networks"),
+        "export": "nasfast.pipeline.exporting",
+        "retrain_best": "nasfast.pipeline.networks",
         **dict.fromkeys(("score", "supernet"), "nasfast.pipeline.stages"),
         **dict.fromkeys(("score_untrained", "search"), "nasfast.pipeline.searching"),
     },

@@ -13,7 +13,7 @@ import numpy as np
 from scipy import stats
 
 from nasfast.indicators.distill import z_sum
-from nasfast.indicators.rank import Estimate, kendall_tau
+from nasfast.indicators.rank import Estimate, bootstrap_weights, kendall_tau
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.search import Limits, option_scores, sample_under, top_k
@@ -106,9 +106,7 @@ def agreement(tables: Sequence[IndicatorTable], limits: Limits, *, k: int, seed:
     archs = random_architectures(space, limits, seed=seed)
     rows = [option_scores(table, allow_identity=limits.allow_identity) for table in tables]
     scores = np.array([[arch_sum(row, arch) for arch in archs] for row in rows])
-    rng = np.random.default_rng(seed)
-    picks = rng.integers(len(archs), size=(_RESAMPLES, len(archs)))
-    weights = np.vstack([np.ones(len(archs)), *(np.bincount(pick, minlength=len(archs)) for pick in picks)])
+    weights = bootstrap_weights(len(archs), _RESAMPLES, seed)
     own, learned = scores, None
     if weight := tables[0].meta.get("structure"):
         # the first part, of weight 0, only says which skips have a score

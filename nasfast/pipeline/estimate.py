@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import io
 import itertools
 import logging
 import math
-import os
 import random
 import resource
 import statistics
@@ -24,13 +24,13 @@ import torch
 from nasfast.data import Loader
 from nasfast.display import text_table
 from nasfast.indicators.registry import gives_table, score_of
-from nasfast.indicators.scores import Evidence
 from nasfast.pipeline.check import check_scoring
 from nasfast.pipeline.inputs import configured_space, evidence_for, image_loaders, retrain_loaders
 from nasfast.retrain import retrain
 from nasfast.runtime.capacity import cores
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.lock import run_lock
+from nasfast.runtime.memory import freed_memory, keep_freed_memory
 from nasfast.runtime.progress import calling, duration
 from nasfast.search.limits import read_limits
 from nasfast.search.sampling import sample_under
@@ -46,17 +46,37 @@ _LOG = logging.getLogger(__name__)
 _STEPS = 3
 """Timed steps, after one that is not timed."""
 
-_TRIED = (4, 64)
-"""Images of such a step at 224 x 224 pixels, and the most of them at smaller sizes: they take less than 2 GB."""
+_LARGEST, _TRIED = 160, (4, 64)
+"""The largest side of timed images in pixels, how many a step has, and the most of smaller ones: under 2 GB."""
 
-_PATH_IMAGES = 16
-"""Images on which paths are scored."""
+_PATH_IMAGES = 32
+"""Images on which paths are scored, at most."""
 
 _DRAWS = 100
 """Random architectures within the limits, of which the largest is timed."""
 
-_BUSY = 0.5
-"""Load of the machine, in shares of its cores, above which the plan says so."""
+_BUSY = 1.3
+"""How many times as long as its work takes a plan lasts on a busy machine, at least."""
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds that work would take if nothing else used the machine.
+
+    On a CPU they are those that the thread which calls it works, for it has a part in all that is parallel. Images that
+    `workers` load beside it take a share of all cores. A GPU is timed as it is.
+    """
+
+    device: str
+    workers: int
+
+    def work(self) -> float:
+        """Seconds of this thread, since any moment."""
+        return time.perf_counter() if self.device != "cpu" else time.thread_time()
+
+    def loading(self) -> float:
+        """Seconds of images that this process loads, since any moment."""
+        return self.work() if self.device != "cpu" or not self.workers else time.process_time() / cores()
 
 
 @dataclass(frozen=True)
@@ -72,6 +92,15 @@ class Timing:
 
     def __mul__(self, count: float) -> Timing:
         return Timing(self.seconds * count, self.slowest * count, self.memory)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Seconds of each timed step of so many images, and its bytes beside what was there before."""
+
+    images: int
+    seconds: Sequence[float]
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -134,7 +163,7 @@ class Plan:
 def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: float | None = None) -> Plan:
     """Time a few steps of each stage of a run in this process; raises what the run would, where it would be refused."""
     use_threads(cfg.threads)
-    load = os.getloadavg()[0]
+    begin, worked = time.perf_counter(), time.thread_time()
     trial = Trial(cfg)
     number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures
     stages = [
@@ -148,8 +177,13 @@ def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: fl
         at_a_time = tasks.workers or workers_for(number, threads=threads, gpus=gpus_for(cfg.torch_device))
     quick = [e.what for e in stages if not e.one.seconds]
     notes = _notes(cfg, trial, quick)
-    if load > _BUSY * cores():
-        notes = (*notes, f"The machine is busy (load {load:.1f}, {cores()} cores): a quiet one takes less time.")
+    took, worked = time.perf_counter() - begin, time.thread_time() - worked
+    if cfg.torch_device == "cpu" and took > _BUSY * worked:
+        notes = (
+            *notes,
+            f"The machine was busy: this plan took {duration(took)} for {duration(worked)} of work. The times "
+            "are those of a quiet one.",
+        )
     return Plan(tuple(e for e in stages if e.one.seconds), threads, at_a_time, tasks, notes, max_hours)
 
 
@@ -187,11 +221,12 @@ class Trial:
         # how long a step takes depends on no value of the weights, and orthogonal ones take long to make
         plain = {name: None for name in cfg.supernet.aligned}
         settings = cfg.supernet.replace(init="he", **plain)
-        self.net: Supernet
-        self.net, self._sampler = make_supernet(self.space, cfg.method, settings, seed=cfg.seed)
-        check_scoring(cfg, self.net)
         self.images, self._given, self._loads = len(loader.source), cfg, _loads(loader, cfg.train.epochs)
-        self.cfg, self._share = _smaller(cfg, self.space)
+        self.cfg, small = _smaller(cfg, self.space)
+        self.net: Supernet
+        self.net, self._sampler = make_supernet(small, cfg.method, settings, seed=cfg.seed)
+        check_scoring(cfg, self.net)
+        self._clock = Clock(cfg.torch_device, cfg.data.workers)
         # only a cache of images, which the run reads
         folder = loader.cache_folder
         self.written = () if folder is None else (f"Decoded images stay in {folder}, where the run finds them.",)
@@ -206,24 +241,25 @@ class Trial:
             with tempfile.TemporaryDirectory() as out:
                 return train_supernet(self.net, batches, self._sampler, settings, run_dir=out, device=cfg.torch_device)
 
-        loader = image_loaders(cfg, self.space, hold_out=cfg.holds_out)[0]
+        loader = image_loaders(cfg, self.net.space, hold_out=cfg.holds_out)[0]
         number = max(1, self.images // self._given.data.batch_size)
-        return _step(steps, loader, cfg.torch_device, self._share, self._loads) * (number * cfg.train.epochs)
+        wanted = _pixels(self.space) * self._given.data.batch_size
+        return _step(steps, loader, self._clock, wanted, self._loads) * (number * cfg.train.epochs)
 
     def score(self) -> Timing:
         """The table of scores; nothing if it takes seconds, or if the search scores whole paths."""
         score = self.cfg.score
         if score.table is not None or score_of(score).additive or not gives_table(score):
             return Timing(0.0, 0.0)
-        evidence = evidence_for(self.cfg, self.net)
-        return self._path(evidence) * len(dict.fromkeys(evidence.sample()))
+        one, paths = self._path()
+        return one * paths
 
     def search(self) -> Timing:
         """A search that scores whole paths; nothing for one over a table, which takes seconds."""
         search = self.cfg.search
         if gives_table(self.cfg.score):
             return Timing(0.0, 0.0)
-        return self._path(evidence_for(self.cfg, self.net)) * (search.population * search.generations)
+        return self._path()[0] * (search.population * search.generations)
 
     def network(self) -> Timing:
         """The retraining of a network about as large as the limits allow."""
@@ -234,64 +270,78 @@ class Trial:
         arch = max(drawn, key=lambda arch: self.space.cost(arch).macs)
         return network_timing(self._given, self.space, arch)
 
-    def _path(self, evidence: Evidence) -> Timing:
-        """The score of a path."""
+    def _path(self) -> tuple[Timing, int]:
+        """The score of a path, and how many a table needs."""
         _LOG.info("timing the scores of a few paths")
-        score = score_of(self.cfg.score)
-        paths = list(dict.fromkeys(evidence.sample(_STEPS)))
-        score.function(evidence, paths[0])  # reads the images, too
-        seconds, before = [], _fresh_peak()
-        for path in paths[1:] or paths:
-            begin = time.perf_counter()
-            score.function(evidence, path)
-            seconds.append(time.perf_counter() - begin)
-        return _scaled(seconds, before, self._path_share() if score.images else 1.0)
+        score, given = score_of(self.cfg.score), self._given
+        size = min(_PATH_IMAGES, given.data.batch_size)
+        evidence = evidence_for(self.cfg.replace(data=self.cfg.data.replace(batch_size=size)), self.net)
+        half = copy.copy(evidence)
+        held = image_loaders(self.cfg, self.net.space, hold_out=self.cfg.holds_out)[1]
+        wanted = min(len(held.source), given.score.images)
+        if score.name == "recalibrated_accuracy":
+            batches = _timed_batches(held, self._clock)[0]
+            half.loaders = evidence.loaders = batches, batches
+            images = [2 * sum(len(labels) for _, labels in batches)] * 2
+            wanted = given.recalibration_batches * given.data.batch_size + len(held.source)
+        else:
+            half.batches = _halves(evidence.batches)
+            images = [sum(len(labels) for _, labels in tried.batches) for tried in (half, evidence)]
+        # every candidate has run once before; it is then prepared, as in most paths of the run
+        paths = list(dict.fromkeys(evidence.sample(max(map(len, evidence.values)) + 2 * _STEPS)))
+        tried = []
+        for of, some, number in zip((half, evidence), (paths[:-_STEPS], paths[-_STEPS:]), images, strict=True):
+            seconds, before = [], _fresh_peak()
+            for path in some or paths:
+                begin = self._clock.work()
+                score.function(of, path)
+                seconds.append(self._clock.work() - begin)
+            tried.append(Tried(number, seconds[-_STEPS:], _peak() - before))
+        one = _timing(tried[0], tried[1], _pixels(self.space) * wanted)
+        return one, len(dict.fromkeys(evidence.sample()))
 
-    def _path_share(self) -> float:
-        """How many times as many images a score of a path has in the run."""
-        given, cfg = self._given, self.cfg
-        held = len(image_loaders(cfg, self.space, hold_out=cfg.holds_out)[1].source)
-        if given.score.name != "recalibrated_accuracy":
-            return min(held, given.score.images) / min(held, cfg.score.images)
-        recalibration = given.recalibration_batches * cfg.data.batch_size
-        return (self._share * recalibration + held) / (recalibration + held)
+
+def _pixels(space: SearchSpace) -> float:
+    """How many times as many pixels the images have as those of timed steps."""
+    return max(1.0, space.resolution / _LARGEST) ** 2
 
 
-def _smaller(cfg: RunConfig, space: SearchSpace) -> tuple[RunConfig, float]:
-    """The settings with batches that any machine has memory for, and how many times as many images they have."""
+def _smaller(cfg: RunConfig, space: SearchSpace) -> tuple[RunConfig, SearchSpace]:
+    """Settings and space with batches that any machine has memory for."""
     few, most = _TRIED
-    size = max(2, min(most, cfg.data.batch_size, round(few * (224 / space.resolution) ** 2)))
-    share = cfg.data.batch_size / size
+    size = max(2, min(most, cfg.data.batch_size, round(few * (_LARGEST / space.resolution) ** 2)))
     images = min(cfg.score.images, _PATH_IMAGES)
     # a cache would decode all images
     loader: Any = "torchvision" if cfg.data.loader in ("auto", "cache") else cfg.data.loader
-    data = cfg.data.replace(batch_size=size, loader=loader)
-    return cfg.replace(data=data, score=cfg.score.replace(images=images)), share
+    # what processes load cannot be timed from here
+    workers = 0 if cfg.torch_device == "cpu" else cfg.data.workers
+    data = cfg.data.replace(batch_size=size, loader=loader, workers=workers)
+    space = space.replace(resolution=min(_LARGEST, space.resolution))
+    return cfg.replace(data=data, score=cfg.score.replace(images=images)), space
 
 
 def network_timing(cfg: RunConfig, space: SearchSpace, arch: Arch, *, hold_out: bool = False) -> Timing:
     """The retraining of one network; `hold_out` as in `retrain_loaders`."""
-    device, epochs = cfg.torch_device, cfg.retrain.train.epochs
-    small, share = _smaller(cfg, space)
-    loads = _loads(retrain_loaders(cfg, space, hold_out=hold_out)[0], epochs)
+    clock, epochs = Clock(cfg.torch_device, cfg.data.workers), cfg.retrain.train.epochs
+    loads, pixels = _loads(retrain_loaders(cfg, space, hold_out=hold_out)[0], epochs), _pixels(space)
+    small, space = _smaller(cfg, space)
     train, val = retrain_loaders(small, space, hold_out=hold_out)
-    few, _ = _timed_batches(val, device)
+    few, _ = _timed_batches(val, clock)
     # batches that are drawn already are augmented, and steps take as long from any weights
     once = cfg.retrain.train.replace(epochs=1, log_every=1)
     settings = cfg.retrain.replace(init="he", auto_augment=None, patience=None, train=once)
 
     def steps(batches: Sequence[Any]) -> object:
         with tempfile.TemporaryDirectory() as out:
-            return retrain(space, arch, batches, few[:1], settings, run_dir=out, device=device)
+            return retrain(space, arch, batches, few[:1], settings, run_dir=out, device=clock.device)
 
-    network = build(space, arch, activation=cfg.supernet.activation).to(device)
-    begin = time.perf_counter()
-    evaluate(network, few, device=device)
-    checks = (time.perf_counter() - begin) / sum(len(labels) for _, labels in few) * len(val.source)
+    network = build(space, arch, activation=cfg.supernet.activation).to(clock.device)
+    begin = clock.work()
+    evaluate(network, few, device=clock.device)
+    checks = (clock.work() - begin) / sum(len(labels) for _, labels in few) * len(val.source) * pixels
     number = max(1, len(train.source) // cfg.data.batch_size) * epochs
-    return _step(steps, train, device, share, loads) * number + Timing(checks, checks) * math.ceil(
-        epochs / cfg.retrain.train.eval_every
-    )
+    step = _step(steps, train, clock, pixels * cfg.data.batch_size, loads)
+    return step * number + Timing(checks, checks) * math.ceil(epochs / cfg.retrain.train.eval_every)
 
 
 def check_free(cfg: RunConfig) -> None:
@@ -305,29 +355,50 @@ def _loads(loader: Loader, epochs: int) -> float:
     return 1 / epochs if loader.kind == "cache" else 1.0
 
 
-def _step(steps: Callable[[Sequence[Any]], object], loader: Loader, device: str, share: float, loads: float) -> Timing:
-    """A batch and its step, without what the first one and the ends of a stage take; `share` times as many images."""
-    given, loading = _timed_batches(loader, device)
-    moments: dict[int, float] = {}
-    before = _fresh_peak()
-    with _quiet(), calling([lambda stage, step, metrics: moments.setdefault(step, time.perf_counter())]):
-        steps(list(itertools.islice(itertools.cycle(given), _STEPS + 1)))
-    seconds = [after - begin + loads * loading for begin, after in itertools.pairwise(moments.values())]
-    return _scaled(seconds, before, share)
+def _step(
+    steps: Callable[[Sequence[Any]], object], loader: Loader, clock: Clock, wanted: float, loads: float
+) -> Timing:
+    """A batch of `wanted` images and its step, without what the first one and the ends of a stage take."""
+    given, loading = _timed_batches(loader, clock)
+
+    def tried(batches: Sequence[Any]) -> Tried:
+        moments: dict[int, tuple[float, int]] = {}
+        before, images = _fresh_peak(), len(batches[0][1])
+        with _quiet(), calling([lambda stage, step, metrics: moments.setdefault(step, (clock.work(), _peak()))]):
+            steps(list(itertools.islice(itertools.cycle(batches), _STEPS + 1)))
+        times = [moment for moment, _ in moments.values()]
+        load = loads * loading * images / len(given[0][1])
+        seconds = [after - begin + load for begin, after in itertools.pairwise(times)]
+        return Tried(images, seconds, max(peak for _, peak in moments.values()) - before)
+
+    return _timing(tried(_halves(given)), tried(given), wanted)
 
 
-def _scaled(seconds: Sequence[float], before: int, share: float) -> Timing:
-    """The timing of `share` times as many images; `before` is the memory that does not grow with them, in bytes."""
-    peak = before + round(share * max(0, _peak() - before))
-    return Timing(share * statistics.median(seconds), share * max(seconds), peak)
+def _halves(batches: Sequence[Any]) -> list[Any]:
+    """The first half of each batch, of at least two images, which BatchNorm needs."""
+    return [(x[: max(2, len(y) // 2)], y[: max(2, len(y) // 2)]) for x, y in batches]
 
 
-def _timed_batches(loader: Loader, device: str) -> tuple[list[Any], float]:
+def _timing(few: Tried, more: Tried, wanted: float) -> Timing:
+    """The timing of `wanted` images, on the line through what was tried.
+
+    What each further image takes is kept between half of the mean of `more` and all of it: a part of a step is the same
+    for any number of images, but no time is exact.
+    """
+    first, second = statistics.median(few.seconds), statistics.median(more.seconds)
+    mean = second / more.images
+    further = (second - first) / (more.images - few.images) if more.images > few.images else mean
+    seconds = second + min(mean, max(mean / 2, further)) * (wanted - more.images)
+    memory = _fresh_peak() + round(more.memory * wanted / more.images)
+    return Timing(seconds, seconds * max(more.seconds) / max(second, 1e-9), memory)
+
+
+def _timed_batches(loader: Loader, clock: Clock) -> tuple[list[Any], float]:
     """A few batches, and the seconds of one."""
-    next(iter(loader.epoch(0, device=device)))  # the first batch waits until the images are cached, where they are
-    begin = time.perf_counter()
-    batches = list(itertools.islice(loader.epoch(0, device=device), _STEPS))
-    return batches, (time.perf_counter() - begin) / max(1, len(batches))
+    next(iter(loader.epoch(0, device=clock.device)))  # the first batch waits until images are cached, where they are
+    begin = clock.loading()
+    batches = list(itertools.islice(loader.epoch(0, device=clock.device), _STEPS))
+    return batches, (clock.loading() - begin) / max(1, len(batches))
 
 
 def _peak() -> int:
@@ -339,7 +410,10 @@ def _peak() -> int:
 
 
 def _fresh_peak() -> int:
-    """Forget the peak of memory, and give the bytes that this process has now."""
+    """Give freed memory back, forget the peak of memory, and give the bytes that this process has now."""
+    if freed_memory() == "kept":
+        keep_freed_memory(False)
+        keep_freed_memory()
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return _peak()

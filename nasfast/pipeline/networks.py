@@ -1,4 +1,4 @@
-"""Retrain and export: which architectures of a run are trained under which names, their training, and their files."""
+"""Retrain: which architectures of a run are trained under which names, and their training."""
 
 from __future__ import annotations
 
@@ -16,34 +16,29 @@ from typing import Any
 import torch
 
 from nasfast.config import ConfigError, merge
+from nasfast.data import Loader
 from nasfast.pipeline.check import MACHINE_DATA, check_one_process, check_settings, nothing_is_trained, without_supernet
 from nasfast.pipeline.inputs import load_supernet, retrain_loaders
 from nasfast.pipeline.stage import result_of, save_config, saved_space, say, space_of_cells, stage
-from nasfast.retrain import RetrainResult, export_onnx, export_program, load_model, retrain
-from nasfast.retrain.card import write_card
-from nasfast.retrain.export import FORM_FILE, MODEL_FILE, ONNX_FILE, PROGRAM_FILE, model_folder, read_form
+from nasfast.retrain import RetrainResult, retrain
 from nasfast.retrain.retrain import RESULT_FILE, check_not_begun
 from nasfast.runtime.distributed import SINGLE, World
-from nasfast.runtime.lock import run_lock
-from nasfast.runtime.onnx import require_onnx
 from nasfast.runtime.progress import followed_by
 from nasfast.runtime.tracking import tracked
 from nasfast.search import SearchResult, equal_cost_peers, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.search.limits import read_limits
-from nasfast.settings import SPACE_FILE, RunConfig, TaskSettings
+from nasfast.settings import RunConfig, TaskSettings
 from nasfast.spaces import (
     Arch,
     ArchSpace,
     LayerSpace,
     SearchSpace,
     arch_file_text,
-    format_arch,
     load_arch,
-    read_space,
     space_kind,
 )
-from nasfast.supernet import ArchNetwork
+from nasfast.supernet import Supernet
 from nasfast.tasks import TASK_FILE, Task, TaskRunner, check_done, gpus_for
 from nasfast.train.supernet import make_supernet
 
@@ -141,23 +136,41 @@ def _retrain_here(
     for number, name in enumerate(mine, 1):
         arch, seed = trainings[name]
         with followed_by(len(mine) - number):
-            results[name] = retrain(
-                space,
-                arch,
-                *loaders[seed],
-                cfg.retrain,
-                run_dir=cfg.run_dir,
-                name=name,
-                supernet=net,
-                activation=cfg.supernet.activation,
-                seed=seed,
-                resume=resume,
-                device=cfg.torch_device,
-                world=team,
+            results[name] = _retrain_one(
+                cfg, space, arch, seed, loaders[seed], name=name, net=net, resume=resume, world=team
             )
     forms = world.all_gather(json.dumps({name: result.to_dict() for name, result in results.items()}).encode())
     everyone = {name: result for form in forms for name, result in json.loads(form).items()}
     return {name: RetrainResult.from_dict(everyone[name]) for name in trainings}
+
+
+def _retrain_one(
+    cfg: RunConfig,
+    space: ArchSpace,
+    arch: Arch,
+    seed: int,
+    images: tuple[Loader, Loader],
+    *,
+    name: str,
+    net: Supernet | None,
+    resume: bool,
+    world: World,
+) -> RetrainResult:
+    """Train the network of one architecture with the settings of a run, in this process."""
+    return retrain(
+        space,
+        arch,
+        *images,
+        cfg.retrain,
+        run_dir=cfg.run_dir,
+        name=name,
+        supernet=net,
+        activation=cfg.supernet.activation,
+        seed=seed,
+        resume=resume,
+        device=cfg.torch_device,
+        world=world,
+    )
 
 
 def _retrain_apart(
@@ -242,22 +255,12 @@ def train_network(
     if hold_out and finished.exists():  # its checkpoints are gone
         result = RetrainResult.load(finished)
     else:
-        train, val = retrain_loaders(cfg, the_space, hold_out=hold_out)
+        images = retrain_loaders(cfg, the_space, hold_out=hold_out)
         with tracked(cfg.track, cfg.run_dir, cfg.to_dict()):
-            result = retrain(
-                the_space,
-                tuple(arch),
-                train,
-                val,
-                cfg.retrain,
-                run_dir=cfg.run_dir,
-                name=network,
-                supernet=load_supernet(cfg)[0] if cfg.retrain.init == "inherit" else None,
-                activation=cfg.supernet.activation,
-                seed=cfg.seed,
-                resume=True,
-                device=cfg.torch_device,
-                world=SINGLE if out is None else replace(SINGLE, leads=False),
+            net = load_supernet(cfg)[0] if cfg.retrain.init == "inherit" else None
+            world = SINGLE if out is None else replace(SINGLE, leads=False)
+            result = _retrain_one(
+                cfg, the_space, tuple(arch), cfg.seed, images, name=network, net=net, resume=True, world=world
             )
     if hold_out:  # a large sample would fill the disk
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -293,15 +296,15 @@ def to_retrain(
     cells = space_of_cells(cfg)
     space = saved_space(cfg) if cells is None else cells
     if archs:
-        return space, _named(_read(arch, space) for arch in archs)
+        return space, _named(read_arch(arch, space) for arch in archs)
     if cells is not None:
         if pareto:
             raise ConfigError("a search of cells computes no Pareto front: leave --pareto out")
-        return cells, _of_cells(cfg.run_dir, cells)
-    found = _result(cfg.run_dir, saved_space(cfg))
+        return cells, cell_results(cfg.run_dir, cells)
+    found = search_result(cfg.run_dir, saved_space(cfg))
     if pareto:
-        return space, _named(_front(found, cfg.run_dir))
-    chosen = dict(list(_best(found).items())[: cfg.retrain.top_k])
+        return space, _named(required_front(found, cfg.run_dir))
+    chosen = dict(list(named_candidates(found).items())[: cfg.retrain.top_k])
     if len(chosen) < cfg.retrain.top_k:
         path = cfg.run_dir / ARCHS_FILE
         _LOG.warning("retrain.top_k=%d, but %s has %d architectures", cfg.retrain.top_k, path, len(chosen))
@@ -333,7 +336,8 @@ def _with_seeds(chosen: Mapping[str, Arch], cfg: RunConfig) -> dict[str, tuple[A
     return trainings
 
 
-def _read(arch: Arch | str, space: ArchSpace) -> Arch:
+def read_arch(arch: Arch | str, space: ArchSpace) -> Arch:
+    """An architecture of a space, given as a value or as text."""
     return space.parse(arch) if isinstance(arch, str) else space.check(arch)
 
 
@@ -341,7 +345,7 @@ def _named(archs: Iterable[Arch]) -> dict[str, Arch]:
     return {f"arch-{arch_file_text(arch)}": arch for arch in archs}
 
 
-def _of_cells(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
+def cell_results(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
     """What a search of cells wrote, by its names."""
     paths = sorted(run_dir.glob("arch_*.json"))
     if not paths:
@@ -349,154 +353,27 @@ def _of_cells(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
     return {path.stem.removeprefix("arch_"): load_arch(path, space) for path in paths}
 
 
-def _result(run_dir: Path, space: SearchSpace) -> SearchResult:
+def search_result(run_dir: Path, space: SearchSpace) -> SearchResult:
     """archs.json."""
     load = functools.partial(load_candidates, space=space)
     return result_of(run_dir / ARCHS_FILE, load, f"nasfast search --out {run_dir}")
 
 
-def _best(found: SearchResult) -> dict[str, Arch]:
+def named_candidates(found: SearchResult) -> dict[str, Arch]:
     """The candidates of a search under the names of their networks."""
     return {"best" if i == 0 else f"best-{i + 1}": c.arch for i, c in enumerate(found.candidates)}
 
 
-def _points(found: SearchResult) -> list[Arch]:
+def front_points(found: SearchResult) -> list[Arch]:
     """Every architecture on the front against MACs or on that against a table, each once."""
     return list(dict.fromkeys(point.arch for point in found.points[len(found.candidates) :]))
 
 
-def _front(found: SearchResult, run_dir: Path) -> list[Arch]:
-    if not (points := _points(found)):
+def required_front(found: SearchResult, run_dir: Path) -> list[Arch]:
+    """`front_points`, of which there must be some."""
+    if not (points := front_points(found)):
         raise ConfigError(
             f"{run_dir / ARCHS_FILE} has no Pareto front, because the score scores whole paths: name architectures "
             "with --arch, or search with score.distill=true"
         )
     return points
-
-
-# export
-
-
-def export(
-    run_dir: str | Path,
-    *,
-    name: str = "best",
-    arch: Arch | str | None = None,
-    pareto: bool = False,
-    onnx: bool | None = None,
-) -> list[Path]:
-    """The files of retrained networks, with a model card; warnings say which could not be written, and why.
-
-    Another warning says if a network is not what the last search found.
-
-    Args:
-        run_dir: the run directory.
-        name: which network: `best`, `best-2`, ..., `random`, ...
-        arch: the network of this architecture instead, whatever its name.
-        pareto: the networks of all points of the Pareto fronts in archs.json instead; a warning says if some of them
-            were not retrained.
-        onnx: whether to write model.onnx, too; None does so where the extra `onnx` is installed.
-
-    Raises:
-        FileNotFoundError: the run directory does not exist, or no such network was retrained.
-        RuntimeError: `onnx` is true, and its extra is missing.
-    """
-    run_dir = Path(run_dir)
-    if not run_dir.is_dir():
-        raise FileNotFoundError(f"{run_dir} is no directory: give the directory of a run (--out)")
-    if onnx is not False:
-        try:
-            require_onnx()
-        except RuntimeError as error:
-            if onnx:
-                raise RuntimeError(f"{error}, or export without {ONNX_FILE} (--onnx false)") from error
-            onnx = False
-            _LOG.warning("%s is left out: %s", ONNX_FILE, error)
-    names = _to_export(run_dir, arch=arch, pareto=pareto) if arch is not None or pareto else [name]
-    files = []
-    for one in names:
-        folder = model_folder(run_dir / "retrain", one)
-        network = load_model(folder)
-        _warn_if_superseded(run_dir, one, network)
-        if network.images is None:
-            _LOG.warning(
-                "%s: its classes, and how an image becomes its input, are not known, because its images did not come "
-                "from a loader of nasfast. To add them, set `images` of nasfast.load_model(%r) to a "
-                "nasfast.retrain.ImageInfo, save the network with nasfast.retrain.save_model, and export again",
-                one,
-                str(folder),
-            )
-        files += [folder / MODEL_FILE, folder / FORM_FILE]
-        writers = {PROGRAM_FILE: export_program} | ({ONNX_FILE: export_onnx} if onnx is not False else {})
-        with run_lock(run_dir):
-            files.append(write_card(network, folder, run_dir=run_dir))
-            for file, write in writers.items():
-                try:
-                    difference = write(network, folder / file)
-                except RuntimeError as error:
-                    _LOG.warning("%s: %s is left out: %s", one, file, error)
-                    continue
-                _LOG.info("%s: %s agrees with PyTorch to %.1e of the largest logit", one, file, difference)
-                files.append(folder / file)
-    return files
-
-
-def _retrained(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
-    """The architectures of the retrained networks of a space by name, `best` first."""
-    paths = sorted(run_dir.glob(f"retrain/*/{FORM_FILE}"), key=lambda p: (p.parent.name != "best", p.parent.name))
-    found = {}
-    for path in paths:
-        try:
-            of_network, arch, _ = read_form(path)
-            if of_network.fingerprint == space.fingerprint:
-                found[path.parent.name] = arch
-        except ValueError as error:
-            _LOG.warning("%s is left out: %s", path.parent, error)
-    return found
-
-
-def _to_export(run_dir: Path, *, arch: Arch | str | None, pareto: bool) -> list[str]:
-    """The names of the retrained networks of an architecture, or of the Pareto fronts."""
-    space = read_space(run_dir / SPACE_FILE)
-    names: dict[Arch, str] = {}
-    for name, value in _retrained(run_dir, space).items():
-        names.setdefault(value, name)
-    if arch is not None:
-        wanted = [_read(arch, space)]
-        which, flags = "this architecture", f'--arch "{format_arch(wanted[0])}"'
-    else:
-        if not isinstance(space, SearchSpace):
-            raise ConfigError("a search of cells computes no Pareto front: give --name or --arch")
-        wanted = _front(_result(run_dir, space), run_dir)
-        which, flags = f"any of the {len(wanted)} points of the Pareto fronts", "--pareto"
-    found = [names[value] for value in wanted if value in names]
-    command = f"`nasfast retrain --out {run_dir} {flags}`"
-    if not found:
-        there = ", ".join(f"{name} [{format_arch(value)}]" for value, name in names.items()) or "nothing"
-        raise FileNotFoundError(f"no network of {which} was retrained: run {command}. Retrained: {there}")
-    if len(found) < len(wanted):
-        _LOG.warning("%d of %d points were not retrained: %s", len(wanted) - len(found), len(wanted), command)
-    return found
-
-
-def _warn_if_superseded(run_dir: Path, name: str, network: ArchNetwork) -> None:
-    """Say if a retrained network is not what the last search found.
-
-    One of the search (`best`, `best-2`, `darts`) is compared with the result of that name, and any other with all
-    results. Random architectures are not compared.
-    """
-    space, path, others = network.space, run_dir / ARCHS_FILE, []
-    result = name.partition(SEED)[0]
-    if isinstance(space, SearchSpace) and path.exists():
-        found = load_candidates(path, space)
-        searched, others = _best(found), _points(found)
-    elif not isinstance(space, SearchSpace) and (run_dir / f"arch_{result}.json").exists():
-        searched = _of_cells(run_dir, space)
-    else:
-        return
-    of_network = f"{name}: this network is {format_arch(network.arch)}"
-    if result in searched and searched[result] != network.arch:
-        later = format_arch(searched[result])
-        _LOG.warning("%s, and a later search found %s: `nasfast retrain` trains that one", of_network, later)
-    elif not name.startswith("random") and network.arch not in (*searched.values(), *others):
-        _LOG.warning("%s, which is neither a result nor on a Pareto front of the last search", of_network)

@@ -26,7 +26,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # nasfast's operators then take CPU tensor
 import torch  # noqa: E402
 import torchvision  # noqa: E402
 
-import nasfast._triton.bn  # noqa: E402
+import nasfast.ops.triton  # noqa: E402
 from nasfast.ops import bn_act, use_backend  # noqa: E402
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -83,7 +83,7 @@ def shapes(name: str) -> list[tuple[int, int, int]]:
 def needed(name: str, acts: tuple[str, ...], dtype: torch.dtype) -> list[str]:
     """The kernels for steps of two batches, and for evaluation."""
     present.clear()
-    for kernel in vars(nasfast._triton.bn).values():
+    for kernel in vars(nasfast.ops.triton).values():
         if isinstance(kernel, JITFunction):
             kernel.device_caches.clear()
     for channels, height, width in shapes(name):

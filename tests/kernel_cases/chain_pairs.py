@@ -11,7 +11,7 @@ from nasfast.ops.conv import cuda_plan
 from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
 from nasfast.ops.cuda.static import StaticChain
 
-# what defers: with and without a residual; what makes: the expansion stored and computed again, several groups of
+# what defers: with and without a residual; what makes: expansions, several groups of
 # columns, tiles of several kinds, no expansion, a single convolution; what keeps launches of its own in backward: a
 # first kernel that is depthwise and adds, a last convolution that is depthwise
 PAIRS = [

@@ -20,26 +20,20 @@ from kernel_cases.chain import (
     forward_arguments,
     mean_errors,
     planned_numbers,
+    relative_errors,
     run_chain,
 )
 from kernel_cases.cuda import ON_GPU, PLACE, cuda_chain, emulated_only, moved, needs_kernels, run_cuda, set_emulation
 
 from nasfast import ops
-from nasfast.ops import plan as planning
 from nasfast.ops import reference
 from nasfast.ops.plan import read_plan
 
-pytestmark = needs_kernels
+pytestmark = [*needs_kernels, pytest.mark.usefixtures("emulation")]
 TYPES = [torch.bfloat16, torch.float16]
 OPERATORS = torch.ops.nasfast_cuda
 # the largest relative error of one rounding
 ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
-
-
-@pytest.fixture(autouse=True)
-def every_stage_by_itself(emulation, monkeypatch):
-    """test_cuda_expansion.py has the expansions that are computed again."""
-    monkeypatch.setattr(planning, "MAX_RECOMPUTED_CUDA_CHANNELS", 0)
 
 
 # ---- results, given what the kernels stored
@@ -361,6 +355,44 @@ def test_not_a_number_in_the_gradient_reaches_what_it_must():
         assert torch.equal(tensor.isnan(), want[name].isnan()), name
 
 
+HIDDEN = ChainCase((3, 48, 9, 7), "pw96/relu dw3/relu pw48/identity", "x")
+
+
+def errors_of(drawn: Drawn) -> tuple[dict[str, float], dict[str, float]]:
+    """Errors of the kernels and of eager autocast, relative to float64."""
+    exact = exact_chain(drawn)
+    return relative_errors(run_cuda(drawn), exact), relative_errors(run_chain(eager_autocast, drawn), exact)
+
+
+@pytest.mark.parametrize("grad_scale", [1e-4, 1e4], ids=str)
+def test_float16_gradients_keep_their_relative_size(grad_scale):
+    # the coefficients of BatchNorm's gradient leave the range of float16 here
+    drawn = replace(HIDDEN, dtype=torch.float16).draw_once()
+    got = run_cuda(drawn._replace(grad=drawn.grad / 64))["dx"]
+    scaled = run_cuda(drawn._replace(grad=drawn.grad / 64 * grad_scale))["dx"]
+    assert torch.isfinite(scaled).all()
+    error = relative(scaled / grad_scale, got.double())
+    assert error < (0.05 if grad_scale < 1 else 5e-3)
+
+
+def test_float16_gradients_whose_mean_is_far_from_zero_cancel():
+    # BatchNorm takes the mean of dz away, which here is 30 times as large as what is left
+    drawn = replace(HIDDEN, dtype=torch.float16).draw_once()
+    drawn = drawn._replace(grad=drawn.grad + 30 * drawn.grad.std())
+    ours, theirs = errors_of(drawn)
+    for name, error in ours.items():
+        assert error <= 1.1 * theirs[name] + 1e-3, (name, ours, theirs)
+
+
+def test_a_gamma_close_to_zero_has_an_exact_gradient():
+    # the bounds of the relu are then a million deviations from the mean, and further
+    drawn = replace(HIDDEN, dtype=torch.bfloat16).draw_once()
+    drawn.stages[0].params.bn_weight.fill_(1e-6)
+    drawn.stages[0].params.bn_bias.fill_(1.0)
+    ours, theirs = errors_of(drawn)
+    assert ours["dgamma0"] <= 1.25 * theirs["dgamma0"], (ours, theirs)
+
+
 def test_channels_that_do_not_vary_give_finite_results():
     drawn = replace(BLOCKS[2], dtype=torch.bfloat16).draw_once()
     drawn.x.fill_(3.7)
@@ -500,19 +532,20 @@ def test_tensors_of_another_plan_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("case", "message"),
+    ("case", "recompute", "message"),
     [
-        (ChainCase((2, 8, 3, 3), "pw16/tanh"), "got kind 0, 8 -> 16 channels and activation 3"),
-        (ChainCase((2, 8, 3, 3), "pw12/relu"), "8 -> 12 channels"),
-        (ChainCase((2, 2, 3, 3), "dense8k3/relu"), "got kind 2"),
-        (ChainCase((2, 16, 3, 3), "pw8/relu", shuffle=True), "do not shuffle"),
+        (ChainCase((2, 8, 3, 3), "pw16/tanh"), False, "got kind 0, 8 -> 16 channels and activation 3"),
+        (ChainCase((2, 8, 3, 3), "pw12/relu"), False, "8 -> 12 channels"),
+        (ChainCase((2, 2, 3, 3), "dense8k3/relu"), False, "got kind 2"),
+        (ChainCase((2, 16, 3, 3), "pw8/relu", shuffle=True), False, "do not shuffle"),
+        (ChainCase((2, 8, 3, 3), "pw16/relu dw3/relu"), True, "compute no output again"),
     ],
-    ids=["act", "channels", "dense", "shuffle"],
+    ids=["act", "channels", "dense", "shuffle", "recompute"],
 )
-def test_plans_that_the_kernels_cannot_run_are_refused(case, message):
+def test_plans_that_the_kernels_cannot_run_are_refused(case, recompute, message):
     drawn = moved(replace(case, dtype=TYPES[0]).draw_once())
     with pytest.raises(RuntimeError, match=message):
-        OPERATORS.conv_bn_act_chain_fwd(**forward_arguments(drawn))
+        OPERATORS.conv_bn_act_chain_fwd(**forward_arguments(drawn, recompute=recompute))
 
 
 def test_too_few_counters_are_refused(monkeypatch):

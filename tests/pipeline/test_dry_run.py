@@ -20,7 +20,7 @@ from nasfast.runtime.termination import Terminated
 def seconds(monkeypatch):
     """Steps, batches and scores of known times: each look at the clock is a second later than the one before."""
     clock = itertools.count()
-    monkeypatch.setattr(estimate.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(estimate.time, "thread_time", lambda: float(next(clock)))
 
 
 def rows(text: str) -> dict[str, tuple[int, str]]:
@@ -56,11 +56,20 @@ def test_the_times_are_those_of_steps_batches_and_scores(config, tmp_path, secon
     settings += ["--search.generations", "4", "--train.epochs", "300", "--data.batch_size", "128"]
     assert main(["run", "--out", str(tmp_path), "--config", str(config), *settings, "--dry_run"]) == 0
     found = rows(capfd.readouterr().out)
-    # 1299 digits are not held out: 10 batches of twice as many images as were tried, in each of 300 epochs
-    assert found["supernet"] == (1, duration(300 * 10 * 2 * (1 + 1 / 3 / 300)))
-    # 5 x 4 architectures; of the images of a path, only the 20 batches of its recalibration are twice as many
-    assert found["search"] == (1, duration(5 * 4 * (20 * 128 + 143) / (20 * 64 + 143)))
+    # 1299 digits are not held out: 10 batches in each of 300 epochs, of twice as many images as were tried. As half as
+    # many took as long, further images count half
+    assert found["supernet"] == (1, duration(300 * 10 * 1.5 * (1 + 1 / 3 / 300)))
+    # 5 x 4 architectures; 20 batches recalibrate a path and 143 images judge it, and both tried 143
+    assert found["search"] == (1, duration(5 * 4 * (20 * 128 + 143) / (2 * 143)))
     assert "score" not in found
+
+
+def test_a_batch_is_on_the_line_through_what_was_tried():
+    """A step of 2 s and 0.5 s per image, whose third try took 20 % longer; memory is in proportion."""
+    few, more = (estimate.Tried(n, [2 + n / 2] * 2 + [1.2 * (2 + n / 2)], n << 28) for n in (4, 8))
+    found = estimate._timing(few, more, 100)
+    assert (found.seconds, found.slowest) == (pytest.approx(52), pytest.approx(62.4))
+    assert found.memory == pytest.approx(100 << 28, rel=0.1)  # beside what the process has
 
 
 def test_what_the_run_would_refuse_is_refused(config, tmp_path, capsys, monkeypatch):

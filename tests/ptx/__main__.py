@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 
-FILES = [f"tests/ops/test_cuda_{name}.py" for name in ("expansion", "boundary", "chain")]
+FILES = [f"tests/ops/test_cuda_{name}.py" for name in ("boundary", "chain")]
 # tests of tracing and not of kernels: they fail inside torch while the operators are replaced
 TRACED = ["tests/ops/test_cuda_chain.py::test_operators_pass_opcheck"]
 

@@ -15,8 +15,6 @@
 #include "../../csrc/gpu/dense_forward.h"
 #include "../../csrc/gpu/depthwise.h"
 #include "../../csrc/gpu/depthwise_panels.h"
-#include "../../csrc/gpu/expand_depthwise_backward.h"
-#include "../../csrc/gpu/expansion_gradient.h"
 #include "../../csrc/gpu/norm.h"
 #include "../../csrc/gpu/pointwise.h"
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.captures import EagerCapture
+from benchmarks.gpu_step import ROWS, read
 from nasfast.engine import GraphEngine
 from nasfast.ops import _native, use_backend
 from nasfast.ops.cuda import conv as conv_cuda
@@ -45,16 +46,8 @@ pytestmark = [
 # registers, and 1 KiB of shared memory more than a block
 GPUS = {80: (108, 163), 86: (68, 99), 89: (128, 99), 90: (132, 227)}
 REGISTERS = 65536
-# Bytes per thread that these kernels spill: those that fuse an expansion with a depthwise convolution, the depthwise
-# kernels on tensor cores, and the gradient of an expansion of at most 32 channels. The others spill none.
-SPILLED = {
-    ("ExpandForwardKernel", 7, 1): 48,
-    ("ExpandBackwardKernel", 5, 1): 32,
-    ("ExpandBackwardKernel", 5, 2): 8,
-    ("ExpandBackwardKernel", 7, 2): 104,
-    **{("DepthwiseBackwardMatrices", kernel, tiles): 16 for kernel in (5, 7) for tiles in (1, 2, 4, 7)},
-    ("ExpansionGradientKernel", 1): 8,
-}
+# Bytes per thread that these kernels spill. The others spill none.
+SPILLED = {("DepthwiseBackwardMatrices", kernel, tiles): 16 for kernel in (5, 7) for tiles in (1, 2, 4, 7)}
 
 
 def built_for() -> list[int]:
@@ -65,6 +58,8 @@ def built_for() -> list[int]:
 
 @pytest.fixture(scope="module")
 def installed():
+    if not built_for():
+        pytest.skip("the extension has no CUDA kernels")
     return installed_kernels()
 
 
@@ -83,7 +78,7 @@ def test_every_kernel_is_in_the_extension_within_its_registers_and_few_spill(ins
         assert found.stack_bytes <= SPILLED.get((family, *sizes), 0), (kernel, found)
     counts = Counter(short(name)[0] for name in known_kernels())
     # two types; of stencils three kernels with two strides
-    assert [counts[family] for family in ("ApplyKernel", "DepthwiseBackward", "ExpandForwardKernel")] == [2, 12, 12]
+    assert [counts[family] for family in ("ApplyKernel", "DepthwiseBackward")] == [2, 12]
 
 
 # what reads no weights
@@ -185,11 +180,18 @@ def test_a_step_of_the_graph_engine_has_at_most_140_launches_of_ours(step):
     _, step = step
     assert len(step.ours) <= 140
     # copies of images and labels (2); pool and classifier (2); cross entropy, its gradient and casts (7); hits and
-    # what is returned (5); backward of classifier and pool, and its copy to the head (4)
-    assert step.pytorch.total() == 20, step.pytorch
+    # what is returned (4); backward of classifier and pool, and its copy to the head (4)
+    assert step.pytorch.total() == 19, step.pytorch
     # of 22 chains, all but that of the head leave their results to the next one, which begins their backward
     found = Counter(launch["stage"] for launch in step.ours)
     assert found["reduce"] == found["apply"] == found["dense_forward"] == 1
+
+
+def test_a_step_has_the_launches_whose_sizes_are_known(step):
+    """benchmarks/gpu_step.py says what they take."""
+    arch, step = step
+    if arch == 90:
+        assert [short(launch["name"])[0] for launch in step.ours] == [each.family for each in read(ROWS).now]
 
 
 def test_every_launch_of_a_step_fits_the_shared_memory_of_a_block(installed, step):

@@ -13,8 +13,6 @@ from kernel_cases.chain_pairs import PAIRS, drawn_pair, run_both, run_two
 from kernel_cases.cuda import emulated_only, needs_emulation, run_cuda
 
 from nasfast import ops
-from nasfast.ops import cuda_times
-from nasfast.ops import plan as planning
 
 pytest.importorskip("triton")
 from ptx.chains import interpreted
@@ -31,19 +29,6 @@ pytestmark = [
 ]
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 eager_chain = partial(ops.conv_bn_act_chain, backend="reference")
-
-
-@pytest.fixture
-def schedule(monkeypatch):
-    """Sets whether an expansion is stored, released or recomputed."""
-
-    def choose(name):
-        monkeypatch.setattr(planning, "modelled_gpu", lambda x: "H200")
-        monkeypatch.setattr(cuda_times, "schedule", lambda gpu, chain: name)
-        planning._decide_once.cache_clear()
-
-    yield choose
-    planning._decide_once.cache_clear()
 
 
 def errors_of(case, **gpu):
@@ -79,8 +64,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("case", "gpu"), CASES.values(), ids=CASES)
-def test_results_and_gradients_are_as_close_to_float64_as_those_of_eager_pytorch(case, gpu, schedule):
-    schedule("stored")
+def test_results_and_gradients_are_as_close_to_float64_as_those_of_eager_pytorch(case, gpu):
     run = check(case, **gpu)
     stages = {f"{kind}_{way}" for kind in ("pointwise", "depthwise", "dense") for way in ("forward", "backward")}
     kinds = {"pw": "pointwise", "dw": "depthwise", "dense": "dense"}
@@ -92,24 +76,7 @@ def test_results_and_gradients_are_as_close_to_float64_as_those_of_eager_pytorch
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "case"),
-    [
-        ("released", ChainCase((2, 24, 9, 15), "pw72/relu6 dw3s1/relu6 pw16/identity", dtype=FLOAT16)),
-        ("recomputed", ChainCase((2, 40, 5, 11), "pw80/relu6 dw5s2/relu6 pw16/identity", dtype=FLOAT16)),
-    ],
-)
-def test_expansions_that_are_computed_again(name, case, schedule):
-    """The bounds of tests/ops/test_cuda_expansion.py for float16."""
-    schedule(name)
-    errors, _, run = errors_of(case, **NARROW)
-    assert max(errors.values()) < 1e-2 and errors["y"] < 1e-3, errors
-    assert {"expand_depthwise_backward", "expansion_gradient"} < set(run.stages)
-    assert ("expand_depthwise_forward" in run.stages) == (name == "recomputed")
-
-
-def test_a_chain_that_defers_its_last_batch_norm_to_the_next(schedule):
-    schedule("stored")
+def test_a_chain_that_defers_its_last_batch_norm_to_the_next():
     first, second = drawn_pair(PAIRS[4], BFLOAT16)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NASFAST_EMULATE_CUDA", "1")
@@ -131,8 +98,7 @@ def faulty(change):
     return check(replace(case, units="pw72/relu6 pw24/identity"), **gpu, change=change)
 
 
-def test_the_kernels_of_the_faults_are_right_without_them(schedule):
-    schedule("stored")
+def test_the_kernels_of_the_faults_are_right_without_them():
     faulty(lambda text: text)
 
 
@@ -151,14 +117,12 @@ def without_barrier(before):
     ],
     ids=["of a warp", "between slab and product", "between partial sums and counter"],
 )
-def test_a_kernel_without_a_barrier_has_a_race(change, where, schedule):
-    schedule("stored")
+def test_a_kernel_without_a_barrier_has_a_race(change, where):
     with pytest.raises(PtxError, match=rf"{re.escape(where)}.*a race"):
         faulty(change)
 
 
-def test_a_kernel_that_does_not_wait_for_those_in_front_reads_too_early(schedule):
-    schedule("stored")
+def test_a_kernel_that_does_not_wait_for_those_in_front_reads_too_early():
     with pytest.raises(PtxError, match="has not waited for those in front, and reads"):
         faulty(lambda text: text.replace("griddepcontrol.wait;", ""))
 
@@ -172,8 +136,7 @@ def test_a_kernel_that_does_not_wait_for_those_in_front_reads_too_early(schedule
     ],
     ids=["ldmatrix", "cvt", "mma"],
 )
-def test_operands_in_another_order_give_other_results(pattern, order, schedule):
-    schedule("stored")
+def test_operands_in_another_order_give_other_results(pattern, order):
     changes = []
 
     def changed(text):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nasfast.ops.arrivals import zeros
 from nasfast.ops.autograd import empty_gradients
-from nasfast.ops.plan import KEPT_PLANS, Kind, StagePlan, read_plan
+from nasfast.ops.plan import KEPT_PLANS, read_plan
 
 
 def counters(like: Tensor, plan: Sequence[int]) -> Tensor:
@@ -30,11 +30,6 @@ def _count(like: Tensor, plan: Sequence[int]) -> int:
 @lru_cache(KEPT_PLANS)
 def _count_once(device: torch.device, plan: tuple[int, ...]) -> int:
     return _count(torch.empty(0, device=device), list(plan))
-
-
-def only_rounds_weight(stage: StagePlan) -> bool:
-    """Whether the kernels of a stage only round its weight; those that compute an expansion again do more with it."""
-    return stage.kind == Kind.POINTWISE and stage.saved_at is not None
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -111,7 +106,6 @@ def conv_bn_act_chain_bwd(
     if any(wants):
         torch.ops.nasfast.conv_bn_act_chain_gpu_bwd(
             grad=aligned(grad),
-            x=None if x is None else aligned(x),
             saved=saved,
             statistics=statistics,
             conv_weights=list(map(aligned, conv_weights)),

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from nasfast.ops.chain_operator import update_running
-from nasfast.ops.cuda.conv import aligned, counters, only_rounds_weight
+from nasfast.ops.cuda.conv import aligned, counters
 from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
-from nasfast.ops.plan import ChainPlan
+from nasfast.ops.plan import ChainPlan, Kind
 from nasfast.ops.reference import Stage
 from nasfast.ops.rounded import Rounded
 
@@ -92,7 +92,6 @@ class StaticChain:
         begins = self.made_from.norm if self.made_from is not None and self.dx is not None else ()
         torch.ops.nasfast.conv_bn_act_chain_gpu_bwd(
             grad=grad,
-            x=self.x if self.plan.recompute else None,
             saved=saved,
             statistics=statistics,
             conv_weights=self._weights(),
@@ -126,4 +125,4 @@ class StaticChain:
         if self.rounded is None or self.rounded.dtype != self.x.dtype:
             return weights
         pairs = zip(weights, self.plan.stages, strict=True)
-        return [self.rounded.of(weight) if only_rounds_weight(stage) else weight for weight, stage in pairs]
+        return [self.rounded.of(weight) if stage.kind == Kind.POINTWISE else weight for weight, stage in pairs]

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nasfast.measure.doctor import environment
 from nasfast.measure.timing import machine, measuring
 from nasfast.research.studies import registry
 from nasfast.research.studies.report import StudyReport
 from nasfast.runtime.device import torch_device
+from nasfast.runtime.progress import Progress
 from nasfast.settings import TaskSettings
-
-_LOG = logging.getLogger(__name__)
-
-_SECONDS_PER_LINE = 10.0
 
 Done = Callable[[int], None]
 """To be called with how much of a part of a study is done."""
@@ -34,31 +25,21 @@ Task = Callable[[str, int], Done]
 
 @contextmanager
 def progress() -> Iterator[Task]:
-    """A bar for every task; where standard error is no terminal, a line at most every ten seconds."""
-    console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        yield _plain_lines
-        return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console) as bars:
+    """Shows the part of a study that runs, one at a time; see `nasfast.runtime.progress.Progress`."""
+    with ExitStack() as shown:
 
         def task(name: str, total: int) -> Done:
-            bar = bars.add_task(name, total=total)
-            return lambda done: bars.update(bar, completed=done)
+            shown.close()  # the part before has ended
+            part = shown.enter_context(Progress(name, total))
+
+            def tell(done: int) -> None:
+                part.update(done)
+                if done >= total:
+                    shown.close()  # what follows may show its own progress
+
+            return tell
 
         yield task
-
-
-def _plain_lines(name: str, total: int) -> Done:
-    said, last = -math.inf, -1
-
-    def tell(done: int) -> None:
-        nonlocal said, last
-        if done != last and (done == total or time.monotonic() - said >= _SECONDS_PER_LINE):
-            said, last = time.monotonic(), done
-            _LOG.info("%s: %d of %d", name, done, total)
-
-    return tell
 
 
 def no_task(name: str, total: int) -> Done:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,7 @@ from nasfast.research.studies.draw import figure_of
 from nasfast.research.studies.report import StudyReport, plain
 from nasfast.research.studies.run import run_study
 from nasfast.research.studies.wiring.config import CollapseConfig, CostConfig, GrowthConfig, TheoremsConfig, WidthConfig
+from nasfast.runtime.progress import Progress
 from nasfast.spaces import load_arch, read_space
 from nasfast.train import CheckpointError
 
@@ -113,15 +113,27 @@ def test_studies_share_their_searches(reports):
     assert {path.parent.name for path in out.glob("*/search.npz")} == FOLDERS
 
 
+@pytest.fixture
+def shown(monkeypatch):
+    """(name, done, total) of all that a study shows of its progress."""
+    told = []
+
+    class Shown(Progress):
+        def update(self, step, text=None):
+            told.append((self._stage, step, self._total))
+
+    monkeypatch.setattr("nasfast.research.studies.run.Progress", Shown)
+    return told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["p2", "cost"])
-def test_a_command_repeats_nothing_and_tells_the_same(reports, steps, kind, capsys, caplog):
+def test_a_command_repeats_nothing_and_tells_the_same(reports, steps, kind, capsys, shown):
     out, found, _ = reports
     steps.take()
-    caplog.set_level("INFO", "nasfast")
     assert main(["wiring", kind, *flags(STUDIES[kind][1]), "--out", str(out)]) == 0
     assert steps.take() == 0
-    assert any(re.fullmatch(r".*, seed 1: (\d+) of \1", message) for message in caplog.messages)
+    assert any(name.endswith(", seed 1") and done == total for name, done, total in shown)
     form = json.loads((out / f"wiring-{kind}.json").read_text(encoding="utf-8"))
     assert told(form) == told(found[kind].to_dict())
     page = (out / f"wiring-{kind}.html").read_text(encoding="utf-8")
@@ -133,17 +145,15 @@ def test_a_command_repeats_nothing_and_tells_the_same(reports, steps, kind, caps
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["p3"])
-def test_searches_as_tasks_have_the_same_bytes(reports, steps, kind, tmp_path, monkeypatch):
+def test_searches_as_tasks_have_the_same_bytes(reports, steps, kind, tmp_path, monkeypatch, shown):
     """Every search of a study is handed to the executor together, and read by the study as finished."""
     out, found, taken = reports
     run_tasks_here(monkeypatch)
     steps.take()
-    told_of = []
-    monkeypatch.setattr("nasfast.research.studies.run._plain_lines", lambda name, total: told_of.append)
     assert main(["wiring", kind, *flags(STUDIES[kind][1]), "--out", str(tmp_path), "--attempts", "2"]) == 0
     folders = {path.parent for path in tmp_path.glob("*/task.json")}
     assert folders == {path.parent for path in tmp_path.glob("*/search.npz")} and len(folders) == 6
-    assert len(told_of) == len(folders), "a search ran in the study itself"
+    assert len(shown) == len(folders), "a search ran in the study itself"
     # it finds the searches of p1 when it runs behind p1
     assert steps.take() == taken[kind] + taken["p1"]
     for folder in folders:

@@ -159,12 +159,12 @@ def random_cells(space: CellSpace, train: Images, trainer: Trainer, cfg: NasiQui
     archs = distinct_archs(space, cfg.cells, cfg.seed)
     batches = {mode: batches_of(train, cfg.images, cfg.repeats, mode, space.num_classes, cfg.seed) for mode in MODES}
     scores: dict[str, list[float]] = {mode: [] for mode in MODES}
-    scored, trained = (task(name, len(archs)) for name in ("scores", "training random cells"))
+    scored = task("scores", len(archs))
     for i, arch in enumerate(archs, 1):
         for mode in MODES:
             scores[mode].append(score_architecture(space, arch, batches[mode], seed=cfg.seed))
         scored(i)
-    accuracy = []
+    accuracy, trained = [], task("training random cells", len(archs))
     for i, arch in enumerate(archs, 1):
         accuracy.append(trainer(arch))
         trained(i)
