@@ -1,7 +1,9 @@
 """`nasfast.fuse`: any model runs its chains of convolution, BatchNorm and activation fused, where that is faster.
 
-May import `ops` and all before it. Begin with `api`, then `region` (what is captured of a module) and `dynamo` (what
-becomes of the graph).
+`api` is what users call. `find` looks for the modules that own chains, in traces, by the rules of `match` and
+`members`. Each of them is a `region`, which TorchDynamo captures; `dynamo` puts chains, and `excite`
+squeeze-and-excitations, into its graph, and is the backend of torch.compile, too. A chain decides by `rule` whether it
+runs on the operator or on PyTorch (`stages`). `report` says what was found and captured.
 """
 
 from nasfast.fusion.api import fuse, unfuse

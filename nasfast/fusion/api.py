@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,10 +23,11 @@ from nasfast.ops.reference import ConvBNParams, Stage
 def fuse(model: nn.Module, *, only_faster: bool = True, inner: str | Callable[..., Any] = "eager") -> FuseReport:
     """Make the convolution -> BatchNorm -> activation chains of a model run fused, where that is faster.
 
-    It works in place on any module and changes only the `forward` of the modules that own a chain. Classes, submodules,
-    parameters, state_dict, hooks, copies, train() and eval() do not change. Results and running statistics are the same
-    up to rounding. The result of a chain may be in channels_last, whatever the input is: code behind the module must
-    flatten with `flatten` or `reshape`, not with `view`.
+    It works in place on any module and changes only the `forward` of the modules that own a chain, and of the model,
+    which is left to PyTorch as a whole at sizes where few chains pay. Classes, submodules, parameters, state_dict,
+    hooks, copies, train() and eval() do not change. Results and running statistics are the same up to rounding. The
+    result of a chain may be in channels_last, whatever the input is: code behind the module must flatten with `flatten`
+    or `reshape`, not with `view`.
 
     TorchDynamo captures each such forward in its first call, which takes about 0.2 s for a block; guards see every
     later change, and one graph serves all sizes. What cannot be captured runs as before, and so does a module that
@@ -75,6 +77,8 @@ def fuse(model: nn.Module, *, only_faster: bool = True, inner: str | Callable[..
     for owner, region in regions.items():
         module = model.get_submodule(owner)
         module.forward = FusedForward(module, region)
+    if only_faster and regions and "" not in regions:
+        model.forward = FusedForward(model, Region(replace(settings, captured=False)))
     expected = {
         owner: [_expected(model, owner, chain, only_faster) for chain in chains]
         for owner, chains in findings.chains.items()

@@ -28,7 +28,7 @@ from nasfast.fusion import members, rule
 from nasfast.fusion.excite import ExcitationCall, find_excitations
 from nasfast.fusion.match import Matcher, TracedStage, adds_in_place
 from nasfast.fusion.members import Conv, describe, square_conv, stage_of
-from nasfast.fusion.stages import plain_stages, result_dtype, run_stages
+from nasfast.fusion.stages import SERVED, plain_stages, result_dtype, run_stages
 from nasfast.ops.autograd import transformed
 from nasfast.ops.reference import ConvBNParams, Stage
 
@@ -164,18 +164,19 @@ class ChainCall(nn.Module):
         settings: its stages, of which tensors and numbers of BatchNorms are given at each call.
         in_place: whether the addition behind it keeps the type of its result.
         least: the results per thread from which the operator pays.
-        pays: whether the operator pays for an input of a shape.
+        gain: of an input of a shape, as in `rule.gain_of`.
 
     Attributes:
         contiguous: whether what follows needs a result that is contiguous, as PyTorch's is.
     """
 
     def __init__(
-        self, settings: Sequence[Stage], in_place: bool, least: int, pays: Callable[[torch.Size], bool]
+        self, settings: Sequence[Stage], in_place: bool, least: int, gain: Callable[[torch.Size], float]
     ) -> None:
         super().__init__()
-        self._settings, self._in_place, self._pays = [stage[1:6] for stage in settings], in_place, pays
+        self._settings, self._in_place, self._gain = [stage[1:6] for stage in settings], in_place, gain
         self.least, self.contiguous = least, False
+        self._checked: set[torch.Size] = set()
 
     def forward(
         self, x: Tensor, residual: Tensor | None, numbers: Sequence[tuple[float, float]], *tensors: Tensor | None
@@ -193,12 +194,14 @@ class ChainCall(nn.Module):
         each = len(_NONE)
         params = [ConvBNParams(*tensors[i : i + each]) for i in range(0, len(tensors), each)]  # type: ignore[arg-type]
         stages = [Stage(p, *fixed, *its) for p, fixed, its in zip(params, self._settings, numbers, strict=True)]
-        if not self._pays(x.shape):
+        gain = self._gain(x.shape)
+        if gain < 0:
             y = plain_stages(x, stages)
             if residual is not None:
                 y = y.add_(residual) if self._in_place else y + residual
             return y
-        y = run_stages(x, stages, residual)
+        SERVED.count(gain)
+        y = run_stages(x, stages, residual, self._checked)
         if self._in_place:
             y = y.to(result_dtype(x))
         return y.contiguous() if self.contiguous else y
@@ -312,7 +315,7 @@ def _way(chain: _GraphChain, *, always: bool, keep_layouts: bool) -> ChainCall |
         least = 0 if always else rule.least_results(x, stages, trains=trains, gradients=y.requires_grad)
     if least is None:
         return when(None, _tensor(chain.nodes[0]))
-    return ChainCall(chain.stages, chain.in_place, least, rule.deciding(stages, least))
+    return ChainCall(chain.stages, chain.in_place, least, rule.gain_of(stages, least))
 
 
 def when(least: int | None, x: Tensor) -> str:

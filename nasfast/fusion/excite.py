@@ -29,6 +29,8 @@ _GATE_FUNCTIONS: dict[object, str] = {
     Tensor.sigmoid: "sigmoid",
     Tensor.sigmoid_: "sigmoid",
 }
+# elements from which the operator gains more in inference than the guards of its region cost
+_LEAST_WITHOUT_GRADIENT = 500_000
 _PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, operator.mul)
 
 
@@ -113,10 +115,11 @@ class ExcitationCall(nn.Module):
 
     def forward(self, x: Tensor, *weights: Tensor) -> Tensor:
         """The result for (N, C, H, W) and weight and bias of the two convolutions."""
-        if squeeze.is_faster(x, trains=self._trains):
+        gradient = torch.is_grad_enabled() and x.requires_grad
+        if (gradient or x.numel() >= _LEAST_WITHOUT_GRADIENT) and squeeze.is_faster(x, trains=self._trains):
             autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
             if autocast == torch.bfloat16 if autocast is not None else weights[0].dtype == x.dtype:
-                SERVED.calls += 1
+                SERVED.count(0.0)  # what a few of them gain, the guards of their regions cost
                 with suppress(TypeError, ValueError):  # it refuses before it computes; PyTorch may accept the same
                     return squeeze.squeeze_excite(x, *weights, act=self._act, gate=self._gate, backend="cpu")
         squeeze_weight, squeeze_bias, excite_weight, excite_bias = weights

@@ -7,6 +7,7 @@ calls, and the guards of TorchDynamo then see every change. What cannot be captu
 from __future__ import annotations
 
 import inspect
+import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.nn.modules import module as module_state
 
+from nasfast.fusion import rule
 from nasfast.fusion.dynamo import GraphFacts, fuse_graph
 from nasfast.fusion.members import has_patched_classes
 from nasfast.fusion.stages import SERVED
@@ -34,19 +36,47 @@ _MAX_CAPTURES = 8
 # Captures for calls that look the same from outside. There are some for what may change, such as what trains; a forward
 # with more takes a new way at every call.
 _MAX_ALIKE = 3
-# Calls that run PyTorch's own code behind one in which no operator of ours ran, and the kinds of calls that are kept.
-_IDLE_CALLS, _KEPT_KINDS = 32, 256
-
+# Calls in which a region without an operator of ours runs PyTorch's own code: the first number at first, then twice as
+# many each time, up to the second. And the kinds of calls that are kept.
+_IDLE_CALLS, _MOST_IDLE_CALLS, _KEPT_KINDS = 8, 512, 256
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of `fuse`: whether every chain always runs on the operator, and the backend for the rest."""
+    """How a module runs.
+
+    Attributes:
+        always: whether every chain always runs on the operator.
+        inner: the backend for the rest.
+        captured: whether its forward is captured. That of a model whose modules are captured by themselves is not: it
+            only leaves all of them to PyTorch at once, where too little runs on the operator.
+    """
 
     always: bool
     inner: str | Callable[..., Any]
+    captured: bool = True
+
+
+class Kind:
+    """Calls of a model that look the same, of which the first ones told which regions need no guards in the others.
+
+    Attributes:
+        idle: the regions in which no operator of ours ran, or too few. They run PyTorch's own code, which is as right,
+            until they are looked at again, because what trains may have changed.
+    """
+
+    def __init__(self) -> None:
+        self.idle: set[Region] = set()
+        self._calls = self._left = _IDLE_CALLS
+
+    def count(self) -> None:
+        """Begin a call."""
+        if not self._left:
+            self._calls = self._left = min(2 * self._calls, _MOST_IDLE_CALLS)
+            self.idle.clear()
+        self._left -= 1
 
 
 class Region:
@@ -63,8 +93,7 @@ class Region:
         self.facts: GraphFacts | None = None
         self.captures, self.problem, self._stopped = 0, "", False
         self._alike: Counter[tuple] = Counter()
-        # for calls in which no operator of ours ran, how many of the same kind run PyTorch's own code from now on
-        self._idle: dict[tuple, int] = {}
+        self._kinds: dict[tuple, Kind] = {}
         # modes in which a capture failed
         self._refused: set[tuple[bool, bool]] = set()
         # TorchDynamo keeps what it compiled by code objects, and what changed by their names: each region has its own
@@ -74,34 +103,44 @@ class Region:
         # only where the guards of a capture hold
         self._run_known: Callable[..., Any] = torch._dynamo.run(self._run)
 
-    def is_idle(self, module: nn.Module, args: Sequence[Any]) -> bool:
-        """Whether a call as this one ran no operator of ours before: its own code is as right, and has no guards."""
-        kind = _kind_of_call(module, args) if self._idle else None
-        left = self._idle.get(kind) if kind is not None else None
-        if kind is None or left is None:
-            return False
-        if left:
-            self._idle[kind] = left - 1
-        else:  # what trains may have changed since
-            del self._idle[kind]
-        return left > 0
+    def kind_of(self, module: nn.Module, args: Sequence[Any]) -> Kind | None:
+        """What is known of calls as this one; None if its first argument is no tensor."""
+        key = _key_of_kind(module, args)
+        if key is None:
+            return None
+        if key not in self._kinds and len(self._kinds) >= _KEPT_KINDS:
+            self._kinds.clear()
+        kind = self._kinds.setdefault(key, Kind())
+        kind.count()
+        return kind
 
-    def call(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The result of the module's forward."""
+        if _must_run_as_it_is() or (self.settings.captured and _has_hooks_below(module)):
+            SERVED.gain = math.inf  # which says nothing about later calls
+            return _forward(module, *args, **kwargs)
+        if self.settings.captured:
+            before = SERVED.calls
+            result = self._captured(module, args, kwargs)
+            idle = SERVED.calls == before and self.settings.inner == "eager"
+        else:
+            SERVED.gain = 0.0
+            result = _forward(module, *args, **kwargs)
+            idle = SERVED.gain < rule.LEAST_GAIN
+        kind = _KIND.get()
+        if idle and kind is not None:
+            forwards = [vars(inside).get("forward") for inside in module.modules()]
+            kind.idle |= {forward.region for forward in forwards if isinstance(forward, FusedForward)}
+        return result
+
+    def _captured(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         mode = module.training, torch.is_grad_enabled()
         if self._stopped or mode in self._refused:
             return (self._run_known if self.captures else _forward)(module, *args, **kwargs)
         token = _CURRENT.set((self, module, args))
         try:
-            before, captures = SERVED.calls, self.captures
-            with nullcontext() if captures or self.settings.inner != "eager" else _DynamicSizes(args):
-                result = self._run(module, *args, **kwargs)
-            kind = _kind_of_call(module, args)
-            if SERVED.calls == before and self.settings.inner == "eager" and kind is not None:
-                if len(self._idle) >= _KEPT_KINDS:
-                    self._idle.clear()
-                self._idle[kind] = _IDLE_CALLS
-            return result
+            with nullcontext() if self.captures or self.settings.inner != "eager" else _DynamicSizes(args):
+                return self._run(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             # nothing of the forward has run yet
             problem = f"it cannot be captured in {'training' if mode[0] else 'eval'} mode ({first_line(error)})"
@@ -153,18 +192,18 @@ class FusedForward:
         return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.module
-        if torch.compiler.is_compiling() or _LEFT.get():
+        module, region = self._module() or self.module, self.region
+        if torch.compiler.is_compiling():
             return _forward(module, *args, **kwargs)
-        if self.region.is_idle(module, args):
-            token = _LEFT.set(True)
-            try:
-                return _forward(module, *args, **kwargs)
-            finally:
-                _LEFT.reset(token)
-        if _must_run_as_it_is() or _has_hooks_below(module):
-            return _forward(module, *args, **kwargs)
-        return self.region.call(module, args, kwargs)
+        kind = _KIND.get()
+        if kind is not None:
+            return (_forward if region in kind.idle else region.call)(module, *args, **kwargs)
+        kind = region.kind_of(module, args)
+        token = _KIND.set(kind)
+        try:
+            return (_forward if kind and region in kind.idle else region.call)(module, *args, **kwargs)
+        finally:
+            _KIND.reset(token)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedForward:
         copied = FusedForward.__new__(FusedForward)
@@ -180,8 +219,11 @@ class FusedForward:
         return inspect.signature(partial(type(self.module).forward, self.module))
 
     def __getattr__(self, name: str) -> Any:
+        # torch.export says with it where a model comes from
+        if name == "__code__":
+            return type(self.module).forward.__code__
         # torch.jit.script reads these of every forward that it compiles
-        if name in ("__globals__", "__code__", "__closure__"):
+        if name in ("__globals__", "__closure__"):
             raise AttributeError(
                 "torch.jit.script cannot compile a module that runs fused: call nasfast.unfuse(model) before, or use "
                 "torch.jit.trace, which records the unfused model"
@@ -201,8 +243,8 @@ _NUMBERS = count()
 _CURRENT: ContextVar[tuple[Region, nn.Module, Sequence[Any]]] = ContextVar("the region that is called")
 
 
-# whether modules inside are left to PyTorch, as that around them is
-_LEFT: ContextVar[bool] = ContextVar("left to PyTorch", default=False)
+# the kind of the call of the outermost region
+_KIND: ContextVar[Kind | None] = ContextVar("the kind of the call", default=None)
 
 
 def _capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -239,14 +281,17 @@ def _seen_from_outside(module: nn.Module, args: Sequence[Any]) -> tuple:
     return module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, *images
 
 
-def _kind_of_call(module: nn.Module, args: Sequence[Any]) -> tuple | None:
-    """What decides, with the model, whether chains pay in a call; None if its first argument is no tensor."""
+def _key_of_kind(module: nn.Module, args: Sequence[Any]) -> tuple | None:
+    """What decides, with the model, whether chains pay in a call; None if its first argument is no tensor.
+
+    Of the size it is the order, so that images of changing sizes are of few kinds.
+    """
     x = args[0] if args else None
     if type(x) is not Tensor:
         return None
     autocast = torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
     return (
-        x.shape,
+        int(4 * math.log2(x.numel() or 1)),
         x.dtype,
         x.requires_grad,
         autocast,

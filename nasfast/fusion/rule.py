@@ -1,19 +1,21 @@
 """Which chains run faster on the operator than on PyTorch, by a rule; nothing is timed while a model runs.
 
 A chain gains by the memory traffic that it saves, so it pays from a number of results on: elements of the outputs of
-its convolutions, over all stages. Smaller chains pay less than a call of the operator costs.
+its convolutions, over all stages. Smaller chains pay less than a call of the operator costs, and a model in which few
+chains pay is left to PyTorch.
 
-The numbers were measured on one core of an AMD EPYC (Zen 5). With AVX-512: chains of six networks of torchvision and
-timm at batch 8 and 160 pixels, and whole steps of eleven networks. With AVX2, to which PyTorch, oneDNN and the
-operators were limited on the same processor: the chains of torchvision's mobilenet_v2 in float32 at batch 8 and 32.
-There, PyTorch's products are faster, so a chain pays only with gradients, where it saves more memory traffic, and with
-few products. A narrower instruction set takes the numbers of AVX2.
+The numbers were measured on one core of an AMD EPYC (Zen 5). With AVX-512: whole steps of torchvision's mobilenet_v2,
+mobilenet_v3_large and efficientnet_b0 at batch 1 to 8 and 64 to 224 pixels, chains of six networks at batch 8 and 160
+pixels, and whole steps of eleven networks. With AVX2, to which PyTorch, oneDNN and the operators were limited on the
+same processor: the chains of torchvision's mobilenet_v2 in float32 at batch 8 and 32. There, PyTorch's products are
+faster, so a chain pays only with gradients, where it saves more memory traffic, and with few products. A narrower
+instruction set takes the numbers of AVX2.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,26 +25,23 @@ from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import Kind, stage_kind, storage_dtype
 from nasfast.ops.reference import Stage
 
-
-class _Least(NamedTuple):
-    """The least results per thread from which a chain pays.
-
-    Attributes:
-        own: of pointwise convolutions without stride and depthwise ones.
-        other: of chains with another convolution: the operator gathers patches or pixels for it, or PyTorch runs it.
-    """
-
-    own: int
-    other: int
-
-
-# with AVX-512, by type and whether a convolution trains
+# Frozen convolutions with AVX-512, by type and whether anything has a gradient: the least results per thread of chains
+# of pointwise convolutions without stride and depthwise ones, where products (multiplications and additions) take no
+# time. So many products gain as much as one result: deep layers have few pixels, and PyTorch is slower there.
 _LEAST = {
-    (torch.float32, False): _Least(100_000, 2_000_000),
-    (torch.float32, True): _Least(1_200_000, 1_200_000),
-    (torch.bfloat16, False): _Least(100_000, 2_000_000),
-    (torch.bfloat16, True): _Least(1_000_000, 1_500_000),
+    (torch.float32, True): 100_000,
+    (torch.float32, False): 250_000,
+    (torch.bfloat16, True): 100_000,
+    (torch.bfloat16, False): 400_000,
 }
+_PRODUCTS_LIKE_A_RESULT = 40
+# chains with another convolution: the operator gathers patches or pixels for it, or PyTorch runs it
+_LEAST_OTHER = 2_000_000
+# where a convolution trains, of the first and of the other chains
+_LEAST_TRAINED = {torch.float32: (1_200_000, 1_200_000), torch.bfloat16: (1_000_000, 1_500_000)}
+# A whole model is left to PyTorch where its chains gain less, in units of what a call of the operator costs: the code
+# and the data of few calls are in no cache.
+LEAST_GAIN = 28.0
 _WITH_AVX512 = ("avx512", "avx512bf16", "amx")
 # Without AVX-512 in float32, with gradients: products (multiplications and additions) per result up to which a chain
 # pays, by whether a convolution trains. From this number of results on, chains of 17 to 38 take 0.5 to 0.96 of
@@ -53,7 +52,7 @@ _LEAST_NARROW = 1_600_000
 # Input channels from which PyTorch's pointwise convolution in bfloat16 is as fast as the operator's. A chain of such
 # convolutions counts as one of other convolutions, unless a depthwise one, where PyTorch is slow, is in it.
 _DEEP = 192
-# shapes of which a chain keeps whether it pays
+# shapes of which a chain keeps what it gains
 _KEPT_SHAPES = 256
 
 
@@ -75,20 +74,25 @@ def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool, gradients
     if dtype == torch.float32 and isa not in _WITH_AVX512:
         pays = gradients and _products_per_result(stages) <= _MOST_PRODUCTS[trains]
         return _LEAST_NARROW if pays else None
+    if (dtype, gradients) not in _LEAST:
+        return None
+    if dtype == torch.bfloat16 and not gradients and any(s.act == "silu" for s in stages):
+        return None  # as fast as PyTorch at any size
     # PyTorch's gradient of these takes up to ten times as long as its forward
     strided = any(kind == Kind.DEPTHWISE and s.stride > 1 for kind, s in zip(kinds, stages, strict=True))
-    if dtype == torch.bfloat16 and not trains and strided:
+    if dtype == torch.bfloat16 and gradients and not trains and strided:
         return 0
-    least = _LEAST.get((dtype, trains))
-    if least is None:
-        return None
     own = all(
         kind == Kind.DEPTHWISE or (kind == Kind.POINTWISE and s.stride == 1)
         for kind, s in zip(kinds, stages, strict=True)
     )
     if dtype == torch.bfloat16 and Kind.DEPTHWISE not in kinds:
         own &= all(s.params.conv_weight.shape[1] < _DEEP for s in stages)
-    return least.own if own else least.other
+    if trains:
+        return _LEAST_TRAINED[dtype][not own]
+    if not own:
+        return _LEAST_OTHER
+    return round(_LEAST[dtype, gradients] / (1 + _products_per_result(stages) / _PRODUCTS_LIKE_A_RESULT))
 
 
 def _products_per_result(stages: Sequence[Stage]) -> float:
@@ -107,23 +111,26 @@ def _least_elsewhere(backend: str, x: Tensor) -> int | None:
     return None if backend == "reference" or storage_dtype(x) == torch.float32 else 0
 
 
-def deciding(stages: Sequence[Stage], least: int | None) -> Callable[[torch.Size], bool]:
-    """A function that says whether these stages give at least so many results per thread for an input of a shape."""
-    sizes = [(s.params.conv_weight.shape[0], *s.params.conv_weight.shape[2:], s.stride, s.padding) for s in stages]
-    kept: dict[tuple[torch.Size, int], bool] = {}
+def gain_of(stages: Sequence[Stage], least: int) -> Callable[[torch.Size], float]:
+    """A function of the shape of an input that says what the operator gains, in units of what a call of it costs.
 
-    def pays(shape: torch.Size) -> bool:
+    Below 0 it does not pay; infinite if it always does.
+    """
+    sizes = [(s.params.conv_weight.shape[0], *s.params.conv_weight.shape[2:], s.stride, s.padding) for s in stages]
+    kept: dict[tuple[torch.Size, int], float] = {}
+
+    def gain(shape: torch.Size) -> float:
         if not least:
-            return least is not None
+            return math.inf
         situation = shape, torch.get_num_threads()
-        decided = kept.get(situation)
-        if decided is None:
+        known = kept.get(situation)
+        if known is None:
             if len(kept) >= _KEPT_SHAPES:
                 kept.clear()
-            decided = kept[situation] = _results(shape, sizes) >= situation[1] * least
-        return decided
+            known = kept[situation] = _results(shape, sizes) / (situation[1] * least) - 1
+        return known
 
-    return pays
+    return gain
 
 
 def _results(shape: Sequence[int], sizes: Sequence[tuple[int, ...]]) -> int:

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nasfast.ops.autograd import let_recomputation_reach
-from nasfast.ops.conv import conv_bn_act_chain
+from nasfast.ops.checks import check_chain
+from nasfast.ops.conv import run_checked_chain
 from nasfast.ops.reference import ACTIVATIONS, Stage
 
+_KEPT_SHAPES = 256
 _HALF = (torch.bfloat16, torch.float16)
 # those that change their input, whose gradients need only the result
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -24,27 +26,44 @@ _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Served(threading.local):
-    """How often operators of ours ran in this thread."""
+    """What operators of ours ran in this thread.
+
+    Attributes:
+        calls: how many.
+        gain: what they gained, in units of what the least chain that pays gains before its call is paid.
+    """
 
     calls = 0
+    gain = 0.0
+
+    def count(self, gain: float) -> None:
+        self.calls += 1
+        self.gain += gain
 
 
 SERVED = Served()
 
 
-def run_stages(x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> Tensor:
-    """The stages on the operator, or on PyTorch where the operator refuses them."""
-    SERVED.calls += 1
+def run_stages(x: Tensor, stages: Sequence[Stage], residual: Tensor | None, checked: set[torch.Size]) -> Tensor:
+    """The stages on the operator, or on PyTorch where the operator refuses them.
+
+    Args:
+        x, stages, residual: as in `conv_bn_act_chain`.
+        checked: shapes of x for which these stages have been checked; guards see to types, devices and other shapes.
+    """
     exact = [_norm_in_float32(stage) if stage.params.bn_weight.dtype in _HALF else stage for stage in stages]
-    try:
-        # checks its arguments before it computes or changes anything
-        y = conv_bn_act_chain(x, exact, residual=residual)
-    except (TypeError, ValueError):
-        # PyTorch may accept what the operator refuses, such as a residual that is broadcast. If PyTorch refuses it too,
-        # its error is the one that users of the model know.
-        if residual is not None:
-            return run_stages(x, stages, None) + residual
-        return plain_stages(x, stages)
+    if x.shape not in checked:
+        try:
+            check_chain("fuse", x, exact, residual)
+        except (TypeError, ValueError):
+            # PyTorch may accept what the operator refuses, such as a residual that is broadcast. If PyTorch refuses it
+            # too, its error is the one that users of the model know.
+            if residual is not None:
+                return run_stages(x, stages, None, checked) + residual
+            return plain_stages(x, stages)
+        if not torch.compiler.is_compiling() and len(checked) < _KEPT_SHAPES:
+            checked.add(x.shape)
+    y = run_checked_chain(x, exact, residual)
     for given, used in zip(stages, exact, strict=True):
         if given is not used and given.training:
             for running, moved in zip(given.params[3:5], used.params[3:5], strict=True):

@@ -100,6 +100,11 @@ def conv_bn_act_chain(
     return _run("conv_bn_act_chain", x, stages, residual, backend, shuffle=shuffle)
 
 
+def run_checked_chain(x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> Tensor:
+    """`conv_bn_act_chain` of arguments that `checks.check_chain` has checked."""
+    return _run("conv_bn_act_chain", x, stages, residual, None)
+
+
 def cuda_plan(x: Tensor, stages: Sequence[Stage]) -> ChainPlan | None:
     """The plan by which `conv_bn_act_chain` runs all of these stages as one chain of the CUDA kernels; None if not."""
     fields = stage_fields(stages)

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nasfast.engine import GraphEngine
+from benchmarks.captures import EagerCapture
+from nasfast.engine import EagerEngine, GraphEngine
 from nasfast.measure.timing import random_batch
 from nasfast.supernet import Supernet
 from nasfast.train.loop import update
@@ -87,3 +88,23 @@ def test_the_update_has_no_launches_per_parameter_and_scales_only_to_clip(clip_n
     once = ["_foreach_norm", "stack", "linalg_vector_norm", "_fused_sgd_"]
     once += ["add", "reciprocal", "mul", "clamp", "_foreach_mul_"] if clip_norm else []
     assert updated.count == dict.fromkeys(once, 1)
+
+
+@pytest.mark.parametrize("engine", ["eager", "graphs"])
+def test_gradients_and_momentum_have_the_strides_of_their_parameters(engine):
+    """Which fused SGD on a GPU demands; where every weight trains, those of convolutions are channels_last."""
+    space = tiny_space()
+    net = Supernet(space)
+    net.freeze("all")
+    net.to(memory_format=torch.channels_last).train()
+    images, labels = random_batch(space, 2)
+    graphs = GraphEngine(net, tuple(images.shape), capture=EagerCapture())
+    step = graphs if engine == "graphs" else EagerEngine(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
+    for _ in range(2):
+        step.forward_backward(images, labels, [(0, 1, 0, 1)])
+        update(optimizer, 5.0)
+    graded = [p for p in net.parameters() if p.grad is not None]
+    assert any(p.ndim == 4 and p.grad.stride(1) == 1 for p in graded)
+    for p in graded:
+        assert p.grad.stride() == p.stride() == optimizer.state[p]["momentum_buffer"].stride()

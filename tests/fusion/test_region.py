@@ -314,4 +314,6 @@ def test_where_nothing_pays_the_forward_runs_itself(captures):
         torch.testing.assert_close(fused(x), plain(x))
     assert len(calls) == len(captures) == 1
     fused(torch.randn(2, 4, 8, 9))
+    assert len(calls) == 1
+    fused(torch.randn(2, 4, 8, 16))
     assert len(calls) == 2

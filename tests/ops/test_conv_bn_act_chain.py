@@ -51,6 +51,7 @@ def planned(*, recompute):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planning, "MIN_RECOMPUTED_EXPANSION", 0)
         patch.setattr(planning, "MAX_RECOMPUTED_CHANNELS", 10**9 * recompute)
+        patch.setattr(planning, "MIN_RECOMPUTED_ROWS", 1)
         planning._decide_once.cache_clear()
         yield
     planning._decide_once.cache_clear()
@@ -286,6 +287,13 @@ def test_saves_each_convolution_output_once(dtype, plan, native):
         assert saved_by(run)[0] == []
     x.requires_grad_(False)
     assert saved_by(run)[0] == []
+
+
+@pytest.mark.parametrize("pixels, recomputed", [(44, False), (45, True)])
+def test_an_expansion_of_few_pixels_is_stored(pixels, recomputed, native):
+    drawn = ChainCase((1, 24, pixels, pixels), "pw48 dw3").draw_once()
+    planned = planning.plan_chain("cpu", drawn.x, planning.stage_fields(drawn.stages))
+    assert planned.recompute == recomputed
 
 
 def test_the_input_is_not_kept_alive(plan, native):
