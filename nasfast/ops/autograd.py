@@ -2,8 +2,8 @@
 
 The formulas belong to the operators, by a kernel for the dispatch key Autograd, and not to a `torch.autograd.Function`
 around their calls. Such a Function takes 42 instead of 51 us for a forward and backward of a tiny bn_act (torch 2.15,
-one AVX2 core), but a tracer sees through it: in a graph of `torch.export` or `make_fx` only the operator is left, whose
-gradients are then None, with no more than a warning. `torch.library.opcheck` refuses such an operator, too.
+one core of an AMD EPYC), but a tracer sees through it: in a graph of `torch.export` or `make_fx` only the operator is
+left, whose gradients are then None, with no more than a warning.
 """
 
 from collections.abc import Callable, Sequence
