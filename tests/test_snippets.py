@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
+import json
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
+from digits_runs import write_config
 from doc_links import ROOT, pages
 from tiny import write_folder
 
@@ -18,7 +22,7 @@ from nasfast.cli.main import main
 from nasfast.runtime import imports
 from nasfast.search.limits import check_range
 from nasfast.settings import RunConfig
-from nasfast.spaces import get_space
+from nasfast.spaces import format_arch, get_space
 
 README = ROOT / "README.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -107,6 +111,38 @@ def test_the_commands_of_a_first_search_run(page, tmp_path, monkeypatch, capfd):
         done.append(command[0])
     assert {"run", "export"} <= set(done) and "next: nasfast " in capfd.readouterr().out
     assert (tmp_path / "runs/mine/retrain/best/model.pt2").exists()
+
+
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory) -> Path:
+    """A folder with a run, `runs/mine`, up to its search, and accuracies of its space."""
+    folder = tmp_path_factory.mktemp("searched")
+    config = str(write_config(folder))
+    assert main(["supernet", "--out", str(folder / "runs/mine"), "--config", config]) == 0
+    for stage in ("score", "search"):
+        assert main([stage, "--out", str(folder / "runs/mine")]) == 0
+    accuracies = {format_arch(arch): sum(arch) / 10 for arch in itertools.product(range(3), repeat=4)}
+    (folder / "accuracies.json").write_text(json.dumps(accuracies))
+    return folder
+
+
+FEWER = {"240": "2", "360": "3"}
+"""Epochs in place of documented ones."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "name"), [("retrain.md", "retrain"), ("ranking_zero_cost.md", "rank")])
+def test_the_commands_about_a_searched_run_run(page, name, searched, tmp_path, monkeypatch, capfd):
+    """Each on the run as it was, but for those that resume; tests/tasks runs tasks in processes and on a cluster."""
+    done = 0
+    for command in [command for text in blocks(ROOT / "docs" / page, ("",)) for command in commands(text)]:
+        if command[0] != name or "runs/mine" not in command or {"--workers", "--executor"} & set(command):
+            continue
+        done += 1
+        if "--resume" not in command:
+            monkeypatch.chdir(shutil.copytree(searched, tmp_path / str(done)))
+        assert main([FEWER.get(word, word) for word in command]) == 0, (command, capfd.readouterr().err)
+    assert done >= 2
 
 
 def test_commands_are_found_and_wrong_flags_are_refused():

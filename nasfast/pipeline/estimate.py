@@ -32,7 +32,7 @@ from nasfast.runtime.device import use_threads
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.memory import freed_memory, keep_freed_memory
 from nasfast.runtime.progress import calling, duration
-from nasfast.search.limits import read_limits
+from nasfast.search.limits import layer_costs, read_limits
 from nasfast.search.sampling import sample_under
 from nasfast.settings import RunConfig, TaskSettings
 from nasfast.spaces import Arch, SearchSpace
@@ -190,14 +190,11 @@ def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: fl
 def _notes(cfg: RunConfig, trial: Trial, quick: Sequence[str]) -> tuple[str, ...]:
     """What is planned, and what the times leave out."""
     space = trial.space
-    macs = [
-        sum(extreme(cost.macs for cost in row.values()) for row in space.option_costs()) + space.fixed_cost.macs
-        for extreme in (min, max)
-    ]
+    least, most = layer_costs(space, "macs").range
     limits = read_limits(cfg.search, space)
     given = " and ".join(f"{name} {value:,.10g}" for name, value in limits.given.items()) or "none"
     notes = [
-        f"{space.name}: {len(space)} layers, {space.cardinality:.3g} architectures of {macs[0]:,} to {macs[1]:,} MACs",
+        f"{space.name}: {len(space)} layers, {space.cardinality:.3g} architectures of {least:,} to {most:,} MACs",
         f"{trial.images:,} training images of {space.num_classes} classes; limits of the search: {given}",
     ]
     notes += limits.met_by_all(space)
