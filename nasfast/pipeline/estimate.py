@@ -24,6 +24,7 @@ import torch
 from nasfast.data import Loader
 from nasfast.display import text_table
 from nasfast.indicators.registry import gives_table, score_of
+from nasfast.ops import empty_cache
 from nasfast.pipeline.check import check_scoring
 from nasfast.pipeline.inputs import configured_space, evidence_for, image_loaders, retrain_loaders
 from nasfast.retrain import retrain
@@ -408,6 +409,7 @@ def _peak() -> int:
 
 def _fresh_peak() -> int:
     """Give freed memory back, forget the peak of memory, and give the bytes that this process has now."""
+    empty_cache()
     if freed_memory() == "kept":
         keep_freed_memory(False)
         keep_freed_memory()
