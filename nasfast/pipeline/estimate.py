@@ -56,8 +56,8 @@ _PATH_IMAGES = 32
 _DRAWS = 100
 """Random architectures within the limits, of which the largest is timed."""
 
-_BUSY = 1.3
-"""How many times as long as its work takes a plan lasts on a busy machine, at least."""
+_BUSY = 1.6
+"""How many times as long as its work takes a plan lasts on a busy machine, at least; with DALI 1.35 on a quiet one."""
 
 
 @dataclass(frozen=True)
