@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import itertools
 import re
 from pathlib import Path
 
 import pytest
+import torch
 from tiny import tiny_space
 
+from nasfast import ops
 from nasfast.cli.main import main
 from nasfast.pipeline import estimate
 from nasfast.runtime.progress import duration
@@ -71,6 +74,18 @@ def test_a_batch_is_on_the_line_through_what_was_tried():
     assert (found.seconds, found.slowest) == (pytest.approx(52), pytest.approx(62.4))
     of_process = estimate._fresh_peak()
     assert found.memory - of_process == pytest.approx(100 << 28, rel=0.05)
+
+
+def test_memory_that_operators_keep_is_given_back_before_a_step_is_tried(native):
+    """Or the step would find it there, and seem to need less."""
+    gc.collect()
+    ops.conv_bn_act(
+        torch.randn(8, 16, 64, 64), torch.randn(16, 16, 1, 1), torch.ones(16), torch.zeros(16), backend="cpu"
+    )
+    assert native.pool_bytes()[1] > 0
+    estimate._fresh_peak()
+    used, reached = native.pool_bytes()
+    assert (used, reached) == (0, 0)
 
 
 def test_what_the_run_would_refuse_is_refused(config, tmp_path, capsys, monkeypatch):
