@@ -7,6 +7,7 @@ import pytest
 import torch
 from fused_models import check_close, disturb, fuse_all, observe, set_mode, small, unit
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import nasfast
 from nasfast.fusion import dynamo
@@ -23,7 +24,7 @@ def test_the_backend_finds_the_chains_of_a_fused_model():
         operators.update(str(node.target) for node in graph.graph.nodes)
         return graph
 
-    inner = torch._dynamo.backends.common.aot_autograd(fw_compiler=keep)
+    inner = aot_autograd(fw_compiler=keep)
     model = set_mode(disturb(small()), "frozen convolutions").to(memory_format=torch.channels_last)
     assert len(fuse_all(model).chains) == 5
     eager, x = copy.deepcopy(model), torch.randn(2, 3, 32, 32).contiguous(memory_format=torch.channels_last)
