@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from nasfast.ops import _native
+from nasfast.ops import _native, reference
 from nasfast.ops.autograd import check_device, empty_gradients, let_recomputation_reach
 from nasfast.ops.nhwc import subsample
 from nasfast.ops.plan import ChainPlan, read_plan, storage_dtype
@@ -56,22 +56,16 @@ def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: 
     return y if residual is None or add_input or fused is not None else y + residual
 
 
-@torch.no_grad()
 def update_running(stages: Sequence[Stage], plan: ChainPlan, statistics: Tensor) -> None:
-    """Move the running statistics of stages in training mode towards those of the batch, which a forward wrote.
-
-    It is `reference.update_running` of every stage, in few calls of PyTorch: they take as long as a small chain does.
-    """
+    """Move the running statistics of stages in training mode towards those of the batch, which a forward wrote."""
     if not any([stage.training and stage.params.running_mean is not None for stage in stages]):
         return
-    statistics = statistics.float()
+    statistics = statistics.float()  # once for all stages: calls of PyTorch take as long as a small chain does
     for stage, planned in zip(stages, plan.stages, strict=True):
-        running_mean, running_var = stage.params.running_mean, stage.params.running_var
-        if stage.training and running_mean is not None and running_var is not None:
-            at, channels, count = planned.statistics_at, planned.out_channels, planned.rows
-            running_mean.lerp_(statistics.narrow(0, at, channels), stage.momentum)
-            var = statistics.narrow(0, at + channels, channels)
-            running_var.lerp_(var * (count / (count - 1)), stage.momentum)
+        params, at, channels = stage.params, planned.statistics_at, planned.out_channels
+        if stage.training and params.running_mean is not None:
+            mean, var = (statistics.narrow(0, begin, channels) for begin in (at, at + channels))
+            reference.update_running(params.running_mean, params.running_var, mean, var, planned.rows, stage.momentum)
 
 
 # ---- fake kernels and autograd; the arguments are those of csrc/library.cpp
