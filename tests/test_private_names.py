@@ -58,7 +58,11 @@ NEEDED = {
     ],
     "noticing writes to tensors (ops/rounded.py)": lambda: [torch.ones(1).add_(1)._version == 1],
     "counting operations (research/zero_cost.py)": lambda: [_python_dispatch.TorchDispatchMode],
-    "telling patched and compiled modules from PyTorch's (fusion/members.py)": lambda: [
+    "a trace without the checks of sizes (fusion/find.py)": lambda: [
+        torch._assert,
+        nn.BatchNorm2d._check_input_dim,
+    ],
+    "telling patched and compiled modules from PyTorch's (fusion/modules.py)": lambda: [
         nn.Conv2d._conv_forward,
         nn.ReLU()._compiled_call_impl is None,
         torch._dynamo.eval_frame.OptimizedModule,

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
-from nasfast.fusion import members, rule
+from nasfast.fusion import modules, rule
 from nasfast.fusion.dynamo import when
-from nasfast.fusion.find import FoundChain, find_chains
+from nasfast.fusion.find import find_chains
+from nasfast.fusion.match import FusedChain, GraphChain, tensor_of
 from nasfast.fusion.region import FusedForward, Region, Settings
-from nasfast.fusion.report import FusedChain, FuseReport, count, listed
+from nasfast.fusion.report import FuseReport, count, listed
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import stage_kind
-from nasfast.ops.reference import ConvBNParams, Stage
 
 
 def fuse(model: nn.Module, *, only_faster: bool = True, inner: str | Callable[..., Any] = "eager") -> FuseReport:
     """Make the convolution -> BatchNorm -> activation chains of a model run fused, where that is faster.
 
-    It works in place on any module and changes only the `forward` of the modules that own a chain, and of the model,
-    which is left to PyTorch as a whole at sizes where few chains pay. Classes, submodules, parameters, state_dict,
-    hooks, copies, train() and eval() do not change. Results and running statistics are the same up to rounding. The
-    result of a chain may be in channels_last, whatever the input is: code behind the module must flatten with `flatten`
-    or `reshape`, not with `view`.
+    It works in place on any module and changes only the `forward` of the model and of the modules that own a chain.
+    Classes, submodules, parameters, state_dict, hooks, copies, train() and eval() do not change. Results and running
+    statistics are the same up to rounding. The result of a chain may be in channels_last, whatever the input is: code
+    behind the module must flatten with `flatten` or `reshape`, not with `view`.
 
-    TorchDynamo captures each such forward in its first call, which takes about 0.2 s for a block; guards see every
-    later change, and one graph serves all sizes. What cannot be captured runs as before, and so does a module that
-    contains hooks, or that takes other ways at every call; the modules inside of it are then captured by themselves.
-    The report says which these are. Nothing of a weight is kept between two calls.
+    TorchDynamo captures the model in its first call, which takes some seconds; guards see every later change, and one
+    graph serves all sizes. A model that chooses its path, such as a supernet, is not captured: each module in it that
+    owns chains is, by itself. What cannot be captured runs as before, and so does a module that contains hooks, or that
+    takes other ways at every call; the modules inside of it are then captured by themselves. The report says which
+    these are. Nothing of a weight is kept between two calls.
 
     A chain runs as one `nasfast.ops.conv_bn_act_chain` where that is expected to be faster than PyTorch, by its size,
     type, convolutions and what trains; `nasfast.fusion.rule` has the rule and its measurements. Elsewhere it runs
@@ -64,7 +64,7 @@ def fuse(model: nn.Module, *, only_faster: bool = True, inner: str | Callable[..
         ValueError: model was compiled by torch.compile.
     """
     _check_module("fuse", model)
-    problem = members.untouchable(model)
+    problem = modules.untouchable(model)
     if problem is not None and not isinstance(vars(model).get("forward"), FusedForward):
         raise ValueError(
             f"fuse: model is {problem}; call fuse on a module that is neither compiled nor scripted and whose class "
@@ -72,22 +72,20 @@ def fuse(model: nn.Module, *, only_faster: bool = True, inner: str | Callable[..
         )
     findings = find_chains(model)
     unfuse(model)
-    settings = Settings(always=not only_faster, inner=inner)
-    regions = {owner: Region(settings) for owner in findings.chains}
-    for owner, region in regions.items():
+    regions = {}
+    for owner in {*findings.chains, *([""] if findings.whole and findings.chains else [])}:
         module = model.get_submodule(owner)
-        module.forward = FusedForward(module, region)
-    if only_faster and regions and "" not in regions:
-        model.forward = FusedForward(model, Region(replace(settings, captured=False)))
+        least_gain = rule.GAIN_PER_NORM * len(modules.batch_norms(module))
+        regions[owner] = Region(Settings(not only_faster, inner, least_gain))
+        module.forward = FusedForward(module, regions[owner])
     expected = {
-        owner: [_expected(model, owner, chain, only_faster) for chain in chains]
+        owner: [_expected(chain, owner, top, only_faster) for chain, top in chains]
         for owner, chains in findings.chains.items()
     }
-    convs = members.convolutions(model)
-    kinds = {name: type(module).__name__ for name, module in {**convs, **members.batch_norms(model)}.items()}
-    notes = _notes(
-        model, [name for chains in findings.chains.values() for chain in chains for name in chain.convolutions]
-    )
+    convs = modules.convolutions(model)
+    kinds = {name: type(module).__name__ for name, module in {**convs, **modules.batch_norms(model)}.items()}
+    fused = {name for chains in expected.values() for chain in chains for name in chain.convolutions}
+    notes = _notes({name: conv for name, conv in convs.items() if name in fused})
     return FuseReport(expected, findings.reasons, kinds, len(convs), _backend(convs.values()), notes, regions)
 
 
@@ -112,24 +110,18 @@ def _check_module(op: str, model: nn.Module) -> None:
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
-def _expected(model: nn.Module, owner: str, chain: FoundChain, only_faster: bool) -> FusedChain:
-    """A chain as it is expected to run, in the model's type and with what trains now."""
-    convs: list[Any] = [model.get_submodule(name) for name in chain.convolutions]
-    stages = []
-    for name, conv, act in zip(chain.batch_norms, convs, chain.acts, strict=True):
-        bn: Any = model.get_submodule(name)
-        params = ConvBNParams(conv.weight, bn.weight, bn.bias)
-        stages.append(Stage(params, conv.stride[0], int(conv.padding[0]), conv.groups, act))
-    trains = any(conv.weight.requires_grad for conv in convs)
-    gradients = any(tensor.requires_grad for s in stages for tensor in s.params if tensor is not None)
+def _expected(chain: GraphChain, owner: str, top: str, only_faster: bool) -> FusedChain:
+    """A chain of the trace of the module `top` as it is expected to run, in the model's type and with what trains."""
+    stages: Any = fx.map_arg(chain.stages, tensor_of)
+    trains = any(stage.params.conv_weight.requires_grad for stage in stages)
+    gradients = any(tensor.requires_grad for stage in stages for tensor in stage.params if tensor is not None)
     x = stages[0].params.conv_weight
     try:
         least = rule.least_results(x, stages, trains=trains, gradients=gradients) if only_faster else 0
         runs = when(least, x)
     except RuntimeError:
         runs = "on no backend: the first line says why"
-    described = tuple(members.describe(s.params.conv_weight.shape, s.stride, s.groups, s.act) for s in stages)
-    return FusedChain(chain.convolutions, chain.batch_norms, described, chain.residual, runs, owner)
+    return replace(chain.described(runs).below(top), owner=owner)
 
 
 def _backend(convs: Iterable[_ConvNd]) -> str:
@@ -142,9 +134,8 @@ def _backend(convs: Iterable[_ConvNd]) -> str:
         return f"none ({kind}: {error})"
 
 
-def _notes(model: nn.Module, names: list[str]) -> list[str]:
+def _notes(convs: Mapping[str, _ConvNd]) -> list[str]:
     """What may make chains with these convolutions slow."""
-    convs: dict[str, Any] = {name: model.get_submodule(name) for name in names}
     notes = {
         "in chains will train, so a fused chain keeps the inputs for backward, as PyTorch does; to save that memory, "
         "freeze with requires_grad_(False)": [name for name, conv in convs.items() if conv.weight.requires_grad],

@@ -9,53 +9,30 @@ a `ChainCall`, which decides by the size of its input. `compile_graph` is the ba
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch._dynamo
 import torch._inductor.config
-import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from nasfast.fusion import members, rule
+from nasfast.fusion import rule
 from nasfast.fusion.excite import ExcitationCall, find_excitations
-from nasfast.fusion.match import Matcher, TracedStage, adds_in_place
-from nasfast.fusion.members import Conv, describe, square_conv, stage_of
+from nasfast.fusion.match import FusedChain, GraphChain, Matcher, path_of, tensor_of
 from nasfast.fusion.stages import SERVED, plain_stages, result_dtype, run_stages
 from nasfast.ops.autograd import transformed
 from nasfast.ops.reference import ConvBNParams, Stage
 
 log = logging.getLogger(__name__)
-_NORM_ARGUMENTS = signature(F.batch_norm)
 # the parameters of a stage without tensors
 _NONE = ConvBNParams(*[None] * len(ConvBNParams._fields))  # type: ignore[arg-type]
 # methods whose result depends on the layout of their input
 _LAYOUT_METHODS = ("view", "stride", "as_strided", "is_contiguous")
-
-
-@dataclass(frozen=True)
-class CapturedChain:
-    """A chain of a graph; paths are those of the modules in which its functions were called.
-
-    Attributes:
-        convolutions, batch_norms: their paths, one of each per stage.
-        stages: a description of each stage, such as "dw3x3 s2 144 relu6" or "1x1 24->144 relu6".
-        residual: whether the chain also makes the addition to its result.
-        runs: when it runs on the operator.
-    """
-
-    convolutions: tuple[str, ...]
-    batch_norms: tuple[str, ...]
-    stages: tuple[str, ...]
-    residual: bool
-    runs: str
 
 
 @dataclass
@@ -69,7 +46,7 @@ class GraphFacts:
         replaced: the number of chains that became calls of the operator.
     """
 
-    chains: list[CapturedChain] = field(default_factory=list)
+    chains: list[FusedChain] = field(default_factory=list)
     left: dict[str, str] = field(default_factory=dict)
     excitations: list[str] = field(default_factory=list)
     replaced: int = 0
@@ -118,24 +95,24 @@ def fuse_graph(graph_module: fx.GraphModule, *, always: bool, keep_layouts: bool
     facts = GraphFacts()
     if transformed() or any("functorch" in str(getattr(node.target, "__module__", "")) for node in graph.nodes):
         return facts
-    matcher = _Functions(graph)
-    chains = [_GraphChain.of(stages, add) for stages, add in matcher.chains()]
-    facts.left = {_path(conv): reason for conv, reason in matcher.reasons.items()}
+    matcher = Matcher(graph)
+    chains = list(matcher.chains())
+    facts.left = {path_of(conv): reason for conv, reason in matcher.reasons.items()}
     reads_layouts = any(node.op == "call_method" and node.target in _LAYOUT_METHODS for node in graph.nodes)
     # what reads a chain's result is replaced before it, and then finds it there
     for chain in sorted(chains, key=lambda chain: -matcher.order[chain.nodes[-1]]):
         way = _way(chain, always=always, keep_layouts=keep_layouts)
-        facts.chains.append(chain.described(way if isinstance(way, str) else when(way.least, _tensor(chain.x))))
+        facts.chains.append(chain.described(way if isinstance(way, str) else when(way.least, tensor_of(chain.x))))
         if isinstance(way, ChainCall):
-            way.contiguous = reads_layouts and not _in_channels_last(_tensor(chain.nodes[-1]))
+            way.contiguous = reads_layouts and not _in_channels_last(tensor_of(chain.nodes[-1]))
             tensors = [tensor for stage in chain.stages for tensor in stage.params]
             # a number that has changed before is a node
             numbers = tuple((stage.momentum, stage.eps) for stage in chain.stages)
             _replace(graph_module, chain.nodes, way, (chain.x, chain.residual, numbers, *tensors))
             facts.replaced += 1
     for found in find_excitations(graph):
-        facts.excitations.append(_path(found.nodes[-1]))
-        trains = any(_tensor(weight).requires_grad for weight in found.weights)
+        facts.excitations.append(path_of(found.nodes[-1]))
+        trains = any(tensor_of(weight).requires_grad for weight in found.weights)
         call = ExcitationCall(found.act, found.gate, trains)
         _replace(graph_module, found.nodes, call, (found.x, *found.weights))
     facts.chains.reverse()
@@ -200,113 +177,24 @@ class ChainCall(nn.Module):
             if residual is not None:
                 y = y.add_(residual) if self._in_place else y + residual
             return y
-        SERVED.count(gain)
+        SERVED.gain += gain
         y = run_stages(x, stages, residual, self._checked)
         if self._in_place:
             y = y.to(result_dtype(x))
         return y.contiguous() if self.contiguous else y
 
 
-class _Functions(Matcher):
-    """A graph of PyTorch's functions, in which parameters and buffers are inputs."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        super().__init__(graph)
-        inside: dict[str, set[fx.Node]] = {"": set()}
-        for conv in filter(self.is_conv, self.order):
-            inside[""].add(conv)
-            for _, path in self.stack(conv):
-                inside.setdefault(path, set()).add(conv)
-        self._inside = {path: frozenset(convs) for path, convs in inside.items()}
-
-    def is_conv(self, node: fx.Node) -> bool:
-        return node.op == "call_function" and node.target is torch.conv2d
-
-    def conv_problem(self, conv: fx.Node) -> str | None:
-        if not isinstance(_tensor(conv), FakeTensor):
-            return "its result is no ordinary tensor"
-        return "its settings are not those of a stage" if _conv(conv) is None else None
-
-    def norm_problem(self, norm: fx.Node) -> str | None:
-        if norm.op != "call_function" or norm.target is not F.batch_norm or len(norm.args) < 5:
-            return f"followed by {norm.name}, not by a BatchNorm with affine parameters"
-        given = _norm(norm)
-        if given["weight"] is None or given["bias"] is None:
-            return "its BatchNorm has no affine parameters"
-        numbers = [_tensor(given.get(name, 0.0)) for name in ("momentum", "eps")]
-        known = all(isinstance(number, (int, float, torch.SymFloat)) for number in numbers)
-        return None if known and isinstance(given.get("training", False), bool) else "its momentum changes"
-
-    def activation(self, node: fx.Node) -> str | None:
-        return members.function_activation(node) if node.op in ("call_function", "call_method") else None
-
-    def inside(self, path: str) -> frozenset:
-        return self._inside.get(path, frozenset())
-
-    def repeated(self, node: fx.Node) -> bool:
-        if self.is_conv(node) or not isinstance(node.args[1], fx.Node):
-            return False
-        return sum(user.target is F.batch_norm for user in node.args[1].users) > 1
-
-    def changes_in_place(self, node: fx.Node) -> bool:
-        if _is_input(node) or node.op == "output":
-            return False
-        value = node.meta.get("example_value")
-        # what has no value changes a mode, such as autocast
-        if value is None or isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
-            return True
-        # a counter of batches
-        counts = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
-        return super().changes_in_place(node) and not counts
-
-
-class _GraphChain(NamedTuple):
-    """A chain in a graph; x, the residual and the tensors of the stages are nodes."""
-
-    x: Any
-    stages: tuple[Stage, ...]
-    residual: Any
-    in_place: bool
-    nodes: tuple[fx.Node, ...]
-    traced: tuple[TracedStage, ...]
-
-    @classmethod
-    def of(cls, traced: Sequence[TracedStage], add: fx.Node | None) -> _GraphChain:
-        """The chain that a matcher found."""
-        stages = []
-        for stage in traced:
-            conv, norm = _conv(stage.conv), _norm(stage.norm)
-            found = None if conv is None else stage_of(conv, stage.act, **norm)
-            assert found is not None  # or the matcher would have refused it
-            stages.append(found)
-        nodes = [node for stage in traced for node in stage.nodes]
-        x, given = traced[0].conv.args[0], tuple(traced)
-        if add is None:
-            return cls(x, tuple(stages), None, False, tuple(nodes), given)
-        (residual,) = (arg for arg in add.args if arg is not nodes[-1])
-        if getattr(_tensor(residual), "shape", None) != _tensor(nodes[-1]).shape:  # PyTorch broadcasts it
-            return cls(x, tuple(stages), None, False, tuple(nodes), given)
-        return cls(x, tuple(stages), residual, adds_in_place(add), (*nodes, add), given)
-
-    def described(self, runs: str) -> CapturedChain:
-        stages = tuple(describe(_tensor(s.params.conv_weight).shape, s.stride, s.groups, s.act) for s in self.stages)
-        convs, norms = (
-            tuple(map(_path, nodes)) for nodes in zip(*((s.conv, s.norm) for s in self.traced), strict=True)
-        )
-        return CapturedChain(convs, norms, stages, self.residual is not None, runs)
-
-
-def _way(chain: _GraphChain, *, always: bool, keep_layouts: bool) -> ChainCall | str:
+def _way(chain: GraphChain, *, always: bool, keep_layouts: bool) -> ChainCall | str:
     """The call of the chain; or why it is left to PyTorch."""
-    x, y = _tensor(chain.x), _tensor(chain.nodes[-1])
-    stages: Any = fx.map_arg(chain.stages, _tensor)
+    x, y = tensor_of(chain.x), tensor_of(chain.nodes[-1])
+    stages: Any = fx.map_arg(chain.stages, tensor_of)
     tensors = [tensor for stage in stages for tensor in stage.params if tensor is not None]
     if not all(isinstance(tensor, FakeTensor) for tensor in (x, y, *tensors)) or x.dim() != 4:
         return "on PyTorch: not all of its tensors are ordinary ones with 4 dimensions"
     if keep_layouts and not y.is_contiguous(memory_format=torch.channels_last):
         return "on PyTorch: its result is not in channels_last"
     # autocast may be a part of the graph
-    dtype = _tensor(chain.nodes[0]).dtype
+    dtype = tensor_of(chain.nodes[0]).dtype
     casts = dtype.itemsize == 2 and any(
         tensor.dtype != dtype for tensor in (x, *(s.params.conv_weight for s in stages))
     )
@@ -314,8 +202,8 @@ def _way(chain: _GraphChain, *, always: bool, keep_layouts: bool) -> ChainCall |
         trains = y.requires_grad and any(stage.params.conv_weight.requires_grad for stage in stages)
         least = 0 if always else rule.least_results(x, stages, trains=trains, gradients=y.requires_grad)
     if least is None:
-        return when(None, _tensor(chain.nodes[0]))
-    return ChainCall(chain.stages, chain.in_place, least, rule.gain_of(stages, least))
+        return when(None, tensor_of(chain.nodes[0]))
+    return ChainCall(chain.stages, chain.in_place, least, rule.gain_of(stages, least, dtype))
 
 
 def when(least: int | None, x: Tensor) -> str:
@@ -325,39 +213,9 @@ def when(least: int | None, x: Tensor) -> str:
     return f"fused where the convolutions give {least:,} numbers or more per thread" if least else "fused"
 
 
-def _path(node: fx.Node) -> str:
-    """The path of the module in whose forward the node is, below the module that was captured."""
-    stack = list(node.meta.get("nn_module_stack", {}).values())
-    names = re.findall(r"\.(\w+)|\['?(\w+)'?\]", stack[-1][0]) if stack else []
-    # the first name is that of the argument that is the module
-    path = [dotted or key for dotted, key in names if (dotted or key) not in ("_modules", "_parameters")]
-    # a fused module inside is called by what `fuse` put on it, which refers to it
-    return ".".join(path[1:]).replace("forward._module.", "").removesuffix(".forward._module")
-
-
 def _in_channels_last(y: Tensor) -> bool:
     """Whether pixels are apart by more than a channel is; sizes may be symbols, which this does not decide on."""
     return isinstance(y.stride(1), int) and y.stride(1) == 1
-
-
-def _conv(node: Any) -> Conv | None:
-    """The convolution of a call of torch.conv2d, with nodes for tensors; None if no stage can have it."""
-    return square_conv(*node.args[1:], **node.kwargs) if node.args else None
-
-
-def _norm(node: Any) -> dict[str, Any]:
-    """The arguments of a call of F.batch_norm behind its input, by their names."""
-    _, *given = _NORM_ARGUMENTS.bind(*node.args, **node.kwargs).arguments.items()
-    return dict(given)
-
-
-def _tensor(node: Any) -> Any:
-    """What a node gives, as Dynamo knows it."""
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
-
-
-def _is_input(node: fx.Node) -> bool:
-    return node.op in ("placeholder", "get_attr")
 
 
 def _has_cpp_compiler() -> bool:

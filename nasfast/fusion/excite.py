@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from nasfast.fusion import members
-from nasfast.fusion.members import called
+from nasfast.fusion.match import activation_of, called, conv_of, tensor_of
 from nasfast.fusion.stages import SERVED
 from nasfast.ops import squeeze
 from nasfast.ops.reference import ACTIVATIONS, GATES
@@ -67,7 +66,7 @@ def _excitation(product: fx.Node) -> TracedExcitation | None:
         if excite is None:
             continue
         act_node = _input(excite[0])
-        act = members.function_activation(act_node) if _is_read_once(act_node) else None
+        act = activation_of(act_node) if _is_read_once(act_node) else None
         squeezed = _convolution(_input(act_node)) if act is not None else None
         if act is None or squeezed is None:
             continue
@@ -88,12 +87,10 @@ def _is_read_once(node: Any) -> bool:
 
 def _convolution(node: Any) -> tuple[fx.Node, Any, Any] | None:
     """The node, its weight and its bias, where it multiplies one pixel by a matrix and adds a bias."""
-    if not _is_read_once(node) or node.target is not torch.conv2d:
+    conv = conv_of(node) if _is_read_once(node) else ""
+    if isinstance(conv, str) or conv.bias is None or (conv.stride, conv.padding, conv.groups) != (1, 0, 1):
         return None
-    conv = members.square_conv(*node.args[1:], **node.kwargs)
-    if conv is None or conv.bias is None or (conv.stride, conv.padding, conv.groups) != (1, 0, 1):
-        return None
-    value = conv.weight.meta.get("example_value") if isinstance(conv.weight, fx.Node) else None
+    value = tensor_of(conv.weight)
     return (node, conv.weight, conv.bias) if isinstance(value, Tensor) and value.shape[2:] == (1, 1) else None
 
 
@@ -119,7 +116,7 @@ class ExcitationCall(nn.Module):
         if (gradient or x.numel() >= _LEAST_WITHOUT_GRADIENT) and squeeze.is_faster(x, trains=self._trains):
             autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
             if autocast == torch.bfloat16 if autocast is not None else weights[0].dtype == x.dtype:
-                SERVED.count(0.0)  # what a few of them gain, the guards of their regions cost
+                SERVED.gain += 1.0
                 with suppress(TypeError, ValueError):  # it refuses before it computes; PyTorch may accept the same
                     return squeeze.squeeze_excite(x, *weights, act=self._act, gate=self._gate, backend="cpu")
         squeeze_weight, squeeze_bias, excite_weight, excite_bias = weights

@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from nasfast.fusion.api import fuse, unfuse
-from nasfast.fusion.members import convolutions
+from nasfast.fusion.modules import convolutions
 
 
 class FuseFrozenBackbone(Callback):

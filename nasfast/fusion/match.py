@@ -1,41 +1,238 @@
-"""Chains of convolution, BatchNorm, activation and addition in one torch.fx graph.
+"""Chains of convolution, BatchNorm, activation and addition in a torch.fx graph of PyTorch's functions.
 
-Only one thing is taken from a graph: which operation reads which result, and in which order. What a node is, says a
-subclass of `Matcher`: `find` reads traces of modules, and `dynamo` graphs of PyTorch's functions.
+`dynamo` reads graphs of TorchDynamo with it, and `find` traces of modules. In both of them, parameters and buffers are
+nodes, and `meta["example_value"]` is what a node gives, as far as it is known.
 """
 
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from inspect import signature
+from typing import Any, NamedTuple
 
-from torch import fx
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
 
-from nasfast.fusion.members import ADDITIONS, called
+from nasfast.ops.reference import ConvBNParams, Stage
+
+ADDITIONS: dict[object, bool] = {
+    torch.add: False,
+    operator.add: False,
+    operator.iadd: True,
+    Tensor.add: False,
+    Tensor.add_: True,
+    Tensor.__add__: False,
+    Tensor.__iadd__: True,
+}
+"""The additions that can belong to a chain, and whether they change their first argument."""
+
+ACTIVATION_FUNCTIONS: dict[object, str] = {
+    F.relu: "relu",
+    torch.relu: "relu",
+    torch.relu_: "relu",
+    Tensor.relu: "relu",
+    Tensor.relu_: "relu",
+    F.relu6: "relu6",
+    F.tanh: "tanh",
+    torch.tanh: "tanh",
+    Tensor.tanh: "tanh",
+    Tensor.tanh_: "tanh",
+    F.hardswish: "hswish",
+    F.silu: "silu",
+}
+
+_CONV_ARGUMENTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+_NORM_ARGUMENTS = signature(F.batch_norm)
+_HARDTANH_ARGUMENTS = signature(F.hardtanh)
+_OTHER_CONVOLUTIONS = (
+    torch.conv1d,
+    torch.conv3d,
+    torch.conv_transpose1d,
+    torch.conv_transpose2d,
+    torch.conv_transpose3d,
+)
 
 
-@dataclass
-class TracedStage:
-    """One stage in a graph.
+@dataclass(frozen=True)
+class FusedChain:
+    """One chain of a fused model.
 
     Attributes:
-        nodes: all of its nodes, in order.
-        conv, norm: the nodes of its convolution and BatchNorm.
-        act: name of its activation.
-        tail: the node behind which the next stage may begin; None behind an activation that no stage can have.
+        convolutions, batch_norms: paths of the modules in which its convolutions and BatchNorms are called, one of each
+            per stage.
+        stages: a description of each stage, such as "dw3x3 s2 144 relu6" or "1x1 24->144 relu6".
+        residual: whether the operator also makes the addition to the chain's result.
+        runs: when it runs on the operator.
+        owner: path of the module whose forward is captured with it, "" for the model itself.
     """
+
+    convolutions: tuple[str, ...]
+    batch_norms: tuple[str, ...]
+    stages: tuple[str, ...]
+    residual: bool
+    runs: str
+    owner: str = ""
+
+    def below(self, owner: str) -> FusedChain:
+        """The chain with its paths below another module, which owns it."""
+        convs, norms = (tuple(join(owner, path) for path in paths) for paths in (self.convolutions, self.batch_norms))
+        return replace(self, convolutions=convs, batch_norms=norms, owner=owner)
+
+    def __str__(self) -> str:
+        return ", ".join([*self.stages, *(["+ residual"] if self.residual else [])])
+
+
+def called(node: fx.Node) -> object:
+    """The function or the method of tensors that a node calls; None for other nodes."""
+    if node.op == "call_method":
+        return getattr(Tensor, str(node.target), None)
+    return node.target if node.op == "call_function" else None
+
+
+def tensor_of(node: Any) -> Any:
+    """What a node gives, if that is known; what is no node is itself."""
+    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
+
+
+def path_of(node: fx.Node) -> str:
+    """The path of the module in whose forward the node is, below the module that was captured or traced."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    path = stack[-1][0] if stack else ""
+    names = [dotted or key for dotted, key in re.findall(r"\.([^.\[\]()]+)|\['?([^'\]]+)'?\]", f".{path}")]
+    # TorchDynamo begins with the argument that is the module: L['module']
+    names = [name for name in names[2 * path.startswith("L[") :] if name not in ("_modules", "_parameters")]
+    # a fused module inside is called by what `fuse` put on it, which refers to it
+    return ".".join(names).replace("forward._module.", "").removesuffix(".forward._module")
+
+
+def join(*paths: str) -> str:
+    """One path of these, of which some may be empty."""
+    return ".".join(filter(None, paths))
+
+
+def activation_of(node: fx.Node) -> str | None:
+    """The value of `Stage.act` for a call of a function or a method; None if no stage has this activation."""
+    function = called(node)
+    if function is None or len(node.all_input_nodes) != 1:
+        return None
+    if function is F.hardtanh:
+        given = _HARDTANH_ARGUMENTS.bind(*node.args, **node.kwargs)
+        given.apply_defaults()
+        return "relu6" if (given.arguments["min_val"], given.arguments["max_val"]) == (0, 6) else None
+    return ACTIVATION_FUNCTIONS.get(function)
+
+
+class Conv(NamedTuple):
+    """The arguments of a convolution that a stage can have; its dilation is 1."""
+
+    weight: Any
+    bias: Any
+    stride: int
+    padding: int
+    groups: int
+
+
+def conv_of(conv: fx.Node) -> Conv | str:
+    """The convolution of a node, with nodes for tensors; or why no stage can have it."""
+    if conv.target is not torch.conv2d:
+        return f"is a {_name(conv)}, not a conv2d"
+    names = ("input", "weight", *_CONV_ARGUMENTS)
+    given: dict[str, Any] = {**_CONV_ARGUMENTS, **dict(zip(names, conv.args, strict=False)), **conv.kwargs}
+    numbers: list[Any] = []
+    for name in ("stride", "padding", "dilation"):
+        value = given[name]
+        each = {value} if isinstance(value, (int, str)) else set(value)
+        if len(each) > 1 or isinstance(value, str) or (name == "dilation" and each != {1}):
+            return f"has {name}={value!r}"
+        numbers.append(each.pop())
+    return Conv(given["weight"], given["bias"], numbers[0], numbers[1], given["groups"])
+
+
+def norm_of(norm: fx.Node) -> dict[str, Any]:
+    """The arguments of a call of F.batch_norm behind its input, by their names."""
+    _, *given = _NORM_ARGUMENTS.bind(*norm.args, **norm.kwargs).arguments.items()
+    return dict(given)
+
+
+def stage_of(traced: TracedStage) -> Stage:
+    """The stage, with nodes for tensors."""
+    conv, norm = conv_of(traced.conv), norm_of(traced.norm)
+    assert isinstance(conv, Conv)  # or the matcher would have refused it
+    params = ConvBNParams(
+        conv.weight, norm["weight"], norm["bias"], norm["running_mean"], norm["running_var"], conv.bias
+    )
+    numbers = norm.get("training", False), norm.get("momentum", 0.1), norm.get("eps", 1e-5)
+    return Stage(params, conv.stride, conv.padding, conv.groups, traced.act, *numbers)
+
+
+def describe(stage: Stage) -> str:
+    """A stage in words, such as "dw3x3 s2 144 relu6" or "1x1 24->144"; its tensors are nodes."""
+    out_channels, per_group, *kernel = tensor_of(stage.params.conv_weight).shape
+    depthwise = per_group == 1 and stage.groups == out_channels > 1
+    parts = [
+        f"{'dw' if depthwise else ''}{kernel[0]}x{kernel[1]}",
+        f"s{stage.stride}" if stage.stride > 1 else "",
+        f"g{stage.groups}" if stage.groups > 1 and not depthwise else "",
+        f"{out_channels}" if depthwise else f"{per_group * stage.groups}->{out_channels}",
+        "" if stage.act == "identity" else stage.act,
+    ]
+    return " ".join(filter(None, parts))
+
+
+class TracedStage(NamedTuple):
+    """One stage in a graph: all of its nodes, in order, those of its convolution and BatchNorm, and its activation."""
 
     nodes: list[fx.Node]
     conv: fx.Node
     norm: fx.Node
     act: str
-    tail: fx.Node | None
 
 
-class Matcher(ABC):
+class GraphChain(NamedTuple):
+    """A chain in a graph.
+
+    Attributes:
+        x, residual: the nodes of its input, and of what is added to its result, or None.
+        stages: its stages, with nodes for tensors.
+        in_place: whether the addition keeps the type of the chain's result.
+        nodes: all of its nodes, in order.
+        convolutions, batch_norms: paths of the modules in which they are called.
+    """
+
+    x: fx.Node
+    residual: fx.Node | None
+    stages: tuple[Stage, ...]
+    in_place: bool
+    nodes: tuple[fx.Node, ...]
+    convolutions: tuple[str, ...]
+    batch_norms: tuple[str, ...]
+
+    @classmethod
+    def of(cls, traced: Sequence[TracedStage], add: fx.Node | None) -> GraphChain:
+        """The chain of these stages, and of the addition behind them if PyTorch does not broadcast it."""
+        nodes = [node for stage in traced for node in stage.nodes]
+        residual, in_place = None, False
+        if add is not None:
+            other: Any = add.args[1 if add.args[0] is nodes[-1] else 0]
+            shapes = [getattr(tensor_of(node), "shape", None) for node in (other, nodes[-1])]
+            if shapes[0] == shapes[1]:
+                residual, in_place = other, ADDITIONS[called(add)]
+                nodes.append(add)
+        x: Any = traced[0].conv.args[0]
+        convs, norms = (tuple(map(path_of, its)) for its in zip(*((s.conv, s.norm) for s in traced), strict=True))
+        return cls(x, residual, tuple(map(stage_of, traced)), in_place, tuple(nodes), convs, norms)
+
+    def described(self, runs: str) -> FusedChain:
+        """It in words."""
+        stages = tuple(map(describe, self.stages))
+        return FusedChain(self.convolutions, self.batch_norms, stages, self.residual is not None, runs)
+
+
+class Matcher:
     """The chains of one graph.
 
     Attributes:
@@ -48,65 +245,18 @@ class Matcher(ABC):
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         # an addition belongs to one chain, even if it adds the results of two
         self._taken: set[fx.Node] = set()
-        self._in_place = [node for node in graph.nodes if self.changes_in_place(node)]
+        self._changing = [node for node in graph.nodes if node.target is F.batch_norm or _changes_in_place(node)]
+        # the convolutions inside of each module, by their paths in the stacks of modules; "" is around all others
+        self._inside: dict[str, set[str]] = {"": set()}
+        for conv in filter(is_conv, self.order):
+            for path in ("", *(path for _, path in stack_of(conv))):
+                self._inside.setdefault(path, set()).add(path_of(conv))
 
-    @abstractmethod
-    def is_conv(self, node: fx.Node) -> bool:
-        """Whether the node is a convolution of any kind."""
-
-    @abstractmethod
-    def conv_problem(self, conv: fx.Node) -> str | None:
-        """Why no stage can have this convolution; None if one can."""
-
-    @abstractmethod
-    def norm_problem(self, norm: fx.Node) -> str | None:
-        """Why no stage can have what follows a convolution as its BatchNorm; None if one can."""
-
-    @abstractmethod
-    def activation(self, node: fx.Node) -> str | None:
-        """The activation of a stage that the node computes, or None."""
-
-    @abstractmethod
-    def inside(self, path: str) -> frozenset:
-        """The convolutions of a module, by its path in the stacks of modules; "" is around all others."""
-
-    def is_identity(self, node: fx.Node) -> bool:
-        """Whether the node's result is its input."""
-        return False
-
-    def belongs_elsewhere(self, conv: fx.Node) -> bool:
-        """Whether a chain that was found before has this convolution."""
-        return False
-
-    def repeated(self, node: fx.Node) -> bool:
-        """Whether what this convolution or BatchNorm changes is changed by another node, too."""
-        return False
-
-    def own_activation(self, norm: fx.Node) -> tuple[str, fx.Node | None] | None:
-        """The result of `_activation` for a BatchNorm that has an activation itself; None if it has none."""
-        return None
-
-    def changes_in_place(self, node: fx.Node) -> bool:
-        """Whether the node changes a tensor that others may read."""
-        if node.op == "call_method":
-            name = str(node.target)
-            return name.endswith("_") and not name.endswith("__")
-        if node.op != "call_function":
-            return False
-        name = getattr(node.target, "__name__", "")
-        if getattr(node.target, "__module__", "") == "_operator":
-            return name == "setitem" or (name.startswith("i") and hasattr(operator, f"__{name}__"))
-        return name.endswith("_") or _inplace(node)
-
-    def stack(self, node: fx.Node) -> list[tuple[str, str]]:
-        """The modules in whose forward the node runs, outermost first; each is the key of the call and the path."""
-        return [(key, path) for key, (path, _) in node.meta.get("nn_module_stack", {}).items()]
-
-    def chains(self) -> Iterator[tuple[list[TracedStage], fx.Node | None]]:
-        """The stages of each chain, and the addition behind them."""
+    def chains(self) -> Iterator[GraphChain]:
+        """Every chain."""
         done: set[fx.Node] = set()
         for node in self.order:
-            if node in done or not self.is_conv(node) or self.belongs_elsewhere(node):
+            if node in done or not is_conv(node):
                 continue
             first = self.stage(node)
             if isinstance(first, str):
@@ -114,78 +264,64 @@ class Matcher(ABC):
                 continue
             stages, add = self.grow(first)
             done.update(n for stage in stages for n in stage.nodes)
-            yield stages, add
+            yield GraphChain.of(stages, add)
 
     def stage(self, conv: fx.Node) -> TracedStage | str:
         """The stage that begins with this convolution, or why none does."""
-        problem = self.conv_problem(conv)
-        if problem is not None:
-            return problem
+        given = conv_of(conv)
+        if isinstance(given, str):
+            return given
+        if tensor_of(given.weight).dim() != 4:
+            return "its weight is computed by the forward"
         nodes = [conv]
-        norm = self._reader(nodes)
+        norm = self._reader(nodes[-1])
         if norm is None:
-            return "its result is used more than once" if nodes[-1].users else "its result is not used"
-        problem = self.norm_problem(norm)
+            return "its result is used more than once" if conv.users else "its result is not used"
+        problem = _norm_problem(norm)
         if problem is not None:
             return problem
         if not self._together(conv, norm):
             return "its BatchNorm is in another block"
-        if self.repeated(conv) or self.repeated(norm):
-            return "is called several times in one forward"
         nodes.append(norm)
-        act, tail = self.own_activation(norm) or self._activation(nodes)
+        act = self._activation(nodes)
         if self._interrupted(nodes):
             return "something is changed in place before its BatchNorm or activation"
-        return TracedStage(nodes, conv, norm, act, tail)
+        return TracedStage(nodes, conv, norm, act)
 
-    def _activation(self, nodes: list[fx.Node]) -> tuple[str, fx.Node | None]:
-        """The activation behind the last of these nodes, a BatchNorm; its node is appended to them.
-
-        Returns:
-            Its name, and the node behind which the chain may continue, or None.
-        """
-        longer = list(nodes)
-        reader = self._reader(longer)
-        if reader is None or not self._together(nodes[-1], reader):
-            return "identity", nodes[-1]
-        act = self.activation(reader)
-        if act is not None:
-            nodes[:] = [*longer, reader]
-            return act, reader
-        return "identity", nodes[-1]
+    def _activation(self, nodes: list[fx.Node]) -> str:
+        """The activation behind the last of these nodes, a BatchNorm; its node is appended to them."""
+        reader = self._reader(nodes[-1])
+        act = None if reader is None or not self._together(nodes[-1], reader) else activation_of(reader)
+        if reader is None or act is None:
+            return "identity"
+        nodes.append(reader)
+        return act
 
     def grow(self, first: TracedStage) -> tuple[list[TracedStage], fx.Node | None]:
         """The longest chain that begins with this stage, and the addition behind it."""
         stages = [first]
         nodes = list(first.nodes)
-        while stages[-1].tail is not None:
-            between = [stages[-1].tail]
-            reader = self._reader(between)
-            if reader is None or not self._together(stages[-1].tail, reader):
+        while True:
+            reader = self._reader(nodes[-1])
+            if reader is None or not self._together(nodes[-1], reader):
                 break
-            if self.is_conv(reader):
-                stage = "" if self.belongs_elsewhere(reader) else self.stage(reader)
-                if isinstance(stage, str) or self._interrupted([*nodes, *between, *stage.nodes]):
+            if is_conv(reader):
+                stage = self.stage(reader)
+                if isinstance(stage, str) or self._interrupted([*nodes, *stage.nodes]):
                     break
-                stage.nodes[:0] = between[1:]
                 stages.append(stage)
                 nodes += stage.nodes
                 continue
-            if self._adds(reader, between[-1]) and not self._interrupted([*nodes, *between, reader]):
-                stages[-1].nodes += between[1:]
+            if self._adds(reader, nodes[-1]) and not self._interrupted([*nodes, reader]):
                 self._taken.add(reader)
                 return stages, reader
             break
         return stages, None
 
-    def _reader(self, nodes: list[fx.Node]) -> fx.Node | None:
-        """The only node that reads the last of these nodes, or None; appends identities in between to the nodes."""
-        while len(nodes[-1].users) == 1:
-            (reader,) = nodes[-1].users
-            if not self.is_identity(reader):
-                return reader
-            nodes.append(reader)
-        return None
+    @staticmethod
+    def _reader(node: fx.Node) -> fx.Node | None:
+        """The only node that reads this one, or None."""
+        return next(iter(node.users)) if len(node.users) == 1 else None
 
     def _adds(self, node: fx.Node, value: fx.Node) -> bool:
         """Whether the node adds another tensor to the value; not if it adds the value in place to the other tensor."""
@@ -197,9 +333,16 @@ class Matcher(ABC):
         return not in_place or node.args[0] is value
 
     def _interrupted(self, nodes: list[fx.Node]) -> bool:
-        """Whether another node between these changes a tensor in place: the chain reads its input at its end."""
+        """Whether another node between these changes a tensor in place, because the chain reads its input at its end;
+        or one BatchNorm is called twice, so that its statistics would move in another order.
+        """
+        own = [norm_of(node)["running_mean"] for node in nodes if node.target is F.batch_norm]
+        own = [statistics for statistics in own if statistics is not None]
         places = [self.order[node] for node in nodes]
-        return any(min(places) < self.order[node] < max(places) and node not in nodes for node in self._in_place)
+        between = {node for node in self._changing if min(places) < self.order[node] < max(places)} - {*nodes}
+        return len({*own}) < len(own) or any(
+            node.target is not F.batch_norm or norm_of(node)["running_mean"] in own for node in between
+        )
 
     def _together(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether the two nodes are in the same block, so that one chain may have both.
@@ -208,11 +351,46 @@ class Matcher(ABC):
         module that has all convolutions of its caller is the body of its caller and no block of its own, like the
         Sequential in torchvision's InvertedResidual.
         """
-        stacks = self.stack(one), self.stack(other)
+        stacks = stack_of(one), stack_of(other)
         around = common(stacks)
-        whole = self.inside(around[-1][1] if around else "")
-        crossed = [self.inside(path) for stack in stacks for _, path in stack[len(around) :]]
+        whole = self._inside.get(around[-1][1] if around else "", set())
+        crossed = [self._inside.get(path, set()) for stack in stacks for _, path in stack[len(around) :]]
         return all(len(inside) <= 1 or inside == whole for inside in crossed)
+
+
+def is_conv(node: fx.Node) -> bool:
+    """Whether the node is a convolution of any kind."""
+    return node.op == "call_function" and (node.target is torch.conv2d or node.target in _OTHER_CONVOLUTIONS)
+
+
+def _norm_problem(norm: fx.Node) -> str | None:
+    """Why no stage can have what follows a convolution as its BatchNorm; None if one can."""
+    if norm.op == "output":
+        return "its result leaves the module, without a BatchNorm"
+    if norm.target is not F.batch_norm:
+        return f"followed by {_name(norm)}, not by a BatchNorm"
+    given = norm_of(norm)
+    if given.get("weight") is None or given.get("bias") is None:
+        return "its BatchNorm has no affine parameters"
+    numbers = [tensor_of(given.get(name, 0.0)) for name in ("momentum", "eps")]
+    known = all(isinstance(number, (int, float, torch.SymFloat)) for number in numbers)
+    return None if known and isinstance(given.get("training", False), bool) else "its momentum changes"
+
+
+def _changes_in_place(node: fx.Node) -> bool:
+    """Whether the node changes a tensor that others may read."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    value = tensor_of(node)
+    # what has no value changes a mode, such as autocast
+    if value is None or (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable):
+        return True
+    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
+        return False  # a counter of batches
+    name = str(node.target) if node.op == "call_method" else _name(node)
+    if node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator":
+        return name == "setitem" or (name.startswith("i") and hasattr(operator, f"__{name}__"))
+    return (name.endswith("_") and not name.endswith("__")) or (node.op == "call_function" and _inplace(node))
 
 
 def _inplace(call: fx.Node) -> bool:
@@ -224,9 +402,16 @@ def _inplace(call: fx.Node) -> bool:
     return bool(arguments.get("inplace", False))
 
 
-def adds_in_place(add: fx.Node | None) -> bool:
-    """Whether the addition behind a chain keeps the type of the chain's result."""
-    return add is not None and ADDITIONS[called(add)]
+def _name(node: fx.Node) -> str:
+    """The name of what a node calls."""
+    if node.op == "call_module":
+        return str([cls for _, cls in node.meta["nn_module_stack"].values()][-1].__name__)
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def stack_of(node: fx.Node) -> list[tuple[str, str]]:
+    """The modules in whose forward the node runs, outermost first; each is the key of the call and the path."""
+    return [(key, path) for key, (path, _) in node.meta.get("nn_module_stack", {}).items()]
 
 
 def common(stacks: Iterable[list[tuple[str, str]]]) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -22,12 +22,12 @@ from typing import Any
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from torch.nn.modules import module as module_state
 
-from nasfast.fusion import rule
 from nasfast.fusion.dynamo import GraphFacts, fuse_graph
-from nasfast.fusion.members import has_patched_classes
+from nasfast.fusion.modules import has_patched_classes
 from nasfast.fusion.stages import SERVED
 from nasfast.ops.autograd import transformed
 
@@ -36,9 +36,9 @@ _MAX_CAPTURES = 8
 # Captures for calls that look the same from outside. There are some for what may change, such as what trains; a forward
 # with more takes a new way at every call.
 _MAX_ALIKE = 3
-# Calls in which a region without an operator of ours runs PyTorch's own code: the first number at first, then twice as
-# many each time, up to the second. And the kinds of calls that are kept.
-_IDLE_CALLS, _MOST_IDLE_CALLS, _KEPT_KINDS = 8, 512, 256
+# Calls in which a region that gains too little runs PyTorch's own code: the first number at first, then twice as many
+# each time, up to the second, because what trains may have changed. And the kinds of calls that are kept.
+_FIRST_REST, _LONGEST_REST, _KEPT_KINDS = 8, 512, 256
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -50,33 +50,12 @@ class Settings:
     Attributes:
         always: whether every chain always runs on the operator.
         inner: the backend for the rest.
-        captured: whether its forward is captured. That of a model whose modules are captured by themselves is not: it
-            only leaves all of them to PyTorch at once, where too little runs on the operator.
+        least_gain: the gain from which its graphs pay, as in `rule.gain_of`.
     """
 
     always: bool
     inner: str | Callable[..., Any]
-    captured: bool = True
-
-
-class Kind:
-    """Calls of a model that look the same, of which the first ones told which regions need no guards in the others.
-
-    Attributes:
-        idle: the regions in which no operator of ours ran, or too few. They run PyTorch's own code, which is as right,
-            until they are looked at again, because what trains may have changed.
-    """
-
-    def __init__(self) -> None:
-        self.idle: set[Region] = set()
-        self._calls = self._left = _IDLE_CALLS
-
-    def count(self) -> None:
-        """Begin a call."""
-        if not self._left:
-            self._calls = self._left = min(2 * self._calls, _MOST_IDLE_CALLS)
-            self.idle.clear()
-        self._left -= 1
+    least_gain: float
 
 
 class Region:
@@ -93,7 +72,8 @@ class Region:
         self.facts: GraphFacts | None = None
         self.captures, self.problem, self._stopped = 0, "", False
         self._alike: Counter[tuple] = Counter()
-        self._kinds: dict[tuple, Kind] = {}
+        # by the kind of call, how often PyTorch's own code runs before the next look, and how often it did in all
+        self._rests: dict[tuple, tuple[int, int]] = {}
         # modes in which a capture failed
         self._refused: set[tuple[bool, bool]] = set()
         # TorchDynamo keeps what it compiled by code objects, and what changed by their names: each region has its own
@@ -103,34 +83,26 @@ class Region:
         # only where the guards of a capture hold
         self._run_known: Callable[..., Any] = torch._dynamo.run(self._run)
 
-    def kind_of(self, module: nn.Module, args: Sequence[Any]) -> Kind | None:
-        """What is known of calls as this one; None if its first argument is no tensor."""
-        key = _key_of_kind(module, args)
-        if key is None:
-            return None
-        if key not in self._kinds and len(self._kinds) >= _KEPT_KINDS:
-            self._kinds.clear()
-        kind = self._kinds.setdefault(key, Kind())
-        kind.count()
-        return kind
-
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The result of the module's forward."""
-        if _must_run_as_it_is() or (self.settings.captured and _has_hooks_below(module)):
-            SERVED.gain = math.inf  # which says nothing about later calls
+        if _RESTS.get() or _must_run_as_it_is() or _has_hooks_below(module):
             return _forward(module, *args, **kwargs)
-        if self.settings.captured:
-            before = SERVED.calls
-            result = self._captured(module, args, kwargs)
-            idle = SERVED.calls == before and self.settings.inner == "eager"
-        else:
-            SERVED.gain = 0.0
-            result = _forward(module, *args, **kwargs)
-            idle = SERVED.gain < rule.LEAST_GAIN
-        kind = _KIND.get()
-        if idle and kind is not None:
-            forwards = [vars(inside).get("forward") for inside in module.modules()]
-            kind.idle |= {forward.region for forward in forwards if isinstance(forward, FusedForward)}
+        kind = _kind_of(module, args)
+        left, rest = self._rests.get(kind, (0, _FIRST_REST // 2))
+        if left:
+            self._rests[kind] = left - 1, rest
+            token = _RESTS.set(True)
+            try:
+                return _forward(module, *args, **kwargs)
+            finally:
+                _RESTS.reset(token)
+        before = SERVED.gain
+        result = self._captured(module, args, kwargs)
+        if SERVED.gain - before < self.settings.least_gain and self.settings.inner == "eager":
+            if len(self._rests) >= _KEPT_KINDS:
+                self._rests.clear()
+            rest = min(2 * rest, _LONGEST_REST)
+            self._rests[kind] = rest, rest
         return result
 
     def _captured(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -139,7 +111,12 @@ class Region:
             return (self._run_known if self.captures else _forward)(module, *args, **kwargs)
         token = _CURRENT.set((self, module, args))
         try:
-            with nullcontext() if self.captures or self.settings.inner != "eager" else _DynamicSizes(args):
+            with ExitStack() as around:
+                if not self.captures and self.settings.inner == "eager":
+                    around.enter_context(_DynamicSizes(args))
+                if dynamo_config.use_recursive_dict_tags_for_guards:
+                    # until torch 2.13: with it, guards see no new type of a parameter (pytorch 163064)
+                    around.enter_context(dynamo_config.patch(use_recursive_dict_tags_for_guards=False))
                 return self._run(module, *args, **kwargs)
         except (TorchDynamoException, FailOnRecompileLimitHit) as error:
             # nothing of the forward has run yet
@@ -195,15 +172,7 @@ class FusedForward:
         module, region = self._module() or self.module, self.region
         if torch.compiler.is_compiling():
             return _forward(module, *args, **kwargs)
-        kind = _KIND.get()
-        if kind is not None:
-            return (_forward if region in kind.idle else region.call)(module, *args, **kwargs)
-        kind = region.kind_of(module, args)
-        token = _KIND.set(kind)
-        try:
-            return (_forward if kind and region in kind.idle else region.call)(module, *args, **kwargs)
-        finally:
-            _KIND.reset(token)
+        return region.call(module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedForward:
         copied = FusedForward.__new__(FusedForward)
@@ -241,10 +210,8 @@ def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 _NUMBERS = count()
 _CURRENT: ContextVar[tuple[Region, nn.Module, Sequence[Any]]] = ContextVar("the region that is called")
-
-
-# the kind of the call of the outermost region
-_KIND: ContextVar[Kind | None] = ContextVar("the kind of the call", default=None)
+# whether a module around the one that is called runs PyTorch's own code, because too little pays
+_RESTS: ContextVar[bool] = ContextVar("PyTorch's own code runs", default=False)
 
 
 def _capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -281,24 +248,17 @@ def _seen_from_outside(module: nn.Module, args: Sequence[Any]) -> tuple:
     return module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, *images
 
 
-def _key_of_kind(module: nn.Module, args: Sequence[Any]) -> tuple | None:
-    """What decides, with the model, whether chains pay in a call; None if its first argument is no tensor.
+def _kind_of(module: nn.Module, args: Sequence[Any]) -> tuple:
+    """What decides, with the module, whether chains pay in a call.
 
     Of the size it is the order, so that images of changing sizes are of few kinds.
     """
     x = args[0] if args else None
+    where = module.training, torch.is_grad_enabled(), torch.get_num_threads()
     if type(x) is not Tensor:
-        return None
+        return where
     autocast = torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
-    return (
-        int(4 * math.log2(x.numel() or 1)),
-        x.dtype,
-        x.requires_grad,
-        autocast,
-        module.training,
-        torch.is_grad_enabled(),
-        torch.get_num_threads(),
-    )
+    return (*where, int(4 * math.log2(x.numel() or 1)), x.dtype, x.requires_grad, autocast)
 
 
 def _must_run_as_it_is() -> bool:

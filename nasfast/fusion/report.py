@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from nasfast.fusion.dynamo import CapturedChain
+from nasfast.fusion.match import FusedChain, join
 from nasfast.fusion.region import Region
 
 # the number of names that are listed for one reason; further ones are only counted
@@ -20,24 +20,6 @@ class NotFused:
     name: str
     kind: str
     reason: str
-
-
-@dataclass(frozen=True)
-class FusedChain(CapturedChain):
-    """One chain of a fused model.
-
-    Attributes:
-        owner: path of the module whose forward is captured with it, "" for the model itself.
-        convolutions, batch_norms: paths of its convolutions and BatchNorms, one of each per stage.
-        stages: a description of each stage, such as "dw3x3 s2 144 relu6" or "1x1 24->144 relu6".
-        residual: whether the operator also makes the addition to the chain's result.
-        runs: when it runs on the operator.
-    """
-
-    owner: str = ""
-
-    def __str__(self) -> str:
-        return ", ".join([*self.stages, *(["+ residual"] if self.residual else [])])
 
 
 class FuseReport:
@@ -74,9 +56,9 @@ class FuseReport:
         for owner in sorted(self._regions, key=lambda path: path.count(".") + bool(path)):
             facts = self._regions[owner].facts
             if facts is None:
-                chains = [chain for chain in self._expected[owner] if not self._regions[owner].problem]
+                chains = [chain for chain in self._expected.get(owner, ()) if not self._regions[owner].problem]
             else:
-                chains = [_below(owner, chain) for chain in facts.chains]
+                chains = [chain.below(owner) for chain in facts.chains]
             for chain in chains:
                 found.setdefault(chain.convolutions, chain)
         taken: set[str] = set()
@@ -92,7 +74,7 @@ class FuseReport:
     def excitations(self) -> tuple[str, ...]:
         """Paths of the squeeze-and-excitations that were captured, each of which can run as one operator."""
         facts = {owner: region.facts for owner, region in self._regions.items()}
-        found = [_joined(owner, path) for owner, its in facts.items() if its is not None for path in its.excitations]
+        found = [join(owner, path) for owner, its in facts.items() if its is not None for path in its.excitations]
         return tuple(dict.fromkeys(found))
 
     @property
@@ -102,9 +84,13 @@ class FuseReport:
         reasons: dict[str, str] = {}
         for owner, region in self._regions.items():
             if region.facts is not None:
-                reasons |= {_joined(owner, path): reason for path, reason in region.facts.left.items()}
+                reasons |= {join(owner, path): reason for path, reason in region.facts.left.items()}
             elif region.problem:
-                own = [name for chain in self._expected[owner] for name in (*chain.convolutions, *chain.batch_norms)]
+                own = [
+                    name
+                    for chain in self._expected.get(owner, ())
+                    for name in (*chain.convolutions, *chain.batch_norms)
+                ]
                 reasons |= dict.fromkeys(
                     own, f"the forward of {owner or 'the model'} runs on PyTorch: {region.problem}"
                 )
@@ -151,16 +137,6 @@ class FuseReport:
             lines.append("not fused:")
             lines += [f"  {reason}: {listed(names)}" for reason, names in reasons.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
-
-
-def _below(owner: str, chain: CapturedChain) -> FusedChain:
-    """A chain of a graph with paths in the model."""
-    convs, norms = ([_joined(owner, path) for path in paths] for paths in (chain.convolutions, chain.batch_norms))
-    return FusedChain(tuple(convs), tuple(norms), chain.stages, chain.residual, chain.runs, owner)
-
-
-def _joined(owner: str, path: str) -> str:
-    return f"{owner}.{path}".strip(".")
 
 
 def listed(names: Sequence[str]) -> str:

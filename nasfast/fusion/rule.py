@@ -1,7 +1,7 @@
 """Which chains run faster on the operator than on PyTorch, by a rule; nothing is timed while a model runs.
 
 A chain gains by the memory traffic that it saves, so it pays from a number of results on: elements of the outputs of
-its convolutions, over all stages. Smaller chains pay less than a call of the operator costs, and a model in which few
+its convolutions, over all stages. Smaller chains pay less than a call of the operator costs, and a module in which few
 chains pay is left to PyTorch.
 
 The numbers were measured on one core of an AMD EPYC (Zen 5). With AVX-512: whole steps of torchvision's mobilenet_v2,
@@ -9,12 +9,12 @@ mobilenet_v3_large and efficientnet_b0 at batch 1 to 8 and 64 to 224 pixels, cha
 pixels, and whole steps of eleven networks. With AVX2, to which PyTorch, oneDNN and the operators were limited on the
 same processor: the chains of torchvision's mobilenet_v2 in float32 at batch 8 and 32. There, PyTorch's products are
 faster, so a chain pays only with gradients, where it saves more memory traffic, and with few products. A narrower
-instruction set takes the numbers of AVX2.
+instruction set takes the numbers of AVX2. What guards cost was measured on an Intel Xeon with AMX: whole steps of
+torchvision's mobilenet_v2 and mobilenet_v3_large at batch 1 to 8 and 64 to 160 pixels.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -39,9 +39,12 @@ _PRODUCTS_LIKE_A_RESULT = 40
 _LEAST_OTHER = 2_000_000
 # where a convolution trains, of the first and of the other chains
 _LEAST_TRAINED = {torch.float32: (1_200_000, 1_200_000), torch.bfloat16: (1_000_000, 1_500_000)}
-# A whole model is left to PyTorch where its chains gain less, in units of what a call of the operator costs: the code
-# and the data of few calls are in no cache.
-LEAST_GAIN = 28.0
+# What guards cost per BatchNorm of the module that was captured, in units of what a call of the operator costs: its
+# forward is left to PyTorch where its chains gain less.
+GAIN_PER_NORM = 0.7
+# What a result gains in bfloat16 with AMX, where PyTorch takes its time between the products.
+_GAIN_WITH_AMX = 6.0
+ALWAYS = 1e6
 _WITH_AVX512 = ("avx512", "avx512bf16", "amx")
 # Without AVX-512 in float32, with gradients: products (multiplications and additions) per result up to which a chain
 # pays, by whether a convolution trains. From this number of results on, chains of 17 to 38 take 0.5 to 0.96 of
@@ -70,8 +73,7 @@ def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool, gradients
         return _least_elsewhere(backend, x)
     kinds = [stage_kind(s.params.conv_weight.shape, s.stride, s.padding, s.groups) for s in stages]
     dtype = storage_dtype(x)
-    isa = "" if _native.extension is None else _native.extension.isa()
-    if dtype == torch.float32 and isa not in _WITH_AVX512:
+    if dtype == torch.float32 and _isa() not in _WITH_AVX512:
         pays = gradients and _products_per_result(stages) <= _MOST_PRODUCTS[trains]
         return _LEAST_NARROW if pays else None
     if (dtype, gradients) not in _LEAST:
@@ -95,6 +97,10 @@ def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool, gradients
     return round(_LEAST[dtype, gradients] / (1 + _products_per_result(stages) / _PRODUCTS_LIKE_A_RESULT))
 
 
+def _isa() -> str:
+    return "" if _native.extension is None else _native.extension.isa()
+
+
 def _products_per_result(stages: Sequence[Stage]) -> float:
     """Products of all convolutions per element of their outputs, where images are much larger than kernels."""
     products, results, pixels = 0.0, 0.0, 1.0
@@ -111,23 +117,24 @@ def _least_elsewhere(backend: str, x: Tensor) -> int | None:
     return None if backend == "reference" or storage_dtype(x) == torch.float32 else 0
 
 
-def gain_of(stages: Sequence[Stage], least: int) -> Callable[[torch.Size], float]:
+def gain_of(stages: Sequence[Stage], least: int, dtype: torch.dtype) -> Callable[[torch.Size], float]:
     """A function of the shape of an input that says what the operator gains, in units of what a call of it costs.
 
-    Below 0 it does not pay; infinite if it always does.
+    Below 0 it does not pay; `ALWAYS` if it always does.
     """
+    unit = _GAIN_WITH_AMX if dtype == torch.bfloat16 and _isa() == "amx" else 1.0
     sizes = [(s.params.conv_weight.shape[0], *s.params.conv_weight.shape[2:], s.stride, s.padding) for s in stages]
     kept: dict[tuple[torch.Size, int], float] = {}
 
     def gain(shape: torch.Size) -> float:
         if not least:
-            return math.inf
+            return ALWAYS
         situation = shape, torch.get_num_threads()
         known = kept.get(situation)
         if known is None:
             if len(kept) >= _KEPT_SHAPES:
                 kept.clear()
-            known = kept[situation] = _results(shape, sizes) / (situation[1] * least) - 1
+            known = kept[situation] = unit * (_results(shape, sizes) / (situation[1] * least) - 1)
         return known
 
     return gain

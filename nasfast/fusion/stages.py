@@ -28,17 +28,10 @@ _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
 class Served(threading.local):
     """What operators of ours ran in this thread.
 
-    Attributes:
-        calls: how many.
-        gain: what they gained, in units of what the least chain that pays gains before its call is paid.
+    gain: what they gained in all, in units of what the least chain that pays gains before its call is paid.
     """
 
-    calls = 0
     gain = 0.0
-
-    def count(self, gain: float) -> None:
-        self.calls += 1
-        self.gain += gain
 
 
 SERVED = Served()

@@ -226,15 +226,15 @@ def test_report_as_text(monkeypatch):
     )
     model[3].expand.requires_grad_()
     assert str(fuse_all(model)) == (
-        "4 of 6 convolutions are in 2 chains that can run fused; backend: reference (float32 on cpu)\n"
+        "5 of 6 convolutions are in 3 chains that can run fused; backend: reference (float32 on cpu)\n"
         "  0  3x3 4->4\n"
+        "  1  3x3 4->4 relu\n"
         "  3  1x1 4->8 relu6, dw5x5 8 relu6, 1x1 8->4, + residual\n"
         "captured so far: nothing; how chains run:\n"
-        "  2 chains fused: 0, 3\n"
+        "  3 chains fused: 0, 1, 3\n"
         "not fused:\n"
-        "  Conv2d: has padding_mode='reflect': 1.0\n"
         "  Conv2d: has dilation=(2, 2): 2.0\n"
-        "  BatchNorm2d: not behind a fused convolution: 1.1, 2.1\n"
+        "  BatchNorm2d: not behind a fused convolution: 2.1\n"
         "note: 1 convolution in chains will train, so a fused chain keeps the inputs for backward, as PyTorch does; to "
         "save that memory, freeze with requires_grad_(False): 3.expand"
     )

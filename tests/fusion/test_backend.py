@@ -121,7 +121,7 @@ def cast_inside(m: Body, x: torch.Tensor) -> torch.Tensor:
 LEFT = {
     "no affine parameters": (lambda: Body(whole, bn1=nn.BatchNorm2d(8, affine=False)), 1),
     "stride that is not square": (lambda: nn.Sequential(conv(4, 4, 3, stride=(2, 1)), nn.BatchNorm2d(4)), 0),
-    "shared BatchNorm": (lambda: Body(whole, bn1=(bn := nn.BatchNorm2d(8)), bn2=bn, conv2=conv(8, 8, 1)), 0),
+    "shared BatchNorm": (lambda: Body(whole, bn1=(bn := nn.BatchNorm2d(8)), bn2=bn, conv2=conv(8, 8, 1)), 2),
     "autocast between": (lambda: Body(cast_inside), 1),
     "added in place": (lambda: Body(added_in_place), 1),
 }

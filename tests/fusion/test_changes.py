@@ -102,6 +102,19 @@ def test_changes_after_fusing_are_noticed(change, executed):
     assert executed or change not in STILL_FUSED
 
 
+def test_another_type_is_noticed(executed):
+    """`Module.to` writes to the same parameters."""
+    fused = disturb(sequential().double()).eval()
+    fuse_all(fused)
+    x = torch.randn(2, 4, 9, 9, dtype=torch.float64)
+    want = fused(x)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        y = fused.to(dtype)(x.to(dtype))
+        assert y.dtype == dtype
+        torch.testing.assert_close(y.double(), want, rtol=0.1, atol=0.1)
+    assert len(executed) == 4
+
+
 @pytest.mark.parametrize("clamp", [nn.Hardtanh, nn.ReLU6])
 def test_bounds_of_activations(clamp, executed):
     """Since torch 2.15 the forward of nn.ReLU6 reads its bounds, too."""

@@ -114,7 +114,7 @@ def test_where_it_does_not_gain_pytorch_runs(calls, monkeypatch):
     network(x)
     assert calls == []
     monkeypatch.setattr(excite.squeeze, "_MIN_ELEMENTS", x.numel())
-    network.forward.region._kinds.clear()
+    network.forward.region._rests.clear()
     network(x)
     assert calls == [("relu", "hsigmoid")]
 
