@@ -42,6 +42,16 @@ def commands(text: str) -> list[list[str]]:
     return found
 
 
+def lines_of(text: str) -> list[str]:
+    """The lines of a block that are commands of nasfast; a command that is continued is one line."""
+    return [line for line in re.sub(r"\\\n\s*", "", text).splitlines() if commands(line)]
+
+
+def reason_against(line: str) -> str:
+    """Why a documented command is not run here; "" if it is."""
+    return next((reason for part, reason in NOT_RUN.items() if part in line), "")
+
+
 DOCUMENTED = [
     pytest.param(command, id=f"{page.name}: {' '.join(command)[:60]}")
     for page in pages(ROOT)
@@ -115,34 +125,101 @@ def test_the_commands_of_a_first_search_run(page, tmp_path, monkeypatch, capfd):
 
 @pytest.fixture(scope="module")
 def searched(tmp_path_factory) -> Path:
-    """A folder with a run, `runs/mine`, up to its search, and accuracies of its space."""
+    """A folder with a run up to its search, `runs/mine`, its like, `runs/other`, and what documented commands read."""
     folder = tmp_path_factory.mktemp("searched")
     config = str(write_config(folder))
     assert main(["supernet", "--out", str(folder / "runs/mine"), "--config", config]) == 0
     for stage in ("score", "search"):
         assert main([stage, "--out", str(folder / "runs/mine")]) == 0
+    shutil.copytree(folder / "runs/mine", folder / "runs/other")
     accuracies = {format_arch(arch): sum(arch) / 10 for arch in itertools.product(range(3), repeat=4)}
-    (folder / "accuracies.json").write_text(json.dumps(accuracies))
+    for name in ("accuracies.json", "runs/other/accuracies.json"):
+        (folder / name).write_text(json.dumps(accuracies))
+    for part in ("train", "val"):
+        write_folder(folder / "images" / part, {str(i): 4 for i in range(10)}, side=16)
+    (folder / "my_package").mkdir()
+    (folder / "my_package/models.py").write_text(MODULE)
+    (folder / "my_blocks.py").touch()
+    shutil.copy(folder / "tiny.yaml", folder / "my_space.yaml")
     return folder
 
 
-FEWER = {"240": "2", "360": "3"}
-"""Epochs in place of documented ones."""
+MODULE = """
+from torch import nn
+def make():
+    body = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+    return nn.Sequential(OrderedDict(layer1=body, layer2=nn.Conv2d(8, 4, 3)))
+from collections import OrderedDict
+"""
+NOT_RUN = {
+    "torchrun": "starts several processes, as tests/train does",
+    "--workers": "starts several processes, as tests/tasks does",
+    "rank --out runs/mine --train": "trains ten networks in processes, as tests/pipeline does",
+    "rank     --out runs/other --train": "trains ten networks in processes, as tests/pipeline does",
+    "--seeds": "trains three supernets in processes, as tests/pipeline does",
+    "--executor ray": "needs a cluster, as tests/tasks has",
+    "export --out runs/mine --pareto": "a front has many networks",
+    "onnx": "takes a minute, as tests/measure does",
+    "nasfast moments": "takes minutes, as tests/research does",
+    "nasfast nasi": "takes minutes, as tests/research does",
+    "nasfast wiring": "takes minutes, as tests/research does",
+    "runs/macro": "takes minutes, on CIFAR-10",
+    "cifar10/train": "takes minutes, on CIFAR-10",
+    "images/train --space": "needs a published table and --score NAME",
+    "scores.csv": "needs a published table",
+    "--measured": "needs published latencies",
+    "phone.json": "needs published latencies",
+    "--config photos": "test_the_commands_of_a_first_search_run runs it",
+}
+"""A part of a documented command that is not run here, and why."""
+
+SMALLER = {
+    "mobilenet_v2": "tiny.yaml",
+    "1000": "10",
+    "240": "2",
+    "360": "3",
+    "3,224,224": "3,16,16",
+    "--validate 20": "--validate 2",
+    "475M": "60K",
+    "330M": "60K",
+    "400M": "60K",
+}
+"""Words of documented commands, and what stands for them here."""
+
+RUN = [
+    pytest.param(page, text, id=f"{page.name}:{i}")
+    for page in pages(ROOT)
+    for i, text in enumerate(blocks(page, ("", "bash", "sh")))
+    if any(not reason_against(line) for line in lines_of(text))
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("page", "name"), [("retrain.md", "retrain"), ("ranking_zero_cost.md", "rank")])
-def test_the_commands_about_a_searched_run_run(page, name, searched, tmp_path, monkeypatch, capfd):
-    """Each on the run as it was, but for those that resume; tests/tasks runs tasks in processes and on a cluster."""
-    done = 0
-    for command in [command for text in blocks(ROOT / "docs" / page, ("",)) for command in commands(text)]:
-        if command[0] != name or "runs/mine" not in command or {"--workers", "--executor"} & set(command):
+@pytest.mark.parametrize(("page", "text"), RUN)
+def test_the_commands_of_a_block_run(page, text, searched, tmp_path, monkeypatch, capfd):
+    """In their order, as they are written but for sizes, on a run that is there before."""
+    monkeypatch.chdir(shutil.copytree(searched, tmp_path / "here"))
+    monkeypatch.setattr(imports, "_imported", [])
+    monkeypatch.syspath_prepend(".")
+    for line in lines_of(text):
+        if reason_against(line):
             continue
-        done += 1
-        if "--resume" not in command:
-            monkeypatch.chdir(shutil.copytree(searched, tmp_path / str(done)))
-        assert main([FEWER.get(word, word) for word in command]) == 0, (command, capfd.readouterr().err)
-    assert done >= 2
+        for word, other in SMALLER.items():
+            line = re.sub(rf"(?<!\S){re.escape(word)}(?!\S)", other, line)
+        (command,) = commands(line)
+        run_dir = Path(command[command.index("--out") + 1]) if "--out" in command else Path()
+        if not {"--resume", "--dry_run"} & set(command):
+            if command[0] in ("run", "supernet"):
+                shutil.rmtree(run_dir, ignore_errors=True)
+                command[1:1] = ["--config", "settings.yaml"]
+            if command[0] == "retrain":  # each of these commands is an alternative
+                for made in (*run_dir.glob("retrain*"), *run_dir.glob("checkpoints/retrain*")):
+                    shutil.rmtree(made) if made.is_dir() else made.unlink()
+        elif command[0] == "retrain":
+            assert main([word for word in command if word != "--resume"]) == 0
+        if command[0] == "export":
+            assert main(["retrain", *command[1:]]) == 0
+        assert main(command) == 0, (command, capfd.readouterr().err)
 
 
 def test_commands_are_found_and_wrong_flags_are_refused():
