@@ -27,7 +27,7 @@ from nasfast.spaces import get_space, mean_path
 from nasfast.supernet import Supernet
 
 pytest.importorskip("triton")
-from ptx.kernels import (
+from compiled.kernels import (
     OPERATORS,
     TOOLS,
     installed_kernels,
@@ -92,10 +92,7 @@ MEMORY = re.compile(r"LD|LDG|LDGSTS|ST|STG|ATOM|ATOMG|RED|REDG")
 
 @pytest.mark.skipif(90 not in built_for(), reason="the extension has no kernels for sm_90")
 def test_kernels_wait_for_those_in_front_before_they_touch_memory_but_weights(tmp_path):
-    """Launches of a call may start early on sm_90, see kernels/cuda/gpu.cpp; no kernel of a call writes a weight.
-
-    That what is loaded before are weights, the interpreter checks for each family of kernels.
-    """
+    """Launches of a call may start early on sm_90, see kernels/cuda/gpu.cpp; no kernel of a call writes a weight."""
     library = _native.extension.path
     subprocess.run([TOOLS / "cuobjdump", "-xelf", "sm_90", library], cwd=tmp_path, capture_output=True, check=True)
     names: dict[str, list[str]] = {}

@@ -1,0 +1,1 @@
+"""What nvcc made of the CUDA kernels, and what a call launches."""
