@@ -129,13 +129,14 @@ def test_random_chains_match_float64_reference(native, case, recompute):
 # ---- bfloat16
 
 
-@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "bfloat16"])
-@pytest.mark.parametrize("case", BFLOAT16_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "autocast"), [*((c, True) for c in BFLOAT16_CASES[::2]), *((c, False) for c in BFLOAT16_CASES)], ids=str
+)
 def test_bfloat16_is_no_worse_than_eager_autocast(case, autocast, native):
     check_bfloat16(case, autocast=autocast)
 
 
-@pytest.mark.parametrize("case", BFLOAT16_CASES[:4], ids=str)
+@pytest.mark.parametrize("case", BFLOAT16_CASES[:2], ids=str)
 def test_bfloat16_gradients_with_a_large_mean(case, plan, native):
     # the projections of BatchNorm's backward remove what all pixels share
     check_bfloat16(case, shift=20.0)

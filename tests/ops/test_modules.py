@@ -63,8 +63,12 @@ def check_twins(plain, fused, *, frozen, backend):
     return got
 
 
-@pytest.mark.parametrize(("block", "frozen", "training"), pairwise(BLOCKS, (True, False), (True, False)), ids=str)
-def test_fused_matches_plain_in_float64(block, frozen, training, backend):
+TWINS = [("cpu", *each) for each in pairwise(BLOCKS, (True, False), (True, False))]
+TWINS += [("reference", *each[1:]) for each in TWINS[::8]]
+
+
+@pytest.mark.parametrize(("backend", "block", "frozen", "training"), TWINS, ids=str)
+def test_fused_matches_plain_in_float64(backend, block, frozen, training, native):
     plain, fused = randomised(block, act="tanh"), FusedInvertedResidual(**block, act="tanh")
     check_twins(plain.train(training), fused.train(training), frozen=frozen, backend=backend)
 

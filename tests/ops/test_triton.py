@@ -1,6 +1,8 @@
 """The Triton kernels against float64: on the GPU where there is one, else under Triton's interpreter on CPU tensors."""
 
+import math
 from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -23,9 +25,12 @@ pytestmark = [
 bn_act = partial(ops.bn_act, backend="triton")
 # Pixels around those of one tile of 32 rows: for 24 channels a row is 8 pixels.
 SIZES = [
-    *(Case((1, channels, 1, pixels)) for channels in (1, 12, 24) for pixels in (31, 32, 33, 255, 256, 257, 264)),
-    *(Case((1, 3136, 1, pixels)) for pixels in (31, 32, 33)),
+    *(Case((1, channels, 1, pixels)) for channels, pixels in product((1, 24), (31, 33, 256, 257))),
+    *(Case((1, 12, 1, pixels)) for pixels in (32, 255, 264)),
+    Case((1, 3136, 1, 33)),
 ]
+# the interpreter takes seconds for more elements; several tiles for each program have a test of their own
+OTHERS = [case for case in CASES if DEVICE == "cuda" or math.prod(case.shape) < 10**4]
 TYPES = [Case((2, 24, 5, 7), dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
 
 
@@ -58,7 +63,7 @@ def few_programs(monkeypatch):
 
 @pytest.mark.parametrize(
     ("case", "training"),
-    [*((case, True) for case in SIZES), *((case, i % 2 == 0) for i, case in enumerate(CASES + TYPES))],
+    [*((case, True) for case in SIZES), *((case, i % 2 == 0) for i, case in enumerate(OTHERS + TYPES))],
     ids=str,
 )
 def test_every_size_layout_and_type_matches_float64(case, training):
@@ -72,7 +77,7 @@ def test_every_activation_matches_float64(case, act):
 
 
 def test_programs_of_several_tiles_match_float64(few_programs):
-    for case in (Case((2, 24, 33, 35)), Case((3, 5, 21, 23)), Case((2, 160, 9, 9), mean=1e4)):
+    for case in (Case((2, 24, 17, 35)), Case((3, 5, 21, 23)), Case((2, 160, 9, 9), mean=1e4)):
         check_case(case, "relu", True, True, "triton")
 
 
@@ -109,7 +114,7 @@ def test_nan_and_infinity_go_where_pytorchs_go():
 
 
 def test_two_runs_are_equal_bit_for_bit(few_programs):
-    tensors = Case((2, 24, 33, 35)).inputs("silu", residual=True)
+    tensors = Case((2, 24, 17, 35)).inputs("silu", residual=True)
     first, second = (
         run(bn_act, {n: on_device(t) for n, t in tensors.items()}, act="silu", training=True) for _ in range(2)
     )
