@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch._dynamo  # PyTorch's optimizers import it, which takes seconds: once for all, and not in each forked child
 from tiny import tiny_space, write_folder
 
 import nasfast.train.checkpoint as checkpoint_module

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from killable import at_call, die
+from killable import at_call, die  # which imports what the optimizers would import in each forked rank
 from tiny import batches, tiny_space
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh

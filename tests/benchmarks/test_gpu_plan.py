@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -14,8 +13,8 @@ from pathlib import Path
 import pytest
 from kernel_cases.cuda import needs_emulation
 
-from benchmarks.gpu import build, parts, per_launch, plan, proofs, tools, users
-from benchmarks.gpu.plan import PARTS, REPORT, ROWS, Part, read_rows, run_part
+from benchmarks.gpu import build, parts, per_launch, plan, proofs, users
+from benchmarks.gpu.plan import REPORT, ROWS, Part, read_rows, run_part
 from benchmarks.gpu.report import report
 from benchmarks.gpu_step import ROWS as MEASURED
 from nasfast.ops import use_backend
@@ -102,31 +101,6 @@ def test_the_kernels_and_their_peers(bare, tmp_path):
     assert "LOSSES DIFFER" not in text and "4 of 4 chains and types" in text
 
 
-def test_the_plan_fits_ten_minutes_with_the_most_valuable_facts_first():
-    listed = subprocess.run([*COMMAND, "--list"], capture_output=True, text=True, check=True).stdout
-    assert f"{sum(part.seconds for part in PARTS)} s" in listed
-    for part in PARTS:
-        assert f"{part.name:26} {part.seconds:4} s" in listed and part.text in listed
-        assert part.seconds < part.limit <= 240
-    names = [part.name.split()[0] for part in PARTS]
-    assert list(dict.fromkeys(names)) == (
-        "build demo fuse command engine peer compile parity bits launches ncu sanitizer tests".split()
-    )
-    assert sum(part.seconds for part in PARTS) <= plan.SECONDS == 600
-
-
-def test_the_tests_of_the_plan_are_there_and_need_no_parser():
-    for test in (*plan._TESTS, *plan._DRY_TESTS):
-        path = ROOT / test.partition("::")[0]
-        assert path.exists(), path
-        for file in path.rglob("*.py") if path.is_dir() else [path]:
-            text = file.read_text()
-            top = [line for line in text.splitlines() if line.startswith(("import ", "from "))]
-            assert not any(name in line for line in top for name in ("nasfast.cli", "jsonargparse", "torchvision")), (
-                file
-            )
-
-
 # ---- what would not run our kernels fails
 
 
@@ -194,59 +168,11 @@ def test_the_chains_of_a_step_are_those_that_were_measured():
     assert compared and compared <= {str(chain) for chain in chains}
 
 
-def test_a_page_has_launches_beside_the_formula():
-    """Also where a step has other launches than those whose sizes are known."""
-    rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
-    rows = [row for row in rows if row["part"] == "launches"]
-    text = report({"launches": rows})
-    assert "135 launches of CUDA kernels take 3298 us of a step of 4212 us" in text
-    assert re.search(r"\| PointwiseBackward \| 40 \| 888 \| \d+ \| 0\.9\d \|", text)
-    without = [{name: value for name, value in row.items() if name != "bytes"} for row in rows]
-    assert "PointwiseBackward" not in report({"launches": without})
-
-
 def test_our_kernels_are_known_by_the_names_of_a_profiler():
     name = "void nasfast::gpu::run_kernel<nasfast::gpu::DepthwiseForward<nasfast::gpu::Bf16, 3, 1, true> >(...)"
     assert per_launch.family_of(name) == "DepthwiseForward"
     assert per_launch.family_of(name.replace("DepthwiseForward", "pointwise::PointwiseForward")) == "PointwiseForward"
     assert per_launch.family_of("void at::native::vectorized_elementwise_kernel<4, ...>") is None
-
-
-def test_ncu_looks_for_the_longest_launches():
-    kernel = "void nasfast::gpu::run_kernel<nasfast::gpu::{}<nasfast::gpu::Bf16, {}, true> >(Arguments, int)"
-    launches = [(kernel.format("Forward", i % 3), 10.0 + i) for i in range(12)]
-    rows = [{"kind": "launch_of_step", "name": name, "us": us} for name, us in launches] + [{"kind": "launches"}]
-    pattern = tools.pattern_of(rows)
-    assert len(pattern.split("|")) == 3
-    # the tools disagree about blanks, and about what is around the name
-    seen = "nasfast::gpu::run_kernel<nasfast::gpu::Forward<nasfast::gpu::Bf16,2,true>>"
-    assert re.search(pattern, seen) and re.search(pattern, launches[1][0])
-    assert not re.search(pattern, seen.replace("Forward", "Backward"))
-    assert tools.pattern_of([]) == "run_kernel"
-
-
-def test_the_longest_kernels_of_ncu_are_read():
-    output = """==PROF== Connected
-"ID","Kernel Name","gpu__time_duration.sum","sm__throughput.avg.pct_of_peak_sustained_elapsed"
-"","","nsecond","%"
-"0","short","1,000","10"
-"1","long","20,000","80.5"
-"""
-    assert tools.longest(output) == [
-        {"kernel": "long", "time": "20,000", "sm__throughput.avg.pct_of_peak_sustained_elapsed": "80.5"},
-        {"kernel": "short", "time": "1,000", "sm__throughput.avg.pct_of_peak_sustained_elapsed": "10"},
-    ]
-
-
-@pytest.mark.parametrize(("memory", "wanted"), [("143771\n", 16), ("10240\n", 5), ("1000", 1), ("[N/A]", 4), (None, 4)])
-def test_the_memory_of_a_gpu_limits_its_processes(memory, wanted, tmp_path, monkeypatch):
-    if memory is not None:
-        tool = tmp_path / "nvidia-smi"
-        tool.write_text(f"#!/bin/sh\n/bin/echo '{memory}'\n")
-        tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    assert plan.processes() == wanted
 
 
 # ---- parts that end badly
@@ -331,39 +257,3 @@ def test_parts_for_which_there_is_no_time_say_so_and_the_next_one_runs(tmp_path,
     assert not plan.run_plan([Part("late", 1, 60, "")], "cuda", tmp_path, 0.1)
     ends = {row["part"]: row for row in read_rows(tmp_path / ROWS) if row["kind"] == "end"}
     assert ends["late"]["error"] == "no time" and "late: 0.0 s, FAILED: no time" in (tmp_path / REPORT).read_text()
-
-
-# ---- the rows of tests
-
-
-TESTS = """
-import pytest, torch
-
-def test_a():
-    pass
-
-def test_loses_the_context(monkeypatch):
-    torch.cuda.is_initialized = lambda: True
-    def synchronize():
-        raise RuntimeError("an illegal memory access was encountered")
-    torch.cuda.synchronize = synchronize
-
-def test_c():
-    assert 1 == 2
-
-def test_d():
-    pytest.skip("a reason")
-"""
-
-
-@pytest.mark.slow
-def test_a_lost_context_costs_one_test(tmp_path):
-    pytest.importorskip("xdist")
-    (tmp_path / "test_some.py").write_text(TESTS)
-    options = "-m pytest -q -n 1 -p benchmarks.gpu.rows --rows rows --part tests test_some.py".split()
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, *options], cwd=tmp_path, env=env, capture_output=True)
-    rows = {row["test"].partition("::")[2]: row for row in read_rows(tmp_path / "rows") if row["outcome"] != "passed"}
-    assert rows.keys() == {"test_loses_the_context", "test_c", "test_d"}
-    assert "crashed while running" in rows["test_loses_the_context"]["error"]
-    assert rows["test_c"]["error"] == "assert 1 == 2" and rows["test_d"]["reason"] == "a reason"

@@ -35,10 +35,9 @@ def test_fuse_models_measures_and_continues(run, tmp_path, capsys, monkeypatch):
         row["times"]["nasfast"]["step"]["median_ms"] / row["times"][row["peer"]]["step"]["median_ms"]
     )
     assert (row["in_chains"], row["convolutions"]) == (34, 52)
-    run(bench_fuse_models, *SMALL, "--types", "fp32", "--trains", "nothing", "batch norms", "--out", out)
-    first, second = json.loads(out.read_text())["rows"]
-    assert first == row
-    assert second["times"].keys() == {"eager", "nasfast"}
+    monkeypatch.setattr(bench_fuse_models, "bench", lambda *_: None)  # what is there is measured once
+    run(bench_fuse_models, *SMALL, "--types", "fp32", "--trains", "nothing", "--out", out)
+    assert json.loads(out.read_text())["rows"] == [row]
     assert "trains nothing     fp32            1 models: median" in capsys.readouterr().out
 
 
@@ -47,14 +46,3 @@ def test_fuse_models_refuses_other_work(monkeypatch):
     monkeypatch.setattr(nasfast, "fuse", lambda model: torch.nn.init.uniform_(model.classifier[3].bias, 0, 100))
     with pytest.raises(RuntimeError, match="nasfast has loss"):
         bench_fuse_models.bench(MODEL, "nothing", "fp32", 2, 32, 1)
-
-
-def test_fuse_models_says_what_pytorch_cannot_run(monkeypatch):
-    def refuse(*_):
-        raise RuntimeError("not implemented for 'Half'\nmore")
-
-    monkeypatch.setattr(bench_fuse_models, "make_run", lambda *_: refuse)
-    row = bench_fuse_models.bench(MODEL, "all", "half", 2, 32, 1)
-    assert row["unable"] == "not implemented for 'Half'"
-    assert bench_fuse_models.summary([row]) == ["trains all         half         ; PyTorch cannot run 1"]
-    assert bench_fuse_models.described(row).endswith("PyTorch cannot run it: not implemented for 'Half'")

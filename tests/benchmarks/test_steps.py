@@ -66,9 +66,7 @@ def test_running_statistics_are_not_kept():
 
 @pytest.mark.slow
 def test_one_row(capsys):
-    row = steps.bench(
-        WORKLOAD, [VARIANTS["nasfast fp32"], VARIANTS["eager channels_last fp32"]], rounds=2, threads=1, quick=True
-    )
+    row = steps.bench(WORKLOAD, [VARIANTS["nasfast fp32"]], rounds=2, threads=1, quick=True)
     json.dumps(row)
     assert row["macs_per_image"] == digits_mini().cost(WORKLOAD.path).macs
     for result in row["variants"].values():
@@ -77,9 +75,7 @@ def test_one_row(capsys):
         assert memory["peak"] > 0.5 * memory["saved"] > 0
         assert result["fraction_of_floor"] > 0
     steps.show(row)
-    text = capsys.readouterr().out
-    assert "nasfast fp32: step" in text
-    assert "memory saved" in text
+    assert "nasfast fp32: step" in capsys.readouterr().out
 
 
 class _KeepsOutput(torch.autograd.Function):

@@ -39,19 +39,23 @@ sys.exit(code)
 """
 
 
-def start(folder, *words: str) -> tuple[int, str, str, float]:
-    """Exit status, output and errors of a command, and its CPU seconds with bytecode that is there already."""
+def start(folder, *words: str, limit: float) -> tuple[int, str, str, bool]:
+    """Exit status, output and errors of a command, and whether it takes at most so many CPU seconds.
+
+    The first of three attempts may write bytecode, and another process may have the caches.
+    """
     env = {**os.environ, "PYTHONPYCACHEPREFIX": str(folder.parent / "bytecode")}  # one for all tests
     env.pop("PYTHONDONTWRITEBYTECODE", None)
-    seconds = []
     for _ in range(3):
         before = os.times()
         ended = subprocess.run(
             [sys.executable, "-c", PROGRAM, *words], cwd=folder, env=env, capture_output=True, text=True
         )
         after = os.times()
-        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
-    return ended.returncode, ended.stdout, ended.stderr, min(seconds)
+        seconds = after.children_user + after.children_system - before.children_user - before.children_system
+        if seconds <= limit:
+            break
+    return ended.returncode, ended.stdout, ended.stderr, seconds <= limit
 
 
 QUICK = [
@@ -78,10 +82,9 @@ QUICK = [
 def test_what_needs_no_torch_does_not_wait_for_it(tmp_path, words, status, said):
     for name in "abcd":
         (tmp_path / "images" / name).mkdir(parents=True)
-    code, out, err, seconds = start(tmp_path, *words.split())
+    code, out, err, quick = start(tmp_path, *words.split(), limit=1)
     assert (code, out.splitlines()[-1]) == (status, "imported:")
-    assert said in out + err
-    assert seconds <= 1
+    assert said in out + err and quick
 
 
 @pytest.fixture
@@ -101,34 +104,41 @@ def searched(tmp_path):
 
 @pytest.mark.slow
 def test_a_search_of_a_saved_table_needs_no_torch(searched):
-    code, out, err, seconds = start(searched.parent, "search", "--out", "run", "--search.top_k", "2")
+    code, out, err, quick = start(searched.parent, "search", "--out", "run", "--search.top_k", "2", limit=2)
     assert code == 0, err
     assert out.splitlines()[-1] == "imported:" and "next: nasfast retrain --out run" in out
     assert tiny_space().words(json.loads((searched / "archs.json").read_text())["candidates"][0]["arch"]) in out
-    assert seconds <= 2
+    assert quick
+
+
+TRAINS = """
+import sys
+from nasfast.cli.main import main
+main(["spaces"])
+import nasfast.cli.commands, nasfast.data, nasfast.pipeline.whole, nasfast.retrain
+assert "torch" in sys.modules and "torchvision" not in sys.modules
+"""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("given", "spins"), [({}, "100"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
-)
-def test_threads_that_wait_sleep_soon(given, spins):
+def test_training_waits_for_no_threads_that_spin_nor_for_the_models_of_torchvision():
     """What libgomp says when torch loads it."""
     environment = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
-    words = [sys.executable, "-m", "nasfast.cli.main", "doctor"]
-    ended = subprocess.run(
-        words, env={**environment, "OMP_DISPLAY_ENV": "verbose", **given}, capture_output=True, text=True, check=True
-    )
-    assert set(re.findall(r"GOMP_SPINCOUNT = '(\w+)'", ended.stderr)) == {spins}
+    environment["OMP_DISPLAY_ENV"] = "verbose"
+    ended = subprocess.run([sys.executable, "-c", TRAINS], env=environment, capture_output=True, text=True, check=True)
+    assert set(re.findall(r"GOMP_SPINCOUNT = '(\w+)'", ended.stderr)) == {"100"}
 
 
-@pytest.mark.slow
-def test_training_imports_no_models_of_torchvision():
-    program = (
-        "import sys, nasfast.cli.commands, nasfast.data, nasfast.pipeline.whole, nasfast.retrain\n"
-        "assert 'torch' in sys.modules and 'torchvision' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", program], check=True)
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "100"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)]
+)
+def test_a_choice_of_how_threads_wait_is_kept(given, spins, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert main(["spaces"]) == 0
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
 def settings() -> dict[str, typing.Any]:
@@ -147,10 +157,12 @@ def kinds(hint) -> str:
     return " ".join(sorted({getattr(typing.get_origin(o) or o, "__name__", str(o)) for o in options}))
 
 
-def test_a_wrong_value_of_any_setting_is_one_sentence(capsys):
-    found = settings()
-    assert len({kinds(hint) for hint in found.values()}) >= 7
-    for flag in found:
+def test_a_wrong_value_of_a_setting_of_any_type_is_one_sentence(capsys):
+    found: dict[str, list[str]] = {}
+    for flag, hint in settings().items():
+        found.setdefault(kinds(hint), []).append(flag)
+    assert len(found) >= 7
+    for flag in (flag for flags in found.values() for flag in flags[:4]):
         with pytest.raises(SystemExit) as ended:
             parse(["run", flag, "0,7x"])
         said = capsys.readouterr().err.splitlines()
