@@ -156,6 +156,7 @@ NOT_RUN = {
     "--workers": "starts several processes, as tests/tasks does",
     "rank --out runs/mine --train": "trains ten networks in processes, as tests/pipeline does",
     "rank     --out runs/other --train": "trains ten networks in processes, as tests/pipeline does",
+    "--search.refine": "reads what the command before it writes",
     "--seeds": "trains three supernets in processes, as tests/pipeline does",
     "--executor ray": "needs a cluster, as tests/tasks has",
     "export --out runs/mine --pareto": "a front has many networks",
@@ -183,6 +184,8 @@ SMALLER = {
     "475M": "60K",
     "330M": "60K",
     "400M": "60K",
+    "--search.max_latency_ms 25": "--search.max_latency_ms 2500",
+    "--search.max_latency_ms 20": "--search.max_latency_ms 2000",
 }
 """Words of documented commands, and what stands for them here."""
 
