@@ -47,7 +47,7 @@ _LOG = logging.getLogger(__name__)
 _STEPS = 3
 """Timed steps, after one that is not timed."""
 
-_LARGEST, _TRIED = 160, (4, 64)
+_LARGEST, _TRIED = 160, (6, 64)
 """The largest side of timed images in pixels, how many a step has, and the most of smaller ones: under 2 GB."""
 
 _PATH_IMAGES = 32
@@ -307,7 +307,7 @@ def _pixels(space: SearchSpace) -> float:
 def _smaller(cfg: RunConfig, space: SearchSpace) -> tuple[RunConfig, SearchSpace]:
     """Settings and space with batches that any machine has memory for."""
     few, most = _TRIED
-    size = max(2, min(most, cfg.data.batch_size, round(few * (_LARGEST / space.resolution) ** 2)))
+    size = max(2, min(most, cfg.data.batch_size, round(few * max(1.0, _LARGEST / space.resolution) ** 2)))
     images = min(cfg.score.images, _PATH_IMAGES)
     # a cache would decode all images
     loader: Any = "torchvision" if cfg.data.loader in ("auto", "cache") else cfg.data.loader
