@@ -5,7 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+# before PyTorch loads libgomp: processes of pytest share the cores, where a thread that spins takes the core of the one
+# that it waits for, and operators of a microsecond take milliseconds
+os.environ.setdefault("GOMP_SPINCOUNT", "100")
+
+import torch  # noqa: E402
 
 # so that tests can import `benchmarks`; at the end, because an installed nasfast comes before the one in this folder
 sys.path.append(str(Path(__file__).parents[1]))
@@ -70,8 +75,13 @@ def gpu():
 
 
 @pytest.fixture(autouse=True)
-def fixed_seed():
+def fixed_seed_and_threads():
+    """Commands set the number of threads of their process: the next test has again what there was before."""
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 @pytest.fixture

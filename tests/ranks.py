@@ -280,6 +280,8 @@ def run(case: str, out: Path, *, resume: bool = False) -> list[int]:
 
 def main(out: Path, cases: list[str]) -> None:
     torch.set_num_threads(1)
+    if COMMANDS.keys() & set(cases):
+        import sklearn.datasets  # noqa: F401, so that not every rank imports it to read the digits
     for case in cases:
         if case == "torchrun":
             torchrun(out)
