@@ -21,7 +21,7 @@ SETTINGS = TrainConfig(epochs=4, lr=0.05, log_every=1)
 # Measured: 2e-5 of the loss and 3e-5 of a score; weights changed by 1e-7 on one backend give as much.
 LOSS_TOLERANCE = 1e-4
 # scores closer than this are a tie: their order is rounding
-TIE = 1e-4  # on AMX, which multiplies a float32 as three bfloat16 numbers, scores differed by 5.2e-5
+TIE = 6e-5  # on AMX, which multiplies a float32 as three bfloat16 numbers, scores differed by 5.2e-5
 
 
 def trained(run_dir, loader):
