@@ -36,9 +36,11 @@ def nearest(key: str, valid: typing.Iterable[str]) -> str:
 
 
 def suggestion(key: str, valid: typing.Iterable[str]) -> str:
-    """A question for the valid name that is nearest to a misspelt one; empty if none is near."""
-    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
-    return f"did you mean {close[0]!r}?" if close else ""
+    """A question for the valid names that are nearest to a misspelt one, equally near ones in order; empty if none is."""
+    ratios = {name: difflib.SequenceMatcher(None, key, name).ratio() for name in sorted(valid)}
+    best = max(ratios.values(), default=0)
+    names = [repr(name) for name, ratio in ratios.items() if ratio == best]
+    return f"did you mean {' or '.join(names)}?" if best >= 0.5 else ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -324,11 +324,11 @@ class TileBlocks {
   template <int kWidth>
   void add_panel(const C* a, int64_t lda, const C* b, int64_t depth, int64_t rows, int64_t column) {
     for (int64_t row = 0; row < rows; row += 2 * kTileSide) {
-      const Block block{row, lesser(2 * kTileSide, rows - row), column, kWidth};
+      const Block block{a + row * lda, lda, b, depth, row, lesser(2 * kTileSide, rows - row), column, kWidth};
       if (block.rows > kTileSide) {
-        add<kWidth, true>(block, a + row * lda, lda, b, depth);
+        add<kWidth, true>(block);
       } else {
-        add<kWidth, false>(block, a + row * lda, lda, b, depth);
+        add<kWidth, false>(block);
       }
     }
   }
@@ -340,8 +340,9 @@ class TileBlocks {
         VecF sums[kBlockRows];
 #pragma GCC unroll 8
         for (int i = 0; i < kBlockRows; ++i) sums[i] = load(sums_[buffer_][j] + (r + i) * kLanes, AllLanes{});
-        finish_block(last_.row + r, static_cast<int>(lesser(kBlockRows, last_.rows - r)), last_.column + j * kLanes,
-                     columns_, sums, epilogue_);
+        const int count = static_cast<int>(lesser(kBlockRows, last_.rows - r));
+        if constexpr (kSplits) mend(r, count, j, sums);
+        finish_block(last_.row + r, count, last_.column + j * kLanes, columns_, sums, epilogue_);
       }
     }
     last_.width = 0;
@@ -349,24 +350,39 @@ class TileBlocks {
 
  private:
   struct Block {
-    int64_t row, rows, column;
+    const C* a;
+    int64_t lda;
+    const C* b;
+    int64_t depth, row, rows, column;
     int width;
   };
 
   template <int kWidth, bool kLower>
-  void add(const Block& block, const C* a, int64_t lda, const C* b, int64_t depth) {
-    multiply_block<kWidth, kLower>(a, lda, b, depth);
+  void add(const Block& block) {
+    multiply_block<kWidth, kLower>(block.a, block.lda, block.b, block.depth);
     finish();
-    if constexpr (kOverlaps) buffer_ = 1 - buffer_;
+    if constexpr (kSplits) buffer_ = 1 - buffer_;
     store_block<kWidth, kLower>(sums_[buffer_]);
     last_ = block;
-    if constexpr (!kOverlaps) finish();
+    if constexpr (!kSplits) finish();
   }
 
-  static constexpr bool kOverlaps = sizeof(C) > sizeof(BFloat16);
+  // Computes the sums of `count` rows of the last block, from `row` on, again where they have a NaN.
+  void mend(int64_t row, int count, int j, VecF* sums) const {
+    VecF total = sums[0];
+#pragma GCC unroll 8
+    for (int i = 1; i < kBlockRows; ++i) total += sums[i];
+    if (!has_nan(total)) return;
+    for (int i = 0; i < count; ++i) {
+      if (!has_nan(sums[i])) continue;
+      sums[i] = multiply_row(last_.a + (row + i) * last_.lda, last_.b, last_.depth, j, last_.width);
+    }
+  }
+
+  static constexpr bool kSplits = sizeof(C) > sizeof(BFloat16);  // into parts, so a product overlaps the epilogue
   const int64_t columns_;
   const Epilogue& epilogue_;
-  alignas(64) TileSums sums_[kOverlaps ? 2 : 1];
+  alignas(64) TileSums sums_[kSplits ? 2 : 1];
   int buffer_ = 0;
   Block last_{};
 };

@@ -27,7 +27,8 @@ struct Parts {
 };
 
 inline Parts split(VecF v) {
-  // rounding to nearest by addition of half a unit; a NaN stays one in `low`, and an infinity becomes one
+  // rounding to nearest by addition of half a unit; NaN stays NaN, and an infinity has NaN in its lower parts: see
+  // multiply_row
   const auto round = [](VecF x) { return as_float((as_bits(x) + 0x8000) & 0xffff0000); };
   const VecF high = round(v);
   const VecF rest = v - high;
@@ -147,6 +148,35 @@ inline void store_block(TileSums& sums) {
   if constexpr (kLower) _tile_stored(2, sums[0] + kBelow, 64);
   if constexpr (kLower && kWidth > 1) _tile_stored(3, sums[1] + kBelow, 64);
   __asm__ volatile("" ::: "memory");
+}
+
+inline bool has_nan(VecF v) { return _mm512_cmp_ps_mask((__m512)v, (__m512)v, _CMP_UNORD_Q) != 0; }
+
+// The product of one row of A with vector `j` of a panel of `width` vectors, by vector instructions. `multiply_block`
+// has a NaN where an element is infinite, because the element's lower parts are NaN.
+[[gnu::noinline]] inline VecF multiply_row(const SplitFloat* a, const SplitFloat* panel, int64_t depth, int j,
+                                           int width) {
+  const auto join = [](VecF high, VecF middle, VecF low) {
+    const VecF sum = high + middle + low;
+    return high - high == 0.0f ? sum : high;  // an infinity is its high part alone
+  };
+  const char* row = reinterpret_cast<const char*>(a);
+  const char* column = reinterpret_cast<const char*>(panel) + j * kSplitParts * kSplitTile;
+  VecF sum{};
+  for (int64_t k = 0; k < depth; ++k) {
+    const int64_t tile = k / kTileDepth * kSplitParts, at = k % kTileDepth;
+    VecF left[kSplitParts], right[kSplitParts];
+    for (int part = 0; part < kSplitParts; ++part) {
+      uint16_t bits;
+      memcpy(&bits, row + (tile + part) * 64 + at * 2, sizeof bits);
+      left[part] = as_float(VecU{} + (static_cast<uint32_t>(bits) << 16));
+      VecU pairs;  // of two neighbours in depth
+      memcpy(&pairs, column + (tile * width + part) * kSplitTile + at / 2 * 64, sizeof pairs);
+      right[part] = as_float(at % 2 ? pairs & 0xffff0000 : pairs << 16);
+    }
+    sum += join(left[0], left[1], left[2]) * join(right[0], right[1], right[2]);
+  }
+  return sum;
 }
 
 }  // namespace nasfast::cpu::NASFAST_ISA
