@@ -1,4 +1,4 @@
-"""What a study returns, as data: tables, figures, pass marks, claims and verdicts; and its report as text and files."""
+"""What a study returns: tables, figures, pass marks, claims and verdicts; and its report as text and files."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from typing import Any
 import numpy as np
 
 from nasfast.config import ConfigBase
+from nasfast.report.page import cards_of, embedded, escape, folded, page_of, table_of
 from nasfast.research.analysis.moments.detect import Verdict
+from nasfast.research.studies.draw import Figure
 from nasfast.runtime.files import write_atomic
+
+_FOLDED = 60
+"""Tables of more rows are folded."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,13 @@ class Table:
         ]
         return "\n".join([self.title, *text])
 
+    def html(self) -> str:
+        """The table for a page; a long one is folded. A column without any number holds text."""
+        digits = set("+-.0123456789")
+        text = [0, *(j for j in range(1, len(self.header)) if not any(row[j][:1] in digits for row in self.rows))]
+        table = table_of(self.header, self.rows, text_columns=text)
+        return table if len(self.rows) <= _FOLDED else folded(f"All {len(self.rows)} rows", table)
+
 
 def number(value: Any, digits: str = ".4g") -> str:
     """A cell of a table: text itself, a number with these digits, and a dash for None and nan."""
@@ -91,38 +103,15 @@ def number(value: Any, digits: str = ".4g") -> str:
     return value if isinstance(value, str) else format(value, digits)
 
 
-def marks_table(checks: Iterable[Mapping[str, Any]]) -> Table:
-    """The pass marks, as their `to_dict` gives them; open ends are dashes."""
-    ends = ("low", "high", "measured")
-    rows = [(c["name"], *(plain(c[key]) for key in ends), "ok" if c["passed"] else "MISSED") for c in checks]
+def marks_table(checks: Iterable[Check]) -> Table:
+    """The pass marks; open ends are dashes."""
     columns = {"": "", "from": ".4g", "to": ".4g", "measured": ".4g", "met": ""}
+    rows = [(c.name, *map(plain, (c.low, c.high, c.measured)), "ok" if c.passed else "MISSED") for c in checks]
     return Table.of("pass marks", columns, rows)
 
 
 Form = Mapping[str, Any]
 """A report, or a part of it, as JSON."""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """What a figure shows, as data; `draw.figure_of` draws it from its JSON.
-
-    Attributes:
-        title: above the figure.
-        caption: below it.
-        panels: made by `draw.panel`, in order.
-        columns: number of panels side by side.
-        width, height: inches of the figure, and of a row of panels.
-        legend: whether there is one for all panels, of every label once.
-    """
-
-    title: str
-    caption: str
-    panels: Sequence[Form]
-    columns: int = 2
-    width: float = 11.0
-    height: float = 3.1
-    legend: bool = True
 
 
 def plain(value: Any) -> Any:
@@ -187,16 +176,42 @@ class StudyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON; what is not finite becomes null."""
-        form = {key: value for key, value in vars(self).items() if key not in ("data", "files")}
+        form = {key: value for key, value in vars(self).items() if key not in ("data", "figures", "files")}
         return plain({**form, **self.data, "config": self.config.to_dict()})
 
     def save(self, folder: str | Path) -> Path:
         """Write NAME.json, NAME.html and its figures into a directory; returns the page's path."""
-        # imported here, because the page's module imports matplotlib and this one
-        from nasfast.research.studies.page import write_study_page
+        folder = Path(folder)
+        write_atomic(folder / f"{self.name}.json", (json.dumps(self.to_dict(), indent=1) + "\n").encode())
+        path = folder / f"{self.name}.html"
+        write_atomic(path, page_of(f"nasfast {self.name}", "study", self._sections(folder / self.name)).encode())
+        return path
 
-        write_atomic(Path(folder) / f"{self.name}.json", (json.dumps(self.to_dict(), indent=1) + "\n").encode())
-        return write_study_page(folder, self.name)
+    def _sections(self, folder: Path) -> list[tuple[str, str, str]]:
+        """Key, title and HTML of the parts of the page, whose figures go to the folder too."""
+        sections = [("summary", "Summary", self._summary())]
+        if self.claims:
+            rows = [[c.claim, f"{c.measured}.", c.verdict] for c in self.claims]
+            claims = table_of(["claim", "measured", "verdict"], rows, text_columns=(0, 1, 2))
+            sections.append(("claims", "What the paper says, and what was measured", claims))
+        for i, figure in enumerate(self.figures, 1):
+            file = "".join(c if c.isalnum() else "_" for c in figure.title)
+            image = embedded(figure.drawing(), figure.caption, folder / f"{i}_{file}.svg")
+            sections.append((f"figure{i}", escape(figure.title), image))
+        tables = [*self.tables, marks_table(self.checks)] if self.checks else self.tables
+        return [*sections, *((f"table{i}", escape(table.title), table.html()) for i, table in enumerate(tables, 1))]
+
+    def _summary(self) -> str:
+        cards = [(f"{self.seconds:.0f} s", f"{self.machine['threads']} CPU threads")]
+        if self.checks:
+            cards.insert(0, (f"{len(self.checks) - len(self.missed)} of {len(self.checks)}", "pass marks met"))
+        verdicts = [[name, str(verdict)] for name, verdict in self.verdicts.items()]
+        return (
+            f"{cards_of(cards)}<p>{escape(self.subject)}.</p>"
+            + (f"<p>{escape(self.explanation)}</p>" if self.explanation else "")
+            + (table_of(["", "verdict"], verdicts, text_columns=(0, 1)) if verdicts else "")
+            + "".join(f'<p class="soft">{escape(note)}.</p>' for note in self.notes)
+        )
 
     def __str__(self) -> str:
         parts = [f"{self.name}: {self.subject}", *self.notes, *(f"\n{table}" for table in self.tables), ""]
@@ -204,7 +219,7 @@ class StudyReport:
             width = max(map(len, self.verdicts))
             parts += [*(f"{name:{width}}  {verdict}" for name, verdict in self.verdicts.items()), ""]
         if self.checks:
-            parts.append(str(marks_table(check.to_dict() for check in self.checks)))
+            parts.append(str(marks_table(self.checks)))
         for claim in self.claims:
             parts += ["", f"claim:    {claim.claim}", f"measured: {claim.measured}", f"verdict:  {claim.verdict}"]
         return "\n".join([*parts, "", f"{self.seconds:.0f} s"])

@@ -14,8 +14,8 @@ import torch
 from nasfast.cli.main import main
 from nasfast.research.analysis.moments.detect import Verdict
 from nasfast.research.studies import registry
+from nasfast.research.studies.draw import Figure, heat
 from nasfast.research.studies.moments.config import ModuleConfig, QuickConfig
-from nasfast.research.studies.page import write_study_page
 from nasfast.research.studies.report import Check, Claim, StudyReport, Table, plain
 from nasfast.research.studies.run import progress, run_study
 from nasfast.runtime.progress import Progress
@@ -51,6 +51,30 @@ def test_cells_of_a_table():
     assert table == Table("t", ("", "x"), (("a", "1.23"), ("b", "-"), ("c", "-"), ("d", "told")))
 
 
+def test_a_figure_has_its_legends_and_a_map_its_numbers():
+    figure = Figure("a $5 title", "", 3)
+    one, two, three = figure.axes
+    one.plot([1, 2, 3], [1, math.nan, 3], label="a")
+    two.plot([1.5, 2], [2, 1], label="a")
+    grid = np.array([[0.02, -0.041], [math.nan, 0.0]])
+    heat(three, grid, ["r", "s"], ["c", "d"], limit=0.041, numbers=True)
+    for _ in range(2):  # a page may be written again
+        drawing = figure.drawing()
+        # a label of two panels once; a title is text of a user
+        assert [text.get_text() for legend in drawing.legends for text in legend.get_texts()] == ["a"]
+    assert drawing.get_suptitle() == r"a \$5 title"
+    assert three.images[0].get_clim() == (-0.041, 0.041) and three.images[0].get_array().mask[1, 0]
+    # as many digits as the largest has two of
+    assert [text.get_text() for text in three.texts] == ["0.020", "-0.041", "0.000"]
+    small = Figure("", "", 1)
+    heat(small.axes[0], grid / 10, ["r", "s"], ["c", "d"], limit=0.0041, numbers=True)
+    assert small.drawing().axes[1].get_ylabel() == "in units of 1e-03"
+    assert [text.get_text() for text in small.axes[0].texts] == ["2.0", "-4.1", "0.0"]
+    rings = Figure("", "", 1, legend=False)
+    heat(rings.axes[0], grid, ["r", "s"], ["c", "d"], limit=0.041)
+    assert list(rings.axes[0].lines[0].get_xdata()) == [0, 1]
+
+
 def test_a_report_as_text_and_files(tmp_path):
     text = str(REPORT)
     assert text.startswith("example: two <things>\na note\n\nnumbers\n      x   told\na  -1.5  grows\nb     -  falls\n")
@@ -68,9 +92,6 @@ def test_a_report_as_text_and_files(tmp_path):
         assert words in text
     # a column with a number in it is one of numbers, the others hold text
     assert '<td class="text short">a</td><td class="short">-1.5</td><td class="text short">grows</td>' in text
-    # the page is made of the file alone
-    page.unlink()
-    assert write_study_page(tmp_path / "deep", "example").read_text() == text
     bare = replace(REPORT, notes=(), tables=(), verdicts={}, checks=(), claims=(), explanation="")
     assert "pass marks" not in str(bare) and "pass marks" not in bare.save(tmp_path).read_text().lower()
 

@@ -110,7 +110,7 @@ def test_files(report, tmp_path):
     text = page.read_text()
     assert text.count("<figure>") == 5
     assert "http" not in text.replace("http-equiv", "")
-    for title in ("What the paper says", "singular values", "fairness with depth", "Pass marks"):
+    for title in ("What the paper says", "singular values", "fairness with depth", ">pass marks<"):
         assert title in text
 
 

@@ -13,11 +13,10 @@ from torch import nn
 from nasfast.config import ConfigError
 from nasfast.research.analysis.moments.detect import detect, summarise
 from nasfast.research.analysis.moments.networks import NetConfig, gaussian, run
-from nasfast.research.studies.draw import figure_of
 from nasfast.research.studies.moments import study
 from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
 from nasfast.research.studies.moments.study import source_of
-from nasfast.research.studies.report import Check, plain
+from nasfast.research.studies.report import Check
 from nasfast.research.studies.run import run_study
 
 TINY = {
@@ -40,7 +39,7 @@ def test_quick_measures_every_family_and_continues_from_its_results(small, tmp_p
     report = run_study("moments quick", QuickConfig(seed=1), out=tmp_path)
     families = [f"{kind}, {f}" for kind in ("FC", "conv") for f in ("vanilla", "BN feed-forward", "BN resnet")]
     assert list(report.verdicts) == families
-    assert [len(f.panels) for f in report.figures] == [2, *[2, 4, 4] * 2]
+    assert [len(f.axes) for f in report.figures] == [2, *[2, 4, 4] * 2]
     text = str(report)
     for words in ("pass marks", "FC, BN resnet: exponent minus tau", "layer norm", "conv, BN feed-forward"):
         assert words in text
@@ -97,7 +96,7 @@ def test_figures_and_their_page(tmp_path):
     ]
     assert report.checks == () and set(report.verdicts) == {"vanilla", "BN feed-forward", "BN resnet"}
     # figure 5 has the power law that the increments predict
-    assert float(report.figures[3].panels[1]["marks"][-1]["label"].split("^")[1]) > 0
+    assert float(report.figures[3].axes[1].lines[-1].get_label().split("^")[1]) > 0
     # only networks with BatchNorm have parts of an increment, and a normalised signal
     rows = {row[0]: row for row in report.tables[0].rows if row[0]}
     assert {name: row[5:7].count("-") + (row[9] == "-") for name, row in rows.items()} == {
@@ -190,10 +189,8 @@ def test_a_space(space, tmp_path):
     assert [row[0] for row in candidates.rows] == [f"{i} {n}" for i in range(4) for n in ("k3 e2", "k5 e1", "k3 e3")]
     assert all(0.8 < float(cell) < 3 for row in candidates.rows for cell in row[1:])
     assert len(comparable.rows) == 4
-    chi, _, candidates, _ = report.figures[0].panels
-    by_label = {mark.get("label"): mark["y"] for mark in chi["marks"] if mark["mark"] == "line"}
-    assert list(by_label) == list(settings) and by_label["orthogonal, relu6"].shape == (4,)
-    assert all((mark["y"] > 0).all() for mark in candidates["marks"] if mark["mark"] == "line")
+    assert all((curves["candidates_std"] > 0).all() for curves in report.data["curves"].values())
+    assert report.figures[0].axes[0].get_legend_handles_labels()[1] == list(settings)
     assert report.save(tmp_path).read_text().count("<figure>") == 1
 
 
@@ -217,7 +214,7 @@ def test_a_module():
     assert [row[0] for row in report.tables[0].rows] == ["0", "1", "2", "3"]
     report = run_study("moments module", cfg.replace(probes="3, 1"))
     assert [row[0] for row in report.tables[0].rows] == ["1", "3"]
-    figure_of(plain(report.figures[0]))
+    assert len(report.figures[0].axes) == 2
     report = run_study("moments module", ModuleConfig(module=f"{__name__}:vectors", input="6", batch=8))
     assert report.tables[0].rows
 

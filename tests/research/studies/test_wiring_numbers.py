@@ -212,11 +212,11 @@ def test_marks_of_the_control_for_width(runner):
     # the control has its own marks, which do not depend on the search
     assert len(study.width(WidthConfig(seeds=2, cell="minimal"), None, no_task).checks) == len(expected)
     assert study.width(WidthConfig(seeds=2, control_steps=599), None, no_task).checks == ()
-    marks = found.figures[-1].panels[0]["marks"]
+    lines = found.figures[-1].axes[0].lines
     # of each edge two runs and their mean, which has the label
-    assert [mark["label"] for mark in marks[2::3]] == ["(0,1)", "(0,2)", "(1,2)"]
+    assert [line.get_label() for line in lines[2::3]] == ["(0,1)", "(0,2)", "(1,2)"]
     one = [[mean_cost(runner.found[CONTROLS[0], 1], e, range(r, r + 1)) for r in range(12)] for e in range(3)]
-    np.testing.assert_allclose([mark["y"] for mark in marks[1:-1:3]], one)
+    np.testing.assert_allclose([line.get_ydata() for line in lines[1:-1:3]], one)
 
 
 def test_the_control_is_that_of_section_6(runner):

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.colors import TwoSlopeNorm
 from torch import Tensor, nn
 
 from nasfast.measure.timing import random_batch
@@ -19,10 +20,10 @@ from nasfast.ops.modules import ConvBNAct, InvertedResidual
 from nasfast.research.analysis.fairness import SPREADS, channel_moments, depth_spread, fairness, without_indicator_bn
 from nasfast.research.analysis.jacobian import Isometry, applied, circular_conv_moments, frozen_copy, isometry
 from nasfast.research.analysis.meanfield import activation, normal_nodes, phase_diagram
-from nasfast.research.studies.draw import SERIES, level, line, literal, panel
+from nasfast.research.studies.draw import GREY, INK, SERIES, Figure, level, literal
 from nasfast.research.studies.inputs import initialised, reduced_space, sample_shape
 from nasfast.research.studies.isometry.config import IsometryConfig
-from nasfast.research.studies.report import Check, Claim, Figure, Form, StudyReport, Table
+from nasfast.research.studies.report import Check, Claim, Form, StudyReport, Table
 from nasfast.research.studies.run import Task, no_task
 from nasfast.spaces import SKIP, Arch, SearchSpace, get_space, mean_path
 from nasfast.supernet import Init, Supernet, initialize
@@ -70,7 +71,6 @@ _EXPLANATION = (
     "small differences grow than the signal."
 )
 _MOMENTS = {"phi": ".3f", "varphi": ".3f", "gain": ".3f"}
-_LINES = " Solid: with indicator BN. Dotted: without it."
 
 
 @dataclass(frozen=True)
@@ -604,7 +604,11 @@ def _report(
     if convolutions:
         tables.append(_convolutions_table(convolutions))
     if fairness:
-        figures += [_fairness_figure(fairness), _depth_figure(depth)]
+        text = "Spread over the candidates of a layer; 0 is fair."
+        figures.append(_by_layer("fairness", text, fairness, _FAIRNESS))
+        panels = {"std": "std of log Var(h) over paths", "ratio": "largest Var(h) over smallest"}
+        text = "Spread of log Var(h) over random paths, by depth."
+        figures.append(_by_layer("fairness with depth", text, depth, panels))
         tables.append(_fairness_table(spread_means(fairness)))
     if depth:
         tables.append(_depth_table(depth))
@@ -701,83 +705,82 @@ def _place(row: Row) -> str:
 
 def _moments_figure(title: str, rows: Rows) -> Figure:
     places = _places(_all(rows))
-    panels = []
-    names = [place.removeprefix("layer ") for place in places]
-    quantities = {
-        "phi of the branch": lambda row: row.branch.phi,
-        "varphi of the branch": lambda row: row.branch.varphi,
-        "gain: phi Var(in) / Var(out)": lambda row: row.gain,
+    quantities: dict[str, tuple[float, Callable[[Row], float]]] = {
+        "phi of the branch": (1, lambda row: row.branch.phi),
+        "varphi of the branch": (0, lambda row: row.branch.varphi),
+        "gain: phi Var(in) / Var(out)": (1, lambda row: row.gain),
     }
-    for (text, value), ideal in zip(quantities.items(), (1, 0, 1), strict=True):
-        marks: list[Form] = [{"mark": "ticks", "names": names}]
+    caption = "Every dot is one candidate (or part); lines join the medians of a layer. Dashed: isometry."
+    figure = Figure(title, caption, len(quantities), columns=3, height=3.9)
+    for ax, (text, (ideal, value)) in zip(figure.axes, quantities.items(), strict=True):
         shifts = np.linspace(-0.22, 0.22, len(rows))
         for colour, shift, (setting, of_setting) in zip(SERIES, shifts, rows.items(), strict=False):
             own = [(places.index(_place(r)), value(r)) for r in of_setting if _place(r) in places]
             x, y = np.array(own, dtype=float).T
+            ax.plot(x + shift, y, "o", color=colour, ms=3, alpha=0.55)
             medians = [np.nanmedian(y[x == at]) for at in np.unique(x)]
-            marks.append(line(x + shift, y, colour, ls="", marker="o", ms=3, alpha=0.55))
-            marks.append(line(np.unique(x) + shift, medians, colour, setting))
-        panels.append(panel(text, *marks, level(ideal, ls="--"), ylim=(0, None)))
-    caption = "Every dot is one candidate (or part); lines join the medians of a layer. Dashed: isometry."
-    return Figure(title, caption, panels, columns=3, height=3.9)
+            ax.plot(np.unique(x) + shift, medians, color=colour, label=setting)
+        level(ax, ideal, ls="--")
+        names = [literal(place.removeprefix("layer ")) for place in places]
+        ax.set_xticks(range(len(names)), names, rotation=90, fontsize=6)
+        ax.set(title=text, ylim=(0, None))
+    return figure
 
 
 def _densities(rows: Rows) -> Figure:
-    places, panels = _places(_all(rows)), []
+    places = _places(_all(rows))
     chosen = np.unique(np.linspace(0, len(places) - 1, min(_DENSITIES, len(places))).astype(int))
-    for place in (places[i] for i in chosen):
-        marks, top = [], 0.0
+    caption = (
+        "Share of the branch's singular values per bin of 0.1, pooled over the candidates of the layer; isometry would "
+        "be one spike at 1. The bin at 0 is cut off."
+    )
+    figure = Figure("singular values", caption, len(chosen), columns=3, height=2.4)
+    for ax, place in zip(figure.axes, (places[i] for i in chosen), strict=True):
+        top = 0.0
         for colour, (setting, own) in zip(SERIES, rows.items(), strict=False):
             shares = [row.histogram for row in own if _place(row) == place]
             if shares:
                 mean = np.mean(shares, axis=0)
                 # the bin of singular values at 0 would hide the rest
                 top = max(top, 1.15 * mean[1:].max())
-                style = {"color": colour, "lw": 1.2}
-                marks.append({"mark": "stairs", "shares": mean, "edges": EDGES, "label": setting, "style": style})
-        one = level(1, upright=True, ls="--")
-        panels.append(panel(literal(place), *marks, one, x="singular value", ylim=(0, top or None)))
-    caption = (
-        "Share of the branch's singular values per bin of 0.1, pooled over the candidates of the layer; isometry would "
-        "be one spike at 1. The bin at 0 is cut off."
-    )
-    return Figure("singular values", caption, panels, columns=3, height=2.4)
+                ax.stairs(mean, EDGES, color=colour, label=setting)
+        ax.axvline(1, color=GREY, lw=1, ls="--")
+        ax.set(title=literal(place), xlabel="singular value", ylim=(0, top or None))
+    return figure
 
 
-def _both(found: Sequence[Form], y: str) -> list[Form]:
-    """A line for every setting: solid with indicator BatchNorms, dotted without; one number for each row, or a list."""
-    marks = []
-    for colour, setting in zip(SERIES, dict.fromkeys(f["setting"] for f in found), strict=False):
-        for indicator_bn in (True, False):
-            rows = [f for f in found if (f["setting"], f["indicator_bn"]) == (setting, indicator_bn)]
-            values = rows[0][y] if rows and "layer" not in rows[0] else [row[y] for row in rows]
-            x = [row.get("layer", 0) for row in rows] if len(rows) == len(values) else range(len(values))
-            label = setting if indicator_bn else ""
-            marks.append(line(list(x), values, colour, label, ls="-" if indicator_bn else ":"))
-    return marks
+def _by_layer(title: str, caption: str, found: Sequence[Form], panels: Mapping[str, str]) -> Figure:
+    """A line for every setting: solid with indicator BatchNorms, dotted without; a panel for every key of `found`.
 
-
-def _fairness_figure(fairness: Sequence[Form]) -> Figure:
-    panels = [panel(title, *_both(fairness, key), x="layer", ylim=(0, None)) for key, title in _FAIRNESS.items()]
-    return Figure("fairness", "Spread over the candidates of a layer; 0 is fair." + _LINES, panels)
-
-
-def _depth_figure(depth: Sequence[Form]) -> Figure:
-    panels = [
-        panel("std of log Var(h) over paths", *_both(depth, "std"), x="layer", ylim=(0, None)),
-        panel("largest Var(h) over smallest", *_both(depth, "ratio"), x="layer", ylim=(1, None)),
-    ]
-    return Figure("fairness with depth", "Spread of log Var(h) over random paths, by depth." + _LINES, panels)
+    A row has the values of all layers, or is one layer's.
+    """
+    figure = Figure(title, caption + " Solid: with indicator BN. Dotted: without it.", len(panels))
+    for ax, (key, text) in zip(figure.axes, panels.items(), strict=True):
+        for colour, setting in zip(SERIES, dict.fromkeys(f["setting"] for f in found), strict=False):
+            for indicator_bn in (True, False):
+                rows = [f for f in found if (f["setting"], f["indicator_bn"]) == (setting, indicator_bn)]
+                values = rows[0][key] if rows and "layer" not in rows[0] else [row[key] for row in rows]
+                x = [row["layer"] for row in rows] if rows and "layer" in rows[0] else range(len(values))
+                y = np.array(values, dtype=float)  # None becomes nan
+                ax.plot(x, y, "-" if indicator_bn else ":", color=colour, label=setting if indicator_bn else None)
+        ax.set(title=text, xlabel="layer", ylim=(1 if key == "ratio" else 0, None))
+    return figure
 
 
 def _diagram() -> Figure:
     sigma_w, sigma_b = np.linspace(0.5, 3, 51), np.linspace(0, 1, 26)
     _, chi, critical = phase_diagram(_DIAGRAM_ACT, sigma_w, sigma_b)
-    mesh = {"mark": "mesh", "x": sigma_w, "y": sigma_b, "z": np.round(chi, 6)}
-    mesh |= {"curve": critical, "point": (1, 0), "label": "chi"}
     caption = (
         "chi of an infinitely wide tanh network without BatchNorm: below 1 signals merge and gradients vanish, above 1 "
         "they explode. The black line is chi = 1; the dot is the initialisation that the theory asks for."
     )
-    title = f"order and chaos of {_DIAGRAM_ACT}"
-    return Figure("mean field", caption, [panel(title, mesh, x="sigma_w", y="sigma_b")], width=6.4, height=3.6)
+    figure = Figure("mean field", caption, 1, width=6.4, height=3.6)
+    (ax,) = figure.axes
+    ax.grid(False)
+    norm = TwoSlopeNorm(1, 0, max(2.0, chi.max()))
+    image = ax.pcolormesh(sigma_w, sigma_b, chi, cmap="RdBu_r", norm=norm, shading="nearest", rasterized=True)
+    ax.plot(*critical.T, color=INK)
+    ax.plot(1, 0, "o", color=INK, ms=7, clip_on=False)
+    ax.figure.colorbar(image, ax=ax, label="chi")
+    ax.set(title=f"order and chaos of {_DIAGRAM_ACT}", xlabel="sigma_w", ylabel="sigma_b")
+    return figure

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from scipy import stats
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -52,10 +54,10 @@ from nasfast.research.analysis.moments.networks import (
     run,
     standardised,
 )
-from nasfast.research.studies.draw import INK, SERIES, band, level, line, panel
+from nasfast.research.studies.draw import GREY, INK, SERIES, Figure, level
 from nasfast.research.studies.inputs import initialised, reduced_space, sample_shape
 from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
-from nasfast.research.studies.report import Check, Figure, Form, StudyReport, Table, checks_of
+from nasfast.research.studies.report import Check, StudyReport, Table, checks_of
 from nasfast.research.studies.run import Done, Task
 from nasfast.runtime.device import torch_device
 from nasfast.spaces import SearchSpace, UniformSampler
@@ -381,6 +383,7 @@ def _space(cfg: ModuleConfig, task: Task) -> StudyReport:
             comparability_table(found),
         ),
         figures=(space_curves("along random paths", depth, curves, [i + 1 for i in reductions]),),
+        data={"curves": curves},
         verdicts=verdicts,
     )
 
@@ -406,6 +409,7 @@ def _module(cfg: ModuleConfig, name: str, task: Task) -> StudyReport:
         notes=(f"{cfg.draws} draws of white noise; depth counts probes",),
         tables=tuple(probe_table(setting, of) for setting, of in found.items()),
         figures=(space_curves("behind the probes", depth, curves, []),),
+        data={"curves": curves},
         verdicts={setting: detect(depth, of.curves) for setting, of in found.items()},
     )
 
@@ -539,116 +543,122 @@ def probe_table(setting: str, found: ModuleMoments) -> Table:
 
 def histograms(title: str, found: Run, reference: Published) -> Figure:
     """Figure 2: as depth grows, the log second moments of signal and noise spread over networks."""
-    panels = []
-    for key, name in (("lognu2", r"$\log\,\nu_2(x^l)$"), ("logmu2_noise", r"$\log\,\mu_2(dx^l)$")):
-        marks: list[Form] = []
-        for i, (colour, depth) in enumerate(zip(SERIES, found.depth, strict=False)):
-            values = found.curves()[key].T[i]
-            marks.append({"mark": "histogram", "values": values, "colour": colour, "label": f"l = {depth:.0f}"})
-            if reference:
-                marks.append(level(reference[f"{key}_mean"][i], upright=True, colour=colour, ls="--"))
-        panels.append(panel(name, *marks, x="log moment", y="density", legend=True))
     caption = (
         "Distribution over networks of the log second moments of signal and noise. Lines: the normal distribution of "
         "the same mean and deviation. Dashed: published mean."
     )
-    return Figure(title, caption, panels, legend=False)
+    figure = Figure(title, caption, 2, legend=False)
+    names = {"lognu2": r"$\log\,\nu_2(x^l)$", "logmu2_noise": r"$\log\,\mu_2(dx^l)$"}
+    for ax, (key, name) in zip(figure.axes, names.items(), strict=True):
+        for i, (colour, depth) in enumerate(zip(SERIES, found.depth, strict=False)):
+            values = found.curves()[key].T[i]
+            values = values[np.isfinite(values)]
+            ax.hist(values, bins=min(50, 10 + len(values) // 20), density=True, color=colour, alpha=0.3)
+            normal = stats.norm(values.mean(), values.std())
+            x = np.linspace(values.min(), values.max(), 200)
+            label = f"l = {depth:.0f}: {values.mean():.2f} ± {values.std():.2f}"
+            ax.plot(x, normal.pdf(x), color=colour, label=label)
+            if reference:
+                ax.axvline(reference[f"{key}_mean"][i], color=colour, lw=1, ls="--")
+        ax.set(title=name, xlabel="log moment", ylabel="density")
+    return figure
 
 
 def _curve(
+    ax: Axes,
     depth: Array,
     curves: Mapping[str, Array],
     key: str,
     colour: str,
     label: str = "",
     reference: Published | None = None,
-) -> list[Form]:
-    mean, low, high = (curves[f"{key}_{part}"] for part in ("mean", "p16", "p84"))
-    marks = [band(depth, low, high, colour), line(depth, mean, colour, label)]
+) -> None:
+    """A mean with its band, and the published mean."""
+    ax.fill_between(depth, curves[f"{key}_p16"], curves[f"{key}_p84"], color=colour, alpha=0.2, lw=0)
+    ax.plot(depth, curves[f"{key}_mean"], color=colour, label=label or None)
     if reference and f"{key}_mean" in reference:
-        marks.append(line(reference["depth"], reference[f"{key}_mean"], INK, lw=1, ls="--"))
-    return marks
+        ax.plot(reference["depth"], reference[f"{key}_mean"], color=INK, lw=1, ls="--")
 
 
 def curves_of(title: str, found: Run, reference: Published) -> Figure:
     """Figure 3, 4 or 5: averages over networks, and for figure 5 the power law that the increments predict."""
-    depth, curves, residual = found.depth, summarise(found.curves()), bool(found.cfg.residual)
-
-    def shown(names: Mapping[str, str]) -> list[Form]:
-        return [
-            m
-            for colour, (key, label) in zip(SERIES, names.items(), strict=False)
-            for m in _curve(depth, curves, key, colour, label, reference)
-        ]
-
-    names, bounds = {"inc": r"$\delta\chi$"}, [level(1), level(_SQRT2)]
-    if found.cfg.norm != "none":
-        names |= {"inc_bn": r"$\delta_{\mathrm{BN}}\chi$", "inc_phi": r"$\delta_\phi\chi$"}
-    names |= {"inc_residual": r"$\delta\chi^l$"} if residual else {}
-    increments = panel("increments of the sensitivity", *shown(names), *bounds, x="l", legend=True)
-    ranks = {"reff_signal": "signal"}
-    if found.cfg.norm == "none":
-        alone = panel(r"$r_{\mathrm{eff}}(x^l)$", *shown(ranks), level(1), x="l", log="y")
-        caption = (
-            "Sensitivity increments between 1 and sqrt 2 (dotted), and the effective rank, which tends to 1." + _BANDS
-        )
-        return Figure(title, caption, [increments, alone], legend=False)
-    chi = panel(r"$\log\chi^l$", *shown({"logchi": ""}), x="l")
-    if residual:
-        law = power_law_of(found)
-        marks = [line(depth, np.exp(curves[f"logchi_{part}"]), alpha=0.4) for part in ("p16", "p84")]
-        marks.append(line(depth, np.exp(curves["logchi_mean"])))
-        marks.append(line(depth, law.c * depth**law.tau, SERIES[1], f"{law.c:.2f} l^{law.tau:.3f}", ls=":"))
-        if reference:
-            marks.append(line(reference["depth"], reference["chi_mean"], INK, lw=1, ls="--"))
-        chi = panel(r"$\chi^l$", *marks, x="l", log="xy", legend=True)
-    rank = panel("effective rank", *shown({**ranks, "reff_noise": "noise"}), x="l", log="y", legend=True)
-    absolute = _curve(depth, curves, "nu1abs_z", SERIES[1], r"$\nu_1(|z^l|)$", reference)
-    gauss = level(math.sqrt(2 / math.pi), colour=SERIES[1])
-    tails = panel(
-        "the normalised signal",
-        *_curve(depth, curves, "mu4_z", SERIES[0], r"$\mu_4(z^l)$", reference),
-        level(3, colour=SERIES[0]),
-        x="l",
-        y=r"$\mu_4$",
-        log="y",
-        # there is nothing to see below a Gaussian's 3
-        ylim=(2, None),
-        legend=True,
-        twin=panel("", *absolute, gauss, y=r"$\nu_1(|z|)$", ylim=(0, 1)),
-    )
+    depth, curves, vanilla = found.depth, summarise(found.curves()), found.cfg.norm == "none"
     caption = (
-        "Increments of the sensitivity (of a resnet: of the first unit of every residual) and their two parts, the "
-        "sensitivity (of a resnet with the power law predicted from the increments), effective ranks, and fourth "
-        "moment and mean absolute value of the normalised signal (dotted: those of a Gaussian)." + _BANDS
-    )
-    return Figure(title, caption, [increments, chi, rank, tails], legend=False)
+        "Sensitivity increments between 1 and sqrt 2 (dotted), and the effective rank, which tends to 1."
+        if vanilla
+        else "Increments of the sensitivity (of a resnet: of the first unit of every residual) and their two parts, "
+        "the sensitivity (of a resnet with the power law predicted from the increments), effective ranks, and fourth "
+        "moment and mean absolute value of the normalised signal (dotted: those of a Gaussian)."
+    ) + _BANDS
+    figure = Figure(title, caption, 2 if vanilla else 4, legend=False)
+    increments, *others, rank = figure.axes if vanilla else (figure.axes[i] for i in (0, 1, 3, 2))
+
+    def draw(ax: Axes, names: Mapping[str, str]) -> None:
+        for colour, (key, label) in zip(SERIES, names.items(), strict=False):
+            _curve(ax, depth, curves, key, colour, label, reference)
+
+    names = {"inc": r"$\delta\chi$", "inc_bn": r"$\delta_{\mathrm{BN}}\chi$", "inc_phi": r"$\delta_\phi\chi$"}
+    names |= {"inc_residual": r"$\delta\chi^l$"}
+    draw(increments, {key: label for key, label in names.items() if f"{key}_mean" in curves})
+    for bound in (1, _SQRT2):
+        level(increments, bound)
+    increments.set(title="increments of the sensitivity", xlabel="l")
+    draw(rank, {"reff_signal": "signal"} | ({} if vanilla else {"reff_noise": "noise"}))
+    rank.set(title="effective rank", xlabel="l", yscale="log")
+    if vanilla:
+        level(rank, 1)
+        return figure
+    chi, tails = others
+    chi.set(title=r"$\log\chi^l$", xlabel="l")
+    if not found.cfg.residual:
+        draw(chi, {"logchi": ""})
+    else:
+        law = power_law_of(found)
+        for part, alpha in (("p16", 0.4), ("p84", 0.4), ("mean", 1)):
+            chi.plot(depth, np.exp(curves[f"logchi_{part}"]), color=SERIES[0], alpha=alpha)
+        chi.plot(depth, law.c * depth**law.tau, ":", color=SERIES[1], label=f"{law.c:.2f} l^{law.tau:.3f}")
+        if reference:
+            chi.plot(reference["depth"], reference["chi_mean"], color=INK, lw=1, ls="--")
+        chi.set(title=r"$\chi^l$", xscale="log", yscale="log")
+    _curve(tails, depth, curves, "mu4_z", SERIES[0], r"$\mu_4(z^l)$", reference)
+    level(tails, 3, SERIES[0])
+    # there is nothing to see below a Gaussian's 3
+    tails.set(title="the normalised signal", xlabel="l", ylabel=r"$\mu_4$", yscale="log", ylim=(2, None))
+    absolute = tails.twinx()
+    _curve(absolute, depth, curves, "nu1abs_z", SERIES[1], "", reference)
+    level(absolute, math.sqrt(2 / math.pi), SERIES[1])
+    absolute.set(ylabel=r"$\nu_1(|z^l|)$", ylim=(0, 1))
+    return figure
 
 
 def space_curves(
     title: str, depth: Array, settings: Mapping[str, Mapping[str, Array]], reductions: Sequence[int]
 ) -> Figure:
     """Averages over paths or noise draws by depth, for every setting; `reductions` are depths."""
-    titles = {"logchi": r"$\log\chi$", "reff_signal": "effective rank of the signal"}
-    spreads = {
+    titles = {
+        "logchi": r"$\log\chi$",
+        "reff_signal": "effective rank of the signal",
         "candidates_std": r"std of $\log\,\delta\chi$ over candidates",
         "paths_std": r"std of $\log\chi$ over paths",
     }
     paths = all("paths_std" in curves for curves in settings.values())
-    grey = [level(reduction, upright=True, ls="-", lw=0.8, alpha=0.5) for reduction in reductions]
-    coloured = [(colour, *setting) for colour, setting in zip(SERIES, settings.items(), strict=False)]
-    x = "layer" if paths else "probe"
-    panels = []
-    for key, text in titles.items():
-        marks = [m for colour, name, curves in coloured for m in _curve(depth, curves, key, colour, name)]
-        panels.append(panel(text, *marks, *grey, x=x, log="y" if key == "reff_signal" else ""))
-    for key, text in spreads.items() if paths else ():
-        marks = [line(depth, curves[key], colour, marker="o", ms=2.5) for colour, _, curves in coloured]
-        panels.append(panel(text, *marks, *grey, x=x, ylim=(0, None)))
+    titles = titles if paths else dict(list(titles.items())[:2])
     caption = (
         "Averages over random paths, or noise draws, by depth; bands: 16th to 84th percentile. Grey lines: reductions."
     )
-    return Figure(title, caption, panels)
+    figure = Figure(title, caption, len(titles))
+    for ax, (key, text) in zip(figure.axes, titles.items(), strict=True):
+        for colour, (name, curves) in zip(SERIES, settings.items(), strict=False):
+            if key.endswith("_std"):
+                ax.plot(depth, curves[key], color=colour, marker="o", ms=2.5)
+            else:
+                _curve(ax, depth, curves, key, colour, name)
+        for reduction in reductions:
+            ax.axvline(reduction, color=GREY, lw=0.8, alpha=0.5)
+        ax.set(title=text, xlabel="layer" if paths else "probe", yscale="log" if key == "reff_signal" else "linear")
+        if key.endswith("_std"):
+            ax.set_ylim(bottom=0)
+    return figure
 
 
 def vanilla_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:

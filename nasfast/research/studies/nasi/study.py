@@ -53,9 +53,9 @@ from nasfast.research.nasi.spaces import (
     nasi_table,
     write_answer,
 )
-from nasfast.research.studies.draw import GREY, SERIES, heat, line, panel
+from nasfast.research.studies.draw import GREY, SERIES, Figure, heat
 from nasfast.research.studies.nasi.config import MODES, NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
-from nasfast.research.studies.report import Check, Figure, Form, StudyReport, Table
+from nasfast.research.studies.report import Check, StudyReport, Table
 from nasfast.research.studies.run import Done, Task, no_task
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
@@ -67,7 +67,6 @@ _EXPLANATION = (
     "it for the trace norm of the neural tangent kernel. R is Q with the penalty mu on what exceeds nu. Nothing is "
     "trained in a search."
 )
-_DOT = "A dot is an architecture."
 NOISE = 3.0
 SYNTHETIC = 2000
 """Number of synthetic images."""
@@ -395,7 +394,8 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
     penalised = solve(first, NasiConfig(mu=2.0, constraint="fixed", nu=NU))
     archs = {kind.name: kind.archs for kind in kinds}
     unpenalised = {mode: archs["no penalty" + _suffix(mode)] for mode in MODES}
-    dots = [scatter(f"Q, {mode}", q, cells.accuracy, "Q", "accuracy") for mode, q in cells.scores.items()]
+    of_modes = [(f"Q, {mode}", "accuracy", q, cells.accuracy) for mode, q in cells.scores.items()]
+    of_traces = [("exact trace", kind, traces["trace_full"], traces[kind]) for kind in TRACES[1:]]
     return StudyReport(
         subject=f"{cfg.cells} NAS-Bench-201 cells of two cells, 8 channels, on synthetic 12 x 12 images",
         explanation=_EXPLANATION,
@@ -414,8 +414,8 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
             closed_form_table(cfg, train),
         ),
         figures=(
-            Figure("Q and accuracy of random cells", _DOT, dots, columns=3),
-            trace_figure(traces),
+            dots("Q and accuracy of random cells", of_modes),
+            dots("estimates beside the exact trace", of_traces, scale="log"),
             search_steps(f"search with mu 2, nu {NU:g}, seed 0", penalised),
             logits("alpha* without a penalty, seed 0", space, solve(first, NasiConfig(mu=0.0))),
         ),
@@ -424,6 +424,7 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
             *search_checks(kinds, cells),
             time_check(records),
         ),
+        data={"accuracy": cells.accuracy, "scores": cells.scores, "traces": traces},
     )
 
 
@@ -505,8 +506,8 @@ def compare(cfg: NasiCompareConfig, out: Path | None, task: Task) -> StudyReport
         title = f"{len(some)} random architectures"
         shown.insert(0, ranking_table(f"{title}, each scored by itself", of_some, seconds))
         accuracy, macs = [truth[a] for a in some], [published.cost(a).macs for a in some]
-        of_q = scatter("Q", [q[a] for a in some], accuracy, "Q", "accuracy")
-        drawn.append(Figure(title, _DOT, [of_q, scatter("MACs", macs, accuracy, "MACs", "accuracy")]))
+        of_q = ("Q", "accuracy", [q[a] for a in some], accuracy)
+        drawn.append(dots(title, [of_q, ("MACs", "accuracy", macs, accuracy)]))
     return replace(found, tables=(*shown, *found.tables), figures=(*drawn, *found.figures))
 
 
@@ -700,51 +701,41 @@ def ranking_table(title: str, reports: Mapping[str, RankReport], seconds: Mappin
     return Table(title, (*header, "points lost by its favourite", "seconds (CPU)"), tuple(rows))
 
 
-def scatter(title: str, x: ArrayLike, y: ArrayLike, x_name: str, y_name: str, *, log: str = "") -> Form:
-    """A panel with a dot for every architecture."""
-    return panel(title, line(x, y, ls="", marker="o", ms=3.5, alpha=0.7), x=x_name, y=y_name, log=log)
-
-
-def trace_figure(found: Mapping[str, Sequence[float]]) -> Figure:
-    """Every estimate beside the exact trace."""
-    shown = [scatter(kind, found["trace_full"], found[kind], "exact trace", kind, log="xy") for kind in TRACES[1:]]
-    return Figure("estimates beside the exact trace", _DOT, shown, columns=3)
+def dots(title: str, panels: Sequence[tuple[str, str, ArrayLike, ArrayLike]], scale: str = "linear") -> Figure:
+    """A dot for every architecture; a panel has the names of both axes, and the places on them."""
+    figure = Figure(title, "A dot is an architecture.", len(panels), columns=3)
+    for ax, (x_name, y_name, x, y) in zip(figure.axes, panels, strict=True):
+        ax.plot(x, y, "o", ms=3.5, alpha=0.7)
+        ax.set(xlabel=x_name, ylabel=y_name, xscale=scale, yscale=scale)
+    return figure
 
 
 def search_steps(title: str, result: NasiResult) -> Figure:
     """A search step by step: Q, R, the limit nu, and the norm of the gradient."""
-    steps = list(range(1, len(result.q) + 1))
-    q, r, nu, norm = (values.tolist() for values in (result.q, result.r, result.nu, result.norms))
-    dots = {"ls": "", "ms": 3}
-    values = panel(
-        "sampled architectures",
-        line(steps, q, SERIES[0], "Q", marker="o", **dots),
-        line(steps, r, SERIES[1], "R", marker="x", **dots),
-        line(steps, nu, GREY, "nu"),
-        x="step",
-        legend=True,
-    )
-    norms = panel(
-        "gradient of R",
-        line(steps, norm, SERIES[0], "norm of the gradient", marker="o", **dots),
-        line(steps, np.maximum.accumulate(norm), GREY, "largest so far"),
-        x="step",
-        legend=True,
-    )
     caption = (
         "Q of the architecture sampled at every step, R with the penalty on what exceeds nu, and the norms by which "
         "gradients are divided: every one by the largest so far."
     )
-    return Figure(title, caption, [values, norms], legend=False)
+    figure, steps = Figure(title, caption, 2, legend=False), range(1, len(result.q) + 1)
+    values, norms = figure.axes
+    values.plot(steps, result.q, "o", ms=3, label="Q")
+    values.plot(steps, result.r, "x", ms=3, color=SERIES[1], label="R")
+    values.plot(steps, result.nu, color=GREY, label="nu")
+    values.set(title="sampled architectures", xlabel="step")
+    norms.plot(steps, result.norms, "o", ms=3, label="norm of the gradient")
+    norms.plot(steps, result.norms.cummax(0).values, color=GREY, label="largest so far")
+    norms.set(title="gradient of R", xlabel="step")
+    return figure
 
 
 def logits(title: str, space: ArchSpace, result: NasiResult) -> Figure:
     """The logits of a result, (rows, columns) of the space; nan where a row has no such candidate."""
     values = result.delta.masked_fill(~result.logits.isfinite(), math.nan).flatten(0, 1).numpy()
-    limit = float(np.nanmax(np.abs(values))) or 1.0
-    shown = panel("", heat(values, space.rows, space.columns, limit=limit, ring=True))
     caption = "Rows: edges or layers; columns: candidates. Rings: the largest of every row."
-    return Figure(title, caption, [shown], width=2.5 + 0.75 * len(space.columns), height=1.0 + 0.26 * len(values))
+    width, height = 2.5 + 0.75 * len(space.columns), 1.0 + 0.26 * len(values)
+    figure = Figure(title, caption, 1, width=width, height=height)
+    heat(figure.axes[0], values, space.rows, space.columns, limit=float(np.nanmax(np.abs(values))) or 1.0)
+    return figure
 
 
 def correlation_checks(cells: RandomCells) -> list[Check]:

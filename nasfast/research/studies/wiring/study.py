@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from matplotlib import colormaps
+from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from scipy import stats
 from torch import Tensor
@@ -36,8 +37,8 @@ from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped
 from nasfast.research.cells.prototypes import DrawnBatches, prototypes
 from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult, endless, search_cells
 from nasfast.research.cells.space import CELLS, DARTS_OPS, Cell, CellSpace
-from nasfast.research.studies.draw import INK, SERIES, heat, level, line, panel
-from nasfast.research.studies.report import Check, Figure, Form, StudyReport, Table, checks_of, plain
+from nasfast.research.studies.draw import INK, SERIES, Figure, heat, level
+from nasfast.research.studies.report import Check, StudyReport, Table, checks_of, plain
 from nasfast.research.studies.run import Task
 from nasfast.research.studies.wiring.config import (
     CollapseConfig,
@@ -508,7 +509,11 @@ def _pattern_report(
         explanation=_EXPLANATION,
         notes=() if cfg.published else (_OTHER_SETTINGS,),
         tables=(measures_table(key, runs), *between, derivation_table(runs), *tables),
-        figures=(patterns(key, runs), *architecture_figures(f"seed {cfg.seed}", first), *figures),
+        figures=(
+            patterns(key, runs),
+            *(probabilities(f"seed {cfg.seed}, {name} cell", first, t) for t, name in enumerate(first.space.types)),
+            *figures,
+        ),
         verdicts=verdicts,
         checks=(*own, *checks),
     )
@@ -738,74 +743,40 @@ def variants_table(cfg: CostConfig, runner: Runner) -> Table:
     return Table.of("at initialisation", {"": "", "C": "+.4f", "costs > 0": ".2f", "mean cost": "+.5f"}, rows)
 
 
-_OPERATIONS = {
-    NONE: ("none", INK),
-    "skip_connect": ("skip", "#CF6BA0"),
-    "max_pool_3x3": ("max 3", "#B3202A"),
-    "avg_pool_3x3": ("avg 3", "#E08E00"),
-    "sep_conv_3x3": ("sep 3", "#00558C"),
-    "dil_conv_3x3": ("dil 3", "#00734F"),
-    "dil_conv_5x5": ("dil 5", "#45B97C"),
-    "sep_conv_5x5": ("sep 5", "#3DA5E0"),
-    "conv_1x1": ("conv 1", "#7A3FA0"),
-    "conv_3x3": ("conv 3", "#8C5A2B"),
+_COLOURS = {
+    NONE: INK,
+    "skip_connect": "#CF6BA0",
+    "max_pool_3x3": "#B3202A",
+    "avg_pool_3x3": "#E08E00",
+    "sep_conv_3x3": "#00558C",
+    "dil_conv_3x3": "#00734F",
+    "dil_conv_5x5": "#45B97C",
+    "sep_conv_5x5": "#3DA5E0",
+    "conv_1x1": "#7A3FA0",
+    "conv_3x3": "#8C5A2B",
 }
-"""Operation -> short name and colour, the same in every figure; the sizes of a kind share a hue."""
+"""Operation -> colour, the same in every figure; the sizes of a kind share a hue."""
 
 # Panels whose largest values differ by more would leave the smaller ones without a visible difference.
 _SCALES_APART = 5
 
 
-def architecture_figures(title: str, found: CellSearchResult) -> list[Figure]:
-    """Probabilities per edge, and the graph at five steps, for every type of cell (figures 3 and 12 to 14)."""
-    space, steps = found.space, [0, *found.steps.tolist()]
-    figures = []
-    for t, kind in enumerate(space.types):
-        name = title if len(space.types) == 1 else f"{title}, {kind} cell"
-        # nan where an edge has no such candidate
-        p = np.where(np.isfinite(found.logits[t]), found.probabilities[:, t], np.nan)
-        figures += [
-            _probabilities(f"{name}: probabilities", space, steps, p),
-            _wiring(f"{name}: wiring", space, steps, p),
-        ]
-    return figures
-
-
-def _probabilities(title: str, space: CellSpace, steps: Sequence[int], p: np.ndarray) -> Figure:
-    panels, top = [], min(1.02, 1.05 * np.nanmax(p))
-    for e, edge in enumerate(space.cell.edges):
-        marks = []
-        for k, op in enumerate(space.ops):
-            bold = {"lw": 2.4, "zorder": 3} if op == NONE else {"lw": 1.2}
-            if not np.isnan(p[:, e, k]).all():
-                marks.append(line(steps, p[:, e, k], _OPERATIONS[op][1], op, **bold))
-        tint = "#fdf0e6" if space.cell.is_intermediate(edge) else ""
-        panels.append(panel(edge.name, *marks, x="step", ylim=(0, top), tint=tint))
+def probabilities(title: str, found: CellSearchResult, kind: int) -> Figure:
+    """Probabilities of the candidates of every edge of a type of cell (figures 3 and 12 to 14)."""
     caption = (
         "Probability of every candidate of every edge. Bold black: None. Shaded: edges between intermediate nodes."
     )
-    return Figure(title, caption, panels, columns=5 if len(panels) > 6 else 3, height=2.1)
-
-
-def _wiring(title: str, space: CellSpace, steps: Sequence[int], p: np.ndarray) -> Figure:
-    cell, panels = space.cell, []
-    for i in np.unique(np.linspace(0, len(steps) - 1, 5).round().astype(int)):
-        edges = []
-        for edge, chances in zip(cell.edges, p[i], strict=True):
-            if np.isnan(chances).all():
-                continue
-            op = space.ops[int(np.nanargmax(chances))]
-            short, colour = _OPERATIONS[op]
-            none = np.nan_to_num(chances[space.ops.index(NONE)]) if NONE in space.ops else 0.0
-            edges.append([edge.source, edge.target, "" if op == NONE else short, colour, 1 - none])
-        shape = {"inputs": cell.inputs, "nodes": cell.nodes, "outputs": cell.outputs}
-        panels.append(panel(f"step {steps[i]}", {"mark": "graph", "edges": edges, **shape}))
-    caption = (
-        "The most probable operation of every edge; the line is the wider the less probable None is. Dashed grey: None "
-        "is the most probable. Arcs above the nodes come from inputs (squares), those below from intermediate nodes; "
-        "thin light arcs lead to the output."
-    )
-    return Figure(title, caption, panels, columns=2 if len(cell.edges) > 6 else 3, height=2.9)
+    space, p = found.space, found.probabilities[:, kind]
+    edges = space.cell.edges
+    figure = Figure(title, caption, len(edges), columns=5 if len(edges) > 6 else 3, height=2.1)
+    for e, (ax, edge) in enumerate(zip(figure.axes, edges, strict=True)):
+        for k in space.candidates[e]:
+            op, steps = space.ops[k], [0, *found.steps]
+            ax.plot(steps, p[:, e, k], color=_COLOURS[op], label=op, lw=2.4 if op == NONE else 1.2)
+        ax.set(title=edge.name, xlabel="step", ylim=(0, min(1.02, 1.05 * p.max())))
+        if space.cell.is_intermediate(edge):
+            ax.set_facecolor("#fdf0e6")
+    return figure
 
 
 def _edge_colours(space: CellSpace) -> list[str]:
@@ -820,51 +791,49 @@ def _edge_colours(space: CellSpace) -> list[str]:
 
 def edge_costs(title: str, found: CellSearchResult) -> Figure:
     """Edge costs of the last cell and their sum, beside loss and accuracy (figures 7 and 10)."""
-    steps, cost, count = found.steps, found.edge_costs[:, TRAIN, -1], found.outputs[:, TRAIN, :, -1]
-    space, inner = found.space, intermediate_edges(found.space)
-    edges = zip(space.cell.edges, _edge_colours(space), cost.T, strict=True)
-    marks = [line(steps, values, colour, edge.name, lw=1.1) for edge, colour, values in edges]
-    for colour, name, same in ((SERIES[0], "mean, input", ~inner), (SERIES[1], "mean, intermediate", inner)):
-        # two lines need no mean
-        if same.sum() > 2:
-            marks.append(line(steps, _mean(cost[:, same].T), colour, name, lw=2.6))
-    accuracy = 100 * count[:, GROUPS.index("correct")] / count[:, 0]
-    panels = [
-        panel("mean cost per edge", *marks, level(0), y="cost"),
-        panel("sum over the edges", line(steps, cost.sum(1), INK, lw=1.8), level(0), y="cost"),
-        panel(
-            "loss and accuracy",
-            line(steps, found.means(quantity="L"), SERIES[0], "loss"),
-            x="step",
-            y="cross-entropy (nats)",
-            ylim=(0, None),
-            twin=panel("", line(steps, accuracy, SERIES[1], "accuracy"), y="top-1 (%)", ylim=(0, 101)),
-        ),
-    ]
     caption = (
         "Mean cost of every edge, bold the means over input and over intermediate edges; their sum; the training loss "
         "and accuracy of the same steps."
     )
-    return Figure(title, caption, panels, columns=1, height=2.4)
+    figure = Figure(title, caption, 3, columns=1, height=2.4)
+    each, total, learning = figure.axes
+    steps, cost, count = found.steps, found.edge_costs[:, TRAIN, -1], found.outputs[:, TRAIN, :, -1]
+    space, inner = found.space, intermediate_edges(found.space)
+    for edge, colour, values in zip(space.cell.edges, _edge_colours(space), cost.T, strict=True):
+        each.plot(steps, values, color=colour, label=edge.name, lw=1.1)
+    for colour, name, same in ((SERIES[0], "mean, input", ~inner), (SERIES[1], "mean, intermediate", inner)):
+        # two lines need no mean
+        if same.sum() > 2:
+            each.plot(steps, _mean(cost[:, same].T), color=colour, label=name, lw=2.6)
+    each.set(title="mean cost per edge", ylabel="cost")
+    total.plot(steps, cost.sum(1), color=INK, lw=1.8)
+    total.set(title="sum over the edges", ylabel="cost")
+    for ax in (each, total):
+        level(ax, 0)
+    learning.plot(steps, found.means(quantity="L"), label="loss")
+    learning.set(title="loss and accuracy", xlabel="step", ylabel="cross-entropy (nats)", ylim=(0, None))
+    right = learning.twinx()
+    right.plot(steps, 100 * count[:, GROUPS.index("correct")] / count[:, 0], color=SERIES[1], label="accuracy")
+    right.set(ylabel="top-1 (%)", ylim=(0, 101))
+    return figure
 
 
 def output_cost_figure(title: str, found: CellSearchResult) -> Figure:
     """C, L and H of the output by group of samples."""
-    names = {"C": "cost C = L - H", "L": "loss L", "H": "entropy H"}
-    titles = {"all": "all samples", "correct": "correctly classified", "wrong": "wrongly classified"}
-    panels = []
-    for group, text in titles.items():
-        marks = []
-        for which, ls in ((TRAIN, "-"), (SEARCH, "--")) if found.cfg.bilevel else ((TRAIN, "-"),):
-            for colour, (key, label) in zip(SERIES, names.items(), strict=False):
-                values, lw = found.means(which, group, key), 2.2 if key == "C" else 1.3
-                marks.append(line(found.steps, values, colour, label if which == TRAIN else "", lw=lw, ls=ls))
-        panels.append(panel(text, *marks, level(0), x="step", y="nats"))
     caption = (
         "Cost, loss and entropy of the output, averaged over the samples of each kind. Solid: training batches; "
         "dashed: search batches."
     )
-    return Figure(title, caption, panels, columns=3, height=3.5)
+    names = {"C": "cost C = L - H", "L": "loss L", "H": "entropy H"}
+    figure = Figure(title, caption, len(GROUPS), columns=3, height=3.5)
+    for ax, group in zip(figure.axes, GROUPS, strict=True):
+        for which, ls in ((TRAIN, "-"), (SEARCH, "--")) if found.cfg.bilevel else ((TRAIN, "-"),):
+            for colour, (key, label) in zip(SERIES, names.items(), strict=False):
+                values, lw = found.means(which, group, key), 2.2 if key == "C" else 1.3
+                ax.plot(found.steps, values, color=colour, label=label if which == TRAIN else None, lw=lw, ls=ls)
+        level(ax, 0)
+        ax.set(title=f"{group} samples", xlabel="step", ylabel="nats")
+    return figure
 
 
 def _mean(curves: Any) -> np.ndarray:
@@ -872,12 +841,12 @@ def _mean(curves: Any) -> np.ndarray:
     return np.ma.masked_invalid(curves).mean(axis=0).filled(np.nan)
 
 
-def _runs(steps: Any, curves: Sequence[np.ndarray], colour: str, label: str, ls: str = "-") -> list[Form]:
+def _runs(ax: Axes, steps: Any, curves: Sequence[np.ndarray], colour: str, label: str, ls: str = "-") -> None:
     """A thin line for each run and a bold one for their mean."""
-    if not len(curves):
-        return []
-    thin = [line(steps, values, colour, lw=0.8, ls=ls, alpha=0.45) for values in curves]
-    return [*thin, line(steps, _mean(curves), colour, label, lw=2.3, ls=ls)]
+    for values in curves:
+        ax.plot(steps, values, color=colour, lw=0.8, ls=ls, alpha=0.45)
+    if len(curves):
+        ax.plot(steps, _mean(curves), color=colour, label=label, lw=2.3, ls=ls)
 
 
 _THIN = "Thin: one run each; bold: their mean."
@@ -888,25 +857,24 @@ def patterns(title: str, runs: Runs) -> Figure:
     found = list(runs.values())
     space, steps, records = found[0].space, window_steps(found[0]), [0, *found[0].steps.tolist()]
     inner = intermediate_edges(space)
-    none, kept = [], []
+    figure = Figure(title, f"Growth, width preference and collapse. {_THIN}", 4, legend=False)
+    cost, none, kept, positive = figure.axes
+    _runs(cost, steps, [output_costs(run) for run in found], SERIES[2], "training set")
+    held = [output_costs(run, SEARCH) for run in found if run.cfg.bilevel]
+    _runs(cost, steps, held, SERIES[3], "search set", "--")
     for name, colour, same in (("input edges", SERIES[0], ~inner), ("intermediate edges", SERIES[1], inner)):
         if same.any():
-            none += _runs(records, [none_probability(run)[:, same].mean(1) for run in found], colour, name)
+            _runs(none, records, [none_probability(run)[:, same].mean(1) for run in found], colour, name)
             share = [100 * kept_edges(run)[:, same].mean(1) for run in found]
-            kept += _runs(records, share, colour, f"{name} ({same.sum()})")
-    held = [output_costs(run, SEARCH) for run in found if run.cfg.bilevel]
-    cost = _runs(steps, [output_costs(run) for run in found], SERIES[2], "training set")
-    cost += _runs(steps, held, SERIES[3], "search set", "--")
-    positive = _runs(steps, [100 * positive_share(run) for run in found], SERIES[2], "")
-    panels = [
-        panel("cost C of the last cell", *cost, level(0), x="step", y="nats", legend=True),
-        panel("mean probability of None", *none, x="step", y="q", ylim=(0, None), legend=True),
-        panel(
-            "edges kept: most probable is not None", *kept, x="step", y="% of the edges", ylim=(-4, 104), legend=True
-        ),
-        panel("costs above zero", *positive, level(50), x="step", y="% of edges and operations", ylim=(-4, 104)),
-    ]
-    return Figure(title, f"Growth, width preference and collapse. {_THIN}", panels, legend=False)
+            _runs(kept, records, share, colour, f"{name} ({same.sum()})")
+    _runs(positive, steps, [100 * positive_share(run) for run in found], SERIES[2], "")
+    level(cost, 0)
+    level(positive, 50)
+    cost.set(title="cost C of the last cell", ylabel="nats")
+    none.set(title="mean probability of None", ylabel="q", ylim=(0, None))
+    kept.set(title="edges kept: most probable is not None", xlabel="step", ylabel="% of the edges", ylim=(-4, 104))
+    positive.set(title="costs above zero", xlabel="step", ylabel="% of edges and operations", ylim=(-4, 104))
+    return figure
 
 
 def _limits(groups: Sequence[np.ndarray]) -> list[float]:
@@ -917,43 +885,39 @@ def _limits(groups: Sequence[np.ndarray]) -> list[float]:
 
 def cost_heatmap(space: CellSpace, title: str, costs: Mapping[str, np.ndarray]) -> Figure:
     """Figure 4: mean local costs (edges, ops) of the last cell by label, nan where they are not known."""
-    live, panels = live_operations(space), []
-    rows, columns = [edge.name for edge in space.cell.edges], [_OPERATIONS[op][0] for op in space.ops]
-    # the costs of None are zero by definition
-    shown = [np.where([op == NONE for op in space.ops], np.nan, values) for values in costs.values()]
-    for label, values, limit in zip(costs, shown, _limits(shown), strict=True):
-        known = values[:, live][np.isfinite(values[:, live])]
-        unit = 10.0 ** math.floor(math.log10(limit)) if limit < 0.01 else 1.0
-        grid = heat(values, rows, columns, limit=limit, unit=unit, bold=space.cell.intermediate, numbers=True)
-        panels.append(panel(f"{label}: {(known > 0).mean():.0%} of the costs > 0", grid))
     caption = (
         "Mean cost of every operation on every edge: red above zero, blue below. Grey: None, which costs nothing, and "
-        "what is no candidate or was not measured. Bold, coloured: edges between intermediate nodes."
+        "what is no candidate or was not measured."
     )
+    rows, columns = [edge.name for edge in space.cell.edges], space.ops
+    # the costs of None are zero by definition
+    shown = [np.where([op == NONE for op in space.ops], np.nan, values) for values in costs.values()]
     # this many panels side by side leave room for numbers of six characters in the cells of ten operations
-    return Figure(title, caption, panels, columns=2 if len(columns) > 5 else 3, height=1.2 + 0.24 * len(rows))
+    side = 2 if len(columns) > 5 else 3
+    figure = Figure(title, caption, len(costs), columns=side, height=1.2 + 0.24 * len(rows))
+    for ax, label, values, limit in zip(figure.axes, costs, shown, _limits(shown), strict=True):
+        heat(ax, values, rows, columns, limit=limit, numbers=True)
+        ax.set_title(f"{label}: {(values[np.isfinite(values)] > 0).mean():.0%} of the costs > 0")
+    return figure
 
 
 def control(title: str, controls: Mapping[str, Runs]) -> Figure:
     """Figures 8 and 9: the costs (records, edges) of every run of every control."""
-    panels = []
     costs = {
         label: [np.stack([edge_means(run, slice(r, r + 1)) for r in range(len(run.steps))]) for run in runs.values()]
         for label, runs in controls.items()
     }
+    figure = Figure(title, f"Mean cost of every edge in each setting. {_THIN}", len(costs), columns=3, height=2.9)
     limits = _limits([np.array(each) for each in costs.values()])
-    same = 1.1 * limits[0] if len(set(limits)) == 1 else None
-    for label, runs in controls.items():
+    for ax, (label, runs), limit in zip(figure.axes, controls.items(), limits, strict=True):
         first = next(iter(runs.values()))
-        edges = zip(SERIES, first.space.cell.edges, strict=False)
-        marks = [
-            m
-            for e, (colour, edge) in enumerate(edges)
-            for m in _runs(first.steps, [run[:, e] for run in costs[label]], colour, edge.name)
-        ]
-        ylim = (None if same is None else -same, same)
-        panels.append(panel(label, *marks, level(0), x="step", y="mean cost", ylim=ylim))
-    return Figure(title, f"Mean cost of every edge in each setting. {_THIN}", panels, columns=3, height=2.9)
+        for e, (colour, edge) in enumerate(zip(SERIES, first.space.cell.edges, strict=False)):
+            _runs(ax, first.steps, [run[:, e] for run in costs[label]], colour, edge.name)
+        level(ax, 0)
+        ax.set(title=label, xlabel="step", ylabel="mean cost")
+        if len(set(limits)) == 1:
+            ax.set_ylim(-1.1 * limit, 1.1 * limit)
+    return figure
 
 
 def control_checks(controls: Mapping[str, Runs]) -> list[Check]:
