@@ -55,7 +55,7 @@ _ALL = (
     Study("wiring theorems", "theorems on local costs, checked on real networks",
           "wiring.config:TheoremsConfig", "wiring.study:theorems", "wiring-theorems"),
     Study("wiring p1", "growing: None leads first, then operations",
-          "wiring.config:GrowthConfig", "wiring.study:growth", "wiring-p1", resumes=True, tasks=True),
+          "wiring.config:LearntConfig", "wiring.study:growth", "wiring-p1", resumes=True, tasks=True),
     Study("wiring p2", "width preference, and a control for its cause",
           "wiring.config:WidthConfig", "wiring.study:width", "wiring-p2", resumes=True, tasks=True),
     Study("wiring p3", "collapse on two levels, and why",

@@ -15,7 +15,7 @@ from nasfast.research.cells.space import DARTS_OPS, Cell, CellSpace, Edge, minim
 from nasfast.research.studies.report import StudyReport, checks_of
 from nasfast.research.studies.run import no_task
 from nasfast.research.studies.wiring import study
-from nasfast.research.studies.wiring.config import CollapseConfig, GrowthConfig, WidthConfig
+from nasfast.research.studies.wiring.config import CollapseConfig, LearntConfig, WidthConfig
 from nasfast.research.studies.wiring.study import measures
 
 INF = float("inf")
@@ -85,9 +85,9 @@ def output_cost(found: CellSearchResult, which: int, records: range) -> float:
 
 SPACES = {
     "minimal": CellSpace("minimal", minimal_cell(), cells=2, channels=2),
-    "darts, reductions": GrowthConfig(cells=4, reductions=True).space(),
-    "simplified": GrowthConfig(cell="simplified").space(),
-    "nas_bench_201": GrowthConfig(cell="nas_bench_201").space(),
+    "darts": study.space_of(LearntConfig(cells=4)),
+    "simplified": study.space_of(LearntConfig(cell="simplified")),
+    "nas_bench_201": study.space_of(LearntConfig(cell="nas_bench_201")),
     "restricted": CellSpace("r", minimal_cell().restricted(0, 2, ("none", "sep_conv_3x3")), cells=1, channels=2),
     # into node 3 there is no edge from an input
     "chain": CellSpace("c", Cell(1, 3, (Edge(0, 1), Edge(0, 2), Edge(1, 2), Edge(2, 3)), (3,)), cells=1, channels=2),
@@ -182,7 +182,7 @@ def assert_marks(found: StudyReport, expected: Mapping[str, tuple[float, float, 
 
 
 def test_a_pattern_is_judged_for_every_seed(runner):
-    found = study.growth(GrowthConfig(seeds=2), None, no_task)
+    found = study.growth(LearntConfig(seeds=2), None, no_task)
     m = measures(runner.found["dsnas", 1])
     expected = checks_of("seed 1", study.PATTERNS["P1"].marks(m))
     assert len(found.checks) == 2 * len(expected) and found.checks[len(expected) :] == tuple(expected)
@@ -190,7 +190,7 @@ def test_a_pattern_is_judged_for_every_seed(runner):
     verdict = found.verdicts["P1, seed 0"]
     missing = [sign for sign, seen in verdict.evidence.items() if not seen]
     assert verdict.names == (f"not seen: {', '.join(missing)}",)
-    assert study.growth(GrowthConfig(steps=1499), None, no_task).checks == ()
+    assert study.growth(LearntConfig(steps=1499), None, no_task).checks == ()
 
 
 def test_marks_of_the_control_for_width(runner):
@@ -265,7 +265,7 @@ def test_marks_of_collapse_and_signs_of_the_gates(runner):
     assert (cfg.cell, cfg.channels, cfg.samples, cfg.noise, cfg.lr, cfg.steps) == ("minimal", 8, 300, 3.0, 0.1, 300)
     searches = {name: asked for name, (_, asked) in runner.asked.items()}
     assert searches["dsnas-bilevel"].bilevel and not searches["dsnas"].bilevel
-    assert searches["dsnas"] == GrowthConfig(seed=1).search()
+    assert searches["dsnas"] == LearntConfig(seed=1).search()
 
 
 SEEN = {

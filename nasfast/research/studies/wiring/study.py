@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,17 +24,15 @@ from scipy import stats
 from torch import Tensor
 from torch.nn import functional as F
 
-from nasfast.data import DataConfig, FolderSource, make_loader
-from nasfast.data.datasets import split_source
 from nasfast.research.analysis.moments.detect import Verdict
 from nasfast.research.cells.config import CellSearchConfig
-from nasfast.research.cells.costs import NONE
+from nasfast.research.cells.costs import NONE, SKIP_CONNECT
 from nasfast.research.cells.derive import derivations
 from nasfast.research.cells.gates import draw_gates, uniform_logits
 from nasfast.research.cells.network import CellSupernet
 from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs
-from nasfast.research.cells.prototypes import DrawnBatches, prototypes
-from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult, endless, search_cells
+from nasfast.research.cells.prototypes import CLASSES, SIZE, DrawnBatches, prototypes
+from nasfast.research.cells.search import SEARCH, TRAIN, WEIGHTS, CellSearchResult, endless, search_cells
 from nasfast.research.cells.space import CELLS, DARTS_OPS, Cell, CellSpace
 from nasfast.research.studies.draw import INK, SERIES, Figure, heat, level
 from nasfast.research.studies.report import Check, StudyReport, Table, checks_of, plain
@@ -44,7 +41,6 @@ from nasfast.research.studies.wiring.config import (
     CollapseConfig,
     CostConfig,
     ExperimentConfig,
-    GrowthConfig,
     LearntConfig,
     TheoremsConfig,
     WidthConfig,
@@ -67,12 +63,6 @@ _WINDOWS = 15
 """Parts of a run over which costs are averaged. Probabilities do not scatter and are shown at every record."""
 
 
-@cache
-def folder_of(images: str) -> FolderSource:
-    """The images of a folder, which is read once for all searches of a study."""
-    return FolderSource(images)
-
-
 @dataclass(frozen=True)
 class Search:
     """A search of a study: data and training (`cfg`), how operations are chosen (`how`), and what is searched."""
@@ -93,7 +83,7 @@ class Search:
         `task` tells the progress; None shows the lines of a training.
         """
         cfg = self.cfg
-        train_loader, held_out = loaders(cfg, bilevel=self.how.bilevel)
+        train_loader, held_out = loaders(cfg)
         epochs = max(1, round(cfg.steps / len(train_loader)))
         steps = epochs * len(train_loader)
         done = None if task is None else task(f"{self.name}, seed {cfg.seed}", steps)
@@ -101,12 +91,12 @@ class Search:
             self.space,
             train_loader,
             self.how,
-            cfg.weights.replace(epochs=epochs),
-            held_out=held_out,
+            WEIGHTS.replace(lr=cfg.lr, epochs=epochs),
+            held_out=held_out if self.how.bilevel else None,
             run_dir=folder,
             resume=True,
             device=device,
-            settings={"data": _data_of(cfg)},
+            settings={"data": {name: getattr(cfg, name) for name in ("samples", "noise", "seed")}},
             progress=done,
         )
         if done is not None:
@@ -157,49 +147,34 @@ class Runner:
         return [{k: s.run(self._out / s.folder, self.device, self._task) for k, s in group.items()} for group in groups]
 
 
-def _data_of(cfg: ExperimentConfig) -> dict[str, Any]:
-    """The fields of a config that decide the batches."""
-    names = ("samples", "noise") if cfg.images is None else ("images", "resolution")
-    return {name: getattr(cfg, name) for name in (*names, "batch_size", "seed")}
+def loaders(cfg: ExperimentConfig) -> Sequence[DrawnBatches]:
+    """Batches for the weights, and held-out ones for the architecture."""
+    parts = prototypes(cfg.noise, cfg.samples, cfg.samples, seed=cfg.seed)
+    steps = min(_STEPS_PER_EPOCH, cfg.steps)
+    return [DrawnBatches(*part, steps=steps, seed=2 * cfg.seed + i) for i, part in enumerate(parts)]
 
 
-def loaders(cfg: ExperimentConfig, *, bilevel: bool) -> tuple[Any, Any]:
-    """Batches for the weights, and held-out ones for the architecture (None on one level).
-
-    From a folder, half of the images are held out.
-    """
-    if cfg.images is None:
-        parts = prototypes(cfg.noise, cfg.samples, cfg.samples, seed=cfg.seed)
-        steps = min(_STEPS_PER_EPOCH, cfg.steps)
-        train, held = (
-            DrawnBatches(*part, steps=steps, batch=cfg.batch_size, seed=2 * cfg.seed + i)
-            for i, part in enumerate(parts)
-        )
-        return train, held if bilevel else None
-    data = DataConfig(train=cfg.images, batch_size=cfg.batch_size, augment="cifar")
-    source = folder_of(cfg.images)
-    halves = split_source(source, 0.5, cfg.seed) if bilevel else (source, None)
-    of_weights, of_logits = (
-        None if half is None else make_loader(data, half, train=True, resolution=cfg.resolution, seed=2 * cfg.seed + i)
-        for i, half in enumerate(halves)
-    )
-    return of_weights, of_logits
+def space_of(cfg: ExperimentConfig, cell: Cell | None = None, **changes: Any) -> CellSpace:
+    """The space of the network that is searched; `cell` and `changes` replace what the config says."""
+    sizes = {"cells": cfg.cells, "channels": cfg.channels, "resolution": SIZE, "num_classes": CLASSES}
+    return CellSpace(name=cfg.cell, cell=cell or CELLS[cfg.cell](), **{**sizes, **changes})
 
 
 def searches_of(cfg: ExperimentConfig, name: str, cell: Cell | None = None, **changes: Any) -> dict[int, Search]:
     """The search of every seed; `cell` and `changes` replace the cell and the settings of the config."""
     configs = [cfg.replace(seed=cfg.seed + i) for i in range(cfg.seeds)]
-    return {of_seed.seed: Search(name, of_seed, of_seed.search(**changes), of_seed.space(cell)) for of_seed in configs}
+    space = space_of(cfg, cell)
+    return {of_seed.seed: Search(name, of_seed, of_seed.search(**changes), space) for of_seed in configs}
 
 
 def none_probability(found: CellSearchResult) -> np.ndarray:
-    """(records + 1, edges) probability of None, averaged over types of cells."""
-    return found.probabilities[..., found.space.ops.index(NONE)].mean(1)
+    """(records + 1, edges) probability of None."""
+    return found.probabilities[:, 0, :, found.space.ops.index(NONE)]
 
 
 def kept_edges(found: CellSearchResult) -> np.ndarray:
-    """(records + 1, edges): the share of types of cells in which the most probable operation is not None."""
-    return (found.probabilities.argmax(-1) != found.space.ops.index(NONE)).mean(1)
+    """(records + 1, edges) whether the most probable operation is not None."""
+    return found.probabilities[:, 0].argmax(-1) != found.space.ops.index(NONE)
 
 
 def intermediate_edges(space: CellSpace) -> np.ndarray:
@@ -215,11 +190,6 @@ def live_operations(space: CellSpace) -> list[int]:
 def _windows(records: np.ndarray) -> np.ndarray:
     """Sums over equal parts of a run."""
     return np.stack([part.sum(0) for part in np.array_split(records, min(_WINDOWS, len(records)))])
-
-
-def window_steps(found: CellSearchResult) -> list[int]:
-    """The last step of every window."""
-    return [int(part[-1]) for part in np.array_split(found.steps, min(_WINDOWS, len(found.steps)))]
 
 
 def output_costs(found: CellSearchResult, which: int = TRAIN) -> np.ndarray:
@@ -286,10 +256,10 @@ def measures(found: CellSearchResult) -> dict[str, float]:
     return result
 
 
-def half_and_quarter(found: CellSearchResult) -> tuple[slice, slice]:
-    """The records of the first half of a run, and those of its last quarter."""
+def early_and_late(found: CellSearchResult) -> tuple[np.ndarray, np.ndarray]:
+    """`edge_means` of the first half of a run, and of its last quarter."""
     records = len(found.steps)
-    return slice(0, records // 2), slice(records - max(1, records // 4), records)
+    return edge_means(found, slice(records // 2)), edge_means(found, slice(records - max(1, records // 4), records))
 
 
 def sign_window(found: CellSearchResult) -> dict[int, dict[str, dict[str, float]]]:
@@ -321,15 +291,16 @@ def monte_carlo(
     """
     cfg, space = CellSearchConfig(method="uniform", seed=seed), net.space
     table, outputs = LocalCosts.empty(net.gate_shape), torch.zeros(len(GROUPS), len(QUANTITIES), dtype=torch.float64)
-    of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
     logits = uniform_logits(space)
     for step, (x, y) in enumerate(islice(endless(to_learn_from(loader), device), batches)):
         draw = draw_gates(space, cfg, logits, step=step, progress=0.0)
-        gates = draw.gates[of_type].to(device, next(net.parameters()).dtype).requires_grad_()
+        # all cells are of one type
+        drawn = draw.gates.expand(net.gate_shape)
+        gates = drawn.to(device, next(net.parameters()).dtype, copy=True).requires_grad_()
         predicted = net(x, gates, draw.runs)
         # the gradient is zeros if every edge has drawn the operation none
         (cost,) = torch.autograd.grad(F.cross_entropy(predicted, y), gates, materialize_grads=True)
-        table.add(cost, draw.gates[of_type] > 0)
+        table.add(cost, drawn > 0)
         outputs += grouped_costs(predicted, y)
     return table, outputs
 
@@ -341,7 +312,7 @@ def initial_costs(
     tables, cost, count = [], 0.0, 0.0
     for seed in nets:
         of_seed = cfg.replace(seed=seed)
-        loader, _ = loaders(of_seed, bilevel=False)
+        loader, _ = loaders(of_seed)
         net = CellSupernet(space, seed=seed).to(runner.device).to(memory_format=torch.channels_last)
         table, outputs = monte_carlo(net, loader, batches=cfg.batches, seed=seed, device=runner.device)
         tables.append(table)
@@ -491,10 +462,9 @@ def _pattern_report(
         checks: further marks, whatever the settings of the search.
     """
     pattern, first = PATTERNS[key], runs[cfg.seed]
-    data = "synthetic images" if cfg.images is None else f"images of {Path(cfg.images).name}"
     subject = (
         f"{_METHODS[cfg.method]} on {cfg.cells} {cfg.cell} cell(s), {cfg.channels} channels, {first.steps[-1]} steps, "
-        f"{data}"
+        "synthetic images"
     )
     verdicts, own = {}, []
     for seed, found in runs.items():
@@ -509,18 +479,14 @@ def _pattern_report(
         explanation=_EXPLANATION,
         notes=() if cfg.published else (_OTHER_SETTINGS,),
         tables=(measures_table(key, runs), *between, derivation_table(runs), *tables),
-        figures=(
-            patterns(key, runs),
-            *(probabilities(f"seed {cfg.seed}, {name} cell", first, t) for t, name in enumerate(first.space.types)),
-            *figures,
-        ),
+        figures=(patterns(key, runs), probabilities(f"seed {cfg.seed}: probabilities", first), *figures),
         verdicts=verdicts,
         checks=(*own, *checks),
     )
 
 
 @_of_searches
-def growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
+def growth(cfg: LearntConfig, runner: Runner) -> StudyReport:
     """P1."""
     name = f"seed {cfg.seed}"
     (runs,) = runner.all(searches_of(cfg, cfg.method))
@@ -551,8 +517,7 @@ def width(cfg: WidthConfig, runner: Runner) -> StudyReport:
 @_of_searches
 def collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     """P3."""
-    second: dict[str, Any] = {"second_order": cfg.second_order} if cfg.method == "darts" else {}
-    two, one = searches_of(cfg, f"{cfg.method}-bilevel", bilevel=True, **second), searches_of(cfg, cfg.method)
+    two, one = searches_of(cfg, f"{cfg.method}-bilevel", bilevel=True), searches_of(cfg, cfg.method)
     fixed = CostConfig(
         samples=300, steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
     )
@@ -582,12 +547,12 @@ def collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
 @_of_searches
 def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
     """Local costs."""
-    space = cfg.space()
+    space = space_of(cfg)
     initial, mean_cost = initial_costs(cfg, runner, space, range(cfg.seed, cfg.seed + cfg.nets))
     (trained,) = runner.all(searches_of(cfg, "uniform"))
     late = []
     for seed, found in trained.items():
-        loader, _ = loaders(cfg.replace(seed=seed), bilevel=False)
+        loader, _ = loaders(cfg.replace(seed=seed))
         late.append(monte_carlo(found.net, loader, batches=cfg.batches, seed=seed + 1, device=runner.device)[0])
     costs = {"initialisation": initial, "trained": late}
     checks = []
@@ -665,15 +630,8 @@ def derivation_table(runs: Runs) -> Table:
     for seed, found in runs.items():
         own = "darts" if found.cfg.method == "darts" else "argmax"
         for rule, arch in derivations(found.space, found.logits).items():
-            text = "; ".join(
-                f"{kind}: "
-                + " ".join(
-                    f"{e.name}={found.space.ops[k]}"
-                    for e, k in zip(found.space.cell.edges, part, strict=True)
-                    if found.space.ops[k] != NONE
-                )
-                for kind, part in zip(found.space.types, found.space.parts(arch), strict=True)
-            )
+            chosen = zip(found.space.cell.edges, (found.space.ops[k] for k in arch), strict=True)
+            text = " ".join(f"{edge.name}={op}" for edge, op in chosen if op != NONE)
             rows.append((f"seed {seed}", rule + (" (its own)" if rule == own else ""), text))
     return Table("cells derived; edges that are None are left out", ("", "rule", "operations"), tuple(rows))
 
@@ -683,7 +641,7 @@ def control_table(controls: Mapping[str, Runs]) -> Table:
     rows = []
     for label, runs in controls.items():
         for seed, found in runs.items():
-            early, late = (edge_means(found, part) for part in half_and_quarter(found))
+            early, late = early_and_late(found)
             rows.append((label, f"seed {seed}", *(f"{v:+.3f}" for v in (*early, *late))))
     edges = [e.name for e in found.space.cell.edges]
     header = ("control", "", *(f"{e} {part}" for part in ("first half", "last quarter") for e in edges))
@@ -721,8 +679,8 @@ def local_costs_table(space: CellSpace, costs: Mapping[str, Sequence[LocalCosts]
 
 def sums_table(cfg: CostConfig, runner: Runner) -> Table:
     """Figure 19: without the skip term, the costs of the cells before the last add up to next to nothing."""
-    two = cfg.replace(cells=2, reductions=False, no_skip_on_intermediate=True)
-    tables, _ = initial_costs(two, runner, two.space(), [cfg.seed])
+    space = space_of(cfg, CELLS[cfg.cell]().without_on_intermediate(SKIP_CONNECT), cells=2)
+    tables, _ = initial_costs(cfg, runner, space, [cfg.seed])
     sums = tables[0].total.sum((1, 2)) / cfg.batches
     columns = {"": "", "C": "+.2e"}
     rows = zip(("second last cell", "last cell"), sums.tolist(), strict=True)
@@ -734,9 +692,8 @@ def variants_table(cfg: CostConfig, runner: Runner) -> Table:
     rows = []
     variants: list[dict[str, Any]] = [{"order": "conv_relu_norm"}, {"order": "conv_norm_relu"}, {"norm": "layer"}]
     for changes in [{}, *variants, {"norm": "instance"}]:
-        other = cfg.replace(**changes)
-        space = other.space()
-        tables, mean = initial_costs(other, runner, space, range(cfg.seed, cfg.seed + max(1, cfg.nets // 3)))
+        space = space_of(cfg, **changes)
+        tables, mean = initial_costs(cfg, runner, space, range(cfg.seed, cfg.seed + max(1, cfg.nets // 3)))
         joined, live = last_cell(tables), live_operations(space)
         name = ", ".join(f"{k} {v}" for k, v in changes.items()) or "as above"
         rows.append((name, mean, joined.positive(live), float(np.nanmean(joined.mean[0][:, live]))))
@@ -761,12 +718,12 @@ _COLOURS = {
 _SCALES_APART = 5
 
 
-def probabilities(title: str, found: CellSearchResult, kind: int) -> Figure:
-    """Probabilities of the candidates of every edge of a type of cell (figures 3 and 12 to 14)."""
+def probabilities(title: str, found: CellSearchResult) -> Figure:
+    """Probabilities of the candidates of every edge (figures 3 and 12 to 14)."""
     caption = (
         "Probability of every candidate of every edge. Bold black: None. Shaded: edges between intermediate nodes."
     )
-    space, p = found.space, found.probabilities[:, kind]
+    space, p = found.space, found.probabilities[:, 0]
     edges = space.cell.edges
     figure = Figure(title, caption, len(edges), columns=5 if len(edges) > 6 else 3, height=2.1)
     for e, (ax, edge) in enumerate(zip(figure.axes, edges, strict=True)):
@@ -855,7 +812,8 @@ _THIN = "Thin: one run each; bold: their mean."
 def patterns(title: str, runs: Runs) -> Figure:
     """Growth, width preference and collapse: costs by window, probabilities of None and edges kept by record."""
     found = list(runs.values())
-    space, steps, records = found[0].space, window_steps(found[0]), [0, *found[0].steps.tolist()]
+    steps = [part[-1] for part in np.array_split(found[0].steps, min(_WINDOWS, len(found[0].steps)))]
+    space, records = found[0].space, [0, *found[0].steps]
     inner = intermediate_edges(space)
     figure = Figure(title, f"Growth, width preference and collapse. {_THIN}", 4, legend=False)
     cost, none, kept, positive = figure.axes
@@ -925,7 +883,7 @@ def control_checks(controls: Mapping[str, Runs]) -> list[Check]:
     checks = []
     for label, runs in controls.items():
         for seed, found in runs.items():
-            early, late = (edge_means(found, part) for part in half_and_quarter(found))
+            early, late = early_and_late(found)
             sign = (-math.inf, 0.0) if label.endswith("fixed") else (0.0, math.inf)
             marks = {"cost of (1,2) minus (0,2), last quarter": (*sign, float(late[2] - late[1]))}
             if label == "modified, sampled":
