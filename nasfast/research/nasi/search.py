@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -95,10 +95,6 @@ class Record:
     def finite(self) -> Tensor:
         """(T,) whether a step counts."""
         return self.q.isfinite() & self.gradients.flatten(1).isfinite().all(1)
-
-    def first(self, steps: int) -> Record:
-        """The record of a shorter search; it keeps the seconds of this one."""
-        return replace(self, q=self.q[:steps], gradients=self.gradients[:steps], picks=self.picks[:steps])
 
 
 @dataclass(frozen=True)

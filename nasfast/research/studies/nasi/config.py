@@ -9,7 +9,7 @@ from typing import Any, Literal
 from nasfast.config import nearest
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES
 from nasfast.research.cells.config import Rule
-from nasfast.research.nasi.config import Constraint, Gates, NasiConfig
+from nasfast.research.nasi.config import NasiConfig
 from nasfast.research.studies.config import StudyConfig
 from nasfast.settings import check_common, check_device
 from nasfast.spaces import named_space
@@ -109,14 +109,8 @@ class NasiSearchConfig(StudyConfig):
         batch: number of images for each architecture; null takes 64 for built-in cells, else 16.
         mu: weight of the penalty on Q above nu; null takes 2 for darts, mobilenet_v2, mobilenet_v3 and
             shufflenet_v2, else 1.
-        constraint: `fixed`: nu is the limit of Q. `adaptive`: the limit starts at nu and is then the mean of nu and of
-            the Q so far. `quantile`: the limit is the nu-quantile of Q over the sampled architectures.
-        nu: see `constraint`; null takes the 0.9 quantile. The other constraints need a value.
-        gates: `straight_through`, or `soft`, which computes and keeps all candidates.
-        temperature: temperature of the gates' softmax.
         modes: which data a search gets, comma-separated: `standard`, `random labels`, `random images`.
         seeds: number of searches in every mode; their seeds begin with `seed`.
-        sensitivity: whether to measure also how the result depends on mu, nu, T, batch and gates.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         seed: the first of the seeds.
     """
@@ -129,13 +123,8 @@ class NasiSearchConfig(StudyConfig):
     steps: int = 100
     batch: int | None = None
     mu: float | None = None
-    constraint: Constraint = "quantile"
-    nu: float | None = None
-    gates: Gates = "straight_through"
-    temperature: float = 1.0
     modes: str = "standard"
     seeds: int = 1
-    sensitivity: bool = False
     device: str = "cpu"
     seed: int = 0
 
@@ -164,15 +153,8 @@ class NasiSearchConfig(StudyConfig):
 
     def search(self, i: int, **changes: Any) -> NasiConfig:
         """The settings of the i-th search of a mode."""
-        return NasiConfig(
-            steps=self.steps,
-            mu=self.preset.mu if self.mu is None else self.mu,
-            constraint=self.constraint,
-            nu=self.nu,
-            gates=self.gates,
-            temperature=self.temperature,
-            seed=self.seed + i,
-        ).replace(**changes)
+        mu = self.preset.mu if self.mu is None else self.mu
+        return NasiConfig(steps=self.steps, mu=mu, seed=self.seed + i, **changes)
 
     @cached_property
     def preset(self) -> Preset:

@@ -44,6 +44,7 @@ from nasfast.research.nasi.search import (
     sample,
     solve,
 )
+from nasfast.research.nasi.search import search as nasi_search
 from nasfast.research.nasi.spaces import (
     METHOD,
     TABLE_FILE,
@@ -323,30 +324,21 @@ class Searches:
         if (i, batch) not in self._loaders:
             space, seed = self.space, self.cfg.seed + i
             if self._source is None:
-                loader: Any = synthetic(space, steps=100, batch=batch, seed=seed)
+                self._loaders[i, batch] = synthetic(space, batch=batch, seed=seed)
             else:
                 data, channels = DataConfig(train=self.cfg.images, batch_size=batch), space.in_channels
                 loader = make_loader(data, self._source, resolution=space.resolution, in_channels=channels, seed=seed)
-            self._loaders[i, batch] = loader
+                self._loaders[i, batch] = loader
         return self._loaders[i, batch]
-
-    def mixture(self, search: NasiConfig) -> Mixture:
-        """The untrained supernet of a search."""
-        return mixture_of(self.space, seed=search.seed).to(self.device)
-
-    def record(self, search: NasiConfig, i: int, name: str, *, batch: int | None = None) -> Record:
-        """Sample the architectures of one search."""
-        mixture = self.mixture(search)
-        loader = self.loader(i, batch or self.cfg.batch_size)
-        done = self._task(name, search.steps)
-        return sample(mixture, loader, search, device=self.device, progress=done)
 
     def all(self) -> dict[tuple[str, int], NasiResult]:
         """Every mode with every seed."""
         results = {}
         for mode, i in product(self.cfg.mode_list, range(self.cfg.seeds)):
             search = self.cfg.search(i, **MODES[mode])
-            results[mode, i] = solve(self.record(search, i, f"{mode}, seed {search.seed}"), search).check()
+            mixture = mixture_of(self.space, seed=search.seed).to(self.device)
+            loader, done = self.loader(i, self.cfg.batch_size), self._task(f"{mode}, seed {search.seed}", search.steps)
+            results[mode, i] = nasi_search(mixture, loader, search, device=self.device, progress=done)
         return results
 
     def arch(self, result: NasiResult) -> Arch:
@@ -354,17 +346,16 @@ class Searches:
         return chosen_arch(self.space, result, rule=self.cfg.preset.rule)
 
 
-def synthetic(space: ArchSpace, *, steps: int, batch: int, seed: int) -> DrawnBatches:
+def synthetic(space: ArchSpace, *, batch: int, seed: int) -> DrawnBatches:
     """Batches of noisy prototypes, resized to a space's resolution."""
     if space.in_channels > 3:
         raise ConfigError(f"synthetic images have up to 3 channels, {space.name} takes {space.in_channels}")
     (x, y), _ = prototypes(NOISE, SYNTHETIC, 1, seed=seed)
     x = x[:, : space.in_channels]
     if space.resolution != x.shape[-1]:
-        size = (space.resolution, space.resolution)
         # a batch at a time would save memory, but 2000 images of 64 x 64 are 100 MB
-        x = F.interpolate(x, size=size, mode="bilinear", align_corners=False)
-    return DrawnBatches(x, y % space.num_classes, steps=steps, batch=batch, seed=seed)
+        x = F.interpolate(x, size=(space.resolution,) * 2, mode="bilinear", align_corners=False)
+    return DrawnBatches(x, y % space.num_classes, steps=100, batch=batch, seed=seed)
 
 
 def claim_folder(out: Path | None, space: ArchSpace) -> Path | None:
@@ -445,13 +436,11 @@ def _found(searches: Searches, results: Mapping[tuple[str, int], NasiResult], fo
         for (mode, _), result in results.items():
             chosen[mode].append(searches.arch(result))
         shown.append(moved_table(space, chosen))
-    if cfg.sensitivity:
-        shown.append(sensitivity_table(searches, first, arch))
     meta = {"steps": len(first.record.q), "seed": cfg.seed, "images": cfg.images is not None}
     files = () if folder is None else (write_answer(space, first, arch, folder, meta=meta),)
     source = "synthetic images" if cfg.images is None else "images of a folder"
     own = cfg.search(0)
-    settings = f"batch {cfg.batch_size}, mu {own.mu:g}, {limit_text(own)}, gates {own.gates}"
+    settings = f"batch {cfg.batch_size}, mu {own.mu:g}, nu {own.constraint} {own.limit:g}, gates {own.gates}"
     return StudyReport(
         subject=f"space {space.name}, {space.resolution} x {space.resolution} {source}",
         explanation=_EXPLANATION,
@@ -641,47 +630,6 @@ def found_table(searches: Searches, results: Mapping[tuple[str, int], NasiResult
 def seconds_text(result: NasiResult) -> str:
     """The seconds of a search by the clock, and those of the processor."""
     return f"{result.record.seconds:.1f} ({result.record.cpu_seconds:.1f})"
-
-
-def sensitivity_table(searches: Searches, reference: NasiResult, arch: Arch) -> Table:
-    """What other settings change. Other mu, nu and T need no new samples."""
-    cfg, record, rows = searches.cfg, reference.record, []
-    base = cfg.search(0)
-    level = float(torch.quantile(record.q[record.finite], 0.9))
-
-    def row(name: str, result: NasiResult, seconds: str = "-") -> None:
-        found = searches.arch(result)
-        length = float(result.delta.norm() * reference.delta.norm())
-        cosine = float((result.delta * reference.delta).sum()) / length if length else math.nan
-        rows.append((name, str(differing(found, arch)), f"{cosine:.3f}", searches.space.format(found), seconds))
-
-    for mu in (0.0, 0.5, 1.0, 2.0):
-        row(f"mu {mu:g}", solve(record, base.replace(mu=mu)))
-    # without a penalty, which may be the search's own setting, a limit has no effect
-    for mu, quantile in product((1.0, 2.0), (0.5, 0.75, 0.9)):
-        changes = {"mu": mu, "constraint": "quantile", "nu": quantile}
-        row(f"mu {mu:g}, nu {quantile:g} quantile", solve(record, base.replace(**changes)))
-    for factor in (0.5, 1.0, 2.0):
-        changes = {"mu": 2.0, "constraint": "adaptive", "nu": factor * level}
-        row(f"mu 2, nu adaptive from {factor:g} x 0.9 quantile", solve(record, base.replace(**changes)))
-    for steps in sorted({max(1, base.steps // share) for share in (10, 4, 2)}):
-        row(f"T {steps}", solve(record.first(steps), base))
-    for batch in sorted({max(2, cfg.batch_size // 4), max(2, cfg.batch_size // 2), 2 * cfg.batch_size}):
-        if batch > searches.images:
-            continue
-        other = searches.record(base, 0, f"batch {batch}", batch=batch)
-        row(f"batch {batch}", solve(other, base), f"{other.cpu_seconds:.1f}")
-    (gates,) = set(get_args(Gates)) - {base.gates}
-    other = searches.record(base.replace(gates=gates), 0, f"{gates} gates")
-    row(f"{gates.replace('_', '-')} gates", solve(other, base), f"{other.cpu_seconds:.1f}")
-    title = f"sensitivity: changes to T {base.steps}, batch {cfg.batch_size}, mu {base.mu:g}, {limit_text(base)}"
-    header = ("setting", f"choices of {len(arch)} that differ", "cosine of Delta", "architecture", "CPU seconds")
-    return Table(title, header, tuple(rows))
-
-
-def limit_text(search: NasiConfig) -> str:
-    """The limit of a search in words."""
-    return f"nu {search.constraint} {search.limit:g}"
 
 
 def ranking_table(title: str, reports: Mapping[str, RankReport], seconds: Mapping[str, str]) -> Table:
