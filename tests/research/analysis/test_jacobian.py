@@ -174,13 +174,12 @@ def test_errors_are_clear_and_leave_the_module_as_it_was(how, message):
     assert_unchanged(module, before)
 
 
-@pytest.mark.parametrize("bn_mode", ["constant", "coupled"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_module_is_left_as_it_was(bn_mode, method):
+def test_the_module_is_left_as_it_was(method):
     module = Fails("").train()
     before = state_of(module)
     generator = torch.get_rng_state()
-    found = isometry(module, torch.randn(8, 3, 4, 4), bn_mode=bn_mode, method=method, circular=True, samples=2)
+    found = isometry(module, torch.randn(8, 3, 4, 4), method=method, circular=True, samples=2)
     assert math.isfinite(found.phi)
     assert_unchanged(module, before)
     assert generator.shape == torch.get_rng_state().shape
@@ -196,7 +195,6 @@ def test_the_module_is_left_as_it_was(bn_mode, method):
         (torch.randn(8, 3, 4, 4), {"samples": 9}, "samples=9, but x has 8"),
         (torch.randn(8, 3, 4, 4), {"probes": 1}, "probes >= 2"),
         (torch.randn(8, 3, 4, 4), {"method": "exat"}, "did you mean 'exact'"),
-        (torch.randn(8, 3, 4, 4), {"bn_mode": "x"}, "unknown bn_mode='x'; valid: constant, coupled"),
     ],
 )
 def test_wrong_arguments_are_named(x, changes, message):
@@ -210,15 +208,12 @@ def test_a_batch_too_small_for_batchnorm_is_named():
         isometry(module, torch.randn(1, 4), samples=1)
 
 
-def test_batchnorm_modes():
-    """A BatchNorm alone: constant divides by the batch's deviation, coupled projects besides."""
+def test_a_batchnorm_alone_divides_by_the_deviation_of_the_batch():
     x = torch.randn(64, 5) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     norm = nn.BatchNorm1d(5, eps=1e-9)
     norm.running_var.fill_(4.0)
     wanted = float((1 / x.double().var(0, correction=0)).mean())
     assert isometry(norm, x).phi == pytest.approx(wanted, rel=1e-6)
-    # per channel I - 1 1^T / n - z z^T / n: two of 64 directions are lost
-    assert isometry(norm, x, bn_mode="coupled", method="exact").phi == pytest.approx(wanted * 62 / 64, rel=1e-6)
 
 
 def test_circular_padding_keeps_the_border():
@@ -268,8 +263,7 @@ def test_the_same_seed_gives_the_same_numbers_and_json():
     assert without["largest"] is None and without["quantiles"] == {}
 
 
-@pytest.mark.parametrize("bn_mode", ["constant", "coupled"])
-def test_a_norm_that_runs_several_times_has_no_constant_statistics(bn_mode):
+def test_a_norm_that_runs_several_times_has_no_constant_statistics():
     """Those of its last input once served all of its inputs."""
 
     class Twice(nn.Module):
@@ -280,9 +274,5 @@ def test_a_norm_that_runs_several_times_has_no_constant_statistics(bn_mode):
         def forward(self, x):
             return self.norm(10 * self.norm(x))
 
-    module, x = Twice(), torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
-    if bn_mode == "constant":
-        with pytest.raises(ValueError, match="a BatchNorm runs several times"):
-            isometry(module, x, bn_mode=bn_mode)
-    else:
-        assert isometry(module, x, bn_mode=bn_mode).phi > 0
+    with pytest.raises(ValueError, match="a BatchNorm runs several times"):
+        isometry(Twice(), torch.randn(16, 4))

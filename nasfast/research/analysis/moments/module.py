@@ -28,7 +28,7 @@ def held(module: _Module) -> _Module:
 
     One forward pass is enough, because every BatchNorm takes its statistics from its input just before it uses them.
     """
-    copy = frozen_copy(module, torch.empty(0), bn_mode="coupled")
+    copy = frozen_copy(module, None)
     for norm in copy.modules():
         if isinstance(norm, nn.modules.batchnorm._BatchNorm):
             norm.track_running_stats = True

@@ -25,7 +25,7 @@ from nasfast.research.studies.inputs import initialised, reduced_space, sample_s
 from nasfast.research.studies.isometry.config import IsometryConfig
 from nasfast.research.studies.report import Check, Claim, Form, StudyReport, Table
 from nasfast.research.studies.run import Task, no_task
-from nasfast.spaces import SKIP, Arch, SearchSpace, get_space, mean_path
+from nasfast.spaces import SearchSpace, get_space
 from nasfast.supernet import Init, Supernet, initialize
 from nasfast.supernet.blocks import DenseInvertedResidual, ShuffleUnit
 from nasfast.supernet.init import GAINS
@@ -155,16 +155,14 @@ def _variance(y: Tensor) -> float:
 
 
 def measure_supernet(
-    net: Supernet, images: Tensor, cfg: IsometryConfig, *, setting: str, path: Arch | None, task: Task = no_task
+    net: Supernet, cfg: IsometryConfig, *, setting: str, task: Task = no_task
 ) -> tuple[list[Row], list[dict[str, Any]]]:
-    """Measure every candidate of every layer, and how much the candidates of a layer differ.
+    """Measure every candidate of every layer on white noise, and how much the candidates of a layer differ.
 
     Args:
         net: a supernet of plain modules (`fused=False`); not changed.
-        images: (N, C, H, W); their number is that of the white inputs too.
-        cfg: how much to spend on each candidate, and the seed of white noise.
+        cfg: how much to spend on each candidate, and number and seed of the inputs.
         setting: name of the rows.
-        path: through which the images propagate to each layer; None gives every layer white noise of its own shape.
         task: tells the progress.
 
     Returns:
@@ -174,12 +172,9 @@ def measure_supernet(
     done = task(setting, len(net.layers))
     # the signs of the probes begin from the same seed; a stream of its own would change the published figures
     generator = torch.Generator().manual_seed(cfg.seed)
-    with torch.no_grad():
-        h = net.stem(images)
     for index, choice_layer in enumerate(net.layers):
         layer = choice_layer.layer
-        if path is None:
-            h = torch.randn(len(images), layer.in_channels, layer.size, layer.size, generator=generator)
+        h = torch.randn(cfg.batch, layer.in_channels, layer.size, layer.size, generator=generator)
         blocks = {layer.label(c): m for c, m in enumerate(choice_layer.candidates) if not isinstance(m, nn.Identity)}
         measured = [_measure_block(block, h, cfg, setting, index, name) for name, block in blocks.items()]
         rows += measured
@@ -190,9 +185,6 @@ def measure_supernet(
                 phi = [row.branch.phi for row in measured] if indicator_bn else None
                 place = {"setting": setting, "layer": index, "indicator_bn": indicator_bn}
                 spreads.append({**place, **fairness(chosen, h, phi=phi)})
-        if path is not None and path[index] != SKIP:
-            with torch.no_grad():
-                h = choice_layer.candidates[path[index]](h)
         done(index + 1)
     return rows, spreads
 
@@ -548,28 +540,24 @@ def _space(cfg: IsometryConfig, task: Task) -> StudyReport:
         f"orthogonal, {own}": ("orthogonal", own),
         f"gaussian, {own}": ("gaussian", own),
     }
-    images, _ = random_batch(space, cfg.batch, seed=cfg.seed)
-    images = images.contiguous()
-    few = images[:_DEPTH_IMAGES]
+    images = random_batch(space, cfg.batch, seed=cfg.seed)[0][:_DEPTH_IMAGES].contiguous()
     rows: dict[str, list[Row]] = {}
     spreads, depth, convolutions = [], [], []
     marks = block_marks(own, seed=cfg.seed)
     for setting, (init, act) in settings.items():
         net = Supernet(space, init=init, activation=act, layer_indicators=False, fused=False, seed=cfg.seed)
-        path = mean_path(space) if cfg.inputs == "propagated" else None
-        rows[setting], spreads_of_setting = measure_supernet(net, images, cfg, setting=setting, path=path, task=task)
+        rows[setting], spreads_of_setting = measure_supernet(net, cfg, setting=setting, task=task)
         spreads += spreads_of_setting
         for indicator_bn in (True, False):
-            found = depth_spread(net, few, paths=cfg.paths, indicator_bn=indicator_bn, seed=cfg.seed)
+            found = depth_spread(net, images, paths=cfg.paths, indicator_bn=indicator_bn, seed=cfg.seed)
             depth.append({"setting": setting, "indicator_bn": indicator_bn, **found})
         if act == own:
             kinds, of_convolutions = measure_convolutions(net, setting=setting, scheme=init)
             convolutions += kinds
             marks += of_convolutions
-    inputs = "white noise at every layer" if cfg.inputs == "white" else "white images, propagated along the mean path"
     report = _report(
-        f"space {space.name}, {len(space)} layers, inputs: {inputs}",
-        _reductions(cfg, space, len(few)),
+        f"space {space.name}, {len(space)} layers, inputs: white noise at every layer",
+        _reductions(cfg, space, len(images)),
         rows,
         fairness=spreads,
         depth=depth,
