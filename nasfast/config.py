@@ -36,7 +36,7 @@ def nearest(key: str, valid: typing.Iterable[str]) -> str:
 
 
 def suggestion(key: str, valid: typing.Iterable[str]) -> str:
-    """A question for the valid names that are nearest to a misspelt one, equally near ones in order; empty if none is."""
+    """A question for the valid names nearest to a misspelt one, equally near ones in order; empty if none is."""
     ratios = {name: difflib.SequenceMatcher(None, key, name).ratio() for name in sorted(valid)}
     best = max(ratios.values(), default=0)
     names = [repr(name) for name, ratio in ratios.items() if ratio == best]
