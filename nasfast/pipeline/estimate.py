@@ -56,6 +56,9 @@ _PATH_IMAGES = 32
 _DRAWS = 100
 """Random architectures within the limits, of which the largest is timed."""
 
+_LONGEST_START = 10.0
+"""Seconds that a process takes at most until its work begins."""
+
 _BUSY = 1.6
 """How many times as long as its work takes a plan lasts on a busy machine, at least; with DALI 1.35 on a quiet one."""
 
@@ -161,17 +164,24 @@ class Plan:
         return "\n".join(lines)
 
 
+def start_of_task() -> Timing:
+    """A process that a task is given: it imports what this one did before it planned."""
+    seconds = min(time.thread_time(), _LONGEST_START)
+    return Timing(seconds, seconds)
+
+
 def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: float | None = None) -> Plan:
     """Time a few steps of each stage of a run in this process; raises what the run would, where it would be refused."""
     use_threads(cfg.threads)
     begin, worked = time.perf_counter(), time.thread_time()
+    start = start_of_task() if tasks is not None else Timing(0.0, 0.0)
     trial = Trial(cfg)
     number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures
     stages = [
         Work("supernet", 1, trial.supernet(), apart=False),
         Work("score", 1, trial.score(), apart=False),
         Work("search", 1, trial.search(), apart=False),
-        Work("networks (retraining)", number, trial.network()),
+        Work("networks (retraining)", number, trial.network() + start),
     ]
     at_a_time, threads = 1, torch.get_num_threads()
     if tasks is not None:

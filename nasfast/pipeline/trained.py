@@ -25,7 +25,7 @@ from nasfast.indicators.registry import ScoreError, all_scores, score_of
 from nasfast.indicators.scores import parts_of
 from nasfast.indicators.structure import BASELINES, structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
-from nasfast.pipeline.estimate import check_free, network_timing
+from nasfast.pipeline.estimate import check_free, network_timing, start_of_task
 from nasfast.pipeline.inputs import evidence_for, retrain_loaders, scores_of, space_of, supernet_to_rank, with_score
 from nasfast.pipeline.networks import NETWORK, network_task
 from nasfast.retrain.retrain import RESULT_FILE, RetrainResult
@@ -137,11 +137,12 @@ def estimate_sample(cfg: RunConfig, count: int, settings: TaskSettings, *, epoch
     at_a_time = settings.workers or workers_for(len(left), threads=middle.threads, gpus=middle.gpus)
     use_threads(middle.threads)
     check_free(cfg)
+    start = start_of_task().seconds
     _LOG.info("timing a few steps of the middle one of %d architectures", len(left))
     given = _sample_settings(cfg, _shared_settings(cfg, count, epochs))
     epochs = given.retrain.train.epochs
     one = network_timing(given, space, tuple(middle.arguments["arch"]), hold_out=True).seconds
-    total = one * sum(macs.values()) / macs[middle.name] / at_a_time
+    total = (one * sum(macs.values()) / macs[middle.name] + start * len(left)) / at_a_time
     images = len(retrain_loaders(given, space, hold_out=True)[0].source)
     return (
         f"{len(left)} trainings of {epochs} epochs on {images} images, {len(tasks) - len(left)} more are finished; "
