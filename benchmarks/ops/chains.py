@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks import floor
 from benchmarks.ops.cases import BOTH, DTYPES, Call, Case, Setting, Size
-from nasfast.ops.modules import ConvBNAct, FusedConvBNAct
+from nasfast.ops.modules import ConvBNAct
 from nasfast.spaces import Block, Layer, SearchSpace, mean_path, mobilenet_v2, shufflenet_v2
 from nasfast.supernet import UnitFactory
 from nasfast.supernet.blocks import build_block
@@ -94,7 +94,7 @@ def _units(space: SearchSpace, layer: Layer, block: Block) -> list[Part]:
                 channels=conv.in_channels,
                 size=size,
                 input_grad=conv.in_channels != space.in_channels,
-                make=lambda fused: (FusedConvBNAct if fused else ConvBNAct)(*arguments, **options),
+                make=lambda fused: ConvBNAct(*arguments, **options, fused=fused),
             )
         )
 

@@ -32,7 +32,7 @@ from nasfast.engine.segments import ChainSegment, Classifier, Segment
 from nasfast.ops.conv import cuda_plan
 from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
 from nasfast.ops.cuda.static import StaticChain
-from nasfast.ops.modules import FusedConvBNAct, begin_stages, chain_of, has_forward_hooks, run_in_order
+from nasfast.ops.modules import ConvBNAct, begin_stages, chain_of, has_forward_hooks, run_in_order
 from nasfast.ops.nhwc import pixel_mean
 from nasfast.ops.plan import stage_kind, storage_dtype
 from nasfast.ops.rounded import Rounded
@@ -376,7 +376,7 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _lay_out(net: Supernet) -> None:
     """Lay frozen weights of chains out as the operators read them, which would copy them at every step otherwise."""
-    for unit in (module for module in net.modules() if isinstance(module, FusedConvBNAct)):
+    for unit in (module for module in net.modules() if isinstance(module, ConvBNAct) and module.fused):
         conv = unit.conv
         weight, settings = conv.weight, (conv.stride[0], int(conv.padding[0]), conv.groups)
         if not weight.requires_grad and stage_kind(tuple(weight.shape), *settings) is not None:

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from nasfast.ops.modules import ACTIVATION_MODULES, FusedConvBNAct, FusedInvertedResidual
+from nasfast.ops.modules import ACTIVATION_MODULES, ConvBNAct, InvertedResidual
 
 # whose forwards TorchDynamo takes as known and does not guard: some in each version, all of them in torch 2.11
 _KNOWN_CLASSES: tuple[Any, ...] = (
@@ -43,8 +43,8 @@ def untouchable(module: nn.Module) -> str | None:
     """Why the forward of this module must stay what it is."""
     if isinstance(module, torch.jit.ScriptModule):
         return "a ScriptModule"
-    if isinstance(module, (FusedConvBNAct, FusedInvertedResidual)):
-        return f"a {type(module).__name__}, which is fused already"
+    if isinstance(module, (ConvBNAct, InvertedResidual)) and module.fused:
+        return f"a {type(module).__name__} that is fused already"
     if isinstance(module, LazyModuleMixin):
         return "a lazy module, whose shape is not known before its first forward"
     dynamo = sys.modules.get("torch._dynamo.eval_frame")

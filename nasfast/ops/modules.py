@@ -1,9 +1,10 @@
-"""Convolution-BatchNorm-activation units and MobileNetV2 blocks: plain PyTorch modules and their fused twins.
+"""Convolution-BatchNorm-activation units and MobileNetV2 blocks.
 
-A plain module runs only PyTorch operators; it is what is exported. Its fused twin has the same submodules, hence the
-same state_dict, and overrides only `forward`, which calls the operators of `nasfast.ops`.
+With `fused` their forward calls the operators of `nasfast.ops`; otherwise it runs only PyTorch's operators, and is what
+is exported. Submodules and state_dict are the same.
 """
 
+import functools
 from collections.abc import Iterable
 from typing import TypedDict
 
@@ -44,6 +45,7 @@ class ConvBNAct(nn.Module):
         act: identity, relu, relu6, tanh, hswish or silu.
         eps, momentum, track_running_stats: arguments of the BatchNorm. Without tracking it always uses batch
             statistics and has no buffers.
+        fused: run as one call of `nasfast.ops.conv_bn_act_chain`, or as a stage of a longer chain.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ConvBNAct(nn.Module):
         eps: float = 1e-5,
         momentum: float | None = 0.1,
         track_running_stats: bool = True,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(
@@ -66,6 +69,7 @@ class ConvBNAct(nn.Module):
         self.bn = nn.BatchNorm2d(out_channels, eps, momentum, track_running_stats=track_running_stats)
         self.act = activation_module(act)
         self.act_name = act
+        self.fused = fused
 
     @property
     def last_bn(self) -> nn.BatchNorm2d:
@@ -73,15 +77,10 @@ class ConvBNAct(nn.Module):
         return self.bn
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        if self.fused:
+            return conv_bn_act_chain(x, begin_stages([self]), residual=residual)
         y = self.act(self.bn(self.conv(x)))
         return y if residual is None else y + residual
-
-
-class FusedConvBNAct(ConvBNAct):
-    """ConvBNAct as one call of `nasfast.ops.conv_bn_act_chain`, and a stage of longer chains."""
-
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        return conv_bn_act_chain(x, begin_stages([self]), residual=residual)
 
     def stage(self) -> Stage:
         """This unit as a stage of a chain, in its present mode."""
@@ -94,22 +93,22 @@ class ConvBNActSequential(nn.Sequential):
     """ConvBNAct units one after another; a residual is added to the result of the last.
 
     With shuffle, as in ShuffleNetV2's unit of stride 1, they run on the odd channels of (N, C, H, W), and their result
-    follows the even channels. Then there is no residual.
+    follows the even channels. Then there is no residual. With `fused` it is one call of
+    `nasfast.ops.conv_bn_act_chain`.
     """
 
+    def __init__(self, *units: nn.Module, fused: bool = False) -> None:
+        super().__init__(*units)
+        self.fused = fused
+
     def forward(self, x: Tensor, residual: Tensor | None = None, *, shuffle: bool = False) -> Tensor:
+        if self.fused:
+            stages = begin_stages(self)  # type: ignore[arg-type]  # nn.Sequential does not say which modules it has
+            return conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
         if shuffle:
             return torch.cat((x[:, 0::2], super().forward(x[:, 1::2])), dim=1)
         y = super().forward(x)
         return y if residual is None else y + residual
-
-
-class FusedConvBNActSequential(ConvBNActSequential):
-    """ConvBNActSequential as one call of `nasfast.ops.conv_bn_act_chain`."""
-
-    def forward(self, x: Tensor, residual: Tensor | None = None, *, shuffle: bool = False) -> Tensor:
-        stages = begin_stages(self)  # type: ignore[arg-type]  # nn.Sequential does not say which modules it has
-        return conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
 
 
 class ConvAct(nn.Module):
@@ -132,36 +131,30 @@ class ConvAct(nn.Module):
 class SqueezeExcitation(nn.Module):
     """Multiplies each channel by gate(W2 act(W1 mean(x) + b1) + b2) (Hu et al. 2018): (N, C, H, W) -> (N, C, H, W).
 
-    It runs on PyTorch's operators.
-
     Args:
         channels: C.
         squeezed: rows of W1.
         act: a key of `ACTIVATION_MODULES`.
         gate: hsigmoid or sigmoid.
+        fused: run as `nasfast.ops.squeeze_excite`, where that is faster than PyTorch's operators.
     """
 
-    def __init__(self, channels: int, squeezed: int, *, act: str = "relu", gate: str = "hsigmoid") -> None:
+    def __init__(
+        self, channels: int, squeezed: int, *, act: str = "relu", gate: str = "hsigmoid", fused: bool = False
+    ) -> None:
         super().__init__()
         if gate not in _GATE_MODULES:
             raise ValueError(f"gate must be one of {', '.join(_GATE_MODULES)}, got {gate!r}")
-        self.act, self.gate = act, gate
+        self.act, self.gate, self.fused = act, gate, fused
         self.squeeze = ConvAct(channels, squeezed, activation_module(act))
         self.excite = ConvAct(squeezed, channels, _GATE_MODULES[gate]())
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.excite(self.squeeze(x.mean((2, 3), keepdim=True)))
-
-
-class FusedSqueezeExcitation(SqueezeExcitation):
-    """SqueezeExcitation as `nasfast.ops.squeeze_excite`, where that is faster than PyTorch's operators."""
-
-    def forward(self, x: Tensor) -> Tensor:
         weights = [getattr(unit.conv, name) for unit in (self.squeeze, self.excite) for name in ("weight", "bias")]
         compiles = torch.compiler.is_compiling() or torch.jit.is_tracing()
-        if compiles or not is_faster(x, trains=any(weight.requires_grad for weight in weights)):
-            return super().forward(x)
-        return squeeze_excite(x, *weights, act=self.act, gate=self.gate)
+        if self.fused and not compiles and is_faster(x, trains=any(weight.requires_grad for weight in weights)):
+            return squeeze_excite(x, *weights, act=self.act, gate=self.gate)
+        return x * self.excite(self.squeeze(x.mean((2, 3), keepdim=True)))
 
 
 class InvertedResidual(nn.Module):
@@ -178,9 +171,9 @@ class InvertedResidual(nn.Module):
         se: for example a SqueezeExcitation of the hidden channels; None for none.
         act: identity, relu, relu6, tanh, hswish or silu.
         track_running_stats: as in ConvBNAct.
+        fused: run as one call of `nasfast.ops.conv_bn_act_chain`, or as one before se and one behind it. The BatchNorms
+            may differ in mode.
     """
-
-    unit_class: type[ConvBNAct] = ConvBNAct
 
     def __init__(
         self,
@@ -193,65 +186,46 @@ class InvertedResidual(nn.Module):
         se: nn.Module | None = None,
         act: str = "relu6",
         track_running_stats: bool = True,
+        fused: bool = False,
     ) -> None:
         super().__init__()
         if kernel_size % 2 == 0:
             raise ValueError(f"{type(self).__name__}: kernel_size must be odd, got {kernel_size}")
         if expand < 1:
             raise ValueError(f"{type(self).__name__}: expand must be at least 1, got {expand}")
-        unit = self.unit_class
-        self.hidden_channels = round(in_channels * expand)
+        unit = functools.partial(ConvBNAct, track_running_stats=track_running_stats, fused=fused)
+        self.hidden_channels = hidden = round(in_channels * expand)
         self.stride = stride
         self.has_residual = stride == 1 and in_channels == out_channels
-        self.expand: ConvBNAct | None = None
-        if expand > 1:
-            self.expand = unit(in_channels, self.hidden_channels, 1, act=act, track_running_stats=track_running_stats)
-        self.depthwise = unit(
-            self.hidden_channels,
-            self.hidden_channels,
-            kernel_size,
-            stride=stride,
-            groups=self.hidden_channels,
-            act=act,
-            track_running_stats=track_running_stats,
-        )
+        self.fused = fused
+        self.expand = unit(in_channels, hidden, 1, act=act) if expand > 1 else None
+        self.depthwise = unit(hidden, hidden, kernel_size, stride=stride, groups=hidden, act=act)
         self.se = se
-        self.project = unit(
-            self.hidden_channels, out_channels, 1, act="identity", track_running_stats=track_running_stats
-        )
+        self.project = unit(hidden, out_channels, 1, act="identity")
 
     @property
     def last_bn(self) -> nn.BatchNorm2d:
         """The BatchNorm behind the projection. It writes the result of the branch, to which the residual is added."""
         return self.project.bn
 
+    @property
+    def units(self) -> list[ConvBNAct]:
+        """The units in order."""
+        return [unit for unit in (self.expand, self.depthwise, self.project) if unit is not None]
+
     def linear_paths(self) -> dict[str, list[ConvBNAct]]:
         """The branch as units in order, which `nasfast.supernet.aligned` reads."""
-        return {"": [unit for unit in (self.expand, self.depthwise, self.project) if unit is not None]}
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.depthwise(x if self.expand is None else self.expand(x))
-        return self.project(hidden if self.se is None else self.se(hidden), x if self.has_residual else None)
-
-
-class FusedInvertedResidual(InvertedResidual):
-    """InvertedResidual as one call of `nasfast.ops.conv_bn_act_chain`; its BatchNorms may differ in mode.
-
-    With an se it is two calls, one before se and one behind it.
-    """
-
-    unit_class = FusedConvBNAct
-    expand: FusedConvBNAct | None
-    depthwise: FusedConvBNAct
-    project: FusedConvBNAct
+        return {"": self.units}
 
     def forward(self, x: Tensor) -> Tensor:
         residual = x if self.has_residual else None
-        units = [self.depthwise] if self.expand is None else [self.expand, self.depthwise]
-        if self.se is not None:
-            x = self.se(conv_bn_act_chain(x, begin_stages(units)))
-            units = []
-        return conv_bn_act_chain(x, begin_stages([*units, self.project]), residual=residual)
+        if self.fused and self.se is None:
+            return conv_bn_act_chain(x, begin_stages(self.units), residual=residual)
+        if self.fused:
+            hidden = conv_bn_act_chain(x, begin_stages(self.units[:-1]))
+        else:
+            hidden = self.depthwise(x if self.expand is None else self.expand(x))
+        return self.project(hidden if self.se is None else self.se(hidden), residual)
 
 
 class BNAct2d(nn.BatchNorm2d):
@@ -309,27 +283,27 @@ def run_in_order(modules: nn.Sequential, x: Tensor) -> Tensor:
     return modules(x)
 
 
-def chain_of(modules: Iterable[nn.Module]) -> tuple[list[FusedConvBNAct], bool]:
+def chain_of(modules: Iterable[nn.Module]) -> tuple[list[ConvBNAct], bool]:
     """The units of modules that could be one chain, and whether it adds its input at the end; no units of others."""
-    found: list[FusedConvBNAct] = []
+    found: list[ConvBNAct] = []
     blocks = list(modules)
     adds_input = False
     for module in blocks:
         if "forward" in vars(module):  # somebody replaced it
             return [], False
-        if type(module) is FusedConvBNAct:
+        if type(module) is ConvBNAct and module.fused:
             found.append(module)
             continue
-        if type(module) is not FusedInvertedResidual or module.se is not None:
+        if type(module) is not InvertedResidual or not module.fused or module.se is not None:
             return [], False
         adds_input = module.has_residual
         if adds_input and len(blocks) > 1:
             return [], False
-        found += [unit for unit in (module.expand, module.depthwise, module.project) if unit is not None]
+        found += module.units
     return found, adds_input
 
 
-def begin_stages(units: Iterable[FusedConvBNAct]) -> list[Stage]:
+def begin_stages(units: Iterable[ConvBNAct]) -> list[Stage]:
     """The stages of one forward through these units; their BatchNorms count its batch."""
     stages = []
     for unit in units:

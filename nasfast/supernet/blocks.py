@@ -14,10 +14,6 @@ from nasfast.ops.modules import (
     ConvAct,
     ConvBNAct,
     ConvBNActSequential,
-    FusedConvBNAct,
-    FusedConvBNActSequential,
-    FusedInvertedResidual,
-    FusedSqueezeExcitation,
     InvertedResidual,
     SqueezeExcitation,
     activation_module,
@@ -53,8 +49,7 @@ class UnitFactory:
         linear: bool = False,
     ) -> ConvBNAct:
         """Convolution, BatchNorm and the factory's activation; none if `linear`."""
-        unit = FusedConvBNAct if self.fused else ConvBNAct
-        return unit(
+        return ConvBNAct(
             in_channels,
             out_channels,
             kernel,
@@ -62,21 +57,21 @@ class UnitFactory:
             groups=groups,
             act="identity" if linear else self.act,
             track_running_stats=self.track_running_stats,
+            fused=self.fused,
         )
 
     def sequential(self, *units: ConvBNAct) -> ConvBNActSequential:
         """Units that run one after another."""
-        return FusedConvBNActSequential(*units) if self.fused else ConvBNActSequential(*units)
+        return ConvBNActSequential(*units, fused=self.fused)
 
     def inverted_residual(self, layer: Layer, block: Block) -> InvertedResidual:
         """The inverted residual of a layer, with the block's kernel, expansion and squeeze-and-excitation."""
-        module = FusedInvertedResidual if self.fused else InvertedResidual
         se = None
         if block.se is not None:
-            kind = FusedSqueezeExcitation if self.fused else SqueezeExcitation
-            hidden = block.hidden_channels(layer.in_channels)
-            se = kind(hidden, block.se.channels(hidden), act=block.se.activation, gate=block.se.gate)
-        return module(
+            hidden, settings = block.hidden_channels(layer.in_channels), block.se
+            squeezed = settings.channels(hidden)
+            se = SqueezeExcitation(hidden, squeezed, act=settings.activation, gate=settings.gate, fused=self.fused)
+        return InvertedResidual(
             layer.in_channels,
             layer.out_channels,
             kernel_size=block.kernel,
@@ -85,6 +80,7 @@ class UnitFactory:
             se=se,
             act=self.act,
             track_running_stats=self.track_running_stats,
+            fused=self.fused,
         )
 
     def layer_indicator(self, channels: int) -> nn.BatchNorm2d:
@@ -105,7 +101,6 @@ class ShuffleUnit(nn.Module):
         super().__init__()
         self.main = main
         self.projection = projection
-        self._fused = isinstance(main, FusedConvBNActSequential)
 
     @property
     def last_bn(self) -> nn.BatchNorm2d:
@@ -122,7 +117,7 @@ class ShuffleUnit(nn.Module):
         if self.projection is None:
             return self.main(x, shuffle=True)
         branches = self.projection(x), self.main(x)
-        return concatenate(*branches) if self._fused else torch.cat(branches, dim=1)
+        return concatenate(*branches) if self.main.fused else torch.cat(branches, dim=1)
 
 
 class DenseInvertedResidual(nn.Module):

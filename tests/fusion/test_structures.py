@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from fused_models import Body, added_in_place, check_same, conv, disturb, fuse_all, half, observe, second, unit, whole
 from torch import Tensor, nn
 
-from nasfast.ops.modules import FusedConvBNAct
+from nasfast.ops.modules import ConvBNAct
 
 timm = pytest.importorskip("timm")
 
@@ -185,9 +185,9 @@ STRUCTURES = {
         ["is called by a forward whose trace does not reach all of its convolutions"] * 2,
     ),
     "ours": (
-        lambda: nn.Sequential(FusedConvBNAct(4, 4, 3), unit()),
+        lambda: nn.Sequential(ConvBNAct(4, 4, 3, fused=True), unit()),
         ["3x3 4->4 relu"],
-        ["inside a FusedConvBNAct, which is fused already"],
+        ["inside a ConvBNAct that is fused already"],
     ),
     "timm's BatchNorm with ReLU": (
         lambda: nn.Sequential(*point(timm.layers.BatchNormAct2d(4)), *unit()),

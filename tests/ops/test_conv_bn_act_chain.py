@@ -37,7 +37,7 @@ from tolerances import NATIVE_CHAIN, assert_close
 
 from nasfast.ops import ConvBNParams, Stage, reference
 from nasfast.ops import plan as planning
-from nasfast.ops.modules import FusedInvertedResidual
+from nasfast.ops.modules import InvertedResidual
 
 CASES = POINTWISE + DEPTHWISE + CHAINS + PLANS
 
@@ -326,7 +326,7 @@ def test_vendor_convolutions_match_float64_reference(units, native):
 
 def test_traces_and_exports_with_dynamic_sizes_serve_other_sizes(native):
     """A plan is for one size, so neither may hold one."""
-    block = FusedInvertedResidual(8, 8, kernel_size=3, stride=1, expand=3).eval().requires_grad_(False)
+    block = InvertedResidual(8, 8, kernel_size=3, stride=1, expand=3, fused=True).eval().requires_grad_(False)
     small, large = torch.randn(2, 8, 6, 6), torch.randn(5, 8, 6, 6)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -1,5 +1,6 @@
 """Fused modules are their plain twins: results, gradients, state and statistics."""
 
+from functools import partial
 from itertools import product
 
 import pytest
@@ -14,9 +15,6 @@ from nasfast.ops import reference, squeeze
 from nasfast.ops.modules import (
     BNAct2d,
     ConvBNAct,
-    FusedConvBNAct,
-    FusedInvertedResidual,
-    FusedSqueezeExcitation,
     InvertedResidual,
     SqueezeExcitation,
 )
@@ -69,7 +67,7 @@ TWINS += [("reference", *each[1:]) for each in TWINS[::8]]
 
 @pytest.mark.parametrize(("backend", "block", "frozen", "training"), TWINS, ids=str)
 def test_fused_matches_plain_in_float64(backend, block, frozen, training, native):
-    plain, fused = randomised(block, act="tanh"), FusedInvertedResidual(**block, act="tanh")
+    plain, fused = randomised(block, act="tanh"), InvertedResidual(**block, act="tanh", fused=True)
     check_twins(plain.train(training), fused.train(training), frozen=frozen, backend=backend)
 
 
@@ -84,7 +82,8 @@ def test_squeeze_and_excitation_matches_float64(act, gate, expand, frozen, backe
 
     monkeypatch.setattr(squeeze, "_MIN_ELEMENTS", 0)
     plain = randomised(block, act="silu", se=SqueezeExcitation(hidden, 8, act=act, gate=gate))
-    fused = FusedInvertedResidual(**block, act="silu", se=FusedSqueezeExcitation(hidden, 8, act=act, gate=gate))
+    se = SqueezeExcitation(hidden, 8, act=act, gate=gate, fused=True)
+    fused = InvertedResidual(**block, act="silu", se=se, fused=True)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         got = check_twins(plain, fused, frozen=frozen, backend=backend)
     called = any(event.key == "nasfast::squeeze_excite_sums" for event in recorded.key_averages())
@@ -98,12 +97,11 @@ def test_squeeze_and_excitation_matches_float64(act, gate, expand, frozen, backe
 
 
 BLOCK = {"kernel_size": 3, "stride": 1, "act": "tanh"}
-# plain modules and their fused twins, and how either is made
-PAIRS = [
-    (ConvBNAct, FusedConvBNAct, lambda cls, **kw: cls(5, 6, 3, stride=2, act="tanh", **kw)),
-    (ConvBNAct, FusedConvBNAct, lambda cls, **kw: cls(5, 5, 3, groups=5, act="identity", **kw)),
-    (InvertedResidual, FusedInvertedResidual, lambda cls, **kw: cls(5, 5, expand=1, **BLOCK, **kw)),
-    (InvertedResidual, FusedInvertedResidual, lambda cls, **kw: cls(5, 5, expand=2, **BLOCK, **kw)),
+MADE = [
+    partial(ConvBNAct, 5, 6, 3, stride=2, act="tanh"),
+    partial(ConvBNAct, 5, 5, 3, groups=5, act="identity"),
+    partial(InvertedResidual, 5, 5, expand=1, **BLOCK),
+    partial(InvertedResidual, 5, 5, expand=2, **BLOCK),
 ]
 
 
@@ -117,11 +115,11 @@ def check_same(plain, fused, x):
 
 
 @pytest.mark.parametrize("tracked", [True, False])
-@pytest.mark.parametrize(("plain_class", "fused_class", "make"), PAIRS)
-def test_twins_share_state_and_statistics(plain_class, fused_class, make, tracked, backend, monkeypatch):
+@pytest.mark.parametrize("make", MADE)
+def test_twins_share_state_and_statistics(make, tracked, backend, monkeypatch):
     monkeypatch.setenv("NASFAST_BACKEND", backend)
-    plain = make(plain_class, track_running_stats=tracked)
-    fused = make(fused_class, track_running_stats=tracked)
+    plain = make(track_running_stats=tracked)
+    fused = make(track_running_stats=tracked, fused=True)
     assert list(plain.state_dict()) == list(fused.state_dict())
     assert any("running" in name or "tracked" in name for name in plain.state_dict()) == tracked
     fused.load_state_dict(plain.state_dict())
@@ -134,7 +132,7 @@ def test_twins_share_state_and_statistics(plain_class, fused_class, make, tracke
 
 def test_units_in_different_modes_follow_batch_norm(backend, monkeypatch):
     monkeypatch.setenv("NASFAST_BACKEND", backend)
-    plain, fused = InvertedResidual(5, 5, expand=2, **BLOCK), FusedInvertedResidual(5, 5, expand=2, **BLOCK)
+    plain, fused = (InvertedResidual(5, 5, expand=2, **BLOCK, fused=fused) for fused in (False, True))
     fused.load_state_dict(plain.state_dict())
 
     def change(module, bn_change):

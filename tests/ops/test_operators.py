@@ -206,7 +206,7 @@ def test_reference_gradcheck(op):
 
 
 def test_compiles_without_graph_break(native):
-    # modules.FusedSqueezeExcitation leaves squeeze_excite to PyTorch when it is compiled
+    # modules.SqueezeExcitation leaves squeeze_excite to PyTorch when it is compiled
     compiled = [op for name, op in OPERATORS.items() if name != "squeeze_excite"]
     leaves = [[t.requires_grad_() for t in op.draw()] for op in compiled]
     torch.compiler.reset()

@@ -106,7 +106,7 @@ def test_every_space_of_the_package_can_be_aligned(name):
 
 def test_blocks_that_cannot_be_aligned_are_named(shuffle_space):
     conv = tiny_space(stages=(Stage(8, 1, 1, (Block("conv", 3), Block("mbconv", 3, 2))),))
-    with pytest.raises(ValueError, match=r"layers\.0\.candidates\.0 is a FusedConvBNAct.*: choose init='orthogonal'"):
+    with pytest.raises(ValueError, match=r"layers\.0\.candidates\.0 is a ConvBNAct.*: choose init='orthogonal'"):
         Supernet(conv, init="aligned")
     # stem and head have one candidate each, with nothing to agree with
     Supernet(tiny_space(stem=(FixedLayer(Block("conv", 3), 8, stride=2),)), init="aligned")

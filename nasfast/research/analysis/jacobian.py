@@ -31,9 +31,6 @@ from nasfast.ops import use_backend
 from nasfast.ops.modules import (
     ConvBNAct,
     ConvBNActSequential,
-    FusedConvBNAct,
-    FusedConvBNActSequential,
-    FusedInvertedResidual,
     InvertedResidual,
 )
 
@@ -52,12 +49,6 @@ _BATCH_ELEMENTS = 2**21
 _LANCZOS_SAMPLES = 2
 _QUANTILE_ATOMS = 512
 _QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
-# A fused unit does not call its BatchNorm, whose statistics are needed here; the plain class has the same submodules.
-_PLAIN = {
-    FusedConvBNAct: ConvBNAct,
-    FusedConvBNActSequential: ConvBNActSequential,
-    FusedInvertedResidual: InvertedResidual,
-}
 
 
 @dataclass(frozen=True)
@@ -195,7 +186,8 @@ def frozen_copy(
     """
     frozen = copy.deepcopy(module).to(dtype).requires_grad_(False).eval()
     for part in frozen.modules():
-        part.__class__ = _PLAIN.get(type(part), type(part))
+        if isinstance(part, (ConvBNAct, ConvBNActSequential, InvertedResidual)):
+            part.fused = False  # a fused unit does not call its BatchNorm, whose statistics are needed here
     norms = [m for m in frozen.modules() if isinstance(m, _BatchNorm)]
     if circular:
         for conv in frozen.modules():

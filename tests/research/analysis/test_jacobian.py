@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from nasfast.ops.modules import BNAct2d, ConvBNAct, FusedInvertedResidual, InvertedResidual
+from nasfast.ops.modules import BNAct2d, ConvBNAct, InvertedResidual
 from nasfast.research.analysis.jacobian import circular_conv_moments, frozen_copy, isometry
 from nasfast.supernet import initialize
 
@@ -243,11 +243,11 @@ def test_moments_by_fourier_transform_are_those_of_the_jacobian(conv, size):
 
 def test_fused_blocks_are_measured_as_their_plain_twins():
     plain = bottleneck()
-    fused = FusedInvertedResidual(8, 8, kernel_size=3, stride=1, expand=2)
+    fused = InvertedResidual(8, 8, kernel_size=3, stride=1, expand=2, fused=True)
     fused.load_state_dict(plain.state_dict())
     x = torch.randn(64, 8, 6, 6)
     assert isometry(fused, x, method="probes").phi == pytest.approx(isometry(plain, x, method="probes").phi, rel=1e-6)
-    assert type(fused) is FusedInvertedResidual
+    assert all(part.fused for part in [fused, *fused.units])
     assert isometry(BNAct2d(8, act="relu"), x, method="probes").phi == pytest.approx(0.5, abs=0.1)
 
 
