@@ -21,6 +21,9 @@ CONFIG_FILE = "config.yaml"
 SPACE_FILE = "space.yaml"
 """The search space; also beside the weights of a trained network."""
 
+STABILITY_FILE = "stability.json"
+"""How far the seeds of `nasfast run --seeds` agree."""
+
 
 def check_device(name: str) -> None:
     """Raise ValueError unless `name` is auto, cpu, cuda or cuda:N."""

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from nasfast import pipeline
-from nasfast.cli.benchmark import rank_benchmarks, take_default_score
 from nasfast.cli.flags import FlagError, Parser, take_tasks, with_defaults
 from nasfast.cli.start import split_hours
 from nasfast.config import ConfigError
@@ -32,8 +31,6 @@ from nasfast.pipeline.check import check_one_process
 from nasfast.pipeline.estimate import plan_run
 from nasfast.pipeline.inputs import scores_of, space_of, untrained_networks
 from nasfast.pipeline.resolve import resolved
-from nasfast.pipeline.seeds import plan_seeds, run_seeds
-from nasfast.pipeline.seeds_page import STABILITY_FILE, sentences, write_stability_page
 from nasfast.pipeline.stage import result_of, saved_space
 from nasfast.pipeline.trained import (
     ACCURACIES_FILE,
@@ -43,14 +40,12 @@ from nasfast.pipeline.trained import (
     estimate_sample,
     train_sample,
 )
-from nasfast.report import write_comparison, write_report
 from nasfast.report.evidence import compare, is_peer, repeats_of
-from nasfast.report.run_files import RunFiles
 from nasfast.runtime.distributed import World, start
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.launcher import environment_size
 from nasfast.runtime.termination import Terminated, stopped_at
-from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
+from nasfast.settings import CONFIG_FILE, STABILITY_FILE, RunConfig, TaskSettings
 from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
 
 
@@ -138,6 +133,9 @@ def _run(
 
 
 def _run_seeds(cfg: RunConfig, seeds: int, tasks: TaskSettings, *, resume: bool, dry_run: bool) -> None:
+    from nasfast.pipeline.seeds import plan_seeds, run_seeds  # imports matplotlib, as below
+    from nasfast.pipeline.seeds_page import sentences
+
     check_one_process(tasks, environment_size())
     if dry_run:
         print(plan_seeds(cfg, seeds, tasks))
@@ -185,6 +183,8 @@ def _export(given: dict[str, Any], parser: Parser) -> None:
 
 
 def _rank(given: dict[str, Any], parser: Parser) -> None:
+    from nasfast.cli.benchmark import rank_benchmarks, take_default_score  # imports scipy.stats: half a second
+
     tasks, args = take_tasks(given), with_defaults(given, parser)
     if args.benchmark:
         rank_benchmarks(args)
@@ -293,6 +293,10 @@ def _sampled(args: argparse.Namespace, space: ArchSpace) -> dict[Arch, float]:
 
 
 def _report(given: dict[str, Any], parser: Parser) -> None:
+    from nasfast.pipeline.seeds_page import write_stability_page
+    from nasfast.report import write_comparison, write_report
+    from nasfast.report.run_files import RunFiles
+
     args = with_defaults(given, parser)
     runs = [Path(run) for run in [*(args.runs or ()), *([] if args.out is None else [args.out])]]
     if not runs or (args.out is not None and args.runs):

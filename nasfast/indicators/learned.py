@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
-from scipy.stats import norm, rankdata
 
 from nasfast import extensions
 from nasfast.indicators.structure import BASELINES, structure_scores
@@ -63,6 +61,8 @@ def learned_score(
         forest = _forest(seed).fit(x[trained], target)
         unseen.append(np.nan_to_num(forest.oob_prediction_))
         predicted.append(forest.predict(x))
+    from scipy.optimize import nnls  # half a second, as scipy.stats
+
     weights, _ = nnls(np.column_stack(unseen), y)
     if not weights[0]:  # the prior orders what the forests do not
         weights[0] = 1e-6
@@ -89,6 +89,8 @@ def held_out_score(
 
 def _normal(values: Sequence[float]) -> np.ndarray:
     """The normal scores of the ranks of values."""
+    from scipy.stats import norm, rankdata
+
     return norm.ppf((rankdata(values) - 0.5) / len(values))
 
 

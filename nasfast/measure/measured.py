@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
 
 from nasfast.config import ConfigError
 from nasfast.runtime.files import write_atomic
@@ -121,6 +120,8 @@ def _fit(x: np.ndarray, times: np.ndarray, places: int) -> np.ndarray:
     """Non-negative weights of least squared relative error; those of the last columns, the places, are penalised."""
     pull = np.zeros((places, x.shape[1]))
     pull[:, -places:] = np.eye(places) * _PENALTY / times.mean()
+    from scipy.optimize import nnls  # half a second
+
     return nnls(np.concatenate([x / times[:, None], pull]), np.append(np.ones(len(times)), np.zeros(places)))[0]
 
 

@@ -10,14 +10,11 @@ import numpy as np
 
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.pipeline.agreement import GOAL, STABLE_TAU
-from nasfast.report import at_chance, training_top1
-from nasfast.report.evidence import Comparison, compare_runs, is_peer
+from nasfast.report.evidence import Comparison, at_chance, compare_runs, is_peer, training_top1
 from nasfast.report.page import cards_of, escape, folded, interval_of, page_of, table_of
 from nasfast.runtime.files import read_metrics, unseal, write_atomic
-from nasfast.settings import CONFIG_FILE
+from nasfast.settings import CONFIG_FILE, STABILITY_FILE
 from nasfast.spaces import format_arch
-
-STABILITY_FILE = "stability.json"
 
 _MANY_SEEDS = 20
 """More seeds than this are no advice: what they would average away has to become smaller."""

@@ -22,7 +22,7 @@ from nasfast.pipeline.check import already_begun, check_scoring, check_search, c
 from nasfast.pipeline.inputs import configured_space, load_evidence
 from nasfast.pipeline.searching import label_of
 from nasfast.pipeline.stage import save_config, saved_space, say, scored_with, stage
-from nasfast.report import at_chance, training_top1
+from nasfast.report.evidence import at_chance, training_top1
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import CheckpointError, read_metrics, write_atomic
 from nasfast.search.limits import read_limits

@@ -13,7 +13,6 @@ from nasfast.pipeline.networks import retrain_best
 from nasfast.pipeline.searching import search
 from nasfast.pipeline.stage import stage
 from nasfast.pipeline.stages import score, supernet
-from nasfast.report import write_report
 from nasfast.retrain import RetrainResult
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.progress import Callback, calling
@@ -74,6 +73,8 @@ def run(
     Raises:
         TypeError: `cfg` is not a RunConfig.
     """
+    from nasfast.report import write_report  # imports matplotlib, which no other stage needs
+
     check_one_process(tasks, world.size)
     with calling(callbacks):
         supernet(cfg, resume=resume, world=world)

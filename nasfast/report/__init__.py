@@ -11,15 +11,12 @@ from nasfast import extensions
 
 if TYPE_CHECKING:
     from nasfast.report.comparison import write_comparison
-    from nasfast.report.html import at_chance, training_top1, write_report
+    from nasfast.report.html import write_report
 
-__all__ = ["at_chance", "training_top1", "write_comparison", "write_report"]
+__all__ = ["write_comparison", "write_report"]
 
 # the terminal shows evidence without a page, for which it must not wait for matplotlib
 __getattr__ = extensions.later(
     __name__,
-    {
-        **dict.fromkeys(("at_chance", "training_top1", "write_report"), "nasfast.report.html"),
-        "write_comparison": "nasfast.report.comparison",
-    },
+    {"write_comparison": "nasfast.report.comparison", "write_report": "nasfast.report.html"},
 )

@@ -27,6 +27,9 @@ PROVEN_NEXT = "proven: only those above have a higher score"
 _TWO_SIDED = 0.975
 # Below this, tables of two seeds hardly agree: docs/ranking.md, section 3, mobilenet_v2.
 _NOISE = 0.4
+# A training accuracy at most this much above chance shows no learning: with 10 classes, the accuracy over 1000 images
+# scatters by 0.01.
+_CHANCE_MARGIN = 0.02
 
 Value = TypeVar("Value")
 
@@ -194,3 +197,14 @@ def _value_in(kind: type[Value], path: Path, *keys: str) -> Value | None:
     except (OSError, ValueError, LookupError, TypeError):
         return None
     return form if isinstance(form, kind) else None
+
+
+def training_top1(metrics: Sequence[Mapping[str, Any]]) -> float | None:
+    """The supernet's last training accuracy, from 0 to 1, in lines of metrics.jsonl; None if there is none yet."""
+    found = [m["top1"] for m in metrics if m["stage"] == "supernet" and m.get("top1") is not None]
+    return found[-1] if found else None
+
+
+def at_chance(top1: float, num_classes: int) -> bool:
+    """Whether an accuracy, from 0 to 1, is about chance: at most 0.02, or half of it, above 1 / num_classes."""
+    return top1 <= max(1.5 / num_classes, 1 / num_classes + _CHANCE_MARGIN)

@@ -6,10 +6,9 @@ import json
 import random
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -17,7 +16,15 @@ from nasfast.config import ConfigError, flatten, load_yaml
 from nasfast.indicators.accuracies import top1_interval
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import plots
-from nasfast.report.evidence import Comparison, compare, is_peer, repeats_of, worth_of_score
+from nasfast.report.evidence import (
+    Comparison,
+    at_chance,
+    compare,
+    is_peer,
+    repeats_of,
+    training_top1,
+    worth_of_score,
+)
 from nasfast.report.page import (
     cards_of,
     embedded,
@@ -37,9 +44,6 @@ from nasfast.spaces import Arch, SearchSpace, format_arch
 
 # Number of random architectures in the figure of score against MACs.
 _CLOUD = 1000
-# A training accuracy at most this much above chance shows no learning: with 10 classes, the accuracy over 1000 images
-# scatters by 0.01.
-_CHANCE_MARGIN = 0.02
 
 _STALE = (
     "The retrained network has another architecture than the best of the present search: run "
@@ -64,17 +68,6 @@ _AT_CHANCE = (
 def _figure(run: RunFiles, name: str, figure: Figure, caption: str) -> str:
     """Write `report/NAME.svg`, and return the HTML that shows it."""
     return embedded(figure, caption, run.folder / "report" / f"{name}.svg")
-
-
-def training_top1(metrics: Sequence[Mapping[str, Any]]) -> float | None:
-    """The supernet's last training accuracy, from 0 to 1, in lines of metrics.jsonl; None if there is none yet."""
-    found = [m["top1"] for m in metrics if m["stage"] == "supernet" and m.get("top1") is not None]
-    return found[-1] if found else None
-
-
-def at_chance(top1: float, num_classes: int) -> bool:
-    """Whether an accuracy, from 0 to 1, is about chance: at most 0.02, or half of it, above 1 / num_classes."""
-    return top1 <= max(1.5 / num_classes, 1 / num_classes + _CHANCE_MARGIN)
 
 
 def write_report(run_dir: str | Path) -> Path:
