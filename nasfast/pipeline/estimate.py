@@ -282,7 +282,7 @@ class Trial:
         """The score of a path, and how many a table needs."""
         _LOG.info("timing the scores of a few paths")
         score, given = score_of(self.cfg.score), self._given
-        size = min(_PATH_IMAGES, given.data.batch_size)
+        size = min(_PATH_IMAGES, given.data.batch_size, self.images)
         evidence = evidence_for(self.cfg.replace(data=self.cfg.data.replace(batch_size=size)), self.net)
         half = copy.copy(evidence)
         held = image_loaders(self.cfg, self.net.space, hold_out=self.cfg.holds_out)[1]
