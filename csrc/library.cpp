@@ -75,14 +75,19 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
   // this seed, but for the rounding of float64.
   m.def("gaussian_(Tensor(a!) z, int seed) -> ()");
 
-  // Orthogonalises matrices on a GPU, in batches of float32 or float64: v is (batch, rows, columns rounded up to
-  // multiples of 16), the matrices and zeros at first, and the Householder reflectors at the end; q is (batch, rows,
-  // columns), the identity at first, and the product of the reflectors at the end; t is (batch, columns / 16, 16, 16),
-  // scratch. rows >= columns.
-  m.def("householder(Tensor(a!)[] v, Tensor(b!)[] q, Tensor(c!)[] t) -> ()");
-  // Runs the same kernel on the host, slowly, for tests. `backwards` reverses the order in which the threads of a block
-  // take their turns; the order must not change the result.
-  m.def("householder_emulated(Tensor(a!)[] v, Tensor(b!)[] q, Tensor(c!)[] t, bool backwards) -> ()");
+  // The same on a GPU, for many tensors at once.
+  m.def("gaussians(Tensor(a!)[] z, int[] seeds) -> ()");
+  // Orthogonalises on a GPU: z and q are matrices, or batches (batch, rows, columns) of them, of any strides, float32 or
+  // float64, not empty; q may be z. A matrix with more columns than rows is transposed before and after. q becomes
+  // scale times the factor of QR with a positive diagonal of R; v, of the shape of z, and tau, (batch, columns), become
+  // the Householder reflectors and their factors. v and tau may be empty lists.
+  m.def("householder(Tensor[] z, Tensor(a!)[] q, Tensor(b!)[] v, Tensor(c!)[] tau, float[] scales) -> ()");
+  // Run the same kernels on the host, slowly, for tests. `backwards` reverses the order in which blocks, and the threads
+  // of a block, take their turns; the order must not change the result.
+  m.def("gaussians_emulated(Tensor(a!)[] z, int[] seeds, bool backwards) -> ()");
+  m.def(
+      "householder_emulated(Tensor[] z, Tensor(a!)[] q, Tensor(b!)[] v, Tensor(c!)[] tau, float[] scales, "
+      "bool backwards) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(nasfast, m) {

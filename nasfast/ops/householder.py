@@ -12,16 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nasfast.ops import checks, reference
+from nasfast.ops import checks
 from nasfast.ops.autograd import transformed
 from nasfast.ops.backends import Refusal, resolve_backend
 from nasfast.ops.threads import on_threads
 
-Operator = Callable[[list[Tensor], list[Tensor], list[Tensor]], None]
+Operator = Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[float]], None]
 """`householder` of csrc/library.cpp, or its emulation."""
 
-# columns of a panel: kPanel in csrc/orthogonal/householder.h
-_PANEL = 16
 # parts of a batch per thread: enough that all threads end together, few enough that a part is worth a call
 _PARTS_PER_THREAD = 4
 # columns and rows below which PyTorch's own loop over a batch was faster (9 x 9 and 64 x 32 against 176 x 176)
@@ -114,45 +112,41 @@ def _in_parts(function: Callable[[Tensor], Sequence[Tensor]], a: Tensor) -> list
     return [torch.cat(found).unflatten(0, batch) for found in zip(*results, strict=True)]
 
 
-class Reflected(NamedTuple):
-    """What the operator `householder` makes of a batch of matrices that are not wide.
+class _Reflected(NamedTuple):
+    """What the operator `householder` makes of matrices (..., m, n) that are not wide.
 
     Attributes:
-        v: (batch, m, n) reflectors; column k begins in row k.
-        tau: (batch, n): H_k = I - tau_k v_k v_k'.
-        q: (batch, m, n), the first columns of H_1 .. H_n.
-        signs: (batch, n) of the diagonal of R, where sign(0) = +1.
+        q: (..., m, n), the first columns of H_1 .. H_n times the signs.
+        v: (..., m, n) reflectors; column k begins in row k.
+        tau: (..., n): H_k = I - tau_k v_k v_k'.
     """
 
+    q: Tensor
     v: Tensor
     tau: Tensor
-    q: Tensor
-    signs: Tensor
+
+    @property
+    def signs(self) -> Tensor:
+        """(..., 1, n): of the diagonal of R before its signs went to Q, where sign(0) = +1.
+
+        They are opposite to those of the first elements of the reflectors.
+        """
+        first = self.v.diagonal(dim1=-2, dim2=-1)
+        return torch.where(first > 0, -1.0, 1.0).to(first.dtype).unsqueeze(-2)
+
+
+def as_batch(z: Tensor) -> Tensor:
+    """A view, or copy, of matrices (..., m, n) with at most one dimension before them."""
+    return z if z.ndim <= 3 else z.flatten(0, -3)
 
 
 @torch.no_grad()
-def reflect(matrices: Sequence[Tensor], householder: Operator) -> list[Reflected]:
-    """The reflectors and Q of batches (..., m, n) with m >= n, float32 or float64, all in one call of the operator."""
-    work = []
-    for z in matrices:
-        rows, columns = z.shape[-2:]
-        batch = z.shape[:-2].numel()
-        scaled = reference.scale_columns(z).reshape(batch, rows, columns)
-        v = F.pad(scaled, (0, -columns % _PANEL)).contiguous()
-        q = torch.eye(rows, columns, dtype=z.dtype, device=z.device).repeat(batch, 1, 1)
-        work.append((v, q, v.new_empty(batch, v.shape[2] // _PANEL, _PANEL, _PANEL)))
-    filled = [parts for parts in work if parts[1].numel()]
-    if filled:
-        householder(*([parts[i] for parts in filled] for i in range(3)))
-    results = []
-    for v, q, t in work:
-        columns = q.shape[2]
-        tau = t.diagonal(dim1=-2, dim2=-1).reshape(v.shape[0], v.shape[2])[:, :columns]
-        # the sign of R_kk is opposite to that of the first element of reflector k
-        first = v.diagonal(dim1=-2, dim2=-1)[:, :columns]
-        signs = torch.where(first > 0, -1.0, 1.0).to(q.dtype)
-        results.append(Reflected(v[..., :columns], tau, q, signs))
-    return results
+def _reflect(a: Tensor, householder: Operator) -> _Reflected:
+    found = _Reflected(*(a.new_empty(shape) for shape in (a.shape, a.shape, (*a.shape[:-2], a.shape[-1]))))
+    if a.numel():
+        tau = found.tau.reshape(-1, a.shape[-1])
+        householder([as_batch(a)], [as_batch(found.q)], [as_batch(found.v)], [tau], [1.0])
+    return found
 
 
 @torch.no_grad()
@@ -162,8 +156,7 @@ def qr_of_reflectors(a: Tensor, mode: str, householder: Operator) -> QR:
     left = a[..., : min(rows, columns)]
     if mode == "complete" and rows > columns:
         left = F.pad(a, (0, rows - columns))  # the reflectors of zeros are none
-    (found,) = reflect([left], householder)
-    q = (found.q * found.signs.unsqueeze(-2)).reshape(left.shape)
+    q = _reflect(left, householder).q
     return QR(q if mode != "r" else a.new_empty(0), _triangle(q, a))
 
 
@@ -171,12 +164,12 @@ def qr_of_reflectors(a: Tensor, mode: str, householder: Operator) -> QR:
 def geqrf_of_reflectors(a: Tensor, householder: Operator) -> Geqrf:
     """`geqrf` by the operator `householder`."""
     rank = min(a.shape[-2:])
-    (found,) = reflect([a[..., :rank]], householder)
+    found = _reflect(a[..., :rank], householder)
     first = found.v.diagonal(dim1=-2, dim2=-1)
     below = (found.v / torch.where(first == 0, 1, first).unsqueeze(-2)).tril(-1)
-    result = F.pad(below, (0, a.shape[-1] - rank)).reshape(a.shape)
-    result[..., :rank, :] += _triangle(found.q.reshape(a[..., :rank].shape), a)
-    return Geqrf(result, (found.tau * first.square()).reshape(*a.shape[:-2], rank))
+    result = F.pad(below, (0, a.shape[-1] - rank))
+    result[..., :rank, :] += _triangle(found.q * found.signs, a)
+    return Geqrf(result, found.tau * first.square())
 
 
 def _triangle(q: Tensor, a: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ On a GPU, where PyTorch's QR loops over the matrices, the kernel of csrc/orthogo
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, pairwise
@@ -17,8 +17,11 @@ from torch import Tensor
 from nasfast.ops import _native, checks, reference
 from nasfast.ops.autograd import transformed
 from nasfast.ops.backends import resolve_backend
-from nasfast.ops.householder import Operator, reflect
+from nasfast.ops.householder import Operator, as_batch
 from nasfast.ops.threads import on_threads
+
+Draw = Callable[[list[Tensor], list[int]], None]
+"""`gaussians` of csrc/library.cpp, or its emulation."""
 
 # Tensors on a GPU are filled together until they have this many elements, 256 MB in float64.
 _GROUP_ELEMENTS = 1 << 25
@@ -79,12 +82,18 @@ def _run(matrices: Sequence[Tensor], name: str) -> list[Tensor]:
 @torch.no_grad()
 def in_blocks(matrices: Sequence[Tensor], householder: Operator) -> list[Tensor]:
     """`orthogonalize` of float32 and float64 matrices by the operator `householder` of csrc/library.cpp."""
-    tall = [z if z.shape[-2] >= z.shape[-1] else z.mT for z in matrices]
-    results = []
-    for z, t, factored in zip(matrices, tall, reflect(tall, householder), strict=True):
-        q = (factored.q * factored.signs.unsqueeze(-2)).reshape(t.shape)
-        results.append((q if t is z else q.mT).contiguous())
+    results = [torch.empty_like(z, memory_format=torch.contiguous_format) for z in matrices]
+    _into(matrices, results, [1.0] * len(results), householder)
     return results
+
+
+def _into(
+    matrices: Sequence[Tensor], results: Sequence[Tensor], scales: Sequence[float], householder: Operator
+) -> None:
+    filled = [i for i, z in enumerate(matrices) if z.numel()]
+    z, q = ([as_batch(each[i]) for i in filled] for each in (matrices, results))
+    if filled:
+        householder(z, q, [], [], [scales[i] for i in filled])
 
 
 @torch.no_grad()
@@ -138,11 +147,14 @@ class Target:
 @torch.no_grad()
 def fill_orthogonal(targets: Sequence[Target], seed: int) -> None:
     """Fill every target in place; `orthogonalize_` says how."""
-    for device, group in groupby(targets, key=lambda target: target.tensor.device):
-        here = list(group)
+    for device, of_device in groupby(targets, key=lambda target: target.tensor.device):
+        here = list(of_device)
         probe = torch.empty(0, device=device)
         if device.type == "cuda" and resolve_backend("orthogonalize", probe, strict=False).name == "cuda":
-            _fill_on_gpu(here, seed)
+            operators = torch.ops.nasfast.gaussians, torch.ops.nasfast.householder
+            # of targets that may share memory, the last one counts
+            for group in [here] if _apart(here) else [[target] for target in here]:
+                fill_together(group, seed, *operators)
         elif _apart(here):
             on_threads(partial(_fill, seed=seed), here, [_work(target.shape) for target in here])
         else:
@@ -198,21 +210,31 @@ def _well_conditioned(fewer: int, more: int, condition: float) -> bool:
     return fewer > 0 and root + spread <= condition * (root - spread)
 
 
-def _fill_on_gpu(targets: Sequence[Target], seed: int) -> None:
+@torch.no_grad()
+def fill_together(targets: Sequence[Target], seed: int, gaussians: Draw, householder: Operator) -> None:
+    """`fill_orthogonal` on one device by the operators of csrc/library.cpp: draws, then orthogonalises, in place."""
     while targets:
         count = elements = 0
         while count < len(targets) and elements < _GROUP_ELEMENTS:
             elements += targets[count].tensor.numel()
             count += 1
         group, targets = targets[:count], targets[count:]
-        drawn = on_threads(
-            lambda target: _gaussian(target.name, target.shape, seed, _computed_in(target.tensor)),
-            group,
-            [target.tensor.numel() for target in group],
-        )
-        found = _run([z.to(target.tensor.device) for target, z in zip(group, drawn, strict=True)], "cuda")
-        for target, q in zip(group, found, strict=True):
-            target.tensor.copy_(q.mul_(target.scale).reshape(target.tensor.shape))
+        drawn = [_place(target) for target in group]
+        gaussians(drawn, [_stream(target.name, seed) for target in group])
+        _into(drawn, drawn, [target.scale for target in group], householder)
+        for target, q in zip(group, drawn, strict=True):
+            if q.data_ptr() != target.tensor.data_ptr():
+                target.tensor.copy_(q.reshape(target.tensor.shape))
+        # the operators know nothing of autograd
+        torch.autograd.graph.increment_version([target.tensor for target in group])
+
+
+def _place(target: Target) -> Tensor:
+    """The tensor itself as matrices, or memory for them in the type and order of the calculation."""
+    tensor = target.tensor.detach()
+    if tensor.is_contiguous() and tensor.dtype == _computed_in(tensor):
+        return tensor.view(target.shape)
+    return tensor.new_empty(target.shape, dtype=_computed_in(tensor))
 
 
 def tensor_generator(name: str, seed: int) -> torch.Generator:

@@ -19,7 +19,8 @@ EXACTNESS = {torch.float32: 2e-6, torch.float64: 1e-12}
 # max |Q - Q in float64|: rounding of the input's type, times the condition of the worst Gaussian matrix here
 SAME_Q = {torch.float32: 2e-4, torch.float64: 1e-11}
 
-# around the borders of panels (16) and tiles (64)
+# around the borders of panels (16), of tiles (64 columns), of what a warp does (32 columns in 24 KB) and of panels that
+# fit into shared memory
 SHAPES = [
     (7, 7),
     (12, 5),
@@ -42,6 +43,10 @@ SHAPES = [
     (130, 129),
     (300, 257),
     (257, 400),
+    (32, 64),
+    (32, 33),
+    (70, 32),
+    (1700, 20),
 ]
 # batches, as depthwise filters come
 BATCHES = [(130, 3, 3), (65, 5, 5), (40, 7, 7), (2, 3, 9, 20), (3, 2, 4), (3, 40, 24)]
@@ -177,13 +182,18 @@ def test_empty_and_single(runner):
 
 
 @pytest.mark.parametrize("dtype", EXACTNESS)
-def test_zero_and_rank_deficient_input_is_completed(runner, dtype):
+def test_zero_rank_deficient_and_steep_input_is_completed(runner, dtype):
     low_rank = gaussian((60, 3), dtype, runner.device) @ gaussian((3, 40), dtype, runner.device)
     equal = gaussian((30, 1), dtype, runner.device).repeat(1, 20)
     late = gaussian((50, 33), dtype, runner.device)
     late[:, 5] = 0
     late[:, 17] = 0
     deficient = [low_rank, equal, equal.mT, late, torch.ones(5, 3, 3, dtype=dtype, device=runner.device)]
+    # of a warp, of many panels, and of a panel that does not fit into shared memory
+    for rows, columns in ((20, 12), (300, 280), (1700, 20)):
+        factors = gaussian((rows, 5), dtype, runner.device), gaussian((5, columns), dtype, runner.device)
+        steep = 10.0 ** torch.linspace(-6, 6, columns, dtype=dtype, device=runner.device)
+        deficient += [torch.matmul(*factors), gaussian((rows, columns), dtype, runner.device) * steep]
     for z, q in zip(deficient, runner(deficient), strict=True):
         assert departure(q) <= EXACTNESS[dtype], z.shape
     for shape in ((3, 3), (20, 6), (6, 20), (90, 70), (4, 5, 5)):
@@ -364,13 +374,27 @@ def test_drawn_matrices_are_the_factors_of_what_the_generator_of_the_name_draws(
         assert (q / -2.3 - want).abs().max() <= SAME_Q[dtype] * torch.linalg.cond(z)
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 15, 16, 17, 47, 48, 311, 312, 313, 5000])
-def test_gaussians_are_those_of_torch(native, count):
+def emulated_draw(z: torch.Tensor, seed: int, *, backwards: bool) -> None:
+    torch.ops.nasfast.gaussians_emulated([z], [seed], backwards)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        pytest.param(lambda z, seed: torch.ops.nasfast.gaussian_(z, seed), id="cpu"),
+        *(
+            pytest.param(partial(emulated_draw, backwards=way), marks=needs_emulation, id=f"backwards={way}")
+            for way in (False, True)
+        ),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 2, 5, 15, 16, 17, 47, 48, 311, 312, 313, 623, 624, 625, 1249, 5000])
+def test_gaussians_are_those_of_torch(native, draw, count):
     for seed in (0, -3, 2**40 + 7):
         want = torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         for dtype, bound in ((torch.float64, 5e-15), (torch.float32, 5e-7)):
             z = torch.full((count,), math.nan, dtype=dtype)
-            torch.ops.nasfast.gaussian_(z, seed)
+            draw(z, seed)
             assert (z - want).abs().max() <= bound, seed
 
 
@@ -392,19 +416,30 @@ def test_gaussians_refuse_what_would_corrupt_memory(native):
 
 
 @needs_emulation
-def test_the_kernel_refuses_what_would_corrupt_memory():
-    v, q, t = torch.ones(2, 20, 16), torch.ones(2, 20, 9), torch.ones(2, 1, 16, 16)
+def test_the_kernels_refuse_what_would_corrupt_memory():
+    z, tau = torch.ones(2, 20, 9), torch.ones(2, 9)
     for given, message in (
-        (([v], [q], []), "as many q and t as v"),
-        (([v.mT.contiguous().mT], [q], [t]), "contiguous batches"),
-        (([v], [q.double()], [t]), "contiguous batches"),
-        (([v], [q[0]], [t]), "contiguous batches"),
-        (([v[:, :, :8].contiguous()], [q], [t]), "v, q and t 0 do not belong together"),
-        (([v, v[:, :8].contiguous()], [q, q[:, :8].contiguous()], [t, t]), "v, q and t 1 do not belong together"),
-        (([v], [q], [t[:1]]), "v, q and t 0 do not belong together"),
+        (([z], [], [], [], [1.0]), "as many q and scales as z"),
+        (([z], [z], [], [], []), "as many q and scales as z"),
+        (([z], [z], [z], [], [1.0]), "as many v and tau, or none"),
+        (([z], [z.double()], [], [], [1.0]), "z, q and v 0 must be batches of one shape"),
+        (([z], [z[0]], [], [], [1.0]), "z, q and v 0 must be batches of one shape"),
+        (([z], [z[:, :8]], [], [], [1.0]), "z, q and v 0 must be batches of one shape"),
+        (([z], [z], [z[:1]], [tau], [1.0]), "z, q and v 0 must be batches of one shape"),
+        (([z, z[0, 0]], [z, z[0, 0]], [], [], [1.0, 1.0]), "z, q and v 1 must be batches of one shape"),
+        (([z[:0]], [z[:0]], [], [], [1.0]), "batch 0 is empty or too large"),
+        (([z], [z], [z], [tau[:1]], [1.0]), "tau 0 must be contiguous"),
+        (([z], [z], [z], [tau.double()], [1.0]), "tau 0 must be contiguous"),
     ):
         with pytest.raises(RuntimeError, match=message):
             torch.ops.nasfast.householder_emulated(*given, False)
+    for given, message in (
+        (([z], []), "as many seeds as tensors"),
+        (([z.mT], [1]), "tensor 0 must be contiguous"),
+        (([z, z.half()], [1, 2]), "tensor 1 must be contiguous, float32 or float64"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            torch.ops.nasfast.gaussians_emulated(*given, False)
 
 
 def test_drawn_matrices_of_the_supernet_are_orthogonal():
@@ -460,6 +495,33 @@ def test_filling_in_place(monkeypatch):
     (changed,) = ops.orthogonalize_([torch.empty(40, 33)], seed=4, gain=2.0, names=["7"])
     assert not torch.equal(changed, tensors[7])
     assert ops.orthogonalize_([]) == []
+
+
+@needs_emulation
+@pytest.mark.parametrize("elements", [1 << 25, 100])
+def test_a_gpu_fills_with_what_a_cpu_fills(monkeypatch, elements):
+    monkeypatch.setattr(orthogonal, "_GROUP_ELEMENTS", elements)
+    here, there = (
+        [*targets(), torch.empty(70, 48, dtype=torch.bfloat16), torch.empty(3, 7, 40, 33, dtype=torch.float64)]
+        for _ in range(2)
+    )
+
+    def filled(tensors):
+        shapes = [x.shape if x.ndim == 4 and x.shape[-1] == 33 else orthogonal._flat(x) for x in tensors]
+        return [orthogonal.Target(str(i), x, shapes[i], 1.5 - i) for i, x in enumerate(tensors)]
+
+    versions = [x._version for x in there]
+    orthogonal.fill_orthogonal(filled(here), 3)
+    orthogonal.fill_together(
+        filled(there),
+        3,
+        partial(torch.ops.nasfast.gaussians_emulated, backwards=False),
+        partial(torch.ops.nasfast.householder_emulated, backwards=False),
+    )
+    assert all(x._version > before for x, before in zip(there, versions, strict=True))
+    for i, (x, want) in enumerate(zip(there, here, strict=True)):
+        bound = 2e-2 if x.dtype == torch.bfloat16 else SAME_Q[x.dtype]
+        assert not x.numel() or (x - want).abs().max() <= abs(1.5 - i) * bound, i
 
 
 def test_bad_targets_are_named(monkeypatch):
