@@ -12,7 +12,7 @@ from nasfast.research.cells.space import (
 )
 
 _S1 = CellSpace("s1", minimal_cell(), cells=1, channels=4, resolution=8, num_classes=3)
-_DARTS = darts_space(cells=4, channels=4, num_classes=3, resolution=9)
+_DARTS = darts_space(cells=3, channels=4, num_classes=3, resolution=9)
 _NAS_BENCH = nas_bench_201_space(cells=3, channels=4, num_classes=3, resolution=8)
 _SPACES = {
     "s1": _S1,
@@ -20,7 +20,7 @@ _SPACES = {
     "modified": _S1.replace(cell=modified_cell(), cells=2),
     "head": _S1.replace(cell=simplified_cell(), stem_multiplier=1, head=True),
     "reductions": _DARTS,
-    "adjacent reductions": _DARTS.replace(reductions=(0, 1, 3), resolution=17),
+    "adjacent reductions": _S1.replace(cells=4, reductions=(0, 1, 3), resolution=17),
     "201": _NAS_BENCH,
     "201, convolutions": _NAS_BENCH.replace(reduce_by="conv", resolution=15),
     "conv_relu_norm": _S1.replace(order="conv_relu_norm"),

@@ -9,7 +9,6 @@ import timm
 import torch
 from tiny import batches
 
-import nasfast
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.pipeline import retrain_best
@@ -18,8 +17,6 @@ from nasfast.research.cells.network import CellStandalone
 from nasfast.research.cells.space import CellSpace, darts_space, minimal_cell, nas_bench_201_space
 from nasfast.retrain import (
     RetrainConfig,
-    export_onnx,
-    export_program,
     load_model,
     retrain,
     timm_plugin,  # noqa: F401  registers the model
@@ -77,24 +74,6 @@ def test_cells_inherit_no_weights(tmp_path):
         retrain(SPACE, ARCH, batches(1), batches(1), RetrainConfig(init="inherit"), run_dir=tmp_path)
 
 
-@pytest.mark.slow
-def test_onnx_computes_the_same_at_any_batch_size(tmp_path):
-    """This includes a reduction, odd sizes, and a cell with a node that nothing enters."""
-    import onnxruntime
-
-    space = darts_space(cells=2, channels=4, num_classes=4, resolution=15).replace(cell=minimal_cell(), reductions=(1,))
-    network = nasfast.build(space, (0, 0, 4, 3, 6) + (4, 1, 0, 2, 5), seed=2)
-    for x, _ in batches(3):
-        network.train()(x[:, :, :15, :15])
-    assert export_onnx(network, tmp_path / "model.onnx") < 1e-4
-    assert export_program(network, tmp_path / "model.pt2") < 1e-4
-    session = onnxruntime.InferenceSession(str(tmp_path / "model.onnx"), providers=["CPUExecutionProvider"])
-    x = torch.randn(5, 3, 15, 15)
-    (got,) = session.run(["logits"], {"images": x.numpy()})
-    with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(got), network(x), rtol=1e-4, atol=1e-4)
-
-
 def test_timm_builds_it(retrained_cells):
     name = f"local-dir:{retrained_cells.folder}"
     model = timm.create_model(name, pretrained=True).eval()
@@ -115,32 +94,49 @@ def test_timm_builds_it(retrained_cells):
 # --- from a run directory
 
 
+SEARCHED = CellSpace(
+    "digits cells", minimal_cell(), cells=2, channels=4, reductions=(1,), stem_multiplier=1, resolution=15
+)
+# a node that nothing enters, and then a reduction
+FOUND = {"darts": (0, 0, 4, 3, 6) + (4, 1, 0, 2, 5), "argmax": (0, 1, 0, 1, 0) * 2}
+
+
 @pytest.fixture
 def searched(tmp_path):
     """What a search of cells leaves for the commands behind it."""
-    space = CellSpace("digits cells", minimal_cell(), cells=1, channels=4, in_channels=3, resolution=16)
-    space.save(tmp_path / "space.yaml")
-    (tmp_path / "arch_darts.json").write_text(arch_to_json(ARCH, space))
-    (tmp_path / "arch_argmax.json").write_text(arch_to_json((0, 1, 0, 1, 0), space))
+    SEARCHED.save(tmp_path / "space.yaml")
+    for name, arch in FOUND.items():
+        (tmp_path / f"arch_{name}.json").write_text(arch_to_json(arch, SEARCHED))
     return tmp_path
 
 
 FLAGS = ["--data.source", "digits", "--data.workers", "0", "--threads", "1", "--retrain.train.epochs", "1"]
 
 
+@pytest.mark.slow
 def test_the_commands_retrain_and_export_it(searched, capsys):
+    import onnxruntime
+
     assert main(["retrain", "--out", str(searched), *FLAGS]) == 0
     out = capsys.readouterr().out
-    assert " ".join(map(str, ARCH)) in out
+    assert " ".join(map(str, FOUND["darts"])) in out
     assert sorted(p.name for p in (searched / "retrain").iterdir()) == ["argmax", "darts"]
-    found = {name: load_model(searched / "retrain" / name) for name in ("argmax", "darts")}
+    found = {name: load_model(searched / "retrain" / name) for name in FOUND}
     assert {network.space.name for network in found.values()} == {"digits cells"}
-    assert (found["argmax"].arch, found["darts"].arch) == ((0, 1, 0, 1, 0), ARCH)
+    assert {name: network.arch for name, network in found.items()} == FOUND
     weights = (searched / "retrain/darts/model.safetensors").read_bytes()
     assert main(["retrain", "--out", str(searched), "--resume"]) == 0, "the settings are in config.yaml"
     assert (searched / "retrain/darts/model.safetensors").read_bytes() == weights
-    assert main(["export", "--out", str(searched), "--name", "darts", "--onnx", "false"]) == 0
+    assert main(["export", "--out", str(searched), "--name", "darts"]) == 0
     assert str(searched / "retrain/darts/config.json") in capsys.readouterr().out
+    # another number of images
+    session = onnxruntime.InferenceSession(
+        str(searched / "retrain/darts/model.onnx"), providers=["CPUExecutionProvider"]
+    )
+    x = torch.randn(5, 3, 15, 15)
+    (got,) = session.run(["logits"], {"images": x.numpy()})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.from_numpy(got), found["darts"](x), rtol=1e-4, atol=1e-4)
 
 
 def test_an_architecture_may_be_named_by_its_operations(tmp_path):
