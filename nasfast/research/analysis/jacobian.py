@@ -2,8 +2,6 @@
 
 phi = (1 / w_out) E tr J J^T and varphi = (1 / w_out) E tr (J J^T)^2 - phi^2; isometry is phi near 1 and varphi near 0.
 DI-NAS section 3 calls the eigenvalues of J J^T singular values; here a singular value is the square root of one.
-phi_min and varphi_min divide by min(w_in, w_out) instead, which leaves out the zeros that a module with more outputs
-than inputs must have.
 
 BatchNorm couples the samples of a batch. Its statistics are taken from the given batch and then are constants, so that
 every sample has its own Jacobian.
@@ -57,7 +55,6 @@ class Isometry:
 
     Attributes:
         phi, varphi: moments with the divisor w_out.
-        phi_min, varphi_min: moments with the divisor min(w_in, w_out).
         phi_error, varphi_error: standard errors over samples and probes together; nan for a single exact sample.
         values, weights: singular values in ascending order and the share of each. Shares add up to 1, with the zeros of
             a module that has more outputs than inputs. `exact` has all values of all samples, `probes` has quantiles.
@@ -69,8 +66,6 @@ class Isometry:
 
     phi: float
     varphi: float
-    phi_min: float
-    varphi_min: float
     phi_error: float
     varphi_error: float
     values: Array
@@ -441,11 +436,10 @@ def _summary(
     # the square of an estimate is too large by its variance
     bias = float((firsts.var(1, ddof=1) / estimates).sum()) / samples**2 if estimates > 1 else 0.0
     square = phi**2 - bias
-    share = w_out / min(w_in, w_out)
     # to first order, varphi changes with seconds - 2 phi firsts
     influence = seconds - 2 * phi * firsts
     return Isometry(
-        phi, second - square, phi * share, second * share - square * share**2,
+        phi, second - square,
         _standard_error(firsts), _standard_error(influence),
         values, weights, largest, w_in, w_out, method,
     )  # fmt: skip

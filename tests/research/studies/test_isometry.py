@@ -108,7 +108,7 @@ def test_files(report, tmp_path):
     form = json.loads((tmp_path / "deep" / "isometry.json").read_text())
     assert form == json.loads(json.dumps(report.to_dict(), allow_nan=False))
     text = page.read_text()
-    assert text.count("<figure>") == 5
+    assert text.count("<figure>") == 4
     assert "http" not in text.replace("http-equiv", "")
     for title in ("What the paper says", "singular values", "fairness with depth", ">pass marks<"):
         assert title in text

@@ -17,7 +17,7 @@ from nasfast.config import ConfigError
 from nasfast.research.cells.search import TRAIN, CellSearchEngine
 from nasfast.research.studies.report import StudyReport
 from nasfast.research.studies.run import run_study
-from nasfast.research.studies.wiring.config import CollapseConfig, CostConfig, LearntConfig, TheoremsConfig, WidthConfig
+from nasfast.research.studies.wiring.config import CollapseConfig, CostConfig, LearntConfig, WidthConfig
 from nasfast.runtime.progress import Progress
 from nasfast.spaces import load_arch, read_space
 from nasfast.train import CheckpointError
@@ -116,9 +116,10 @@ def shown(monkeypatch):
 
     class Shown(Progress):
         def update(self, step, text=None):
-            told.append((self._stage, step, self._total))
+            if self._shown:
+                told.append((self._stage, step, self._total))
 
-    monkeypatch.setattr("nasfast.research.studies.run.Progress", Shown)
+    monkeypatch.setattr("nasfast.research.studies.wiring.study.Progress", Shown)
     return told
 
 
@@ -205,10 +206,10 @@ def test_other_settings_are_refused_and_nothing_is_lost(reports, steps, capsys):
     assert {path: after[path] for path in before} == before
 
 
-@pytest.mark.parametrize(("method", "name"), [("darts", "DARTS"), ("proxyless", "ProxylessNAS")])
-def test_other_methods(tmp_path, method, name):
+@pytest.mark.parametrize("method", ["darts", "proxyless"])
+def test_other_methods(tmp_path, method):
     report = run_study("wiring p1", LearntConfig(**{**TINY, "seeds": 1}, method=method), out=tmp_path)
-    assert report.subject.startswith(f"P1, growing: {name} on 1 minimal cell(s), 4 channels, 6 steps")
+    assert report.subject.startswith(f"P1, growing: {method} on 1 minimal cell(s), 4 channels, 6 steps")
     arrays = np.load(tmp_path / f"{method}-s0" / "search.npz")
     # these three measure every operation in every step
     assert (arrays["costs"][:, TRAIN, 2, 0, :, 1:] == 2).all()
@@ -233,24 +234,6 @@ def test_without_a_directory_nothing_stays(tmp_path, monkeypatch):
     assert report.tables and not list(tmp_path.iterdir())
 
 
-def test_other_tables_of_local_costs(reports):
-    _, found, _ = reports
-    sums, variants = found["cost"].tables[1:]
-    before, last = (float(row[1]) for row in sums.rows)
-    # corollary 1.2: what is not the last cell costs nothing
-    assert abs(before) < 0.02 * abs(last)
-    assert [row[0] for row in variants.rows] == [
-        "as above",
-        "order conv_relu_norm",
-        "order conv_norm_relu",
-        "norm layer",
-        "norm instance",
-    ]
-    cost = {row[0]: float(row[3]) for row in variants.rows}
-    # theorem 5: without scale and shift an instance norm leaves nothing
-    assert cost["norm instance"] == pytest.approx(0, abs=1e-5) and abs(cost["norm layer"]) > 1e-4
-
-
 # --- settings ------------------------------------------------------------------------------------------
 
 
@@ -261,7 +244,6 @@ def test_other_tables_of_local_costs(reports):
         (LearntConfig, {"device": "tpu"}, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (WidthConfig, {"control_steps": 0}, "control_steps must be at least 1, got 0"),
         (CostConfig, {"nets": 0}, "nets must be at least 1"),
-        (TheoremsConfig, {"batch": 0}, "batch must be at least 1"),
     ],
 )
 def test_impossible_settings_are_refused(config, settings, message):

@@ -122,7 +122,11 @@ def module_moments(
         raise ValueError(f"module_moments: draws must be at least 1, got {draws}")
     copy = held(module)
     modules = dict(copy.named_modules())
-    chosen = _children(copy) if probes is None else list(probes)
+    chosen, prefix, parent = list(probes or ()), "", copy
+    if probes is None:
+        while len(children := list(parent.named_children())) == 1:
+            prefix, parent = f"{prefix}{children[0][0]}.", children[0][1]
+        chosen = [f"{prefix}{child}" for child, _ in children] or [prefix.rstrip(".")]
     for name in chosen:
         if name not in modules:
             raise ValueError(f"module_moments: no submodule {name!r}; {nearest(name, [n for n in modules if n])}")
@@ -150,11 +154,3 @@ def module_moments(
     curves = {key: np.array([[place[key] for place in row] for row in rows]) for key in rows[0][0]}
     curves["inc"] = np.exp(np.diff(curves["logchi"], axis=1, prepend=0.0))
     return ModuleMoments(tuple(names), curves)
-
-
-def _children(module: nn.Module) -> list[str]:
-    """Names of the probes that `module_moments` takes by default."""
-    name = ""
-    while len(children := list(module.named_children())) == 1:
-        name, module = f"{name}{children[0][0]}.", children[0][1]
-    return [f"{name}{child}" for child, _ in children] or [name.rstrip(".")]

@@ -13,22 +13,6 @@ CellName = Literal["minimal", "simplified", "modified", "darts", "nas_bench_201"
 
 
 @dataclass(frozen=True)
-class TheoremsConfig(StudyConfig):
-    """The theorems on real networks, in float64.
-
-    Attributes:
-        channels: number of channels of the cells.
-        batch: number of images.
-    """
-
-    channels: int = 8
-    batch: int = 32
-
-    def _check_values(self) -> None:
-        check_common(self.threads, self.seed, channels=self.channels, batch=self.batch)
-
-
-@dataclass(frozen=True)
 class ExperimentConfig(StudyConfig):
     """What the experiments have in common. The pass marks belong to the defaults, and hold for nothing else.
 

@@ -1,4 +1,4 @@
-"""The wiring study: its five kinds, each `run(config, out, task) -> StudyReport`, with all that they measure and show.
+"""The wiring study: its five kinds, each `run(config, out) -> StudyReport`, with all that they measure and show.
 
 `theorems` checks the theorems on local costs, `p1` to `p3` show the three patterns, and `cost` measures local costs.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -19,14 +19,13 @@ import numpy as np
 import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex
 from scipy import stats
 from torch import Tensor
 from torch.nn import functional as F
 
 from nasfast.research.analysis.moments.detect import Verdict
 from nasfast.research.cells.config import CellSearchConfig
-from nasfast.research.cells.costs import NONE, SKIP_CONNECT
+from nasfast.research.cells.costs import NONE
 from nasfast.research.cells.derive import derivations
 from nasfast.research.cells.gates import draw_gates, uniform_logits
 from nasfast.research.cells.network import CellSupernet
@@ -34,20 +33,20 @@ from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped
 from nasfast.research.cells.prototypes import CLASSES, SIZE, DrawnBatches, prototypes
 from nasfast.research.cells.search import SEARCH, TRAIN, WEIGHTS, CellSearchResult, endless, search_cells
 from nasfast.research.cells.space import CELLS, DARTS_OPS, Cell, CellSpace
+from nasfast.research.studies.config import StudyConfig
 from nasfast.research.studies.draw import INK, SERIES, Figure, heat, level
 from nasfast.research.studies.report import Check, StudyReport, Table, checks_of, plain
-from nasfast.research.studies.run import Task
 from nasfast.research.studies.wiring.config import (
     CollapseConfig,
     CostConfig,
     ExperimentConfig,
     LearntConfig,
-    TheoremsConfig,
     WidthConfig,
 )
 from nasfast.research.studies.wiring.theorems import check_theorems
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
+from nasfast.runtime.progress import Progress
 from nasfast.settings import TaskSettings
 from nasfast.tasks import Task as WorkerTask
 from nasfast.tasks import TaskRunner, check_done, gpus_for
@@ -77,30 +76,29 @@ class Search:
         """Name of the directory of its files."""
         return f"{self.name}-s{self.cfg.seed}"
 
-    def run(self, folder: Path, device: str, task: Task | None = None) -> CellSearchResult:
+    def run(self, folder: Path, device: str, *, bar: bool = True) -> CellSearchResult:
         """Search, or continue what is in `folder`, which gets the files and the measures of section 6.
 
-        `task` tells the progress; None shows the lines of a training.
+        With `bar` its progress is shown, without it the lines of a training.
         """
         cfg = self.cfg
         train_loader, held_out = loaders(cfg)
         epochs = max(1, round(cfg.steps / len(train_loader)))
         steps = epochs * len(train_loader)
-        done = None if task is None else task(f"{self.name}, seed {cfg.seed}", steps)
-        found = search_cells(
-            self.space,
-            train_loader,
-            self.how,
-            WEIGHTS.replace(lr=cfg.lr, epochs=epochs),
-            held_out=held_out if self.how.bilevel else None,
-            run_dir=folder,
-            resume=True,
-            device=device,
-            settings={"data": {name: getattr(cfg, name) for name in ("samples", "noise", "seed")}},
-            progress=done,
-        )
-        if done is not None:
-            done(steps)  # also where the search had ended before
+        with Progress(f"{self.name}, seed {cfg.seed}", steps, shown=bar) as shown:
+            found = search_cells(
+                self.space,
+                train_loader,
+                self.how,
+                WEIGHTS.replace(lr=cfg.lr, epochs=epochs),
+                held_out=held_out if self.how.bilevel else None,
+                run_dir=folder,
+                resume=True,
+                device=device,
+                settings={"data": {name: getattr(cfg, name) for name in ("samples", "noise", "seed")}},
+                progress=shown.update if bar else None,
+            )
+            shown.update(steps)  # also where the search had ended before
         write_atomic(folder / "measures.json", (json.dumps(plain(measures(found)), indent=1) + "\n").encode())
         return found
 
@@ -121,7 +119,7 @@ def search_apart(
 ) -> None:
     """The function of a task: one search, in its folder."""
     cfg, cells = ExperimentConfig.from_dict(config), CellSpace.from_dict(space)
-    Search("", cfg, CellSearchConfig.from_dict(how), cells).run(folder, device)
+    Search("", cfg, CellSearchConfig.from_dict(how), cells).run(folder, device, bar=False)
 
 
 class Runner:
@@ -130,8 +128,8 @@ class Runner:
     With `tasks`, each search runs in a process of its own; else all run in this one.
     """
 
-    def __init__(self, out: Path, task: Task, device: str, tasks: TaskSettings | None = None) -> None:
-        self._out, self._task, self.device, self._tasks = out, task, device, tasks
+    def __init__(self, out: Path, device: str, tasks: TaskSettings | None = None) -> None:
+        self._out, self.device, self._tasks = out, device, tasks
 
     def all(self, *groups: Mapping[int, Search]) -> list[dict[int, CellSearchResult]]:
         """The results of every group of searches, by the keys of the group.
@@ -144,7 +142,7 @@ class Runner:
                 results = runner.run([search.apart(self.device) for group in groups for search in group.values()])
             check_done(results, "searches are not finished; the same command continues")
         # those that ran apart are found finished
-        return [{k: s.run(self._out / s.folder, self.device, self._task) for k, s in group.items()} for group in groups]
+        return [{k: s.run(self._out / s.folder, self.device) for k, s in group.items()} for group in groups]
 
 
 def loaders(cfg: ExperimentConfig) -> Sequence[DrawnBatches]:
@@ -154,10 +152,10 @@ def loaders(cfg: ExperimentConfig) -> Sequence[DrawnBatches]:
     return [DrawnBatches(*part, steps=steps, seed=2 * cfg.seed + i) for i, part in enumerate(parts)]
 
 
-def space_of(cfg: ExperimentConfig, cell: Cell | None = None, **changes: Any) -> CellSpace:
-    """The space of the network that is searched; `cell` and `changes` replace what the config says."""
-    sizes = {"cells": cfg.cells, "channels": cfg.channels, "resolution": SIZE, "num_classes": CLASSES}
-    return CellSpace(name=cfg.cell, cell=cell or CELLS[cfg.cell](), **{**sizes, **changes})
+def space_of(cfg: ExperimentConfig, cell: Cell | None = None) -> CellSpace:
+    """The space of the network that is searched; `cell` replaces that of the config."""
+    cell = cell or CELLS[cfg.cell]()
+    return CellSpace(cfg.cell, cell, cells=cfg.cells, channels=cfg.channels, resolution=SIZE, num_classes=CLASSES)
 
 
 def searches_of(cfg: ExperimentConfig, name: str, cell: Cell | None = None, **changes: Any) -> dict[int, Search]:
@@ -305,27 +303,11 @@ def monte_carlo(
     return table, outputs
 
 
-def initial_costs(
-    cfg: CostConfig, runner: Runner, space: CellSpace, nets: Iterable[int]
-) -> tuple[list[LocalCosts], float]:
-    """Costs of fresh networks, one for each seed in `nets`, and their mean output cost."""
-    tables, cost, count = [], 0.0, 0.0
-    for seed in nets:
-        of_seed = cfg.replace(seed=seed)
-        loader, _ = loaders(of_seed)
-        net = CellSupernet(space, seed=seed).to(runner.device).to(memory_format=torch.channels_last)
-        table, outputs = monte_carlo(net, loader, batches=cfg.batches, seed=seed, device=runner.device)
-        tables.append(table)
-        cost, count = cost + float(outputs[0, 0]), count + float(outputs[0, 3])
-    return tables, cost / count
-
-
 def last_cell(tables: Sequence[LocalCosts]) -> LocalCosts:
     """(1, edges, ops): costs of the last cell, all networks together."""
     return LocalCosts(*(sum(getattr(t, name)[-1:] for t in tables) for name in ("total", "squares", "count")))
 
 
-_METHODS = {"darts": "DARTS", "snas": "SNAS", "dsnas": "DSNAS", "proxyless": "ProxylessNAS"}
 _EXPLANATION = (
     "C is the local cost <dL/dX, X> of what an operation, edge or cell puts out; of the last cell it is L - H, "
     "loss minus entropy of the predictions. A positive cost pushes an edge towards None, whose cost is 0, a negative "
@@ -343,12 +325,12 @@ _CONTROLS = {
 """Control for the cause of P2 -> folder of its searches, its cell, and whether draws without a path are repeated."""
 
 
-def theorems(cfg: TheoremsConfig, out: Path | None, task: Task) -> StudyReport:
+def theorems(cfg: StudyConfig, out: Path | None) -> StudyReport:
     """The theorems."""
-    found = check_theorems(channels=cfg.channels, batch=cfg.batch, seed=cfg.seed)
+    found = check_theorems(seed=cfg.seed)
     columns = {"": "", "measured": ".2g", "at most": ".0e", "the numbers behind it": ""}
     return StudyReport(
-        subject=f"theorems on real networks, {cfg.channels} channels, {cfg.batch} images, float64",
+        subject="theorems on real networks, 8 channels, 32 images, float64",
         explanation=_EXPLANATION,
         tables=(Table.of("theorems", columns, [(row.name, row.measured, row.bound, row.note) for row in found]),),
         checks=tuple(row.check for row in found),
@@ -356,11 +338,11 @@ def theorems(cfg: TheoremsConfig, out: Path | None, task: Task) -> StudyReport:
 
 
 def _of_searches(study: Callable[[Experiment, Runner], StudyReport]) -> Callable[..., StudyReport]:
-    """Make a study of searches a `run(config, out, task, tasks=None)`: in a directory, or in a temporary one."""
+    """Make a study of searches a `run(config, out, tasks=None)`: in a directory, or in a temporary one."""
 
-    def run(cfg: Experiment, out: Path | None, task: Task, tasks: TaskSettings | None = None) -> StudyReport:
+    def run(cfg: Experiment, out: Path | None, tasks: TaskSettings | None = None) -> StudyReport:
         with nullcontext(str(out)) if out is not None else tempfile.TemporaryDirectory() as folder:
-            return study(cfg, Runner(Path(folder), task, torch_device(cfg.device), tasks))
+            return study(cfg, Runner(Path(folder), torch_device(cfg.device), tasks))
 
     return run
 
@@ -463,7 +445,7 @@ def _pattern_report(
     """
     pattern, first = PATTERNS[key], runs[cfg.seed]
     subject = (
-        f"{_METHODS[cfg.method]} on {cfg.cells} {cfg.cell} cell(s), {cfg.channels} channels, {first.steps[-1]} steps, "
+        f"{cfg.method} on {cfg.cells} {cfg.cell} cell(s), {cfg.channels} channels, {first.steps[-1]} steps, "
         "synthetic images"
     )
     verdicts, own = {}, []
@@ -548,18 +530,25 @@ def collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
 def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
     """Local costs."""
     space = space_of(cfg)
-    initial, mean_cost = initial_costs(cfg, runner, space, range(cfg.seed, cfg.seed + cfg.nets))
-    (trained,) = runner.all(searches_of(cfg, "uniform"))
-    late = []
-    for seed, found in trained.items():
+
+    def measured(net: CellSupernet, seed: int, draws: int) -> tuple[LocalCosts, Tensor]:
         loader, _ = loaders(cfg.replace(seed=seed))
-        late.append(monte_carlo(found.net, loader, batches=cfg.batches, seed=seed + 1, device=runner.device)[0])
+        return monte_carlo(net, loader, batches=cfg.batches, seed=draws, device=runner.device)
+
+    initial, outputs = [], torch.zeros(len(QUANTITIES), dtype=torch.float64)
+    for seed in range(cfg.seed, cfg.seed + cfg.nets):
+        net = CellSupernet(space, seed=seed).to(runner.device).to(memory_format=torch.channels_last)
+        table, of_net = measured(net, seed, seed)
+        initial.append(table)
+        outputs += of_net[0]
+    (trained,) = runner.all(searches_of(cfg, "uniform"))
+    late = [measured(found.net, seed, seed + 1)[0] for seed, found in trained.items()]
     costs = {"initialisation": initial, "trained": late}
     checks = []
     if cfg.published:
         share = last_cell(initial).positive(live_operations(space))
         checks = [
-            Check("initialisation: mean C", 0, float("inf"), mean_cost),
+            Check("initialisation: mean C", 0, math.inf, float(outputs[0] / outputs[3])),
             Check("initialisation: share of costs > 0", 0.6, 1, share),
         ]
     panels = {label: last_cell(tables_of).mean[0].numpy() for label, tables_of in costs.items()}
@@ -567,11 +556,7 @@ def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
         subject=f"local costs of {cfg.cells} {cfg.cell} cell(s), operations sampled uniformly",
         explanation=_EXPLANATION,
         notes=() if cfg.published else (_OTHER_SETTINGS,),
-        tables=(
-            local_costs_table(space, costs),
-            sums_table(cfg, runner),
-            variants_table(cfg, runner),
-        ),
+        tables=(local_costs_table(space, costs),),
         figures=(
             cost_heatmap(space, "local costs (figure 4)", panels),
             edge_costs(f"seed {cfg.seed}: operations sampled uniformly", trained[cfg.seed]),
@@ -604,22 +589,17 @@ MEASURES = {
 """Name of a measure -> its words in the tables."""
 
 
-def _interval(values: Sequence[float]) -> str:
-    """Mean and 95 % interval of Student's t over the seeds."""
-    sample = np.asarray(values, dtype=float)
-    if len(sample) < 2 or not np.isfinite(sample).all():
-        return "-"
-    half = stats.t.ppf(0.975, len(sample) - 1) * sample.std(ddof=1) / np.sqrt(len(sample))
-    return f"{sample.mean():.3f} ± {half:.3f}"
-
-
 def measures_table(title: str, runs: Runs) -> Table:
     """The measures of every seed, and their mean with its interval."""
     of = [measures(found) for found in runs.values()]
     rows = []
     for name in of[0]:
-        values = [m[name] for m in of]
-        rows.append((MEASURES.get(name, name), *(v if np.isfinite(v) else None for v in values), _interval(values)))
+        values, interval = np.array([m[name] for m in of]), "-"
+        if len(values) > 1 and np.isfinite(values).all():
+            # 95 % of Student's t over the seeds
+            half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+            interval = f"{values.mean():.3f} ± {half:.3f}"
+        rows.append((MEASURES[name], *(v if np.isfinite(v) else None for v in values), interval))
     columns = {"": "", **{f"seed {seed}": ".3f" for seed in runs}, "mean, 95 %": ""}
     return Table.of(title, columns, rows)
 
@@ -677,29 +657,6 @@ def local_costs_table(space: CellSpace, costs: Mapping[str, Sequence[LocalCosts]
     return Table.of("local costs", columns, rows)
 
 
-def sums_table(cfg: CostConfig, runner: Runner) -> Table:
-    """Figure 19: without the skip term, the costs of the cells before the last add up to next to nothing."""
-    space = space_of(cfg, CELLS[cfg.cell]().without_on_intermediate(SKIP_CONNECT), cells=2)
-    tables, _ = initial_costs(cfg, runner, space, [cfg.seed])
-    sums = tables[0].total.sum((1, 2)) / cfg.batches
-    columns = {"": "", "C": "+.2e"}
-    rows = zip(("second last cell", "last cell"), sums.tolist(), strict=True)
-    return Table.of("sum of the edges' costs, two cells without skip on intermediate edges", columns, list(rows))
-
-
-def variants_table(cfg: CostConfig, runner: Runner) -> Table:
-    """Figures 29 to 31: other orders of convolution, norm and ReLU, and other norms, at initialisation."""
-    rows = []
-    variants: list[dict[str, Any]] = [{"order": "conv_relu_norm"}, {"order": "conv_norm_relu"}, {"norm": "layer"}]
-    for changes in [{}, *variants, {"norm": "instance"}]:
-        space = space_of(cfg, **changes)
-        tables, mean = initial_costs(cfg, runner, space, range(cfg.seed, cfg.seed + max(1, cfg.nets // 3)))
-        joined, live = last_cell(tables), live_operations(space)
-        name = ", ".join(f"{k} {v}" for k, v in changes.items()) or "as above"
-        rows.append((name, mean, joined.positive(live), float(np.nanmean(joined.mean[0][:, live]))))
-    return Table.of("at initialisation", {"": "", "C": "+.4f", "costs > 0": ".2f", "mean cost": "+.5f"}, rows)
-
-
 _COLOURS = {
     NONE: INK,
     "skip_connect": "#CF6BA0",
@@ -736,16 +693,6 @@ def probabilities(title: str, found: CellSearchResult) -> Figure:
     return figure
 
 
-def _edge_colours(space: CellSpace) -> list[str]:
-    """Blues and greens for input edges, yellow to red for intermediate ones, each in order."""
-    maps = {False: (colormaps["viridis"], 0.1, 0.72), True: (colormaps["YlOrRd"], 0.4, 0.95)}
-    kinds, colours = space.cell.intermediate, []
-    for e, kind in enumerate(kinds):
-        colour_map, low, high = maps[kind]
-        colours.append(to_hex(colour_map(low + (high - low) * kinds[:e].count(kind) / max(1, kinds.count(kind) - 1))))
-    return colours
-
-
 def edge_costs(title: str, found: CellSearchResult) -> Figure:
     """Edge costs of the last cell and their sum, beside loss and accuracy (figures 7 and 10)."""
     caption = (
@@ -756,8 +703,10 @@ def edge_costs(title: str, found: CellSearchResult) -> Figure:
     each, total, learning = figure.axes
     steps, cost, count = found.steps, found.edge_costs[:, TRAIN, -1], found.outputs[:, TRAIN, :, -1]
     space, inner = found.space, intermediate_edges(found.space)
-    for edge, colour, values in zip(space.cell.edges, _edge_colours(space), cost.T, strict=True):
-        each.plot(steps, values, color=colour, label=edge.name, lw=1.1)
+    # input edges before intermediate ones
+    places = (np.argsort(np.argsort(inner, kind="stable")) + 0.5) / len(inner)
+    for edge, place, values in zip(space.cell.edges, places, cost.T, strict=True):
+        each.plot(steps, values, color=colormaps["turbo"](place), label=edge.name, lw=1.1)
     for colour, name, same in ((SERIES[0], "mean, input", ~inner), (SERIES[1], "mean, intermediate", inner)):
         # two lines need no mean
         if same.sum() > 2:
