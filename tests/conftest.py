@@ -110,6 +110,12 @@ def poison(request):
         request.getfixturevalue("poisoned_memory")
 
 
+@pytest.fixture
+def small_forests(monkeypatch):
+    """Forests of few trees, for tests of what is done with their predictions."""
+    monkeypatch.setattr("nasfast.indicators.learned._TREES", 20)
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """A module's tests run on one thread: equal bytes are promised for equal numbers of threads."""

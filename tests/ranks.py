@@ -7,6 +7,7 @@ supernet`, of which rank 1 dies in the middle of step 7, until it is started aga
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import signal
@@ -276,6 +277,12 @@ def run(case: str, out: Path, *, resume: bool = False) -> list[int]:
         if pid == 0:
             _rank(case, out, port, rank, resume)
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in processes]
+
+
+def codes(said: str) -> dict[str, list[int]]:
+    """How the processes of each case ended, from what this program printed."""
+    found = (line.partition("=") for line in said.splitlines())
+    return {case: ast.literal_eval(ended) for case, _, ended in found if case in ALL}
 
 
 def main(out: Path, cases: list[str]) -> None:

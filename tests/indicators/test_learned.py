@@ -88,7 +88,7 @@ def test_a_missing_package_names_its_extra(monkeypatch):
         learned_score(CELLS, {a: 1.0 for a in cells(2)}, {a: 0.0 for a in cells(2)})
 
 
-def test_benchmarks_stand_beside_the_best_count():
+def test_benchmarks_stand_beside_the_best_count(small_forests):
     archs = cells(40)
     accuracies = {a: float(a.count(4)) + 0.01 * i for i, a in enumerate(archs)}
     evidence = NetworkEvidence(CELLS, batches(1, resolution=8))
@@ -108,7 +108,7 @@ def test_benchmarks_stand_beside_the_best_count():
     assert f"{depth.kendall}-" in str(report)
 
 
-def test_the_command_reads_several_tables(tmp_path, capsys):
+def test_the_command_reads_several_tables(small_forests, tmp_path, capsys):
     images = tmp_path / "images"
     write_folder(images, {"a": 9, "b": 9})
     archs = cells(30)

@@ -16,6 +16,7 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.search import search_table
 from nasfast.spaces import SKIP, ArchError
 
+pytestmark = pytest.mark.usefixtures("small_forests")
 SPACE = tiny_space()
 OPTIONS = [layer.options for layer in SPACE.layers]
 ARCHS = list(itertools.product(*OPTIONS))

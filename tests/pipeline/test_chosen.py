@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
+import multiprocessing
 import shutil
 import sys
 
@@ -12,7 +14,9 @@ from in_process import run_tasks_here
 from tiny import tiny_space
 
 import nasfast.train.loop as loop
+from nasfast import tasks
 from nasfast.cli.main import main
+from nasfast.pipeline import exporting
 from nasfast.pipeline import networks as stage
 from nasfast.retrain import ImageInfo, load_model, save_model
 from nasfast.search import Candidate, Limits, ParetoPoint, save_candidates
@@ -149,7 +153,18 @@ def save(run_dir, images=IMAGES, **networks):
         save_model(network, run_dir / "retrain" / name.replace("_", "-") / "model.safetensors")
 
 
-def test_a_network_is_exported_by_its_architecture(searched, capsys, caplog):
+@pytest.fixture
+def no_programs(monkeypatch):
+    """No time for torch.export, where the network and the warnings matter."""
+
+    def write(network, path):
+        path.write_bytes(b"program")
+        return 0.0
+
+    monkeypatch.setattr(exporting, "export_program", write)
+
+
+def test_a_network_is_exported_by_its_architecture(searched, no_programs, capsys, caplog):
     save(searched, random=FAST, best=BEST, best_2=SECOND, arch_x=BEST)
     assert export(searched, "--arch", "[1 2 1 1]") == 0
     assert capsys.readouterr().out.splitlines()[0] == str(searched / "retrain/best/model.safetensors")
@@ -162,7 +177,7 @@ def test_a_network_is_exported_by_its_architecture(searched, capsys, caplog):
     assert "Retrained: best [1 2 1 1], best-2 [2 2 1 1], random [0 1 0 2]" in error
 
 
-def test_all_points_of_the_fronts_are_exported(searched, capsys, caplog):
+def test_all_points_of_the_fronts_are_exported(searched, no_programs, capsys, caplog):
     assert export(searched, "--pareto") == 1
     assert "no network of any of the 3 points of the Pareto fronts was retrained" in capsys.readouterr().err
     save(searched, best=BEST, **{"arch-0_0_0_0".replace("-", "_"): CHEAP})
@@ -177,7 +192,7 @@ def test_all_points_of_the_fronts_are_exported(searched, capsys, caplog):
     assert not warnings(caplog)
 
 
-def test_a_network_that_the_last_search_did_not_find_is_told(searched, caplog):
+def test_a_network_that_the_last_search_did_not_find_is_told(searched, no_programs, caplog):
     save(searched, best=SECOND, best_2=SECOND, best_3=FREE, arch_y=FREE, arch_z=CHEAP, random=FREE)
     said = {}
     for name in ("best", "best-2", "best-3", "arch-y", "arch-z", "random"):
@@ -235,7 +250,9 @@ def test_networks_that_are_retrained_apart_have_the_same_bytes(searched, tmp_pat
     assert main(["retrain", "--out", str(searched), *flags]) == 0
     said, expected = capsys.readouterr().out, files(searched)
 
-    # in processes, while this one holds the lock of the run directory
+    # in processes, while this one holds the lock of the run directory; one starts Python again, which takes seconds
+    contexts = itertools.cycle(["spawn", "fork"])
+    monkeypatch.setattr(tasks, "get_context", lambda _: multiprocessing.get_context(next(contexts)))
     assert main(["retrain", "--out", str(many), *flags, "--workers", "2"]) == 0
     assert capsys.readouterr().out.replace(str(many), str(searched)) == said
     assert files(many) == expected

@@ -40,7 +40,7 @@ def write_accuracies(path, archs):
 
 
 @pytest.mark.slow
-def test_the_exact_search_runs_on_the_refined_table(scored, tmp_path, capsys):
+def test_the_exact_search_runs_on_the_refined_table(scored, small_forests, tmp_path, capsys):
     table = write_accuracies(tmp_path / "accuracies.json", random.Random(0).sample(ARCHS, 60))
     assert main(["search", "--out", str(scored), "--search.max_macs", "null"]) == 0
     before = load_candidates(scored / "archs.json").candidates[0].arch

@@ -39,7 +39,7 @@ def settings(tmp_path, config):
 
 
 @pytest.mark.slow
-def test_a_sample_is_trained_once_and_grows(settings, capsys, monkeypatch):
+def test_a_sample_is_trained_once_and_grows(settings, small_forests, capsys, monkeypatch):
     run_tasks_here(monkeypatch)
     out = settings.run_dir
     command = ["rank", "--out", str(out), "--epochs", "1", "--workers", "1", "--score", "naswot"]
@@ -137,7 +137,7 @@ def test_trainings_outside_tighter_limits_stay_in_the_file(settings, monkeypatch
 
 
 @pytest.mark.slow
-def test_a_comparison_takes_a_table_and_a_sum_of_scores(settings):
+def test_a_comparison_takes_a_table_and_a_sum_of_scores(settings, small_forests):
     """trained.json has the tau of rank.json where sums of the table differ only by rounding, and that of A+B."""
     space = trained.space_of(settings)
     archs = stratified_sample(space, 40, seed=1)

@@ -39,8 +39,8 @@ def network():
     return trained()
 
 
-def trained():
-    network = build(SPACE, ARCH, seed=2)
+def trained(space=SPACE):
+    network = build(space, ARCH, seed=2)
     for x, _ in batches(3):
         network.train()(x)
     network.images = INFO
@@ -198,38 +198,24 @@ def test_the_card_says_what_is_known(network, folder):
 
 
 @pytest.mark.slow
-def test_squeeze_and_excitation_in_onnx(tmp_path):
-    """`export_onnx` compares onnxruntime with PyTorch."""
-    network = build(tiny_excited_space(), (1, 2, 0, 1), seed=2)
-    for x, _ in batches(3):
-        network.train()(x)
-    assert export_onnx(network, tmp_path / "model.onnx") < 1e-4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 5])
-def test_onnx_computes_the_same_at_any_batch_size(onnx_file, batch):
+def test_onnx_computes_the_same_at_any_batch_size(tmp_path):
+    """Of a network with every form of squeeze-and-excitation, and with a skip."""
     import onnxruntime
 
-    network, path, difference = onnx_file
-    assert 0 <= difference < 1e-4
-    x = torch.randn(batch, 3, 16, 16)
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    (got,) = session.run(["logits"], {"images": x.numpy()})
-    with torch.no_grad():
-        torch.testing.assert_close(torch.from_numpy(got), network(x), rtol=1e-4, atol=1e-4)
-    found = {key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()}
-    assert ImageInfo.from_dict(found["images"]) == INFO
-    assert (found["space"], found["arch"], found["macs"]) == (SPACE.name, list(ARCH), SPACE.cost(ARCH).macs)
-
-
-@pytest.fixture(scope="module")
-def onnx_file(tmp_path_factory):
-    network, path = trained(), tmp_path_factory.mktemp("onnx") / "deep" / "model.onnx"
-    difference = export_onnx(network, path)
+    space, path = tiny_excited_space(), tmp_path / "deep" / "model.onnx"
+    network = trained(space)
+    assert 0 <= export_onnx(network, path) < 1e-4
     assert not network.training
     assert [p.name for p in path.parent.iterdir()] == ["model.onnx"]
-    return network, path, difference
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    for batch in (1, 5):
+        x = torch.randn(batch, 3, 16, 16)
+        (got,) = session.run(["logits"], {"images": x.numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(got), network(x), rtol=1e-4, atol=1e-4)
+    found = {key: json.loads(value) for key, value in session.get_modelmeta().custom_metadata_map.items()}
+    assert ImageInfo.from_dict(found["images"]) == INFO
+    assert (found["space"], found["arch"], found["macs"]) == (space.name, list(ARCH), space.cost(ARCH).macs)
 
 
 @pytest.mark.parametrize("missing", ["onnx", "onnxruntime", "onnxscript"])

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -133,20 +132,15 @@ def test_what_is_no_exported_network_and_other_input_channels_are_refused(name):
         timm.create_model(name, in_chans=1)
 
 
-def wrapper(*arguments: str, cwd) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "nasfast.retrain.timm_train", *arguments]
-    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.slow
-def test_an_unmodified_script_trains_under_the_wrapper(retrained, tmp_path):
+def test_an_unmodified_script_trains_under_the_wrapper(retrained, tmp_path, monkeypatch, capsys, recwarn, caplog):
     scripts = tmp_path / "scripts"
     scripts.mkdir()
     (scripts / "train.py").write_text(SCRIPT)
     (scripts / "sibling.py").write_text("VALUE = 42\n")
-    arguments = ["scripts/train.py", "DATA", "--model", f"local-dir:{retrained.folder}"]
-    done = wrapper(*arguments, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "input [3, 16, 16] trained 42"
-    assert "Overwriting" not in done.stderr, "the model was registered twice"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["-m", "scripts/train.py", "DATA", "--model", f"local-dir:{retrained.folder}"])
+    monkeypatch.setattr(sys, "path", ["", *sys.path])  # as `python -m` has it
+    runpy.run_module("nasfast.retrain.timm_train", run_name="__main__", alter_sys=True)
+    assert capsys.readouterr().out.strip() == "input [3, 16, 16] trained 42"
+    said = [str(warning.message) for warning in recwarn] + caplog.messages
+    assert not any("Overwriting" in line for line in said), "the model was registered twice"

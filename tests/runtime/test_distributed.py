@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import digits_runs
@@ -16,6 +12,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import yaml
+from forked import run_program
 from tiny import tiny_space
 
 import nasfast.runtime.distributed as distributed
@@ -23,7 +20,6 @@ from nasfast.cli.main import main
 from nasfast.runtime.distributed import SINGLE, RankError, World, start
 from nasfast.train.log import read_metrics
 
-ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
 SETTINGS = {
     **digits_runs.SETTINGS,
     "search": {"max_macs": 70_000},
@@ -49,11 +45,8 @@ def done(tmp_path_factory) -> tuple[Path, dict[str, list[int]], str]:
     for case in ("score", "networks", "batch"):
         shutil.copytree(out / "single", out / case)
     assert main(["retrain", *common]) == 0
-    command = [sys.executable, ranks.__file__, str(out), "talk", "gone", *ranks.COMMANDS, "torchrun"]
-    process = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
-    codes = [line.split("=") for line in process.stdout.splitlines() if line.split("=")[0] in ranks.ALL]
-    return out, {case: ast.literal_eval(found) for case, found in codes}, process.stdout + process.stderr
+    said = run_program(ranks, out, "talk", "gone", *ranks.COMMANDS, "torchrun")
+    return out, ranks.codes(said), said
 
 
 @pytest.mark.kill

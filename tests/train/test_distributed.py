@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from forked import run_program
 from tiny import tiny_space
 from torch import nn
 
@@ -35,11 +32,7 @@ CLOSE = dict(rtol=1e-4, atol=1e-5)
 def done(tmp_path_factory) -> tuple[Path, dict[str, list[int]]]:
     """A folder with every case of `ranks.CASES`, and how its processes ended."""
     out = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, ranks.__file__, str(out), *ranks.CASES]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
-    return out, {case: ast.literal_eval(codes) for case, codes in (x.split("=") for x in process.stdout.splitlines())}
+    return out, ranks.codes(run_program(ranks, out, *ranks.CASES))
 
 
 class PerRank(nn.Module):

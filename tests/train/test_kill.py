@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import killable
 import numpy as np
 import pytest
+from forked import run_program
 
 from nasfast.train.log import read_metrics
 
@@ -43,11 +41,9 @@ CASES = [(stage, moment) for stage, moments in MOMENTS.items() for moment in mom
 def broken_runs(tmp_path_factory) -> tuple[Path, dict[str, int]]:
     """A folder with a broken run in STAGE/MOMENT for every case, and how each process ended."""
     out = tmp_path_factory.mktemp("broken")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, killable.__file__, str(out), *(f"{stage}:{moment}" for stage, moment in CASES)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return out, {case: int(code) for case, code in (line.split("=") for line in done.stdout.splitlines())}
+    cases = [f"{stage}:{moment}" for stage, moment in CASES]
+    ended = (line.partition("=") for line in run_program(killable, out, *cases).splitlines())
+    return out, {case: int(code) for case, _, code in ended if case in cases}
 
 
 @pytest.fixture(scope="module")
