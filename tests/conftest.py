@@ -116,6 +116,14 @@ def small_forests(monkeypatch):
     monkeypatch.setattr("nasfast.indicators.learned._TREES", 20)
 
 
+@pytest.fixture
+def blank_figures(monkeypatch):
+    """Figures of reports have few points and are not drawn, which takes most of the time of a report."""
+    monkeypatch.setattr("nasfast.report.html._CLOUD", 3)
+    blank = '<svg xmlns="http://www.w3.org/2000/svg"/>'
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, file, **_: file.write(blank))
+
+
 @pytest.fixture(scope="module")
 def one_thread():
     """A module's tests run on one thread: equal bytes are promised for equal numbers of threads."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -39,6 +40,7 @@ def _run(program: ModuleType, out: Path, cases: tuple[str, ...], file: int) -> N
     try:
         for descriptor in (1, 2):
             os.dup2(file, descriptor)
+        logging.root.handlers.clear()  # of pytest
         sys.stdout, sys.stderr = (os.fdopen(d, "w", buffering=1, closefd=False) for d in (1, 2))
         program.main(out, list(cases))
         code = 0

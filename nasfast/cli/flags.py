@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import re
 import sys
 import textwrap
@@ -288,22 +289,8 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], Parser]:
         Name of the command, with its kind where it has kinds (`moments quick`); the values that files and flags give,
         by nested names; and its parser, which has the defaults.
     """
-    root = Parser(
-        prog="nasfast",
-        usage="nasfast COMMAND [FLAGS]",
-        description="Neural architecture search on weight-frozen supernets.",
-    )
-    root.add_argument("--version", action="version", version=f"nasfast {__version__}")
-    commands = root.add_subcommands(dest="command", metavar="COMMAND")
     command = argv[0] if argv else ""
-    names = {**{name: text for name, (text, _) in COMMANDS.items()}, **extensions.COMMANDS}
-    for name, text in names.items():
-        parser = Parser(description=text)
-        commands.add_subcommand(name, parser, help=text)
-        parser.prog = f"nasfast {name}"
-        # the flags of one command take a tenth of a second; completion needs those of all
-        if name == command or command.startswith("--print_completion"):
-            _declare(parser, name)
+    root = _parser(command)
     if command in STAGES:
         argv = [_SHORT.get(flag, flag) + sign + value for flag, sign, value in (word.partition("=") for word in argv)]
     Parser.argv = argv
@@ -317,6 +304,26 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], Parser]:
     import_modules(values.pop("import", None) or ())
     values.pop("config", None)
     return " ".join(path), values, leaf
+
+
+@functools.cache  # a tenth of a second, where one process runs several commands
+def _parser(command: str) -> Parser:
+    """The parser of all commands, with the flags of this one; completion needs those of all."""
+    root = Parser(
+        prog="nasfast",
+        usage="nasfast COMMAND [FLAGS]",
+        description="Neural architecture search on weight-frozen supernets.",
+    )
+    root.add_argument("--version", action="version", version=f"nasfast {__version__}")
+    commands = root.add_subcommands(dest="command", metavar="COMMAND")
+    names = {**{name: text for name, (text, _) in COMMANDS.items()}, **extensions.COMMANDS}
+    for name, text in names.items():
+        parser = Parser(description=text)
+        commands.add_subcommand(name, parser, help=text)
+        parser.prog = f"nasfast {name}"
+        if name == command or command.startswith("--print_completion"):
+            _declare(parser, name)
+    return root
 
 
 def _declare(parser: Parser, command: str) -> None:

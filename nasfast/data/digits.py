@@ -65,9 +65,8 @@ class DigitsSource(_MemorySource):
     """
 
     def __init__(self, split: Split) -> None:
-        numbers, images, labels = _load(split)
-        enlarged = [_enlarge(image, _SIDE).convert("RGB") for image in images]
-        super().__init__(enlarged, labels, [f"digit {number}" for number in numbers])
+        numbers, images, labels = _make_plain(split)
+        super().__init__(images, labels.copy(), [f"digit {number}" for number in numbers])
 
 
 class ClutteredDigitsSource(_MemorySource):
@@ -87,6 +86,13 @@ class ClutteredDigitsSource(_MemorySource):
 
 
 @cache  # every stage of a run, and every network that a process retrains, opens the same images
+def _make_plain(split: Split) -> tuple[np.ndarray, tuple[Image.Image, ...], np.ndarray]:
+    """Numbers (n,), images and labels (n,) int64 of a part."""
+    numbers, images, labels = _load(split)
+    return numbers, tuple(_enlarge(image, _SIDE).convert("RGB") for image in images), labels
+
+
+@cache
 def _make_cluttered(split: Split) -> tuple[np.ndarray, tuple[Image.Image, ...]]:
     """Labels (n,) int64 and images of a part."""
     _, images, labels = _load(split)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 
 import pytest
 import torch
@@ -65,7 +66,10 @@ def test_running_statistics_are_not_kept():
 
 
 @pytest.mark.slow
-def test_one_row(capsys):
+def test_one_row(capsys, monkeypatch):
+    """Its memory in a fork of this process, which has imported PyTorch."""
+    fork = multiprocessing.get_context("fork")
+    monkeypatch.setattr(steps.multiprocessing, "get_context", lambda _: fork)
     row = steps.bench(WORKLOAD, [VARIANTS["nasfast fp32"]], rounds=2, threads=1, quick=True)
     json.dumps(row)
     assert row["macs_per_image"] == digits_mini().cost(WORKLOAD.path).macs

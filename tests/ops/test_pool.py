@@ -1,8 +1,6 @@
 """The memory that the native operators' results come from: poisoned, reused, and safe to free from anywhere."""
 
 import gc
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -171,26 +169,3 @@ def test_workers_that_are_forked_have_their_own(pool, others):
     torch.set_num_threads(threads)
     assert torch.equal(y, want)
     assert pool.pool_bytes()[0] == others + y.nbytes
-
-
-OUTLIVED = """
-import os, resource, sys, torch
-from nasfast.ops import _native, conv_bn_act
-torch.set_num_threads(1)
-child = os.fork()
-if child:
-    # if no address space can be reserved, all memory comes from malloc
-    now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (now + (3 << 30), now + (3 << 30)))
-torch.keep = conv_bn_act(torch.ones(4, 16, 64, 64), torch.ones(16, 16, 1, 1), torch.ones(16), torch.zeros(16))
-used = _native.extension.pool_bytes()[0]
-assert (used == 0) == bool(child), used
-if child:
-    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-@pytest.mark.slow
-def test_tensors_outlive_the_interpreter_with_a_pool_and_with_little_address_space():
-    result = subprocess.run([sys.executable, "-c", OUTLIVED], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr

@@ -28,3 +28,8 @@ def run_dir(tmp_path_factory, config) -> Path:
 def out(run_dir, tmp_path) -> Path:
     """A copy of the finished run, which a test may change."""
     return Path(shutil.copytree(run_dir, tmp_path / "run"))
+
+
+@pytest.fixture(autouse=True)
+def no_figures(blank_figures) -> None:
+    """Of all reports here, that of the finished run alone has its figures drawn."""

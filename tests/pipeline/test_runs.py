@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import random
 import re
 import shutil
@@ -122,7 +123,7 @@ def test_stages_alone_give_with_the_saved_config_what_the_run_gives(run_dir, tmp
     assert (saved.supernet.init, saved.score.name) == ("aligned", "path_loss")
     assert (saved.train.epochs, saved.retrain.train.epochs, saved.data.batch_size) == (2, 1, 128)
     out = tmp_path / "stages"
-    assert main(["supernet", "--out", str(out), "--config", str(run_dir / "config.yaml")]) == 0
+    assert main(["supernet", "--config", str(run_dir / "config.yaml"), "--out", str(out)]) == 0
     assert not (out / "indicators.json").exists()
     for stage in ("score", "search", "retrain"):
         assert main([stage, "--out", str(out)]) == 0
@@ -172,6 +173,7 @@ def test_the_demo_fits_on_a_screen_without_a_terminal(tmp_path, monkeypatch, cap
     flags = ["--config", "demo", "--out", "run", "--threads", "1", "--space.resolution", "16"]
     flags += ["--train.epochs", "1", "--retrain.train.epochs", "1", "--search.max_macs", "175e3"]
     flags += ["--score.paths", "30", "--retrain.seeds", "1", "--retrain.random_architectures", "2"]
+    monkeypatch.setattr(logging.root, "handlers", [])  # those of pytest, which would get what a user reads
     assert main(["run", *flags]) == 0
     done = capsys.readouterr()
     lines = [*done.err.splitlines(), *done.out.splitlines()]

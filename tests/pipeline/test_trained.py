@@ -30,8 +30,9 @@ ONE = TaskSettings(workers=1, attempts=1)
 
 
 @pytest.fixture
-def settings(tmp_path, config):
-    """A run directory that has its settings and nothing else."""
+def settings(tmp_path, config, monkeypatch):
+    """A run directory that has its settings and nothing else; samples are of few draws."""
+    monkeypatch.setattr("nasfast.search.sampling._POOL", 256)
     cfg = resolved(RunConfig.load(config).replace(out=str(tmp_path / "run"), seed=3))
     cfg.run_dir.mkdir()
     cfg.save(cfg.run_dir / "config.yaml")
@@ -42,9 +43,11 @@ def settings(tmp_path, config):
 def test_a_sample_is_trained_once_and_grows(settings, small_forests, capsys, monkeypatch):
     run_tasks_here(monkeypatch)
     out = settings.run_dir
+    settings = settings.replace(data=settings.data.replace(val_fraction=0.6))
+    settings.save(out / "config.yaml")
     command = ["rank", "--out", str(out), "--epochs", "1", "--workers", "1", "--score", "naswot"]
     assert main([*command, "--train", "10", "--dry_run"]) == 0
-    assert "10 trainings of 1 epochs on 1299 images, 0 more are finished; 1 at a time" in capsys.readouterr().out
+    assert "10 trainings of 1 epochs on 577 images, 0 more are finished; 1 at a time" in capsys.readouterr().out
     assert [path.name for path in out.iterdir()] == ["config.yaml"]
     assert main([*command, "--train", "10"]) == 0
     first = read_accuracies(out / "accuracies.json", trained.space_of(settings))

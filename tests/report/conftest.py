@@ -10,11 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from nasfast.indicators.rank import rank
 from nasfast.indicators.table import IndicatorTable
-from nasfast.report import html
 from nasfast.search import Limits, equal_cost_random, pareto_front, save_candidates, search_table
 from nasfast.spaces import SearchSpace, mobilenet_v2
 
@@ -91,12 +89,3 @@ def finished_run(tmp_path_factory):
 def run(finished_run, tmp_path):
     """A copy of the finished run, which a test may change."""
     return Path(shutil.copytree(finished_run, tmp_path / "run"))
-
-
-@pytest.fixture
-def blank_figures(monkeypatch):
-    """Figures have few points and are not drawn, for tests of what a page says: drawing takes most of the time."""
-    monkeypatch.setattr(html, "_CLOUD", 3)
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, file, **_: file.write('<svg xmlns="http://www.w3.org/2000/svg"/>')
-    )
