@@ -58,10 +58,7 @@ NEEDED = {
     ],
     "noticing writes to tensors (ops/rounded.py)": lambda: [torch.ones(1).add_(1)._version == 1],
     "counting operations (research/zero_cost.py)": lambda: [_python_dispatch.TorchDispatchMode],
-    "a trace without the checks of sizes (fusion/find.py)": lambda: [
-        torch._assert,
-        nn.BatchNorm2d._check_input_dim,
-    ],
+    "a trace without the checks of sizes (fusion/find.py)": lambda: [torch._assert, nn.BatchNorm2d._check_input_dim],
     "telling patched and compiled modules from PyTorch's (fusion/modules.py)": lambda: [
         nn.Conv2d._conv_forward,
         nn.ReLU()._compiled_call_impl is None,
@@ -80,10 +77,7 @@ NEEDED = {
         atoms.relu_.default._schema.is_mutable and not atoms.relu.default._schema.is_mutable,
         torch._inductor.config.cpp.cxx,
     ],
-    "kept weights, gradients of ranks (engine, train/exchange.py)": lambda: [
-        torch._foreach_copy_,
-        torch._foreach_div_,
-    ],
+    "kept weights, gradients of ranks (engine, train/exchange.py)": lambda: [torch._foreach_copy_, torch._foreach_div_],
     "finding layers of a kind (fusion, research)": lambda: [
         issubclass(nn.Conv2d, conv._ConvNd) and issubclass(nn.Dropout, dropout._DropoutNd),
         issubclass(nn.SyncBatchNorm, batchnorm._BatchNorm) and issubclass(nn.InstanceNorm2d, batchnorm._NormBase),

@@ -8,16 +8,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from nasfast.spaces import (
-    Block,
-    FairSampler,
-    FixedLayer,
-    Sampler,
-    SearchSpace,
-    SqueezeExcite,
-    Stage,
-    nas_bench_macro,
-)
+from nasfast.spaces import Block, FairSampler, FixedLayer, Sampler, SearchSpace, SqueezeExcite, Stage, nas_bench_macro
 from nasfast.supernet import Supernet
 
 CHOICES = (Block("mbconv", 3, 2), Block("mbconv", 5, 1), Block("mbconv", 3, 3))

@@ -71,10 +71,7 @@ class Rules(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-LAUNCHERS = {
-    "nasfast_triton": ["nasfast.ops.triton"],
-    "nasfast_cuda": ["nasfast.ops.cuda.conv"],
-}
+LAUNCHERS = {"nasfast_triton": ["nasfast.ops.triton"], "nasfast_cuda": ["nasfast.ops.cuda.conv"]}
 
 
 def launchers(namespace):

@@ -187,8 +187,7 @@ def _replace_forward(block):
 
 @emulates
 @pytest.mark.parametrize(
-    "change",
-    [_parametrise, _parametrise_frozen, _hook_parameter, _hook_backward, _tie, _have_unused, _replace_forward],
+    "change", [_parametrise, _parametrise_frozen, _hook_parameter, _hook_backward, _tie, _have_unused, _replace_forward]
 )
 def test_a_candidate_that_is_more_than_a_chain_is_called(change, emulated):
     def changed(*arguments, **options):

@@ -17,10 +17,7 @@ ON_GPU = DEVICE == "cuda" and not backends.why_not_cuda_kernels(torch.empty(0, d
 WHY_NOT = None if ON_GPU else _native.why_no_emulation()
 PLACE = "cuda" if ON_GPU else "cpu"
 # for modules whose tests need the kernels, and for tests of what only the emulation has
-needs_kernels = [
-    pytest.mark.usefixtures("device"),
-    pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT)),
-]
+needs_kernels = [pytest.mark.usefixtures("device"), pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
 needs_emulation = pytest.mark.skipif(_native.why_no_emulation() is not None, reason=str(_native.why_no_emulation()))
 emulated_only = pytest.mark.skipif(ON_GPU, reason="a GPU has its own multiprocessors, and its own order of threads")
 cuda_chain = partial(ops.conv_bn_act_chain, backend="cuda")

@@ -2,14 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases.chain import (
-    BFLOAT16,
-    ChainCase,
-    backward_arguments,
-    check_opcheck,
-    forward_arguments,
-    native_chain,
-)
+from kernel_cases.chain import BFLOAT16, ChainCase, backward_arguments, check_opcheck, forward_arguments, native_chain
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nasfast import ops

@@ -34,10 +34,7 @@ CASES = {name: (replace(GOOD, units=units), reason) for name, (units, reason) in
 CASES["few"] = replace(GOOD, shape=(2, 4, 6, 6)), "stage 0 has 4 channels, not a multiple of 8"
 STEM = replace(GOOD, shape=(2, 4, 6, 8), units="dense8k3/relu6")
 CASES["deep"] = STEM, "the kernels have 3 x 3, at most 3 channels and stride 1 or 2"
-CASES["odd row"] = (
-    replace(STEM, shape=(2, 3, 6, 9)),
-    "a row of x has 27 numbers; dense stage 0 needs a multiple of 8",
-)
+CASES["odd row"] = (replace(STEM, shape=(2, 3, 6, 9)), "a row of x has 27 numbers; dense stage 0 needs a multiple of 8")
 CASES["shuffle"] = ChainCase((2, 16, 6, 6), "pw8/relu dw3/identity", shuffle=True, dtype=GOOD.dtype), "are shuffled"
 
 

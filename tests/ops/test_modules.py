@@ -12,12 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nasfast import ops
 from nasfast.ops import reference, squeeze
-from nasfast.ops.modules import (
-    BNAct2d,
-    ConvBNAct,
-    InvertedResidual,
-    SqueezeExcitation,
-)
+from nasfast.ops.modules import BNAct2d, ConvBNAct, InvertedResidual, SqueezeExcitation
 
 BLOCKS = [
     {"in_channels": cin, "out_channels": cout, "kernel_size": k, "stride": s, "expand": e}

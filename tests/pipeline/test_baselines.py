@@ -71,10 +71,7 @@ def test_a_later_stage_cannot_change_what_the_supernet_was_trained_with(out, cap
 @pytest.mark.slow
 def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(out):
     space = SearchSpace.load(out / "space.yaml")
-    earlier, weights = (
-        load_model(out / "retrain/best").arch,
-        (out / "retrain/best/model.safetensors").read_bytes(),
-    )
+    earlier, weights = (load_model(out / "retrain/best").arch, (out / "retrain/best/model.safetensors").read_bytes())
     smaller = space.cost(earlier).macs - 1
     assert main(["search", "--out", str(out), "--search.max_macs", str(smaller)]) == 0
     assert RunConfig.load(out / "config.yaml").search.max_macs == smaller

@@ -10,15 +10,7 @@ import resource
 import numpy as np
 import pytest
 
-from nasfast.runtime.files import (
-    answers_from_hex,
-    answers_to_hex,
-    check_room,
-    read_metrics,
-    seal,
-    unseal,
-    write_atomic,
-)
+from nasfast.runtime.files import answers_from_hex, answers_to_hex, check_room, read_metrics, seal, unseal, write_atomic
 
 
 @pytest.mark.parametrize("images", [0, 1, 8, 13, 1000])

@@ -113,11 +113,7 @@ def test_history_of_another_scorer_or_space_is_refused(tmp_path, small_space, ma
 
 @pytest.mark.parametrize(
     "damage",
-    [
-        lambda line: b"{not json",
-        lambda line: line.replace(b"0", b"1", 1),
-        lambda line: b"\xff" + line,
-    ],
+    [lambda line: b"{not json", lambda line: line.replace(b"0", b"1", 1), lambda line: b"\xff" + line],
     ids=["not JSON", "other digits", "not text"],
 )
 def test_damaged_lines_are_named_and_evaluated_again(tmp_path, small_space, make_table, config, caplog, damage):

@@ -35,11 +35,7 @@ LAYERWISE = {name: build for name, build in BUILDERS.items() if isinstance(build
 SPACES = {name: build() for name, build in LAYERWISE.items()} | {"bnnas": mobilenet_v2(variant="bnnas")}
 
 # Published rows of NAS-Bench-Macro: architecture, parameters, MACs (its "flops").
-MACRO_ROWS = [
-    ("00000011", 1195306, 20517376),
-    ("00000100", 507562, 11962880),
-    ("00001022", 2154410, 40620544),
-]
+MACRO_ROWS = [("00000011", 1195306, 20517376), ("00000100", 507562, 11962880), ("00001022", 2154410, 40620544)]
 
 
 ACTS = "'identity', 'relu', 'relu6', 'tanh', 'hswish', 'silu'"
@@ -220,10 +216,7 @@ def test_arch_forms():
     ("arch", "message"),
     [
         ((0,) * 7, "must have 8 values, got 7"),
-        (
-            (0, 1, 2, 3, 0, 0, 0, 0),
-            "layer 3 of space 'nas_bench_macro': choice 3 is not one of 0 .identity., 1",
-        ),
+        ((0, 1, 2, 3, 0, 0, 0, 0), "layer 3 of space 'nas_bench_macro': choice 3 is not one of 0 .identity., 1"),
         ((0, 1, 2.0, 0, 0, 0, 0, 0), "layer 2 .*: choice 2.0 is not one of 0 .identity., 1"),
         ((0, 1, 2, "1", 0, 0, 0, 0), "layer 3 .*: choice '1' is not"),
     ],

@@ -107,13 +107,7 @@ def test_the_time_that_is_left_counts_the_networks_that_follow(tmp_path, monkeyp
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [
-        (0.2, "1 s"),
-        (59.1, "1 min 00 s"),
-        (599.1, "10 min"),
-        (3541, "1 h 00 min"),
-        (float("inf"), "unknown"),
-    ],
+    [(0.2, "1 s"), (59.1, "1 min 00 s"), (599.1, "10 min"), (3541, "1 h 00 min"), (float("inf"), "unknown")],
 )
 def test_durations(seconds, text):
     assert duration(seconds) == text

@@ -14,14 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from nasfast.config import ConfigError
 from nasfast.spaces import FairSampler, digits_mini
 from nasfast.supernet import Supernet, build
-from nasfast.train import (
-    Evaluation,
-    TrainConfig,
-    TrainingDivergedError,
-    TrainStage,
-    train,
-    train_supernet,
-)
+from nasfast.train import Evaluation, TrainConfig, TrainingDivergedError, TrainStage, train, train_supernet
 from nasfast.train import loop as loop_module
 from nasfast.train.checkpoint import CheckpointFolder, encode, load_checkpoint
 from nasfast.train.log import read_metrics

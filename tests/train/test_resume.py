@@ -9,11 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from nasfast.spaces import FairSampler, UniformSampler, digits_mini
 from nasfast.supernet import Supernet
-from nasfast.train import (
-    CheckpointError,
-    TrainConfig,
-    train_supernet,
-)
+from nasfast.train import CheckpointError, TrainConfig, train_supernet
 from nasfast.train.batches import as_epochs
 from nasfast.train.checkpoint import load_checkpoint
 from nasfast.train.log import read_metrics
