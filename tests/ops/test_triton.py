@@ -27,7 +27,7 @@ bn_act = partial(ops.bn_act, backend="triton")
 SIZES = [
     *(Case((1, channels, 1, pixels)) for channels, pixels in product((1, 24), (31, 33, 256, 257))),
     *(Case((1, 12, 1, pixels)) for pixels in (32, 255, 264)),
-    Case((1, 3136, 1, 33)),
+    Case((1, 200, 1, 33)),
 ]
 # the interpreter takes seconds for more elements; several tiles for each program have a test of their own
 OTHERS = [case for case in CASES if DEVICE == "cuda" or math.prod(case.shape) < 10**4]

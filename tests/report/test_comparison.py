@@ -32,16 +32,24 @@ def settings(folder, **changes):
     (folder / "config.yaml").write_text(json.dumps(form))
 
 
-@pytest.fixture
-def runs(tmp_path, make_run):
-    """Two runs in one space; the table of the second is the first one's with noise."""
+@pytest.fixture(scope="session")
+def made(tmp_path_factory, make_run):
+    """The files of two runs in one space; the table of the second is the first one's with noise."""
+    folder = tmp_path_factory.mktemp("two")
     for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        make_run(tmp_path / name, digits_mini(), max_macs=2.5e6)
-        settings(tmp_path / name, seed=int(name == "b"))
-    table, rng = IndicatorTable.load(tmp_path / "a" / "indicators.json"), random.Random(3)
+        (folder / name).mkdir()
+        make_run(folder / name, digits_mini(), max_macs=2.5e6)
+    table, rng = IndicatorTable.load(folder / "a" / "indicators.json"), random.Random(3)
     block = tuple({c: score + rng.gauss(0, 0.1) for c, score in row.items()} for row in table.block)
-    IndicatorTable(table.space, block, table.layer, {"method": "dinas"}).save(tmp_path / "b" / "indicators.json")
+    IndicatorTable(table.space, block, table.layer, {"method": "dinas"}).save(folder / "b" / "indicators.json")
+    return folder
+
+
+@pytest.fixture
+def runs(made, tmp_path):
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    for seed, name in enumerate("ab"):
+        settings(tmp_path / name, seed=seed)
     return tmp_path / "a", tmp_path / "b"
 
 
