@@ -25,6 +25,7 @@ if torch.backends.cpu.get_cpu_capability() == "AVX2":
 # before cuBLAS is initialised, which otherwise refuses every matrix product under deterministic algorithms
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+import forked  # noqa: E402
 from devices import DEVICE, no_gpu  # noqa: E402
 
 from nasfast.ops import _native, _triton  # noqa: E402
@@ -49,6 +50,12 @@ def pytest_collection_modifyitems(items):
         place = min([LONG.index(mark.name) for mark in item.iter_markers() if mark.name in LONG], default=len(LONG))
         places[item.path] = min(place, places.get(item.path, place))
     items.sort(key=lambda item: places[item.path])
+
+
+def pytest_collection_finish(session):
+    """Before any test runs, fork the process that starts ranks and stages that are killed."""
+    if any(item.get_closest_marker("kill") for item in session.items):
+        forked.start_server()
 
 
 @pytest.hookimpl(wrapper=True)

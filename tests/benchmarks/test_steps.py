@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 
 import pytest
 import torch
@@ -67,9 +66,8 @@ def test_running_statistics_are_not_kept():
 
 @pytest.mark.slow
 def test_one_row(capsys, monkeypatch):
-    """Its memory in a fork of this process, which has imported PyTorch."""
-    fork = multiprocessing.get_context("fork")
-    monkeypatch.setattr(steps.multiprocessing, "get_context", lambda _: fork)
+    """Its memory is measured in this process, because a new one takes seconds to start."""
+    monkeypatch.setattr(steps, "measure_memory", steps._memory_of)
     row = steps.bench(WORKLOAD, [VARIANTS["nasfast fp32"]], rounds=2, threads=1, quick=True)
     json.dumps(row)
     assert row["macs_per_image"] == digits_mini().cost(WORKLOAD.path).macs

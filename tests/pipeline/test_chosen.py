@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-import multiprocessing
 import shutil
 import sys
 
@@ -250,10 +248,14 @@ def test_networks_that_are_retrained_apart_have_the_same_bytes(searched, tmp_pat
     assert main(["retrain", "--out", str(searched), *flags]) == 0
     said, expected = capsys.readouterr().out, files(searched)
 
-    # in processes, while this one holds the lock of the run directory; one starts Python again, which takes seconds
-    contexts = itertools.cycle(["spawn", "fork"])
-    monkeypatch.setattr(tasks, "get_context", lambda _: multiprocessing.get_context(next(contexts)))
+    # while this process holds the lock of the run directory, one in another, which takes seconds to start, and one here
+    in_another = tasks.TaskRunner._in_process
+    run_tasks_here(monkeypatch)
+    here = tasks.TaskRunner._in_process
+    ways = iter([in_another, here])
+    monkeypatch.setattr(tasks.TaskRunner, "_in_process", lambda *task: next(ways)(*task))
     assert main(["retrain", "--out", str(many), *flags, "--workers", "2"]) == 0
+    monkeypatch.setattr(tasks.TaskRunner, "_in_process", here)
     assert capsys.readouterr().out.replace(str(many), str(searched)) == said
     assert files(many) == expected
     assert not (many / "retrain-tasks").exists()
@@ -269,7 +271,6 @@ def test_networks_that_are_retrained_apart_have_the_same_bytes(searched, tmp_pat
     assert files(many) == expected
 
     # the first two attempts of a network end in the middle
-    run_tasks_here(monkeypatch)
     steps, original = [], loop.update
 
     def step(*args, **kwargs):
