@@ -1,6 +1,6 @@
-"""What `nasfast.research` adds to the registries of the core: their names, and where each is.
+"""What the registries import when it is used, by name: scores of the core, and all that `nasfast.research` adds.
 
-The core imports none of these modules itself: an entry, mostly `module:attribute`, is imported when it is used.
+An entry is a module, or `module:attribute`. The core imports nothing of `nasfast.research` in another way.
 """
 
 from __future__ import annotations

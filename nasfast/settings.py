@@ -359,7 +359,7 @@ class TrainConfig(ConfigBase):
 
 _STRUCTURE = {"isometry": 5.0}
 """Weight of `sqrt_size` beside a score that is not a method's preset, by score: 5 is the 0.2 of `isometry` beside
-`sqrt_size`, which was chosen on NAS-Bench-Macro (docs/ranking.md). Other scores stand alone."""
+`sqrt_size`, which was chosen on NAS-Bench-Macro (docs/ranking.md). The weight of others is 0."""
 
 
 @dataclass(frozen=True)

@@ -332,6 +332,9 @@ def _declare(parser: Parser, command: str) -> None:
     else:
         parser.add_common()
         COMMANDS[command][1](parser)
+        for short in set(_SHORT) & set(parser._option_string_actions) if command in STAGES else ():
+            action = parser._option_string_actions[short]
+            action.help, action.metavar = f"short for {_SHORT[short]}", "NAME"  # `parse` writes it out
 
 
 def run_config(command: str, given: dict[str, Any]) -> tuple[RunConfig, dict[str, Any]]:
@@ -346,6 +349,9 @@ def run_config(command: str, given: dict[str, Any]) -> tuple[RunConfig, dict[str
     form: dict[str, Any] = {}
     if (others.get("resume") or command not in ("run", "supernet")) and saved.exists():
         form = load_yaml(saved)
+        before, score = form.get("score", {}), given.get("score", {}).get("name")
+        if score not in (None, before.get("name")):  # what was resolved for the score of the run is not for this one
+            form["score"] = {**before, "distill": None, "structure": None}
     try:
         cfg = RunConfig.from_dict(merge(form, {name: value for name, value in given.items() if name in settings}))
     except ConfigError as error:

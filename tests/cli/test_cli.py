@@ -22,6 +22,7 @@ from nasfast.cli.main import main
 from nasfast.config import load_yaml, to_number
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.pipeline.resolve import resolved
+from nasfast.pipeline.stage import save_config
 from nasfast.research.studies import registry
 from nasfast.retrain import save_model
 from nasfast.settings import RunConfig
@@ -93,6 +94,23 @@ def test_a_recipe_is_a_file_of_the_package(seen, name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     file = load_yaml(Path(nasfast.__file__).parent / "recipes" / f"{name}.yaml")
     assert config_of(seen, "--config", name) == resolved(RunConfig.from_dict(file))
+
+
+def test_another_score_does_not_take_what_was_resolved_for_that_of_the_run(tmp_path):
+    """The weight of `sqrt_size` and distilling belong to a score, unless they are given."""
+    before = RunConfig.from_dict({"out": str(tmp_path)}).resolved()
+    save_config(before)
+    assert (before.score.name, before.score.distill, before.score.structure) == ("path_loss", True, 4.0)
+    for flags, distill, structure in (
+        (["--score", "isometry"], None, 5.0),
+        (["--score", "gamma"], None, 0.0),
+        (["--score", "gamma", "--score.structure", "2"], None, 2.0),
+        (["--score", "path_loss"], True, 4.0),
+        ([], True, 4.0),
+    ):
+        cfg, _ = run_config("score", parse(["score", "--out", str(tmp_path), *flags])[1])
+        fresh = before.score.replace(name=cfg.score.name, distill=distill, structure=structure).resolved(cfg.method)
+        assert cfg.score == fresh
 
 
 @pytest.mark.parametrize(
