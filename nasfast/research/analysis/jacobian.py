@@ -2,9 +2,11 @@
 
 phi = (1 / w_out) E tr J J^T and varphi = (1 / w_out) E tr (J J^T)^2 - phi^2; isometry is phi near 1 and varphi near 0.
 DI-NAS section 3 calls the eigenvalues of J J^T singular values; here a singular value is the square root of one.
+phi_min and varphi_min divide by min(w_in, w_out) instead, which leaves out the zeros that a module with more outputs
+than inputs must have.
 
-BatchNorm couples the samples of a batch. Its statistics are taken from the given batch and then are constants, so that
-every sample has its own Jacobian.
+BatchNorm couples the samples of a batch. By default its statistics are taken from the given batch and then are
+constants, so that every sample has its own Jacobian.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from nasfast.ops.modules import (
 Array = NDArray[np.float64]
 Function = Callable[[Tensor], Tensor]
 Method = Literal["exact", "probes"]
+BNMode = Literal["constant", "coupled"]
 _Module = TypeVar("_Module", bound=nn.Module)
 
 MAX_EXACT = 4_000_000
@@ -55,17 +58,20 @@ class Isometry:
 
     Attributes:
         phi, varphi: moments with the divisor w_out.
+        phi_min, varphi_min: moments with the divisor min(w_in, w_out).
         phi_error, varphi_error: standard errors over samples and probes together; nan for a single exact sample.
         values, weights: singular values in ascending order and the share of each. Shares add up to 1, with the zeros of
             a module that has more outputs than inputs. `exact` has all values of all samples, `probes` has quantiles.
         largest: largest singular value over samples; with probes, a close lower bound over two samples; -inf without a
             density.
-        w_in, w_out: elements of one sample's input and output.
+        w_in, w_out: elements of one sample's input and output; of the whole batch for bn_mode `coupled`.
         method: `exact` or `probes`.
     """
 
     phi: float
     varphi: float
+    phi_min: float
+    varphi_min: float
     phi_error: float
     varphi_error: float
     values: Array
@@ -97,6 +103,7 @@ def isometry(
     samples: int = 8,
     probes: int = 64,
     method: Method | None = None,
+    bn_mode: BNMode = "constant",
     circular: bool = False,
     max_exact: int = MAX_EXACT,
     lanczos_steps: int = 30,
@@ -116,6 +123,8 @@ def isometry(
         samples: number of first samples of x whose Jacobians are averaged before varphi is formed.
         probes: number of random vectors, divided over the samples.
         method: `exact`, `probes`, or None: exact if a Jacobian has at most `max_exact` elements.
+        bn_mode: `constant` takes statistics of x as constants; `coupled` takes the Jacobian of the whole batch x,
+            through the statistics too.
         circular: whether zero-padded convolutions wrap around instead, which leaves out the loss at borders.
         max_exact: largest number of elements of a Jacobian for which None means exact.
         lanczos_steps: Lanczos steps of the density from probes, their longest part; 0 leaves out density and largest.
@@ -126,17 +135,17 @@ def isometry(
             many samples; samples are coupled by more than BatchNorm; a BatchNorm with constant statistics runs several
             times; an operation has no derivative; or an output or Jacobian is not finite.
     """
-    _check(x, samples, probes, method)
-    generator, points = torch.Generator().manual_seed(seed), x.detach()[:samples]
+    _check(x, samples, probes, method, bn_mode)
+    generator = torch.Generator().manual_seed(seed)
     with differentiable_operators():
-        frozen = frozen_copy(module, x, circular=circular)
-        w_in, w_out = points[0].numel(), _output_size(frozen, points.float())
+        function, points = _prepared(module, x, bn_mode, circular, torch.float32, samples)
+        w_in, w_out = points[0].numel(), _output_size(function, points)
         method = method or ("exact" if w_in * w_out <= max_exact else "probes")
         if method == "exact":
-            frozen = frozen_copy(module, x, circular=circular, dtype=torch.float64)
-            estimates = _exact(frozen, points.double(), w_out)
+            function, points = _prepared(module, x, bn_mode, circular, torch.float64, samples)
+            estimates = _exact(function, points, w_out)
         else:
-            estimates = _probed(frozen, points.float(), w_out, probes, min(lanczos_steps, w_out), generator)
+            estimates = _probed(function, points, w_out, probes, min(lanczos_steps, w_out), generator)
     return _summary(*estimates, w_in, w_out, method)
 
 
@@ -149,7 +158,7 @@ def differentiable_operators() -> Iterator[None]:
         yield
 
 
-def _check(x: Tensor, samples: int, probes: int, method: str | None) -> None:
+def _check(x: Tensor, samples: int, probes: int, method: str | None, bn_mode: str) -> None:
     """Check the arguments of `isometry`."""
     if x.ndim < 2 or x.shape[0] < 1 or x[0].numel() < 1 or not x.is_floating_point():
         raise ValueError(f"isometry: x must be floating and of shape (N, ...), N >= 1, got {x.dtype} {tuple(x.shape)}")
@@ -157,27 +166,45 @@ def _check(x: Tensor, samples: int, probes: int, method: str | None) -> None:
         raise ValueError("isometry: x has elements that are not finite")
     if samples < 1 or probes < 2:
         raise ValueError(f"isometry: needs samples >= 1 and probes >= 2, got {samples} and {probes}")
-    if samples > x.shape[0]:
+    if bn_mode != "coupled" and samples > x.shape[0]:
         raise ValueError(f"isometry: samples={samples}, but x has {x.shape[0]}: pass more or lower samples")
-    if method not in (None, *get_args(Method)):
-        raise ValueError(f"isometry: unknown method={method!r}; {nearest(str(method), get_args(Method))}")
+    for name, value, valid in (("method", method, get_args(Method)), ("bn_mode", bn_mode, get_args(BNMode))):
+        if value is not None and value not in valid:
+            raise ValueError(f"isometry: unknown {name}={value!r}; {nearest(value, valid)}")
+
+
+def _prepared(
+    module: nn.Module, x: Tensor, bn_mode: BNMode, circular: bool, dtype: torch.dtype, samples: int
+) -> tuple[Function, Tensor]:
+    """A function that works on each row of its input, and the points at which to differentiate it."""
+    frozen = frozen_copy(module, x, bn_mode=bn_mode, circular=circular, dtype=dtype)
+    x = x.detach().to(dtype)
+    if bn_mode == "coupled":
+        # the whole batch is one sample
+        return lambda rows: torch.stack([frozen(batch) for batch in rows]), x[None]
+    return frozen, x[:samples]
 
 
 @torch.no_grad()
 def frozen_copy(
-    module: _Module, x: Tensor | None, *, circular: bool = False, dtype: torch.dtype = torch.float32
+    module: _Module,
+    x: Tensor,
+    *,
+    bn_mode: BNMode = "constant",
+    circular: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> _Module:
     """A copy in evaluation mode whose BatchNorms use the statistics of the batch x, so that samples do not interact.
 
     Args:
         module: any module; it is not changed.
-        x: (N, ...); it is cast to dtype. None keeps the statistics of each batch.
-        circular: see `isometry`.
+        x: (N, ...); it is cast to dtype.
+        bn_mode, circular: see `isometry`; `coupled` keeps batch statistics.
         dtype: dtype of the copy.
 
     Raises:
-        ValueError: the module cannot take x; or a BatchNorm gets fewer than two values per channel or runs several
-            times.
+        ValueError: the module cannot take x; or, where statistics are constants, a BatchNorm gets fewer than two values
+            per channel or runs several times.
     """
     frozen = copy.deepcopy(module).to(dtype).requires_grad_(False).eval()
     for part in frozen.modules():
@@ -192,7 +219,7 @@ def frozen_copy(
         norm.track_running_stats = False
         norm.running_mean = norm.running_var = None
         norm.train()
-    if x is not None and norms:
+    if bn_mode == "constant" and norms:
         statistics: dict[_BatchNorm, tuple[Tensor, Tensor]] = {}
         handles = [norm.register_forward_pre_hook(functools.partial(_record, statistics)) for norm in norms]
         applied(frozen, x.to(dtype))
@@ -209,7 +236,7 @@ def _record(statistics: dict[_BatchNorm, tuple[Tensor, Tensor]], norm: _BatchNor
     """Record the statistics of a BatchNorm's input."""
     (x,) = inputs
     if norm in statistics:
-        raise ValueError("isometry: a BatchNorm runs several times, with other statistics: give each call its own")
+        raise ValueError("isometry: a BatchNorm runs several times, with other statistics: set bn_mode='coupled'")
     if x.numel() // x.shape[1] < 2:
         raise ValueError(
             f"isometry: BatchNorm needs two values per channel, and {tuple(x.shape)} has one: pass more samples in x"
@@ -249,7 +276,10 @@ def _output_size(function: Function, points: Tensor) -> int:
     alone = applied(function, points[:1])
     # the same arithmetic with another batch size may differ only by rounding
     if not torch.allclose(alone, y[:1], rtol=1e-2, atol=1e-3 * float(y.abs().max())):
-        raise ValueError("isometry: the result of a sample depends on other samples, and not by BatchNorm")
+        raise ValueError(
+            "isometry: the result of a sample depends on other samples, and not by BatchNorm: bn_mode='coupled' takes "
+            "the batch as one sample"
+        )
     return y[0].numel()
 
 
@@ -436,10 +466,11 @@ def _summary(
     # the square of an estimate is too large by its variance
     bias = float((firsts.var(1, ddof=1) / estimates).sum()) / samples**2 if estimates > 1 else 0.0
     square = phi**2 - bias
+    share = w_out / min(w_in, w_out)
     # to first order, varphi changes with seconds - 2 phi firsts
     influence = seconds - 2 * phi * firsts
     return Isometry(
-        phi, second - square,
+        phi, second - square, phi * share, second * share - square * share**2,
         _standard_error(firsts), _standard_error(influence),
         values, weights, largest, w_in, w_out, method,
     )  # fmt: skip

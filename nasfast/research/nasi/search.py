@@ -164,12 +164,7 @@ def sample(
     batches = endless(to_learn_from(loader), device)
     step = _soft if cfg.gates == "soft" else _straight_through
     for t in range(cfg.steps):
-        x, y = next(batches)
-        if cfg.labels == "random":
-            seed = derive_seed(cfg.seed, NASI_LABELS, t)
-            y = random_labels(len(y), mixture.num_classes, seed=seed).to(y.device)
-        if cfg.images == "random":
-            x = random_images(x.shape, seed=derive_seed(cfg.seed, NASI_IMAGES, t)).to(x)
+        x, y = _visible(*next(batches), cfg, mixture.num_classes, t)
         noisy = alpha + gumbel(alpha.shape, torch.Generator().manual_seed(derive_seed(cfg.seed, NASI_GATES, t)))
         value, gradient = step(mixture, noisy, x.to(mixture.weights[0].dtype), y, cfg.temperature)
         q.append(value.detach().double().cpu())
@@ -284,16 +279,18 @@ def search(
     loader: object,
     cfg: NasiConfig = NasiConfig(),
     *,
+    logits: Tensor | None = None,
     device: str | torch.device = "cpu",
     progress: Callable[[int], None] | None = None,
 ) -> NasiResult:
-    """One search from logits of 0: `sample`, then `solve`; the arguments are those of `sample`.
+    """One search: `sample`, then `solve`; the arguments are those of `sample`.
 
     Raises:
         ValueError: no candidate is preferred, because no sampled architecture has a slope; and as `sample`.
         FloatingPointError: no step was finite.
     """
-    return solve(sample(mixture, loader, cfg, device=device, progress=progress), cfg).check()
+    record = sample(mixture, loader, cfg, logits=logits, device=device, progress=progress)
+    return solve(record, cfg).check()
 
 
 def _start(mixture: Mixture, logits: Tensor | None) -> Tensor:
@@ -303,6 +300,15 @@ def _start(mixture: Mixture, logits: Tensor | None) -> Tensor:
         raise ValueError(f"logits must be {tuple(shape)} (kinds, edges, ops), got {tuple(logits.shape)}")
     start = torch.zeros(shape, dtype=torch.float64) if logits is None else logits.detach().double().clone()
     return start.masked_fill(~mixture.allowed, -torch.inf)
+
+
+def _visible(x: Tensor, y: Tensor, cfg: NasiConfig, classes: int, step: int) -> tuple[Tensor, Tensor]:
+    """The images and labels that the search may see of a batch."""
+    if cfg.labels == "random":
+        y = random_labels(len(y), classes, seed=derive_seed(cfg.seed, NASI_LABELS, step)).to(y.device)
+    if cfg.images == "random":
+        x = random_images(x.shape, seed=derive_seed(cfg.seed, NASI_IMAGES, step)).to(x)
+    return x, y
 
 
 def random_labels(count: int, classes: int, *, seed: int) -> Tensor:

@@ -6,7 +6,7 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -38,8 +38,8 @@ def sample_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _factory(name: str) -> Callable[[], nn.Module]:
-    """Makes the user's module of a name `package.module:factory`, which may be that of a module or of a function."""
+def _imported(name: str) -> Any:
+    """The user's module, or the function that makes it, of a name `package.module:factory`."""
     package, _, attribute = name.partition(":")
     if not package or not attribute:
         raise ConfigError(f"module must be package.module:factory, got {name!r}")
@@ -48,21 +48,22 @@ def _factory(name: str) -> Callable[[], nn.Module]:
         sys.path.insert(0, "")
     # a user's code may raise anything
     try:
-        source = getattr(importlib.import_module(package), attribute)
+        return getattr(importlib.import_module(package), attribute)
     except Exception as error:
         raise ConfigError(f"module {name!r}: cannot import it: {type(error).__name__}: {error}") from error
 
-    def make() -> nn.Module:
-        try:
-            module = copy.deepcopy(source) if isinstance(source, nn.Module) else source()
-        except Exception as error:
-            text = f"making it without arguments failed: {type(error).__name__}: {error}"
-            raise ConfigError(f"module {name!r}: {text}") from error
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"module {name!r} must return an nn.Module, got {type(module).__name__}")
-        return module
 
-    return make
+def _made(name: str, source: Any) -> nn.Module:
+    """A new module from what `_imported` gave."""
+    try:
+        module = copy.deepcopy(source) if isinstance(source, nn.Module) else source()
+    except Exception as error:
+        raise ConfigError(
+            f"module {name!r}: making it without arguments failed: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"module {name!r} must return an nn.Module, got {type(module).__name__}")
+    return module
 
 
 def initialised(name: str, shape: str, seed: int, measure: Callable[[str, nn.Module], Result]) -> dict[str, Result]:
@@ -70,11 +71,11 @@ def initialised(name: str, shape: str, seed: int, measure: Callable[[str, nn.Mod
 
     The name is `package.module:factory`, and the shape of a sample is for messages.
     """
-    make = _factory(name)
+    source = _imported(name)
     settings: dict[str, Init | None] = {"as it is": None, "orthogonal": "orthogonal", "gaussian": "gaussian"}
     found = {}
     for setting, init in settings.items():
-        module = make()
+        module = _made(name, source)
         try:
             if init is not None:
                 initialize(module, init, seed=seed)

@@ -21,7 +21,7 @@ class Study:
         name: the command, and its kind where it has several, such as `moments quick`.
         text: its line in the help of the command.
         config: class in this package, `module:name`: its fields are the flags.
-        run: function in this package: `run(config, out) -> StudyReport`.
+        run: function in this package: `run(config, out, task) -> StudyReport`.
         files: stem of the JSON file and the page.
         resumes: whether it continues from what it finds in its output directory.
         writes: what it writes besides its report, as the help says it.
@@ -47,15 +47,15 @@ _FOUND = "space.yaml, and indicators.json (layers) or arch_nasi.json (cells)"
 _ALL = (
     Study("isometry", "", "isometry.config:IsometryConfig", "isometry.study:run", "isometry"),
     Study("moments quick", "small synthetic experiments with pass marks, in about a minute",
-          "config:StudyConfig", "moments.study:quick", "moments", resumes=True),
+          "moments.config:QuickConfig", "moments.study:quick", "moments", resumes=True),
     Study("moments figures", "figures 2 to 5 of the paper, beside its published arrays",
           "moments.config:FiguresConfig", "moments.study:figures", "moments", resumes=True),
     Study("moments module", "candidates and random paths of a search space, or any module",
           "moments.config:ModuleConfig", "moments.study:module", "moments"),
     Study("wiring theorems", "theorems on local costs, checked on real networks",
-          "config:StudyConfig", "wiring.study:theorems", "wiring-theorems"),
+          "wiring.config:TheoremsConfig", "wiring.study:theorems", "wiring-theorems"),
     Study("wiring p1", "growing: None leads first, then operations",
-          "wiring.config:LearntConfig", "wiring.study:growth", "wiring-p1", resumes=True, tasks=True),
+          "wiring.config:GrowthConfig", "wiring.study:growth", "wiring-p1", resumes=True, tasks=True),
     Study("wiring p2", "width preference, and a control for its cause",
           "wiring.config:WidthConfig", "wiring.study:width", "wiring-p2", resumes=True, tasks=True),
     Study("wiring p3", "collapse on two levels, and why",

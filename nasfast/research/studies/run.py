@@ -1,8 +1,10 @@
-"""How a study is carried out: its threads, and what its report says of the machine."""
+"""How a study is carried out: its threads, its progress, and what its report says of the machine."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,37 @@ from nasfast.measure.timing import machine, measuring
 from nasfast.research.studies import registry
 from nasfast.research.studies.report import StudyReport
 from nasfast.runtime.device import torch_device
+from nasfast.runtime.progress import Progress
 from nasfast.settings import TaskSettings
+
+Done = Callable[[int], None]
+"""To be called with how much of a part of a study is done."""
+Task = Callable[[str, int], Done]
+"""Given the name of a part of a study and its size, returns its `Done`."""
+
+
+@contextmanager
+def progress() -> Iterator[Task]:
+    """Shows the part of a study that runs, one at a time; see `nasfast.runtime.progress.Progress`."""
+    with ExitStack() as shown:
+
+        def task(name: str, total: int) -> Done:
+            shown.close()  # the part before has ended
+            part = shown.enter_context(Progress(name, total))
+
+            def tell(done: int) -> None:
+                part.update(done)
+                if done >= total:
+                    shown.close()  # what follows may show its own progress
+
+            return tell
+
+        yield task
+
+
+def no_task(name: str, total: int) -> Done:
+    """A `Task` that reports no progress, for measurements that run outside a study."""
+    return lambda done: None
 
 
 def run_study(
@@ -37,8 +69,9 @@ def run_study(
     device = str(torch_device(getattr(config, "device", "cpu")))
     start = time.perf_counter()
     with measuring(config.threads):
-        more = {} if tasks is None else {"tasks": tasks}
-        found: StudyReport = run(config, None if out is None else Path(out), **more)
+        with progress() as task:
+            more = {} if tasks is None else {"tasks": tasks}
+            found: StudyReport = run(config, None if out is None else Path(out), task, **more)
         where = {"device": device, **machine()}
     seconds = time.perf_counter() - start
     return replace(found, name=study.files, config=config, seconds=seconds, machine=where, environment=environment())

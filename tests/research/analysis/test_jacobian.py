@@ -55,6 +55,9 @@ def test_singular_values_are_those_of_the_matrix(shape):
     assert found.largest == pytest.approx(float(wanted.max()), rel=1e-12)
     phi, second = float((wanted**2).sum() / out), float((wanted**4).sum() / out)
     assert (found.phi, found.varphi) == pytest.approx((phi, second - phi**2), rel=1e-10)
+    least = min(shape)
+    phi, second = float((wanted**2).sum() / least), float((wanted**4).sum() / least)
+    assert (found.phi_min, found.varphi_min) == pytest.approx((phi, second - phi**2), rel=1e-10)
     # an expansion has out - in zeros, and they count
     assert found.quantile(0.2) == pytest.approx(0.0 if out > inputs else float(wanted.sort()[0][1]), abs=1e-6)
     assert found.histogram(np.array([-1.0, 100.0])).sum() == pytest.approx(1)
@@ -171,12 +174,13 @@ def test_errors_are_clear_and_leave_the_module_as_it_was(how, message):
     assert_unchanged(module, before)
 
 
+@pytest.mark.parametrize("bn_mode", ["constant", "coupled"])
 @pytest.mark.parametrize("method", METHODS)
-def test_the_module_is_left_as_it_was(method):
+def test_the_module_is_left_as_it_was(bn_mode, method):
     module = Fails("").train()
     before = state_of(module)
     generator = torch.get_rng_state()
-    found = isometry(module, torch.randn(8, 3, 4, 4), method=method, circular=True, samples=2)
+    found = isometry(module, torch.randn(8, 3, 4, 4), bn_mode=bn_mode, method=method, circular=True, samples=2)
     assert math.isfinite(found.phi)
     assert_unchanged(module, before)
     assert generator.shape == torch.get_rng_state().shape
@@ -192,6 +196,7 @@ def test_the_module_is_left_as_it_was(method):
         (torch.randn(8, 3, 4, 4), {"samples": 9}, "samples=9, but x has 8"),
         (torch.randn(8, 3, 4, 4), {"probes": 1}, "probes >= 2"),
         (torch.randn(8, 3, 4, 4), {"method": "exat"}, "did you mean 'exact'"),
+        (torch.randn(8, 3, 4, 4), {"bn_mode": "x"}, "unknown bn_mode='x'; valid: constant, coupled"),
     ],
 )
 def test_wrong_arguments_are_named(x, changes, message):
@@ -205,12 +210,15 @@ def test_a_batch_too_small_for_batchnorm_is_named():
         isometry(module, torch.randn(1, 4), samples=1)
 
 
-def test_a_batchnorm_alone_divides_by_the_deviation_of_the_batch():
+def test_batchnorm_modes():
+    """A BatchNorm alone: constant divides by the batch's deviation, coupled projects besides."""
     x = torch.randn(64, 5) * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     norm = nn.BatchNorm1d(5, eps=1e-9)
     norm.running_var.fill_(4.0)
     wanted = float((1 / x.double().var(0, correction=0)).mean())
     assert isometry(norm, x).phi == pytest.approx(wanted, rel=1e-6)
+    # per channel I - 1 1^T / n - z z^T / n: two of 64 directions are lost
+    assert isometry(norm, x, bn_mode="coupled", method="exact").phi == pytest.approx(wanted * 62 / 64, rel=1e-6)
 
 
 def test_circular_padding_keeps_the_border():
@@ -260,7 +268,8 @@ def test_the_same_seed_gives_the_same_numbers_and_json():
     assert without["largest"] is None and without["quantiles"] == {}
 
 
-def test_a_norm_that_runs_several_times_has_no_constant_statistics():
+@pytest.mark.parametrize("bn_mode", ["constant", "coupled"])
+def test_a_norm_that_runs_several_times_has_no_constant_statistics(bn_mode):
     """Those of its last input once served all of its inputs."""
 
     class Twice(nn.Module):
@@ -271,5 +280,9 @@ def test_a_norm_that_runs_several_times_has_no_constant_statistics():
         def forward(self, x):
             return self.norm(10 * self.norm(x))
 
-    with pytest.raises(ValueError, match="a BatchNorm runs several times"):
-        isometry(Twice(), torch.randn(16, 4))
+    module, x = Twice(), torch.randn(16, 4, generator=torch.Generator().manual_seed(0))
+    if bn_mode == "constant":
+        with pytest.raises(ValueError, match="a BatchNorm runs several times"):
+            isometry(module, x, bn_mode=bn_mode)
+    else:
+        assert isometry(module, x, bn_mode=bn_mode).phi > 0

@@ -36,7 +36,7 @@ SMALL = {"width": 24, "batch": 16, "depth": 12, "every": 3}
         {"norm": "layer"},
         {"norm": "layer", "kernel": 3, "padding": "zero"},
         {"act": "tanh", "sigma_w": 1.5, "sigma_b": 0.1},
-        {"kernel": 3, "act": "tanh", "padding": "shifted"},
+        {"kernel": 3, "act": "relu6", "padding": "reflective"},
     ],
     ids=str,
 )

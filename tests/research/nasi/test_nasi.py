@@ -248,19 +248,19 @@ def test_labels_and_images_are_replaced_where_asked(images):
 
 def test_the_penalty_of_a_search_is_that_of_its_record(images):
     mixture = CellMixture(small_space())
-    found_by = NasiConfig(steps=4, mu=2.0, constraint="quantile", nu=0.5)
-    found = search(mixture, loader(images), found_by)
+    found = search(mixture, loader(images), NasiConfig(steps=4, mu=2.0, constraint="quantile", nu=0.5))
     above = found.q > float(found.q.median())
     expected = found.record.gradients * torch.where(above, -1.0, 1.0)[:, None, None, None]
     want = solve(replace(found.record, gradients=expected), NasiConfig(mu=0.0)).delta
     torch.testing.assert_close(found.delta, want)
     torch.testing.assert_close(found.r, torch.where(above, 2 * found.nu - found.q, found.q))
     start = torch.full(mixture.allowed.shape, 0.5)
-    # the record says where it was sampled
-    moved = solve(sample(mixture, loader(images), NasiConfig(steps=4), logits=start), found_by)
+    moved = search(mixture, loader(images), NasiConfig(steps=4, mu=2.0, nu=0.5), logits=start)
     torch.testing.assert_close(moved.logits, found.logits + 0.5)
+    # the record says where it was sampled
+    assert torch.equal(solve(moved.record, NasiConfig(nu=0.5)).logits, moved.logits)
     with pytest.raises(ValueError, match=r"logits must be \(1, 3, 3\)"):
-        sample(mixture, loader(images), logits=torch.zeros(2, 3, 3))
+        search(mixture, loader(images), logits=torch.zeros(2, 3, 3))
 
 
 def test_a_search_that_prefers_nothing_says_so(images):

@@ -15,9 +15,10 @@ from nasfast.cli.main import main
 from nasfast.research.analysis.moments.detect import Verdict
 from nasfast.research.studies import registry
 from nasfast.research.studies.draw import Figure, heat
-from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig
+from nasfast.research.studies.moments.config import ModuleConfig, QuickConfig
 from nasfast.research.studies.report import Check, Claim, StudyReport, Table, plain
-from nasfast.research.studies.run import run_study
+from nasfast.research.studies.run import progress, run_study
+from nasfast.runtime.progress import Progress
 
 REPORT = StudyReport(
     subject="two <things>",
@@ -28,7 +29,7 @@ REPORT = StudyReport(
     checks=(Check("met", 0, 1, 0.5), Check("missed", 1, math.inf, 0.5)),
     claims=(Claim("x < y", "x 2, y 1", "does not hold."),),
     name="example",
-    config=FiguresConfig(seed=4),
+    config=QuickConfig(seed=4),
     machine={"device": "cpu", "threads": 1},
 )
 
@@ -95,12 +96,34 @@ def test_a_report_as_text_and_files(tmp_path):
     assert "pass marks" not in str(bare) and "pass marks" not in bare.save(tmp_path).read_text().lower()
 
 
+def test_the_part_that_runs_is_shown_one_at_a_time(monkeypatch, capsys):
+    times = iter(range(0, 10_000, 40))  # more than the seconds between two lines
+    monkeypatch.setattr("nasfast.runtime.progress.time.monotonic", lambda: next(times))
+    with progress() as task:
+        for name in ("one", "two"):
+            done = task(name, 3)
+            for count in (1, 2, 3):
+                done(count)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("  ")[0] for line in lines] == [f"{name} {i}/3" for name in ("one", "two") for i in (1, 2, 3)]
+    monkeypatch.undo()
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    # rich before 14.1 draws no bar beside another one: of a part that ended early, or of what a part calls
+    with progress() as task:
+        task("three", 3)(1)
+        task("four", 4)(4)
+        with Progress("a stage", 5) as stage:
+            stage.update(5)
+    shown = capsys.readouterr().err
+    assert "1/3" in shown and "4/4" in shown and "5/5" in shown
+
+
 def test_every_study_of_the_registry_can_be_run():
     assert len(registry.STUDIES) > 10
     for name, study in registry.STUDIES.items():
         assert registry.find(name) is study
         assert {"threads", "seed"} <= set(study.load("config")().to_dict())
-        expected = ["cfg", "out"] + ["tasks"] * study.tasks
+        expected = ["cfg", "out", "task"] + ["tasks"] * study.tasks
         assert list(inspect.signature(study.load("run")).parameters) == expected
     with pytest.raises(KeyError, match="no study is called 'moments quik'; there are isometry, moments quick"):
         registry.find("moments quik")
@@ -109,11 +132,12 @@ def test_every_study_of_the_registry_can_be_run():
 def test_a_command_of_kinds(monkeypatch, capsys, tmp_path):
     calls = []
 
-    def long_run(cfg, out):
+    def long_run(cfg, out, task):
         calls.append((cfg, out, torch.get_num_threads()))
+        task("part", 2)(2)
         return REPORT
 
-    def short_run(cfg, out):
+    def short_run(cfg, out, task):
         calls.append((cfg, out, torch.get_num_threads()))
         return replace(REPORT, checks=())
 
@@ -121,7 +145,7 @@ def test_a_command_of_kinds(monkeypatch, capsys, tmp_path):
     kinds = {
         f"moments {name}": registry.Study(f"moments {name}", text, place[0] + config, place[1] + run, "example", *more)
         for name, text, config, run, *more in (
-            ("long_one", "a long one", "FiguresConfig", "long_run", True, "an extra file"),
+            ("long_one", "a long one", "QuickConfig", "long_run", True, "an extra file"),
             ("short", "a short one", "ModuleConfig", "short_run"),
         )
     }
@@ -132,7 +156,7 @@ def test_a_command_of_kinds(monkeypatch, capsys, tmp_path):
     before = torch.get_num_threads()
     threads = before + 1
     assert main(["moments", "long_one", "--seed=7", f"--threads={threads}", "--out", str(tmp_path)]) == 1
-    assert calls == [(FiguresConfig(seed=7, threads=threads), tmp_path, threads)]
+    assert calls == [(QuickConfig(seed=7, threads=threads), tmp_path, threads)]
     assert (tmp_path / "example.html").exists() and torch.get_num_threads() == before
     assert "1 of 2 pass marks missed" in capsys.readouterr().err
     form = json.loads((tmp_path / "example.json").read_text())

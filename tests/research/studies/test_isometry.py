@@ -108,7 +108,7 @@ def test_files(report, tmp_path):
     form = json.loads((tmp_path / "deep" / "isometry.json").read_text())
     assert form == json.loads(json.dumps(report.to_dict(), allow_nan=False))
     text = page.read_text()
-    assert text.count("<figure>") == 4
+    assert text.count("<figure>") == 5
     assert "http" not in text.replace("http-equiv", "")
     for title in ("What the paper says", "singular values", "fairness with depth", ">pass marks<"):
         assert title in text
@@ -123,6 +123,7 @@ def test_default_resolution():
     ("changes", "message"),
     [
         ({"samples": 9, "batch": 8}, "samples must be at most batch"),
+        ({"inputs": "red"}, "allowed: 'white', 'propagated'"),
         ({"module": "tests"}, "must be package.module:factory"),
         ({"module": "no_such_package:f"}, "cannot import it: .*'no_such_package'"),
         ({"module": "json:no_such"}, "cannot import it: .*'no_such'"),
@@ -186,7 +187,8 @@ def test_shuffle_units_and_identities():
     """A stride-1 unit has a branch on half of its channels; an identity is no candidate to measure."""
     layers = tuple(Stage(16, 2, 2, (Block("shuffle", 3), Block("shuffle_xception", 3), Block("identity"))) for _ in "a")
     net = Supernet(tiny_space(stages=layers, activation="relu"), fused=False)
-    rows, spreads = measure_supernet(net, IsometryConfig(**SMALL), setting="s")
+    images = torch.randn(16, 3, 16, 16)
+    rows, spreads = measure_supernet(net, images, IsometryConfig(**SMALL), setting="s", path=(0, 2))
     first, second = ([row for row in rows if row.layer == i] for i in (0, 1))
     assert [row.name for row in first] == ["k3", "xception", "identity"]
     assert [row.name for row in second] == ["k3", "xception"]

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from nasfast.research.analysis.meanfield import relative_gain
-from nasfast.research.studies.isometry.study import SPREADS, Row, claims_of, judged
+from nasfast.research.studies.isometry.study import SPREADS, Row, claims_of, judged, relative_gain
 
 TANH, ORTHO, GAUSS = "orthogonal, tanh", "orthogonal, relu6", "gaussian, relu6"
 R = relative_gain("relu6")

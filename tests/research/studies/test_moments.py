@@ -13,9 +13,8 @@ from torch import nn
 from nasfast.config import ConfigError
 from nasfast.research.analysis.moments.detect import detect, summarise
 from nasfast.research.analysis.moments.networks import NetConfig, gaussian, run
-from nasfast.research.studies.config import StudyConfig
 from nasfast.research.studies.moments import study
-from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig
+from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
 from nasfast.research.studies.moments.study import source_of
 from nasfast.research.studies.report import Check
 from nasfast.research.studies.run import run_study
@@ -37,7 +36,7 @@ def small(monkeypatch):
 
 
 def test_quick_measures_every_family_and_continues_from_its_results(small, tmp_path, monkeypatch):
-    report = run_study("moments quick", StudyConfig(seed=1), out=tmp_path)
+    report = run_study("moments quick", QuickConfig(seed=1), out=tmp_path)
     families = [f"{kind}, {f}" for kind in ("FC", "conv") for f in ("vanilla", "BN feed-forward", "BN resnet")]
     assert list(report.verdicts) == families
     assert [len(f.axes) for f in report.figures] == [2, *[2, 4, 4] * 2]
@@ -47,9 +46,9 @@ def test_quick_measures_every_family_and_continues_from_its_results(small, tmp_p
     assert all(math.isfinite(check.measured) for check in report.checks)
     json.dumps(report.to_dict(), allow_nan=False)
     monkeypatch.setattr("nasfast.research.analysis.moments.networks.run_chunk", None)
-    assert run_study("moments quick", StudyConfig(seed=1), out=tmp_path).checks == report.checks
+    assert run_study("moments quick", QuickConfig(seed=1), out=tmp_path).checks == report.checks
     with pytest.raises(TypeError):
-        run_study("moments quick", StudyConfig(seed=5), out=tmp_path)
+        run_study("moments quick", QuickConfig(seed=5), out=tmp_path)
 
 
 def test_the_marks_tell_the_families_apart():
@@ -183,15 +182,24 @@ def test_a_space(space, tmp_path):
     report = run_study("moments module", ModuleConfig(space=space, batch=8, paths=3, candidate_paths=2))
     settings = ("orthogonal, tanh", "gaussian, tanh", "orthogonal, relu6", "gaussian, relu6")
     assert tuple(report.verdicts) == settings
-    paths, stages, candidates, comparable = report.tables
+    paths, layers, stages, candidates, comparable = report.tables
     assert [row[0] for row in stages.rows] == ["reduction", "1 later", "whole stage"]
     assert [row[0] for row in paths.rows] == list(settings)
+    assert [row[0] for row in layers.rows] == ["0 reduction", "1", "2 reduction", "3"]
     assert [row[0] for row in candidates.rows] == [f"{i} {n}" for i in range(4) for n in ("k3 e2", "k5 e1", "k3 e3")]
     assert all(0.8 < float(cell) < 3 for row in candidates.rows for cell in row[1:])
     assert len(comparable.rows) == 4
     assert all((curves["candidates_std"] > 0).all() for curves in report.data["curves"].values())
     assert report.figures[0].axes[0].get_legend_handles_labels()[1] == list(settings)
     assert report.save(tmp_path).read_text().count("<figure>") == 1
+
+
+def test_a_space_on_images(space, tmp_path):
+    photos = write_folder(tmp_path / "photos", {"a": 6, "b": 6})
+    report = run_study(
+        "moments module", ModuleConfig(space=space, batch=8, paths=2, candidate_paths=1, images=str(photos))
+    )
+    assert "images of photos" in report.subject
 
 
 def two_layers() -> nn.Module:
@@ -225,6 +233,10 @@ def vectors() -> nn.Module:
         (
             lambda: run_study("moments module", ModuleConfig(module=f"{__name__}:two_layers", input="4,8,8")),
             "two_layers', input 4,8,8, as it is: .*cannot take x of shape",
+        ),
+        (
+            lambda: run_study("moments module", ModuleConfig(module=f"{__name__}:vectors", input="6", images="x")),
+            "images need an input",
         ),
     ],
 )

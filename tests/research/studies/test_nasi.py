@@ -82,7 +82,7 @@ def test_a_search_of_cells_writes_its_architecture(tmp_path, space):
 def test_a_layer_wise_search_writes_a_table_for_the_other_stages(tmp_path):
     report = run_study(
         "nasi search",
-        NasiSearchConfig(space="nas_bench_macro", modes=("standard", "random labels"), seeds=2, **TINY),
+        NasiSearchConfig(space="nas_bench_macro", modes="standard, random labels", seeds=2, **TINY),
         out=tmp_path,
     )
     found = IndicatorTable.load(tmp_path / "indicators.json")
@@ -188,8 +188,8 @@ def test_compare_ranks_beside_trivial_predictors(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"modes": ("standard", "random label")}, "random labels"),
-        ({"modes": ("standard", "standard")}, "each only once"),
+        ({"modes": "standard, random label"}, "unknown 'random label'.*random labels"),
+        ({"modes": "standard, standard"}, "each only once"),
         ({"space": "nas_bench_macr"}, "unknown space 'nas_bench_macr'.*did you mean 'nas_bench_macro'"),
         ({"mu": -1.0}, "mu and nu must not be negative, got -1.0"),
         ({"space": "nas_bench_macro", "channels": 8}, "channels belongs to darts, nas_bench_201, choice_blocks"),

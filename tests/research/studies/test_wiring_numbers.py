@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 from nasfast.research.cells.gates import uniform_logits
 from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchResult
 from nasfast.research.cells.space import DARTS_OPS, Cell, CellSpace, Edge, minimal_cell
-from nasfast.research.studies.report import checks_of
+from nasfast.research.studies.report import StudyReport, checks_of
+from nasfast.research.studies.run import no_task
 from nasfast.research.studies.wiring import study
-from nasfast.research.studies.wiring.config import CollapseConfig, LearntConfig, WidthConfig
+from nasfast.research.studies.wiring.config import CollapseConfig, GrowthConfig, WidthConfig
 from nasfast.research.studies.wiring.study import measures
 
 INF = float("inf")
@@ -83,9 +85,9 @@ def output_cost(found: CellSearchResult, which: int, records: range) -> float:
 
 SPACES = {
     "minimal": CellSpace("minimal", minimal_cell(), cells=2, channels=2),
-    "darts": study.space_of(LearntConfig(cells=4)),
-    "simplified": study.space_of(LearntConfig(cell="simplified")),
-    "nas_bench_201": study.space_of(LearntConfig(cell="nas_bench_201")),
+    "darts, reductions": GrowthConfig(cells=4, reductions=True).space(),
+    "simplified": GrowthConfig(cell="simplified").space(),
+    "nas_bench_201": GrowthConfig(cell="nas_bench_201").space(),
     "restricted": CellSpace("r", minimal_cell().restricted(0, 2, ("none", "sep_conv_3x3")), cells=1, channels=2),
     # into node 3 there is no edge from an input
     "chain": CellSpace("c", Cell(1, 3, (Edge(0, 1), Edge(0, 2), Edge(1, 2), Edge(2, 3)), (3,)), cells=1, channels=2),
@@ -173,82 +175,97 @@ def runner(monkeypatch) -> Fabricating:
     return made
 
 
-def marks_of(checks) -> dict[str, tuple[float, float, float]]:
-    return {check.name: (check.low, check.high, check.measured) for check in checks}
+def assert_marks(found: StudyReport, expected: Mapping[str, tuple[float, float, float]]) -> None:
+    """Name -> from, to, measured; the marks of the patterns have a test of their own."""
+    marks = {c.name: (c.low, c.high, c.measured) for c in found.checks if c.name in expected}
+    assert marks == {name: pytest.approx(mark, abs=1e-12) for name, mark in expected.items()}
 
 
-def test_studies_ask_for_the_searches_of_section_9_and_judge_every_seed(runner):
-    found = study.growth(LearntConfig(seeds=2), None)
-    expected = checks_of("seed 1", study.PATTERNS["P1"].marks(measures(runner.found["dsnas", 1])))
+def test_a_pattern_is_judged_for_every_seed(runner):
+    found = study.growth(GrowthConfig(seeds=2), None, no_task)
+    m = measures(runner.found["dsnas", 1])
+    expected = checks_of("seed 1", study.PATTERNS["P1"].marks(m))
     assert len(found.checks) == 2 * len(expected) and found.checks[len(expected) :] == tuple(expected)
-    missing = [sign for sign, seen in found.verdicts["P1, seed 0"].evidence.items() if not seen]
-    assert found.verdicts["P1, seed 0"].names == (f"not seen: {', '.join(missing)}",)
-    # marks are of the default settings, and the controls have their own
-    assert study.growth(LearntConfig(steps=1499), None).checks == ()
-    assert study.width(WidthConfig(control_steps=599), None).checks == ()
-    assert len(study.width(WidthConfig(seeds=2, cell="minimal", lr=0.3), None).checks) == 8
-    for name, outputs, first in zip(
-        CONTROLS, ((1, 2), (2,), (2,)), (DARTS_OPS, DARTS_OPS, ("sep_conv_5x5",)), strict=True
+    assert found.notes == ()
+    verdict = found.verdicts["P1, seed 0"]
+    missing = [sign for sign, seen in verdict.evidence.items() if not seen]
+    assert verdict.names == (f"not seen: {', '.join(missing)}",)
+    assert study.growth(GrowthConfig(steps=1499), None, no_task).checks == ()
+
+
+def test_marks_of_the_control_for_width(runner):
+    found = study.width(WidthConfig(seeds=2), None, no_task)
+    expected = {}
+    labels = dict(zip(CONTROLS, ("simplified", "modified, sampled", "modified, (0,1) fixed"), strict=True))
+    for name, label in labels.items():
+        for seed in (0, 1):
+            f = runner.found[name, seed]
+            late = [mean_cost(f, e, range(9, 12)) for e in range(3)]
+            early = [mean_cost(f, e, range(6)) for e in range(3)]
+            between = (-INF, 0) if name == CONTROLS[2] else (0, INF)
+            expected[f"{label}, seed {seed}: cost of (1,2) minus (0,2), last quarter"] = (*between, late[2] - late[1])
+            if name == CONTROLS[1]:
+                expected[f"{label}, seed {seed}: cost of (1,2) minus (0,1), first half"] = (0, INF, early[2] - early[0])
+            row = next(r for r in found.tables[2].rows if r[:2] == (label, f"seed {seed}"))
+            assert list(row[2:]) == [f"{v:+.3f}" for v in (*early, *late)]
+    assert_marks(found, expected)
+    # the control has its own marks, which do not depend on the search
+    assert len(study.width(WidthConfig(seeds=2, cell="minimal"), None, no_task).checks) == len(expected)
+    assert study.width(WidthConfig(seeds=2, control_steps=599), None, no_task).checks == ()
+    lines = found.figures[-1].axes[0].lines
+    # of each edge two runs and their mean, which has the label
+    assert [line.get_label() for line in lines[2::3]] == ["(0,1)", "(0,2)", "(1,2)"]
+    one = [[mean_cost(runner.found[CONTROLS[0], 1], e, range(r, r + 1)) for r in range(12)] for e in range(3)]
+    np.testing.assert_allclose([line.get_ydata() for line in lines[1:-1:3]], one)
+
+
+def test_the_control_is_that_of_section_6(runner):
+    study.width(WidthConfig(seeds=1, lr=0.3, noise=1.0), None, no_task)
+    for name, outputs, first in (
+        (CONTROLS[0], (1, 2), DARTS_OPS),
+        (CONTROLS[1], (2,), DARTS_OPS),
+        (CONTROLS[2], (2,), ("sep_conv_5x5",)),
     ):
         cfg, search = runner.asked[name]
         cell = runner.found[name, 0].space.cell
         assert (cell.outputs, cell.edges[0].ops, cell.edges[1].ops) == (outputs, first, DARTS_OPS)
         assert (search.method, search.redraw, search.records) == ("uniform", name != CONTROLS[0], 12)
-        # row W5, whatever the search
+        # row W5 of section 9, whatever the search
         assert (cfg.samples, cfg.noise, cfg.lr, cfg.steps, cfg.channels, cfg.cells) == (1000, 3.0, 0.1, 600, 8, 1)
-    found = study.collapse(CollapseConfig(seeds=2), None)
-    assert len(found.checks) == 2 * (3 + 1 + 6)
-    dropped = int((runner.found["dsnas", 1].probabilities[-1, 0].argmax(-1) == 0).sum())
-    assert marks_of(found.checks)["seed 1: edges that are None on one level"] == (0, 6, dropped)
+
+
+def test_marks_of_collapse_and_signs_of_the_gates(runner):
+    found = study.collapse(CollapseConfig(seeds=2), None, no_task)
+    expected = {}
+    for seed in (0, 1):
+        single, gates = (runner.found[name, seed] for name in ("dsnas", "table"))
+        dropped = int((single.probabilities[-1, 0].argmax(-1) == 0).sum())
+        # the third quarter of twelve records, by hand
+        sums = gates.outputs[6] + gates.outputs[7] + gates.outputs[8]
+        c, ell, h = (sums[..., q] / sums[..., 3] for q in range(3))
+        held_out = gates.outputs[:, SEARCH, 0, 0] / gates.outputs[:, SEARCH, 0, 3]
+        table = f"table, seed {seed}:"
+        expected |= {
+            f"seed {seed}: edges that are None on one level": (0, 6, dropped),
+            f"{table} correct C, training": (-INF, 0, c[TRAIN, 1]),
+            f"{table} correct C, held out": (-INF, 0, c[SEARCH, 1]),
+            f"{table} wrong L, held out minus training": (0, INF, ell[SEARCH, 2] - ell[TRAIN, 2]),
+            f"{table} wrong H, held out minus training": (-INF, 0, h[SEARCH, 2] - h[TRAIN, 2]),
+            f"{table} wrong C, held out minus training": (0.5, INF, c[SEARCH, 2] - c[TRAIN, 2]),
+            f"{table} held-out C, second half minus first": (0, INF, held_out[6:].mean() - held_out[:6].mean()),
+        }
+        row = next(r for r in found.tables[3].rows if r[0] == f"wrong, seed {seed}")
+        shown = [q[which, 2] for q in (c, ell, h) for which in (TRAIN, SEARCH)]
+        assert list(row[1:]) == [f"{v:+.2f}" for v in shown]
+    assert_marks(found, expected)
+    assert len(found.checks) == len(expected) + 2 * 3
     cfg, search = runner.asked["table"]
-    # row W4: probabilities stay, held-out batches are measured
+    # row W4 of section 9: probabilities stay, held-out batches are measured
     assert (search.method, search.bilevel, search.alpha_lr) == ("darts", True, 0.0)
     assert (cfg.cell, cfg.channels, cfg.samples, cfg.noise, cfg.lr, cfg.steps) == ("minimal", 8, 300, 3.0, 0.1, 300)
     searches = {name: asked for name, (_, asked) in runner.asked.items()}
     assert searches["dsnas-bilevel"].bilevel and not searches["dsnas"].bilevel
-    assert searches["dsnas"] == LearntConfig(seed=1).search()
-
-
-def test_marks_of_the_control_for_width():
-    labels = ("simplified", "modified, sampled", "modified, (0,1) fixed")
-    runs = {label: {0: fabricated(SPACES["simplified"], records=12, seed=i)} for i, label in enumerate(labels)}
-    expected, rows = {}, []
-    for label, found in runs.items():
-        late, early = ([mean_cost(found[0], e, records) for e in range(3)] for records in (range(9, 12), range(6)))
-        between = (-INF, 0) if label.endswith("fixed") else (0, INF)
-        expected[f"{label}, seed 0: cost of (1,2) minus (0,2), last quarter"] = (*between, late[2] - late[1])
-        if label == labels[1]:
-            expected[f"{label}, seed 0: cost of (1,2) minus (0,1), first half"] = (0, INF, early[2] - early[0])
-        rows.append((label, "seed 0", *(f"{v:+.3f}" for v in (*early, *late))))
-    marks = marks_of(study.control_checks(runs))
-    assert marks == {name: pytest.approx(mark, abs=1e-12) for name, mark in expected.items()}
-    assert study.control_table(runs).rows == tuple(rows)
-    one = [[mean_cost(runs[labels[0]][0], e, range(r, r + 1)) for r in range(12)] for e in range(3)]
-    # of each edge a run and the mean, which has the label
-    lines = study.control("", runs).axes[0].lines
-    assert [line.get_label() for line in lines[1::2]] == ["(0,1)", "(0,2)", "(1,2)"]
-    np.testing.assert_allclose([line.get_ydata() for line in lines[:-1:2]], one)
-
-
-def test_signs_of_the_gates():
-    gates = fabricated(SPACES["minimal"], records=12, bilevel=True, method="darts")
-    # the third quarter of twelve records, by hand
-    sums = gates.outputs[6] + gates.outputs[7] + gates.outputs[8]
-    c, ell, h = (sums[..., q] / sums[..., 3] for q in range(3))
-    held_out = gates.outputs[:, SEARCH, 0, 0] / gates.outputs[:, SEARCH, 0, 3]
-    expected = {
-        "table, seed 3: correct C, training": (-INF, 0, c[TRAIN, 1]),
-        "table, seed 3: correct C, held out": (-INF, 0, c[SEARCH, 1]),
-        "table, seed 3: wrong L, held out minus training": (0, INF, ell[SEARCH, 2] - ell[TRAIN, 2]),
-        "table, seed 3: wrong H, held out minus training": (-INF, 0, h[SEARCH, 2] - h[TRAIN, 2]),
-        "table, seed 3: wrong C, held out minus training": (0.5, INF, c[SEARCH, 2] - c[TRAIN, 2]),
-        "table, seed 3: held-out C, second half minus first": (0, INF, held_out[6:].mean() - held_out[:6].mean()),
-    }
-    window = study.sign_window(gates)
-    marks = marks_of(study.sign_checks(3, gates, window))
-    assert marks == {name: pytest.approx(mark, abs=1e-12) for name, mark in expected.items()}
-    shown = [q[which, 2] for q in (c, ell, h) for which in (TRAIN, SEARCH)]
-    assert study.signs_table({3: window}).rows[1] == ("wrong, seed 3", *(f"{v:+.2f}" for v in shown))
+    assert searches["dsnas"] == GrowthConfig(seed=1).search()
 
 
 SEEN = {

@@ -8,8 +8,8 @@ from typing import Literal
 
 from nasfast.config import ConfigBase
 
-Padding = Literal["periodic", "shifted", "zero"]
-Act = Literal["relu", "tanh"]
+Padding = Literal["periodic", "shifted", "zero", "reflective"]
+Act = Literal["relu", "relu6", "tanh", "identity"]
 Norm = Literal["none", "batch", "layer"]
 
 
@@ -20,17 +20,17 @@ class NetConfig(ConfigBase):
     Attributes:
         norm: normalisation before the activation: `none` (vanilla), `batch`, `layer`.
         residual: feed-forward units per residual (H); 0 for a feed-forward network.
-        act: activation: `relu` or `tanh`.
+        act: activation: `relu`, `relu6`, `tanh`, `identity`.
         kernel: kernel size of the convolutions; 0 for fully connected layers.
         width: number of channels.
         depth: number of layers, or of residuals in a residual network.
         batch: number of samples, B.
         every: number of layers between records.
-        sigma_w, sigma_b: Var(omega) = sigma_w^2 / fan-in and Var(beta) = sigma_b^2; sigma_w null takes sqrt(2) for
-            ReLU, and 1 for tanh.
-        padding: `periodic`, `zero`, or `shifted`, which is periodic with the whole border above and left, as in the
-            paper's code. It shifts every output by a pixel, which matters only to residual networks, because their skip
-            connections are not shifted.
+        sigma_w, sigma_b: Var(omega) = sigma_w^2 / fan-in and Var(beta) = sigma_b^2; sigma_w null takes sqrt(2) for ReLU
+            and ReLU6, otherwise 1.
+        padding: `periodic`, `zero`, `reflective`, or `shifted`, which is periodic with the whole border above and left,
+            as in the paper's code. It shifts every output by a pixel, which matters only to residual networks, because
+            their skip connections are not shifted.
         eps: epsilon of the normalisations.
         dtype: dtype of signal and noise; moments are float64.
     """
@@ -68,4 +68,4 @@ class NetConfig(ConfigBase):
         """sigma_w, also where it is null."""
         if self.sigma_w is not None:
             return self.sigma_w
-        return math.sqrt(2) if self.act == "relu" else 1.0
+        return math.sqrt(2) if self.act in ("relu", "relu6") else 1.0

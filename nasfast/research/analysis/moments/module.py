@@ -28,7 +28,7 @@ def held(module: _Module) -> _Module:
 
     One forward pass is enough, because every BatchNorm takes its statistics from its input just before it uses them.
     """
-    copy = frozen_copy(module, None)
+    copy = frozen_copy(module, torch.empty(0), bn_mode="coupled")
     for norm in copy.modules():
         if isinstance(norm, nn.modules.batchnorm._BatchNorm):
             norm.track_running_stats = True
@@ -122,11 +122,7 @@ def module_moments(
         raise ValueError(f"module_moments: draws must be at least 1, got {draws}")
     copy = held(module)
     modules = dict(copy.named_modules())
-    chosen, prefix, parent = list(probes or ()), "", copy
-    if probes is None:
-        while len(children := list(parent.named_children())) == 1:
-            prefix, parent = f"{prefix}{children[0][0]}.", children[0][1]
-        chosen = [f"{prefix}{child}" for child, _ in children] or [prefix.rstrip(".")]
+    chosen = _children(copy) if probes is None else list(probes)
     for name in chosen:
         if name not in modules:
             raise ValueError(f"module_moments: no submodule {name!r}; {nearest(name, [n for n in modules if n])}")
@@ -154,3 +150,11 @@ def module_moments(
     curves = {key: np.array([[place[key] for place in row] for row in rows]) for key in rows[0][0]}
     curves["inc"] = np.exp(np.diff(curves["logchi"], axis=1, prepend=0.0))
     return ModuleMoments(tuple(names), curves)
+
+
+def _children(module: nn.Module) -> list[str]:
+    """Names of the probes that `module_moments` takes by default."""
+    name = ""
+    while len(children := list(module.named_children())) == 1:
+        name, module = f"{name}{children[0][0]}.", children[0][1]
+    return [f"{name}{child}" for child, _ in children] or [name.rstrip(".")]

@@ -12,7 +12,7 @@ import json
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 from zipfile import BadZipFile
@@ -26,6 +26,7 @@ from nasfast.research.analysis.moments.config import NetConfig
 from nasfast.research.analysis.moments.pairs import (
     Pair,
     act,
+    add,
     batch_norm,
     conv,
     energies,
@@ -162,8 +163,8 @@ def propagate(cfg: NetConfig, draws: Draws, pair: Pair) -> Iterator[dict[str, Pa
                 pair = linear(x)
                 if h == 0:
                     places |= {"norm": z, "act": x, "unit": pair}
-            # both branches must have the same scale, which changes only behind the sum
-            places |= {"branch": pair, "sum": replace(pair, v=places["input"].v + pair.v)}
+            places |= {"branch": pair, "sum": add(places["input"], pair)}
+            # both branches must have the same scale, so it changes only here
             pair = rescale(places["sum"])
             places["sum"] = pair
         else:

@@ -7,6 +7,7 @@ positions per channel and then averaged over channels, in float64; they are (R,)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 from nasfast.research.analysis.moments.config import Act, Padding
 
 # `shifted` is periodic with the whole border on one side, which shifts the output relative to the input
-_PAD_MODES = {"periodic": "circular", "shifted": "circular", "zero": "constant"}
+_PAD_MODES = {"periodic": "circular", "shifted": "circular", "zero": "constant", "reflective": "reflect"}
 
 
 @dataclass(frozen=True)
@@ -103,12 +104,32 @@ def layer_norm(pair: Pair, eps: float) -> Pair:
     return replace(pair, v=torch.stack((z, dz)))
 
 
+def _tanh(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = torch.tanh(x)
+    return y, 1 - y * y
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    # the slopes take phi'(0) = 0
+    "relu": lambda x: (x.clamp_min(0), x > 0),
+    "relu6": lambda x: (x.clamp(0, 6), (x > 0) & (x < 6)),
+    "tanh": _tanh,
+}
+
+
 def act(pair: Pair, name: Act) -> Pair:
-    """x = phi(y) and dx = phi'(y) dy, with phi'(0) = 0 for ReLU."""
+    """x = phi(y) and dx = phi'(y) dy."""
+    if name == "identity":
+        return replace(pair, v=pair.v.clone())
     y = torch.empty_like(pair.v)
-    y[0] = pair.x.clamp_min(0) if name == "relu" else torch.tanh(pair.x)
-    torch.mul(pair.dx, pair.x > 0 if name == "relu" else 1 - y[0] * y[0], out=y[1])
+    y[0], slope = _ACTIVATIONS[name](pair.x)
+    torch.mul(pair.dx, slope, out=y[1])
     return replace(pair, v=y)
+
+
+def add(a: Pair, b: Pair) -> Pair:
+    """The sum of two branches, whose noise must have the same scale."""
+    return replace(a, v=a.v + b.v)
 
 
 def rescale(pair: Pair) -> Pair:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from nasfast.research.studies.config import SubjectConfig
 
@@ -17,6 +17,7 @@ class IsometryConfig(SubjectConfig):
         samples: number of Jacobians averaged per candidate.
         probes: number of random vectors per candidate if its Jacobian is too large to be formed.
         lanczos_steps: number of Lanczos steps for the singular value densities from probes.
+        inputs: inputs of the candidates: `white` noise, or white images `propagated` along the mean path.
         paths: number of random paths that are compared by depth.
     """
 
@@ -24,6 +25,7 @@ class IsometryConfig(SubjectConfig):
     samples: int = 4
     probes: int = 32
     lanczos_steps: int = 8
+    inputs: Literal["white", "propagated"] = "white"
     paths: int = 64
 
     def _check_values(self) -> None:

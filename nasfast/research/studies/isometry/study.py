@@ -1,30 +1,31 @@
-"""The isometry study: `run(config, out) -> StudyReport`, with its numbers, marks, claims, tables and figures."""
+"""The isometry study: `run(config, out, task) -> StudyReport`, with its numbers, marks, claims, tables and figures."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.colors import TwoSlopeNorm
 from torch import Tensor, nn
 
 from nasfast.measure.timing import random_batch
 from nasfast.ops.modules import ConvBNAct, InvertedResidual
 from nasfast.research.analysis.fairness import SPREADS, channel_moments, depth_spread, fairness, without_indicator_bn
 from nasfast.research.analysis.jacobian import Isometry, applied, circular_conv_moments, frozen_copy, isometry
-from nasfast.research.analysis.meanfield import relative_gain
-from nasfast.research.studies.draw import GREY, SERIES, Figure, level, literal
+from nasfast.research.analysis.meanfield import activation, normal_nodes, phase_diagram
+from nasfast.research.studies.draw import GREY, INK, SERIES, Figure, level, literal
 from nasfast.research.studies.inputs import initialised, reduced_space, sample_shape
 from nasfast.research.studies.isometry.config import IsometryConfig
 from nasfast.research.studies.report import Check, Claim, Form, StudyReport, Table
-from nasfast.runtime.progress import Progress
-from nasfast.spaces import get_space
+from nasfast.research.studies.run import Task, no_task
+from nasfast.spaces import SKIP, Arch, SearchSpace, get_space, mean_path
 from nasfast.supernet import Init, Supernet, initialize
 from nasfast.supernet.blocks import DenseInvertedResidual, ShuffleUnit
 from nasfast.supernet.init import GAINS
@@ -56,6 +57,7 @@ _NEARLY_ALL = 0.95
 _NEAR = 0.1
 # Few images are enough, because variances are averaged over channels and positions.
 _DEPTH_IMAGES = 16
+_DIAGRAM_ACT = "tanh"
 _DENSITIES = 6
 _FAIRNESS = {
     "f_var": "f_var: std of log variance",
@@ -108,6 +110,17 @@ Rows = Mapping[str, Sequence[Row]]
 """Setting -> its rows."""
 
 
+def relative_gain(act: str) -> float:
+    """r = E sigma'(z)^2 / Var sigma(z), z normal: the gain of one BatchNorm -> activation -> convolution -> BatchNorm.
+
+    1 for the identity, 1.178 for tanh, 1.467 for ReLU; ReLU6 differs from ReLU by less than 1e-7.
+    """
+    a = activation(act)
+    nodes, weights = normal_nodes([0.0, *a.kinks])
+    values = a.value(nodes)
+    return float(weights @ a.slope(nodes) ** 2 / (weights @ values**2 - (weights @ values) ** 2))
+
+
 def branch_of(block: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """The branch of a block, without skip connection or bypass, and what selects its part of the block's input."""
     if isinstance(block, (InvertedResidual, DenseInvertedResidual)) and block.has_residual:
@@ -141,34 +154,46 @@ def _variance(y: Tensor) -> float:
     return channel_moments(y)[1] if y.ndim > 1 else float(y.double().var(correction=0))
 
 
-def measure_supernet(net: Supernet, cfg: IsometryConfig, *, setting: str) -> tuple[list[Row], list[dict[str, Any]]]:
-    """Measure every candidate of every layer on white noise, and how much the candidates of a layer differ.
+def measure_supernet(
+    net: Supernet, images: Tensor, cfg: IsometryConfig, *, setting: str, path: Arch | None, task: Task = no_task
+) -> tuple[list[Row], list[dict[str, Any]]]:
+    """Measure every candidate of every layer, and how much the candidates of a layer differ.
 
     Args:
         net: a supernet of plain modules (`fused=False`); not changed.
-        cfg: how much to spend on each candidate, and number and seed of the inputs.
+        images: (N, C, H, W); their number is that of the white inputs too.
+        cfg: how much to spend on each candidate, and the seed of white noise.
         setting: name of the rows.
+        path: through which the images propagate to each layer; None gives every layer white noise of its own shape.
+        task: tells the progress.
 
     Returns:
         Rows, and per layer the SPREADS (None where they are not known) with and without the indicator BatchNorms.
     """
     rows, spreads = [], []
+    done = task(setting, len(net.layers))
     # the signs of the probes begin from the same seed; a stream of its own would change the published figures
     generator = torch.Generator().manual_seed(cfg.seed)
-    with Progress(setting, len(net.layers)) as shown:
-        for index, choice_layer in enumerate(net.layers):
-            layer = choice_layer.layer
-            h = torch.randn(cfg.batch, layer.in_channels, layer.size, layer.size, generator=generator)
-            blocks = {layer.label(c): m for c, m in enumerate(choice_layer.candidates) if type(m) is not nn.Identity}
-            measured = [_measure_block(block, h, cfg, setting, index, name) for name, block in blocks.items()]
-            rows += measured
-            for indicator_bn in (True, False) if len(blocks) > 1 else ():
+    with torch.no_grad():
+        h = net.stem(images)
+    for index, choice_layer in enumerate(net.layers):
+        layer = choice_layer.layer
+        if path is None:
+            h = torch.randn(len(images), layer.in_channels, layer.size, layer.size, generator=generator)
+        blocks = {layer.label(c): m for c, m in enumerate(choice_layer.candidates) if not isinstance(m, nn.Identity)}
+        measured = [_measure_block(block, h, cfg, setting, index, name) for name, block in blocks.items()]
+        rows += measured
+        if len(blocks) > 1:
+            for indicator_bn in (True, False):
                 chosen = [b if indicator_bn else without_indicator_bn(b) for b in blocks.values()]
                 # the Jacobians were measured with the BatchNorms
                 phi = [row.branch.phi for row in measured] if indicator_bn else None
                 place = {"setting": setting, "layer": index, "indicator_bn": indicator_bn}
                 spreads.append({**place, **fairness(chosen, h, phi=phi)})
-            shown.update(index + 1)
+        if path is not None and path[index] != SKIP:
+            with torch.no_grad():
+                h = choice_layer.candidates[path[index]](h)
+        done(index + 1)
     return rows, spreads
 
 
@@ -185,14 +210,20 @@ def _measure_block(block: nn.Module, h: Tensor, cfg: IsometryConfig, setting: st
 
 def parts_of(module: nn.Module) -> dict[str, nn.Module]:
     """The children of a module by name; an `nn.Sequential` is replaced by its children."""
-    parts: dict[str, nn.Module] = {}
-    for name, child in module.named_children():
-        inner = parts_of(child) if type(child) is nn.Sequential else {}
-        parts |= {f"{name}.{key}": part for key, part in inner.items()} if inner else {name: child}
-    return parts
+
+    def walk(parent: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in parent.named_children():
+            if type(child) is nn.Sequential:
+                yield from walk(child, f"{prefix}{name}.")
+            else:
+                yield f"{prefix}{name}", child
+
+    return dict(walk(module, ""))
 
 
-def measure_module(module: nn.Module, x: Tensor, cfg: IsometryConfig, *, setting: str) -> list[Row]:
+def measure_module(
+    module: nn.Module, x: Tensor, cfg: IsometryConfig, *, setting: str, task: Task = no_task
+) -> list[Row]:
     """Measure a module as a whole, and each of its parts at the input that reaches it; x is (N, ...).
 
     Parts without parameters, parts that are used several times, and parts that do not map one tensor to one are left
@@ -212,19 +243,20 @@ def measure_module(module: nn.Module, x: Tensor, cfg: IsometryConfig, *, setting
         applied(frozen, x)
     for handle in handles:
         handle.remove()
+    done = task(setting, 1 + len(inputs))
+    rows = [measure(module, x, cfg, setting=setting, name="whole")]
     own = parts_of(module)
-    with Progress(setting, 1 + len(inputs)) as shown:
-        rows = [measure(module, x, cfg, setting=setting, name="whole")]
-        for index, (name, given) in enumerate(inputs.items(), 1):
-            shown.update(index)
-            # a part that is used several times has several Jacobians, none of which is its own
-            whole = len(given) == 1 and isinstance(given[0], Tensor) and given[0].ndim > 1
-            if not whole or next(own[name].parameters(), None) is None:
-                continue
-            try:
-                rows.append(measure(own[name], given[0], cfg, setting=setting, name=name))
-            except ValueError as error:
-                _LOG.info("%s: part %s left out: %s", setting, name, error)
+    for index, (name, given) in enumerate(inputs.items(), 1):
+        done(index)
+        # a part that is used several times has several Jacobians, none of which is its own
+        whole = len(given) == 1 and isinstance(given[0], Tensor) and given[0].ndim > 1
+        if not whole or next(own[name].parameters(), None) is None:
+            continue
+        try:
+            rows.append(measure(own[name], given[0], cfg, setting=setting, name=name))
+        except ValueError as error:
+            _LOG.info("%s: part %s left out: %s", setting, name, error)
+    done(1 + len(inputs))
     return rows
 
 
@@ -281,6 +313,13 @@ def _error(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
 
 
+def _pair_varphi(scheme: Init, expansion: int, seed: int) -> float:
+    wide = expansion * _PAIR_CHANNELS
+    pair = nn.Sequential(nn.Linear(_PAIR_CHANNELS, wide, bias=False), nn.Linear(wide, _PAIR_CHANNELS, bias=False))
+    initialize(pair, scheme, seed=seed)
+    return isometry(pair, torch.zeros(1, _PAIR_CHANNELS), samples=1).varphi
+
+
 def block_marks(act: str, *, seed: int = 0) -> list[Check]:
     """Marks of blocks with known moments: a linear pair, and a MobileNetV2 branch with BatchNorm on white noise.
 
@@ -292,11 +331,7 @@ def block_marks(act: str, *, seed: int = 0) -> list[Check]:
     expansion = 6
     signs: dict[Init, int] = {"orthogonal": -1, "gaussian": 1}
     for scheme, sign in signs.items():
-        found, narrow, wide = [], _PAIR_CHANNELS, expansion * _PAIR_CHANNELS
-        for i in range(_PAIR_DRAWS):
-            pair = nn.Sequential(nn.Linear(narrow, wide, bias=False), nn.Linear(wide, narrow, bias=False))
-            initialize(pair, scheme, seed=_PAIR_DRAWS * seed + i)
-            found.append(isometry(pair, torch.zeros(1, narrow), samples=1).varphi)
+        found = [_pair_varphi(scheme, expansion, _PAIR_DRAWS * seed + i) for i in range(_PAIR_DRAWS)]
         expected, name = 1 + sign / expansion, f"{scheme}: linear pair, expansion {expansion}: varphi"
         marks.append(Check.near(name, expected, _VARPHI_MARK * expected, float(np.mean(found))))
     for name in dict.fromkeys(("identity", "tanh", act)):
@@ -499,12 +534,12 @@ def _adds_up(orthogonal: str, gaussian: str, depth: Sequence[Form]) -> Found:
     return found
 
 
-def run(cfg: IsometryConfig, out: Path | None) -> StudyReport:
+def run(cfg: IsometryConfig, out: Path | None, task: Task) -> StudyReport:
     """Measure every candidate of a space, or the parts of a module, under orthogonal and Gaussian weights."""
-    return _space(cfg) if cfg.module is None else _module(cfg, cfg.module)
+    return _space(cfg, task) if cfg.module is None else _module(cfg, cfg.module, task)
 
 
-def _space(cfg: IsometryConfig) -> StudyReport:
+def _space(cfg: IsometryConfig, task: Task) -> StudyReport:
     space = reduced_space(cfg.space, cfg.resolution, "isometry")
     own = space.activation
     # the setting of the theory first, then that of the space, then the baseline
@@ -513,32 +548,28 @@ def _space(cfg: IsometryConfig) -> StudyReport:
         f"orthogonal, {own}": ("orthogonal", own),
         f"gaussian, {own}": ("gaussian", own),
     }
-    images = random_batch(space, cfg.batch, seed=cfg.seed)[0][:_DEPTH_IMAGES].contiguous()
+    images, _ = random_batch(space, cfg.batch, seed=cfg.seed)
+    images = images.contiguous()
+    few = images[:_DEPTH_IMAGES]
     rows: dict[str, list[Row]] = {}
     spreads, depth, convolutions = [], [], []
     marks = block_marks(own, seed=cfg.seed)
     for setting, (init, act) in settings.items():
         net = Supernet(space, init=init, activation=act, layer_indicators=False, fused=False, seed=cfg.seed)
-        rows[setting], spreads_of_setting = measure_supernet(net, cfg, setting=setting)
+        path = mean_path(space) if cfg.inputs == "propagated" else None
+        rows[setting], spreads_of_setting = measure_supernet(net, images, cfg, setting=setting, path=path, task=task)
         spreads += spreads_of_setting
         for indicator_bn in (True, False):
-            found = depth_spread(net, images, paths=cfg.paths, indicator_bn=indicator_bn, seed=cfg.seed)
+            found = depth_spread(net, few, paths=cfg.paths, indicator_bn=indicator_bn, seed=cfg.seed)
             depth.append({"setting": setting, "indicator_bn": indicator_bn, **found})
         if act == own:
             kinds, of_convolutions = measure_convolutions(net, setting=setting, scheme=init)
             convolutions += kinds
             marks += of_convolutions
-    # what is smaller than in the paper, so that a study takes minutes
-    full = get_space(cfg.space).resolution
-    smaller = f" instead of {full}" if full != space.resolution else ""
+    inputs = "white noise at every layer" if cfg.inputs == "white" else "white images, propagated along the mean path"
     report = _report(
-        f"space {space.name}, {len(space)} layers, inputs: white noise at every layer",
-        (
-            f"{space.resolution} x {space.resolution} images{smaller}",
-            f"{cfg.samples} samples and {cfg.probes} random probes per candidate, {cfg.lanczos_steps} Lanczos steps "
-            f"per density; statistics of {cfg.batch} samples",
-            f"{cfg.paths} random paths, {len(images)} images, one seed",
-        ),
+        f"space {space.name}, {len(space)} layers, inputs: {inputs}",
+        _reductions(cfg, space, len(few)),
         rows,
         fairness=spreads,
         depth=depth,
@@ -547,11 +578,11 @@ def _space(cfg: IsometryConfig) -> StudyReport:
     return replace(report, checks=tuple(marks), claims=tuple(claims_of(own, rows, spreads, depth, convolutions)))
 
 
-def _module(cfg: IsometryConfig, name: str) -> StudyReport:
+def _module(cfg: IsometryConfig, name: str, task: Task) -> StudyReport:
     x = torch.randn(cfg.batch, *sample_shape(cfg.input), generator=torch.Generator().manual_seed(cfg.seed))
 
     def measured(setting: str, module: nn.Module) -> list[Row]:
-        return measure_module(module, x, cfg, setting=setting)
+        return measure_module(module, x, cfg, setting=setting, task=task)
 
     found = initialised(name, cfg.input, cfg.seed, measured)
     reduced = f"{cfg.samples} samples and {cfg.probes} random probes per part; statistics of {cfg.batch} samples"
@@ -569,38 +600,24 @@ def _report(
 ) -> StudyReport:
     """The report without marks and claims; what there is none of has neither table nor figure."""
     figures = [_moments_figure("candidates" if fairness else "parts", rows), _densities(rows)]
-    lines: list[tuple[Any, ...]] = []
-    for setting, own in rows.items():
-        values = [(r.branch.phi, r.branch.varphi, r.gain) for r in own]
-        lines.append((setting, *np.nanmedian(values, axis=0).tolist()))
-    tables = [Table.of("medians over branches", {"": "", **_MOMENTS}, lines), _rows_table(_all(rows))]
+    tables = [_medians_table(rows), _rows_table(_all(rows))]
     if convolutions:
-        columns = {"": "", "kind": "", "count": "", "phi / g²": ".4f", "varphi / g⁴": ".4f", "closed form": ".4f"}
-        lines = [tuple(c.values()) for c in convolutions]
-        title = "convolutions, each as one of stride 1 that wraps around at the border"
-        tables.append(Table.of(title, columns, lines))
+        tables.append(_convolutions_table(convolutions))
     if fairness:
         text = "Spread over the candidates of a layer; 0 is fair."
         figures.append(_by_layer("fairness", text, fairness, _FAIRNESS))
         panels = {"std": "std of log Var(h) over paths", "ratio": "largest Var(h) over smallest"}
         text = "Spread of log Var(h) over random paths, by depth."
         figures.append(_by_layer("fairness with depth", text, depth, panels))
-        columns = {"": "", "indicator BN": "", **dict.fromkeys(SPREADS, ".4f")}
-        means = spread_means(fairness)
-        lines = [(m["setting"], bn_text(m["indicator_bn"]), *(m[key] for key in SPREADS)) for m in means]
-        tables.append(Table.of("fairness, mean over layers (0 is fair)", columns, lines))
+        tables.append(_fairness_table(spread_means(fairness)))
     if depth:
-        layers = len(depth[0]["std"])
-        shown = sorted({0, layers // 4, layers // 2, 3 * layers // 4, layers - 1})
-        columns = {"": "", "indicator BN": "", **{f"layer {i}": ".4f" for i in shown}}
-        lines = [(d["setting"], bn_text(d["indicator_bn"]), *(d["std"][i] for i in shown)) for d in depth]
-        tables.append(Table.of("std of log Var(h_l) over random paths", columns, lines))
+        tables.append(_depth_table(depth))
     return StudyReport(
         subject=subject,
         explanation=_EXPLANATION,
         notes=tuple(f"reduced: {text}" for text in reduced),
         tables=tuple(tables),
-        figures=tuple(figures),
+        figures=(*figures, _diagram()),
         data={
             "settings": list(rows),
             "rows": _all(rows),
@@ -613,8 +630,28 @@ def _report(
     )
 
 
+def _reductions(cfg: IsometryConfig, space: SearchSpace, images: int) -> tuple[str, ...]:
+    """What is smaller than in the paper, so that a study takes minutes."""
+    full = get_space(cfg.space).resolution
+    smaller = f" instead of {full}" if full != space.resolution else ""
+    return (
+        f"{space.resolution} x {space.resolution} images{smaller}",
+        f"{cfg.samples} samples and {cfg.probes} random probes per candidate, {cfg.lanczos_steps} Lanczos steps per "
+        f"density; statistics of {cfg.batch} samples",
+        f"{cfg.paths} random paths, {images} images, one seed",
+    )
+
+
 def _all(rows: Rows) -> list[Row]:
     return [row for of_setting in rows.values() for row in of_setting]
+
+
+def _medians_table(rows: Rows) -> Table:
+    lines = []
+    for setting, own in rows.items():
+        values = [(r.branch.phi, r.branch.varphi, r.gain) for r in own]
+        lines.append((setting, *np.nanmedian(values, axis=0).tolist()))
+    return Table.of("medians over branches", {"": "", **_MOMENTS}, lines)
 
 
 def _rows_table(rows: Sequence[Row]) -> Table:
@@ -634,6 +671,26 @@ def _rows_table(rows: Sequence[Row]) -> Table:
 
 def _with_error(value: float, error: float) -> str:
     return f"{value:.3f}" if math.isnan(error) else f"{value:.3f} ± {error:.3f}"
+
+
+def _convolutions_table(convolutions: Sequence[Form]) -> Table:
+    columns = {"": "", "kind": "", "count": "", "phi / g²": ".4f", "varphi / g⁴": ".4f", "closed form": ".4f"}
+    lines = [tuple(c.values()) for c in convolutions]
+    return Table.of("convolutions, each as one of stride 1 that wraps around at the border", columns, lines)
+
+
+def _fairness_table(means: Sequence[Form]) -> Table:
+    lines = [(m["setting"], bn_text(m["indicator_bn"]), *(m[key] for key in SPREADS)) for m in means]
+    columns = {"": "", "indicator BN": "", **dict.fromkeys(SPREADS, ".4f")}
+    return Table.of("fairness, mean over layers (0 is fair)", columns, lines)
+
+
+def _depth_table(depth: Sequence[Form]) -> Table:
+    layers = len(depth[0]["std"])
+    shown = sorted({0, layers // 4, layers // 2, 3 * layers // 4, layers - 1})
+    columns = {"": "", "indicator BN": "", **{f"layer {i}": ".4f" for i in shown}}
+    lines = [(d["setting"], bn_text(d["indicator_bn"]), *(d["std"][i] for i in shown)) for d in depth]
+    return Table.of("std of log Var(h_l) over random paths", columns, lines)
 
 
 def _places(rows: Sequence[Row]) -> list[str]:
@@ -707,4 +764,23 @@ def _by_layer(title: str, caption: str, found: Sequence[Form], panels: Mapping[s
                 y = np.array(values, dtype=float)  # None becomes nan
                 ax.plot(x, y, "-" if indicator_bn else ":", color=colour, label=setting if indicator_bn else None)
         ax.set(title=text, xlabel="layer", ylim=(1 if key == "ratio" else 0, None))
+    return figure
+
+
+def _diagram() -> Figure:
+    sigma_w, sigma_b = np.linspace(0.5, 3, 51), np.linspace(0, 1, 26)
+    _, chi, critical = phase_diagram(_DIAGRAM_ACT, sigma_w, sigma_b)
+    caption = (
+        "chi of an infinitely wide tanh network without BatchNorm: below 1 signals merge and gradients vanish, above 1 "
+        "they explode. The black line is chi = 1; the dot is the initialisation that the theory asks for."
+    )
+    figure = Figure("mean field", caption, 1, width=6.4, height=3.6)
+    (ax,) = figure.axes
+    ax.grid(False)
+    norm = TwoSlopeNorm(1, 0, max(2.0, chi.max()))
+    image = ax.pcolormesh(sigma_w, sigma_b, chi, cmap="RdBu_r", norm=norm, shading="nearest", rasterized=True)
+    ax.plot(*critical.T, color=INK)
+    ax.plot(1, 0, "o", color=INK, ms=7, clip_on=False)
+    ax.figure.colorbar(image, ax=ax, label="chi")
+    ax.set(title=f"order and chaos of {_DIAGRAM_ACT}", xlabel="sigma_w", ylabel="sigma_b")
     return figure

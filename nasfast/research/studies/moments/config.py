@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from nasfast.research.analysis.moments.config import NetConfig, Padding
 from nasfast.research.studies.config import StudyConfig, SubjectConfig
 from nasfast.settings import check_common, check_device
+
+
+@dataclass(frozen=True)
+class QuickConfig(StudyConfig):
+    """The quick experiment. Its sizes are fixed, because its pass marks belong to them."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class FiguresConfig(StudyConfig):
         histogram_realisations: number of networks in figure 2.
         images: folder with one sub-folder per class, such as CIFAR-10's training images; null takes synthetic inputs.
         reference: folder of the published summaries (`vanilla_fc.npz` and so on) to compare with and draw.
+        dtype: type of signal and noise.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
     """
 
@@ -46,6 +53,7 @@ class FiguresConfig(StudyConfig):
     histogram_realisations: int = 200
     images: str | None = None
     reference: str | None = None
+    dtype: Literal["float32", "float64"] = "float32"
     device: str = "cpu"
 
     def _check_values(self) -> None:
@@ -73,6 +81,7 @@ class FiguresConfig(StudyConfig):
             batch=batch,
             every=every,
             padding=self.padding,
+            dtype=self.dtype,
         )
 
     def published(self, figure: int) -> str | None:
@@ -100,6 +109,8 @@ class ModuleConfig(SubjectConfig):
     Attributes:
         probes: submodules behind which the module is measured, such as "layer1,layer2"; null takes its children.
         batch: number of samples, which give BatchNorms their statistics.
+        images: folder with one sub-folder per class; null takes synthetic fields of amplitude 1/f (white noise for
+            inputs that are no images).
         paths: number of random paths through a space.
         candidate_paths: number of these paths along which every candidate of every layer is measured.
         draws: number of draws of the noise in a module.
@@ -107,6 +118,7 @@ class ModuleConfig(SubjectConfig):
 
     probes: str | None = None
     batch: int = 32
+    images: str | None = None
     paths: int = 16
     candidate_paths: int = 4
     draws: int = 4

@@ -1,4 +1,4 @@
-"""The moments study: its three kinds, each `run(config, out) -> StudyReport`, with all they measure and show.
+"""The moments study: its three kinds, each `run(config, out, task) -> StudyReport`, with all they measure and show.
 
 `quick` is a small version of Labatie's experiments with pass marks, `figures` the published settings beside the
 published arrays, `module` the same measurements in a search space's candidates or in any module.
@@ -17,7 +17,9 @@ import torch
 from matplotlib.axes import Axes
 from scipy import stats
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from nasfast.config import ConfigError
 from nasfast.data import FolderSource
 from nasfast.research.analysis.moments.detect import (
     EXPLODING,
@@ -52,13 +54,12 @@ from nasfast.research.analysis.moments.networks import (
     run,
     standardised,
 )
-from nasfast.research.studies.config import StudyConfig
 from nasfast.research.studies.draw import GREY, INK, SERIES, Figure, level
 from nasfast.research.studies.inputs import initialised, reduced_space, sample_shape
-from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig
+from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
 from nasfast.research.studies.report import Check, StudyReport, Table, checks_of
+from nasfast.research.studies.run import Done, Task
 from nasfast.runtime.device import torch_device
-from nasfast.runtime.progress import Progress
 from nasfast.spaces import SearchSpace, UniformSampler
 from nasfast.supernet import Init, Supernet
 
@@ -92,14 +93,19 @@ Published = dict[str, Any]
 """The published arrays of one figure, at the depths that a run has too, and its `name`; empty where there are none."""
 
 
-def runner_of(out: Path | None, seed: int, device: str) -> Runner:
+def runner_of(out: Path | None, seed: int, device: str, task: Task) -> Runner:
     """Runs networks, tells the progress, and continues from what is in the directory `out`, if there is one."""
 
     def runner(name: str, cfg: NetConfig, source: Source, realisations: int) -> Run:
-        folder = None if out is None else out / "networks"
-        with Progress(name, realisations) as shown:
-            how = {"seed": seed, "device": device, "folder": folder, "progress": shown.update}
-            return run(cfg, source, realisations=realisations, **how)
+        return run(
+            cfg,
+            source,
+            realisations=realisations,
+            seed=seed,
+            device=device,
+            folder=None if out is None else out / "networks",
+            progress=task(name, realisations),
+        )
 
     return runner
 
@@ -139,12 +145,21 @@ def published_law(arrays: Mapping[str, np.ndarray]) -> PowerLaw:
 
 
 def module_inputs(cfg: ModuleConfig, shape: Sequence[int]) -> Tensor:
-    """Standardised inputs (batch, *shape) of a space or module: fields of amplitude 1/f, or else white noise."""
+    """Standardised inputs (batch, *shape) of a space or module."""
     generator = torch.Generator().manual_seed(cfg.seed)
     if len(shape) != 3:
+        if cfg.images is not None:
+            raise ConfigError(f"images need an input of three dimensions, got {list(shape)}")
         return torch.randn(cfg.batch, *shape, generator=generator)
     channels, *size = shape
-    return standardised(fields(channels, max(size))(cfg.batch, generator)[..., : size[0], : size[1]])
+    if cfg.images is None:
+        x = fields(channels, max(size))(cfg.batch, generator)[..., : size[0], : size[1]]
+    else:
+        x = images(load_images(cfg.images))(cfg.batch, generator)
+        if x.shape[1] != channels:
+            raise ConfigError(f"images have {x.shape[1]} channels, the input {channels}")
+        x = F.interpolate(x, tuple(size), mode="bilinear", antialias=True)
+    return standardised(x)
 
 
 @dataclass(frozen=True)
@@ -170,7 +185,7 @@ class Paths:
         return np.array([v.std(0).mean() for v in values])
 
 
-def measure_paths(cfg: ModuleConfig, space: SearchSpace, net: Supernet, x: Tensor, shown: Progress) -> Paths:
+def measure_paths(cfg: ModuleConfig, space: SearchSpace, net: Supernet, x: Tensor, progress: Done) -> Paths:
     """Send images x (N, C, H, W) and noise along random paths of a supernet of plain modules."""
     net = held(net)
     dx = torch.randn(x.shape, generator=torch.Generator().manual_seed(cfg.seed))
@@ -195,13 +210,13 @@ def measure_paths(cfg: ModuleConfig, space: SearchSpace, net: Supernet, x: Tenso
             pair = following
             row.append(statistics_of(*pair, start))
         rows.append(row)
-        shown.update(i_path + 1)
+        progress(i_path + 1)
     return Paths({key: np.array([[place[key] for place in row] for row in rows]) for key in rows[0][0]}, increments)
 
 
-def quick(cfg: StudyConfig, out: Path | None) -> StudyReport:
-    """The small experiments, whose sizes are fixed, because the pass marks belong to them."""
-    runner = runner_of(out, cfg.seed, "cpu")
+def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
+    """The small experiments."""
+    runner = runner_of(out, cfg.seed, "cpu", task)
     sources = {"FC": gaussian(192), "conv": fields(3, 16)}
     runs: dict[str, Run] = {}
     verdicts: dict[str, Verdict] = {}
@@ -279,9 +294,9 @@ def _variants(runner: Runner, source: Source) -> tuple[Table, list[Check]]:
     return Table("variants, averages over networks", ("", "measured"), rows), checks
 
 
-def figures(cfg: FiguresConfig, out: Path | None) -> StudyReport:
+def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
     """The published experiments."""
-    runner = runner_of(out, cfg.seed, str(torch_device(cfg.device)))
+    runner = runner_of(out, cfg.seed, str(torch_device(cfg.device)), task)
     source = source_of(cfg)
     runs, checks, compared = {}, [], []
     drawn: list[Figure] = []
@@ -325,12 +340,12 @@ def figures(cfg: FiguresConfig, out: Path | None) -> StudyReport:
     )
 
 
-def module(cfg: ModuleConfig, out: Path | None) -> StudyReport:
+def module(cfg: ModuleConfig, out: Path | None, task: Task) -> StudyReport:
     """A search space, or any module."""
-    return _space(cfg) if cfg.module is None else _module(cfg, cfg.module)
+    return _space(cfg, task) if cfg.module is None else _module(cfg, cfg.module, task)
 
 
-def _space(cfg: ModuleConfig) -> StudyReport:
+def _space(cfg: ModuleConfig, task: Task) -> StudyReport:
     space = reduced_space(cfg.space, cfg.resolution, "moments")
     x = module_inputs(cfg, (space.in_channels, space.resolution, space.resolution))
     settings: list[tuple[Init, str]] = [
@@ -340,8 +355,7 @@ def _space(cfg: ModuleConfig) -> StudyReport:
     for init, act in settings:
         name = f"{init}, {act}"
         net = Supernet(space, init=init, activation=act, layer_indicators=False, fused=False, seed=cfg.seed)
-        with Progress(name, cfg.paths) as shown:
-            found[name] = measure_paths(cfg, space, net, x, shown)
+        found[name] = measure_paths(cfg, space, net, x, task(name, cfg.paths))
     depth = np.arange(1, len(space) + 1, dtype=float)
     verdicts = {name: detect(depth, paths.curves) for name, paths in found.items()}
     reductions = [i for i, layer in enumerate(space.layers) if not layer.normal]
@@ -353,8 +367,9 @@ def _space(cfg: ModuleConfig) -> StudyReport:
         }
         for name, paths in found.items()
     }
+    inputs = "1/f fields" if cfg.images is None else f"images of {Path(cfg.images).name}"
     return StudyReport(
-        subject=f"space {space.name}, {len(space)} layers, 1/f fields, {space.resolution} x {space.resolution}",
+        subject=f"space {space.name}, {len(space)} layers, {inputs}, {space.resolution} x {space.resolution}",
         explanation=_EXPLANATION,
         notes=(
             f"{cfg.paths} random paths, all candidates along {cfg.candidate_paths} of them; batch {cfg.batch}",
@@ -362,6 +377,7 @@ def _space(cfg: ModuleConfig) -> StudyReport:
         ),
         tables=(
             path_table(found, verdicts),
+            layer_table(found, space),
             stage_table(found, reductions),
             candidate_table(found),
             comparability_table(found),
@@ -372,12 +388,14 @@ def _space(cfg: ModuleConfig) -> StudyReport:
     )
 
 
-def _module(cfg: ModuleConfig, name: str) -> StudyReport:
+def _module(cfg: ModuleConfig, name: str, task: Task) -> StudyReport:
     x = module_inputs(cfg, sample_shape(cfg.input))
     probes = None if cfg.probes is None else [probe.strip() for probe in cfg.probes.split(",")]
 
     def measured(setting: str, net: nn.Module) -> ModuleMoments:
-        return module_moments(net, x, probes=probes, draws=cfg.draws, seed=cfg.seed)
+        found = module_moments(net, x, probes=probes, draws=cfg.draws, seed=cfg.seed)
+        task(setting, 1)(1)
+        return found
 
     found = initialised(name, cfg.input, cfg.seed, measured)
     depth = np.arange(1, len(next(iter(found.values())).names) + 1, dtype=float)
@@ -385,18 +403,11 @@ def _module(cfg: ModuleConfig, name: str) -> StudyReport:
         setting: summarise({k: of.curves[k] for k in ("logchi", "reff_signal", "reff_noise")})
         for setting, of in found.items()
     }
-    keys = ("inc", "logchi", "reff_signal", "reff_noise", "variance_share", "mu4", "pseudo_linear")
-    header = ("behind", "delta chi", "log chi", "r_eff(x)", "r_eff(dx)", "mu_2/nu_2", "mu_4", "pseudo-linear")
-    tables = []
-    for setting, of in found.items():
-        mean = summarise(of.curves)
-        rows = [(name, *(mean[f"{key}_mean"][i] for key in keys)) for i, name in enumerate(of.names)]
-        tables.append(Table.of(setting, dict.fromkeys(header, ".3f"), rows))
     return StudyReport(
         subject=f"module {cfg.module}, input {cfg.input}, batch {cfg.batch}",
         explanation=_EXPLANATION,
         notes=(f"{cfg.draws} draws of white noise; depth counts probes",),
-        tables=tables,
+        tables=tuple(probe_table(setting, of) for setting, of in found.items()),
         figures=(space_curves("behind the probes", depth, curves, []),),
         data={"curves": curves},
         verdicts={setting: detect(depth, of.curves) for setting, of in found.items()},
@@ -445,6 +456,20 @@ def path_table(found: Mapping[str, Paths], verdicts: Mapping[str, Verdict]) -> T
         values = (*(e[key] for key in judged), last["reff_noise"], e["share"], last["pseudo_linear"])
         rows.append((name, *values, str(verdicts[name])))
     return Table.of("from the stem to the last layer", {**columns, "pseudo-linear": ".3f", "verdict": ""}, rows)
+
+
+def layer_table(found: Mapping[str, Paths], space: SearchSpace) -> Table:
+    """The averages over random paths, layer by layer."""
+    columns = {"layer": ""}
+    for name in found:
+        columns |= {f"{name}: delta chi": ".3f", f"{name}: log chi": ".3f", f"{name}: r_eff": ".1f"}
+    rows: list[list[str | float]] = []
+    for index, layer in enumerate(space.layers):
+        rows.append([f"{index} {'' if layer.normal else 'reduction'}".strip()])
+        for paths in found.values():
+            chi, rank = (paths.curves[key].mean(0) for key in ("logchi", "reff_signal"))
+            rows[-1] += [math.exp(chi[index] - (chi[index - 1] if index else 0.0)), chi[index], rank[index]]
+    return Table.of("averages over paths (increments: geometric)", columns, rows)
 
 
 def stage_table(found: Mapping[str, Paths], reductions: Sequence[int]) -> Table:
@@ -505,6 +530,15 @@ def comparability_table(found: Mapping[str, Paths]) -> Table:
         growth = alone[-quarter:].mean() / alone[:quarter].mean()
         rows.append((name, *spreads, f"{last / first:.2f}", f"{growth:.2f}"))
     return Table("do candidates stay comparable with depth?", (first_column, *header), tuple(rows))
+
+
+def probe_table(setting: str, found: ModuleMoments) -> Table:
+    """The moments behind every probe of a module."""
+    mean = summarise(found.curves)
+    keys = ("inc", "logchi", "reff_signal", "reff_noise", "variance_share", "mu4", "pseudo_linear")
+    rows = [(name, *(mean[f"{key}_mean"][i] for key in keys)) for i, name in enumerate(found.names)]
+    header = ("behind", "delta chi", "log chi", "r_eff(x)", "r_eff(dx)", "mu_2/nu_2", "mu_4", "pseudo-linear")
+    return Table.of(setting, dict.fromkeys(header, ".3f"), rows)
 
 
 def histograms(title: str, found: Run, reference: Published) -> Figure:

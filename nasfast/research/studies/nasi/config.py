@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from nasfast.config import nearest
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES
 from nasfast.research.cells.config import Rule
 from nasfast.research.nasi.config import NasiConfig
@@ -108,7 +109,7 @@ class NasiSearchConfig(StudyConfig):
         batch: number of images for each architecture; null takes 64 for built-in cells, else 16.
         mu: weight of the penalty on Q above nu; null takes 2 for darts, mobilenet_v2, mobilenet_v3 and
             shufflenet_v2, else 1.
-        modes: which data a search gets: `standard` and perhaps `random labels` and `random images`.
+        modes: which data a search gets, comma-separated: `standard`, `random labels`, `random images`.
         seeds: number of searches in every mode; their seeds begin with `seed`.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         seed: the first of the seeds.
@@ -122,7 +123,7 @@ class NasiSearchConfig(StudyConfig):
     steps: int = 100
     batch: int | None = None
     mu: float | None = None
-    modes: tuple[Literal["standard", "random labels", "random images"], ...] = ("standard",)
+    modes: str = "standard"
     seeds: int = 1
     device: str = "cpu"
     seed: int = 0
@@ -132,8 +133,11 @@ class NasiSearchConfig(StudyConfig):
         sizes = {name: getattr(self, name) for name in ("resolution", "cells", "channels", "batch")}
         given = {name: value for name, value in sizes.items() if value is not None}
         check_common(self.threads, self.seed, seeds=self.seeds, steps=self.steps, **given)
-        if "standard" not in self.modes or len(set(self.modes)) < len(self.modes):
-            raise ValueError(f"modes must contain 'standard', and each only once, got {list(self.modes)}")
+        for mode in self.mode_list:
+            if mode not in MODES:
+                raise ValueError(f"modes: unknown {mode!r}; {nearest(mode, MODES)}")
+        if "standard" not in self.mode_list or len(set(self.mode_list)) < len(self.mode_list):
+            raise ValueError(f"modes must contain 'standard', and each only once, got {self.modes!r}")
         if self.batch == 1:
             raise ValueError("batch must be at least 2 (BatchNorm needs more than one image), got 1")
         if self.space not in CELL_PRESETS:
@@ -141,6 +145,11 @@ class NasiSearchConfig(StudyConfig):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} belongs to {', '.join(CELL_PRESETS)}, not to {self.space}")
         self.search(0)
+
+    @property
+    def mode_list(self) -> tuple[str, ...]:
+        """The modes, in order."""
+        return tuple(mode.strip() for mode in self.modes.split(","))
 
     def search(self, i: int, **changes: Any) -> NasiConfig:
         """The settings of the i-th search of a mode."""

@@ -1,4 +1,4 @@
-"""The NASI study: its three kinds, each `run(cfg, out) -> StudyReport`: numbers, tables, figures and marks.
+"""The NASI study: its three kinds, each `run(cfg, out, task) -> StudyReport`: numbers, tables, figures and marks.
 
 `quick` measures how well Q predicts accuracy in a small task; `search` searches a space and writes what it found;
 `compare` ranks nas_bench_macro beside trivial predictors (docs/nasi.md).
@@ -29,7 +29,7 @@ from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.rank import PredictorReport, RankReport, rank
 from nasfast.indicators.table import IndicatorTable
 from nasfast.research.cells.derive import derive
-from nasfast.research.cells.prototypes import DrawnBatches, Images, prototypes
+from nasfast.research.cells.prototypes import DrawnBatches, prototypes
 from nasfast.research.cells.space import Cell, CellSpace, Edge, nas_bench_201_space
 from nasfast.research.nasi.config import Gates
 from nasfast.research.nasi.score import score, score_architecture, untrained
@@ -57,9 +57,9 @@ from nasfast.research.nasi.spaces import (
 from nasfast.research.studies.draw import GREY, SERIES, Figure, heat
 from nasfast.research.studies.nasi.config import MODES, NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
 from nasfast.research.studies.report import Check, StudyReport, Table
+from nasfast.research.studies.run import Done, Task, no_task
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
-from nasfast.runtime.progress import Progress
 from nasfast.seeds import derive_seed
 from nasfast.spaces import BUILDERS, Arch, ArchSpace, SearchSpace, get_space, named_space, read_space
 
@@ -79,6 +79,10 @@ EXACT_IMAGES = 16
 """Images on which the exact trace is computed."""
 DIRECTIONS = 20000
 """Random directions that the closed form is compared with."""
+Images = tuple[Tensor, Tensor]
+"""Images (N, C, H, W) and labels (N,)."""
+
+
 Trainer = Callable[[Arch], float]
 """Trains a cell and gives its accuracy."""
 
@@ -150,18 +154,20 @@ class RandomCells:
     params: np.ndarray
 
 
-def random_cells(space: CellSpace, train: Images, trainer: Trainer, cfg: NasiQuickConfig) -> RandomCells:
+def random_cells(space: CellSpace, train: Images, trainer: Trainer, cfg: NasiQuickConfig, task: Task) -> RandomCells:
     """Score and train random cells."""
     archs = distinct_archs(space, cfg.cells, cfg.seed)
     batches = {mode: batches_of(train, cfg.images, cfg.repeats, mode, space.num_classes, cfg.seed) for mode in MODES}
     scores: dict[str, list[float]] = {mode: [] for mode in MODES}
-    accuracy = []
-    with Progress("random cells", len(archs)) as shown:
-        for i, arch in enumerate(archs, 1):
-            for mode in MODES:
-                scores[mode].append(score_architecture(space, arch, batches[mode], seed=cfg.seed))
-            accuracy.append(trainer(arch))
-            shown.update(i)
+    scored = task("scores", len(archs))
+    for i, arch in enumerate(archs, 1):
+        for mode in MODES:
+            scores[mode].append(score_architecture(space, arch, batches[mode], seed=cfg.seed))
+        scored(i)
+    accuracy, trained = [], task("training random cells", len(archs))
+    for i, arch in enumerate(archs, 1):
+        accuracy.append(trainer(arch))
+        trained(i)
     params = np.array([float(space.cost(arch).params) for arch in archs])
     return RandomCells(archs, scores, np.array(accuracy), params)
 
@@ -184,7 +190,7 @@ Records = dict[tuple[str, int], Record]
 """Mode and number of the seed -> the architectures that a search sampled."""
 
 
-def search_records(space: CellSpace, train: Images, cfg: NasiQuickConfig) -> Records:
+def search_records(space: CellSpace, train: Images, cfg: NasiQuickConfig, task: Task) -> Records:
     """Sample architectures in every mode, from every seed."""
     records = {}
     for mode, changes in MODES.items():
@@ -193,8 +199,8 @@ def search_records(space: CellSpace, train: Images, cfg: NasiQuickConfig) -> Rec
             seed = derive_seed(cfg.seed + i, seeds.STUDY_SEARCH_BATCHES)
             loader = DrawnBatches(*train, steps=cfg.steps, batch=BATCH, seed=seed)
             mixture = CellMixture(space, seed=cfg.seed + i)
-            with Progress(f"search, {mode}, seed {cfg.seed + i}", cfg.steps) as shown:
-                records[mode, i] = sample(mixture, loader, search, progress=shown.update)
+            done = task(f"search, {mode}, seed {cfg.seed + i}", cfg.steps)
+            records[mode, i] = sample(mixture, loader, search, progress=done)
     return records
 
 
@@ -234,19 +240,18 @@ TRACES = ("trace_full", "trace_label", "q_sum", "q_batch")
 """The exact trace of the neural tangent kernel, and its estimates from the same weights and images."""
 
 
-def exact_traces(space: CellSpace, train: Images, cfg: NasiQuickConfig) -> dict[str, list[float]]:
+def exact_traces(space: CellSpace, train: Images, cfg: NasiQuickConfig, done: Done) -> dict[str, list[float]]:
     """TRACES of random cells, and beside them `averaged`, the score of the study, and `params`."""
     x, y = train[0][:EXACT_IMAGES], train[1][:EXACT_IMAGES]
     batches = batches_of(train, cfg.images, cfg.repeats, "standard", space.num_classes, cfg.seed)
     found: dict[str, list[float]] = {kind: [] for kind in (*TRACES, "averaged", "params")}
-    with Progress("exact traces", cfg.exact) as shown:
-        for i, arch in enumerate(distinct_archs(space, cfg.exact, cfg.seed + 1), 1):
-            net = untrained(space, arch, seed=derive_seed(cfg.seed, seeds.STUDY_EXACT_WEIGHTS))
-            for kind in TRACES:
-                found[kind].append(score(net, x, y, kind=kind, chunk=EXACT_IMAGES * space.num_classes))
-            found["averaged"].append(score_architecture(space, arch, batches, seed=cfg.seed))
-            found["params"].append(float(space.cost(arch).params))
-            shown.update(i)
+    for i, arch in enumerate(distinct_archs(space, cfg.exact, cfg.seed + 1), 1):
+        net = untrained(space, arch, seed=derive_seed(cfg.seed, seeds.STUDY_EXACT_WEIGHTS))
+        for kind in TRACES:
+            found[kind].append(score(net, x, y, kind=kind, chunk=EXACT_IMAGES * space.num_classes))
+        found["averaged"].append(score_architecture(space, arch, batches, seed=cfg.seed))
+        found["params"].append(float(space.cost(arch).params))
+        done(i)
     return found
 
 
@@ -295,10 +300,11 @@ def ascend(archs: Sequence[Arch], q: Tensor, start: Tensor) -> Tensor:
 
 
 class Searches:
-    """Searches of the space that a config names."""
+    """Searches of the space that a config names; `task` tells the progress."""
 
-    def __init__(self, cfg: NasiSearchConfig) -> None:
+    def __init__(self, cfg: NasiSearchConfig, task: Task = no_task) -> None:
         self.cfg, self.device = cfg, torch_device(cfg.device)
+        self._task = task
         self._source = None if cfg.images is None else FolderSource(cfg.images)
         self._loaders: dict[tuple[int, int], Any] = {}
         self.images = SYNTHETIC if self._source is None else len(self._source)
@@ -327,13 +333,12 @@ class Searches:
 
     def all(self) -> dict[tuple[str, int], NasiResult]:
         """Every mode with every seed."""
-        results: dict[tuple[str, int], NasiResult] = {}
-        for mode, i in product(self.cfg.modes, range(self.cfg.seeds)):
+        results = {}
+        for mode, i in product(self.cfg.mode_list, range(self.cfg.seeds)):
             search = self.cfg.search(i, **MODES[mode])
             mixture = mixture_of(self.space, seed=search.seed).to(self.device)
-            loader = self.loader(i, self.cfg.batch_size)
-            with Progress(f"{mode}, seed {search.seed}", search.steps) as shown:
-                results[mode, i] = nasi_search(mixture, loader, search, device=self.device, progress=shown.update)
+            loader, done = self.loader(i, self.cfg.batch_size), self._task(f"{mode}, seed {search.seed}", search.steps)
+            results[mode, i] = nasi_search(mixture, loader, search, device=self.device, progress=done)
         return results
 
     def arch(self, result: NasiResult) -> Arch:
@@ -367,15 +372,15 @@ def claim_folder(out: Path | None, space: ArchSpace) -> Path | None:
     return out
 
 
-def quick(cfg: NasiQuickConfig, out: Path | None) -> StudyReport:
+def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
     """The quick experiment."""
     space = nas_bench_201_space(cells=2, channels=8, resolution=12, reduce_by="conv")
     train, test = prototypes(NOISE, SYNTHETIC, 1000, seed=cfg.seed)
     trainer = trainer_of(space, train, test, cfg)
-    cells = random_cells(space, train, trainer, cfg)
-    records = search_records(space, train, cfg)
+    cells = random_cells(space, train, trainer, cfg, task)
+    records = search_records(space, train, cfg, task)
     kinds = search_kinds(space, records, trainer, cells, cfg)
-    traces = exact_traces(space, train, cfg)
+    traces = exact_traces(space, train, cfg, task("exact traces", cfg.exact))
     first = records["standard", 0]
     penalised = solve(first, NasiConfig(mu=2.0, constraint="fixed", nu=NU))
     archs = {kind.name: kind.archs for kind in kinds}
@@ -408,16 +413,15 @@ def quick(cfg: NasiQuickConfig, out: Path | None) -> StudyReport:
         checks=(
             *correlation_checks(cells),
             *search_checks(kinds, cells),
-            # the processor's time, which other programs do not lengthen, or the clock's where that is less
-            Check("seconds of a search, longest", 0, 60, max(min(r.seconds, r.cpu_seconds) for r in records.values())),
+            time_check(records),
         ),
         data={"accuracy": cells.accuracy, "scores": cells.scores, "traces": traces},
     )
 
 
-def search(cfg: NasiSearchConfig, out: Path | None) -> StudyReport:
+def search(cfg: NasiSearchConfig, out: Path | None, task: Task) -> StudyReport:
     """Searches of one space."""
-    searches = Searches(cfg)
+    searches = Searches(cfg, task)
     folder = claim_folder(out, searches.space)
     return _found(searches, searches.all(), folder)
 
@@ -428,7 +432,7 @@ def _found(searches: Searches, results: Mapping[tuple[str, int], NasiResult], fo
     arch = searches.arch(first)
     shown = [found_table(searches, results)]
     if len(results) > 1:
-        chosen: dict[str, list[Arch]] = {mode: [] for mode in cfg.modes}
+        chosen: dict[str, list[Arch]] = {mode: [] for mode in cfg.mode_list}
         for (mode, _), result in results.items():
             chosen[mode].append(searches.arch(result))
         shown.append(moved_table(space, chosen))
@@ -453,12 +457,12 @@ def _found(searches: Searches, results: Mapping[tuple[str, int], NasiResult], fo
 Predictor = Mapping[Arch, float] | IndicatorTable
 
 
-def compare(cfg: NasiCompareConfig, out: Path | None) -> StudyReport:
+def compare(cfg: NasiCompareConfig, out: Path | None, task: Task) -> StudyReport:
     """Predictors of accuracy beside each other."""
     # images of another size or number of classes leave the architectures those of the published accuracies
     published = get_space(cfg.space)
     truth = read_accuracies(cfg.accuracies, published)
-    searches = Searches(cfg)
+    searches = Searches(cfg, task)
     folder = claim_folder(out, searches.space)
     stream = endless(searches.loader(0, cfg.score_batch), searches.device)
     batches = [next(stream) for _ in range(cfg.repeats)]
@@ -480,12 +484,12 @@ def compare(cfg: NasiCompareConfig, out: Path | None) -> StudyReport:
         rng = np.random.default_rng(derive_seed(cfg.seed, seeds.STUDY_PICKS))
         picks = rng.choice(len(truth), min(cfg.architectures, len(truth)), replace=False)
         some = [sorted(truth)[i] for i in sorted(picks)]
+        done = task("Q of architectures", len(some))
         start, cpu = time.perf_counter(), time.process_time()
         q: dict[Arch, float] = {}
-        with Progress("Q of architectures", len(some)) as progress:
-            for i, arch in enumerate(some, 1):
-                q[arch] = score_architecture(searches.space, arch, batches, seed=cfg.seed)
-                progress.update(i)
+        for i, arch in enumerate(some, 1):
+            q[arch] = score_architecture(searches.space, arch, batches, seed=cfg.seed)
+            done(i)
         seconds["Q"] = f"{time.perf_counter() - start:.1f} ({time.process_time() - cpu:.1f})"
         of_some = _rankings({arch: truth[arch] for arch in some}, {"Q": q, **predictors}, published, cfg)
         title = f"{len(some)} random architectures"
@@ -707,3 +711,10 @@ def search_checks(kinds: Sequence[SearchKind], cells: RandomCells) -> list[Check
                 Check(f"{kind.name}: worst accuracy minus random mean", 0, 1, above),
             ]
     return checks
+
+
+def time_check(records: Records) -> Check:
+    """Mark of the longest search."""
+    # the processor's time, which other programs do not lengthen, or the clock's where that is less
+    seconds = [min(record.seconds, record.cpu_seconds) for record in records.values()]
+    return Check("seconds of a search, longest", 0, 60, max(seconds))

@@ -1,4 +1,4 @@
-"""The wiring study: its five kinds, each `run(config, out) -> StudyReport`, with all that they measure and show.
+"""The wiring study: its five kinds, each `run(config, out, task) -> StudyReport`, with all that they measure and show.
 
 `theorems` checks the theorems on local costs, `p1` to `p3` show the three patterns, and `cost` measures local costs.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, fields
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,10 +20,13 @@ import numpy as np
 import torch
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
 from scipy import stats
 from torch import Tensor
 from torch.nn import functional as F
 
+from nasfast.data import DataConfig, FolderSource, make_loader
+from nasfast.data.datasets import split_source
 from nasfast.research.analysis.moments.detect import Verdict
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.costs import NONE
@@ -30,23 +34,24 @@ from nasfast.research.cells.derive import derivations
 from nasfast.research.cells.gates import draw_gates, uniform_logits
 from nasfast.research.cells.network import CellSupernet
 from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs
-from nasfast.research.cells.prototypes import CLASSES, SIZE, DrawnBatches, prototypes
-from nasfast.research.cells.search import SEARCH, TRAIN, WEIGHTS, CellSearchResult, endless, search_cells
+from nasfast.research.cells.prototypes import DrawnBatches, prototypes
+from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult, endless, search_cells
 from nasfast.research.cells.space import CELLS, DARTS_OPS, Cell, CellSpace
-from nasfast.research.studies.config import StudyConfig
 from nasfast.research.studies.draw import INK, SERIES, Figure, heat, level
 from nasfast.research.studies.report import Check, StudyReport, Table, checks_of, plain
+from nasfast.research.studies.run import Task
 from nasfast.research.studies.wiring.config import (
     CollapseConfig,
     CostConfig,
     ExperimentConfig,
+    GrowthConfig,
     LearntConfig,
+    TheoremsConfig,
     WidthConfig,
 )
 from nasfast.research.studies.wiring.theorems import check_theorems
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
-from nasfast.runtime.progress import Progress
 from nasfast.settings import TaskSettings
 from nasfast.tasks import Task as WorkerTask
 from nasfast.tasks import TaskRunner, check_done, gpus_for
@@ -60,6 +65,12 @@ Measures = Mapping[str, float]
 _STEPS_PER_EPOCH = 100
 _WINDOWS = 15
 """Parts of a run over which costs are averaged. Probabilities do not scatter and are shown at every record."""
+
+
+@cache
+def folder_of(images: str) -> FolderSource:
+    """The images of a folder, which is read once for all searches of a study."""
+    return FolderSource(images)
 
 
 @dataclass(frozen=True)
@@ -76,29 +87,30 @@ class Search:
         """Name of the directory of its files."""
         return f"{self.name}-s{self.cfg.seed}"
 
-    def run(self, folder: Path, device: str, *, bar: bool = True) -> CellSearchResult:
+    def run(self, folder: Path, device: str, task: Task | None = None) -> CellSearchResult:
         """Search, or continue what is in `folder`, which gets the files and the measures of section 6.
 
-        With `bar` its progress is shown, without it the lines of a training.
+        `task` tells the progress; None shows the lines of a training.
         """
         cfg = self.cfg
-        train_loader, held_out = loaders(cfg)
+        train_loader, held_out = loaders(cfg, bilevel=self.how.bilevel)
         epochs = max(1, round(cfg.steps / len(train_loader)))
         steps = epochs * len(train_loader)
-        with Progress(f"{self.name}, seed {cfg.seed}", steps, shown=bar) as shown:
-            found = search_cells(
-                self.space,
-                train_loader,
-                self.how,
-                WEIGHTS.replace(lr=cfg.lr, epochs=epochs),
-                held_out=held_out if self.how.bilevel else None,
-                run_dir=folder,
-                resume=True,
-                device=device,
-                settings={"data": {name: getattr(cfg, name) for name in ("samples", "noise", "seed")}},
-                progress=shown.update if bar else None,
-            )
-            shown.update(steps)  # also where the search had ended before
+        done = None if task is None else task(f"{self.name}, seed {cfg.seed}", steps)
+        found = search_cells(
+            self.space,
+            train_loader,
+            self.how,
+            cfg.weights.replace(epochs=epochs),
+            held_out=held_out,
+            run_dir=folder,
+            resume=True,
+            device=device,
+            settings={"data": _data_of(cfg)},
+            progress=done,
+        )
+        if done is not None:
+            done(steps)  # also where the search had ended before
         write_atomic(folder / "measures.json", (json.dumps(plain(measures(found)), indent=1) + "\n").encode())
         return found
 
@@ -119,7 +131,7 @@ def search_apart(
 ) -> None:
     """The function of a task: one search, in its folder."""
     cfg, cells = ExperimentConfig.from_dict(config), CellSpace.from_dict(space)
-    Search("", cfg, CellSearchConfig.from_dict(how), cells).run(folder, device, bar=False)
+    Search("", cfg, CellSearchConfig.from_dict(how), cells).run(folder, device)
 
 
 class Runner:
@@ -128,8 +140,8 @@ class Runner:
     With `tasks`, each search runs in a process of its own; else all run in this one.
     """
 
-    def __init__(self, out: Path, device: str, tasks: TaskSettings | None = None) -> None:
-        self._out, self.device, self._tasks = out, device, tasks
+    def __init__(self, out: Path, task: Task, device: str, tasks: TaskSettings | None = None) -> None:
+        self._out, self._task, self.device, self._tasks = out, task, device, tasks
 
     def all(self, *groups: Mapping[int, Search]) -> list[dict[int, CellSearchResult]]:
         """The results of every group of searches, by the keys of the group.
@@ -142,37 +154,52 @@ class Runner:
                 results = runner.run([search.apart(self.device) for group in groups for search in group.values()])
             check_done(results, "searches are not finished; the same command continues")
         # those that ran apart are found finished
-        return [{k: s.run(self._out / s.folder, self.device) for k, s in group.items()} for group in groups]
+        return [{k: s.run(self._out / s.folder, self.device, self._task) for k, s in group.items()} for group in groups]
 
 
-def loaders(cfg: ExperimentConfig) -> Sequence[DrawnBatches]:
-    """Batches for the weights, and held-out ones for the architecture."""
-    parts = prototypes(cfg.noise, cfg.samples, cfg.samples, seed=cfg.seed)
-    steps = min(_STEPS_PER_EPOCH, cfg.steps)
-    return [DrawnBatches(*part, steps=steps, seed=2 * cfg.seed + i) for i, part in enumerate(parts)]
+def _data_of(cfg: ExperimentConfig) -> dict[str, Any]:
+    """The fields of a config that decide the batches."""
+    names = ("samples", "noise") if cfg.images is None else ("images", "resolution")
+    return {name: getattr(cfg, name) for name in (*names, "batch_size", "seed")}
 
 
-def space_of(cfg: ExperimentConfig, cell: Cell | None = None) -> CellSpace:
-    """The space of the network that is searched; `cell` replaces that of the config."""
-    cell = cell or CELLS[cfg.cell]()
-    return CellSpace(cfg.cell, cell, cells=cfg.cells, channels=cfg.channels, resolution=SIZE, num_classes=CLASSES)
+def loaders(cfg: ExperimentConfig, *, bilevel: bool) -> tuple[Any, Any]:
+    """Batches for the weights, and held-out ones for the architecture (None on one level).
+
+    From a folder, half of the images are held out.
+    """
+    if cfg.images is None:
+        parts = prototypes(cfg.noise, cfg.samples, cfg.samples, seed=cfg.seed)
+        steps = min(_STEPS_PER_EPOCH, cfg.steps)
+        train, held = (
+            DrawnBatches(*part, steps=steps, batch=cfg.batch_size, seed=2 * cfg.seed + i)
+            for i, part in enumerate(parts)
+        )
+        return train, held if bilevel else None
+    data = DataConfig(train=cfg.images, batch_size=cfg.batch_size, augment="cifar")
+    source = folder_of(cfg.images)
+    halves = split_source(source, 0.5, cfg.seed) if bilevel else (source, None)
+    of_weights, of_logits = (
+        None if half is None else make_loader(data, half, train=True, resolution=cfg.resolution, seed=2 * cfg.seed + i)
+        for i, half in enumerate(halves)
+    )
+    return of_weights, of_logits
 
 
 def searches_of(cfg: ExperimentConfig, name: str, cell: Cell | None = None, **changes: Any) -> dict[int, Search]:
     """The search of every seed; `cell` and `changes` replace the cell and the settings of the config."""
     configs = [cfg.replace(seed=cfg.seed + i) for i in range(cfg.seeds)]
-    space = space_of(cfg, cell)
-    return {of_seed.seed: Search(name, of_seed, of_seed.search(**changes), space) for of_seed in configs}
+    return {of_seed.seed: Search(name, of_seed, of_seed.search(**changes), of_seed.space(cell)) for of_seed in configs}
 
 
 def none_probability(found: CellSearchResult) -> np.ndarray:
-    """(records + 1, edges) probability of None."""
-    return found.probabilities[:, 0, :, found.space.ops.index(NONE)]
+    """(records + 1, edges) probability of None, averaged over types of cells."""
+    return found.probabilities[..., found.space.ops.index(NONE)].mean(1)
 
 
 def kept_edges(found: CellSearchResult) -> np.ndarray:
-    """(records + 1, edges) whether the most probable operation is not None."""
-    return found.probabilities[:, 0].argmax(-1) != found.space.ops.index(NONE)
+    """(records + 1, edges): the share of types of cells in which the most probable operation is not None."""
+    return (found.probabilities.argmax(-1) != found.space.ops.index(NONE)).mean(1)
 
 
 def intermediate_edges(space: CellSpace) -> np.ndarray:
@@ -188,6 +215,11 @@ def live_operations(space: CellSpace) -> list[int]:
 def _windows(records: np.ndarray) -> np.ndarray:
     """Sums over equal parts of a run."""
     return np.stack([part.sum(0) for part in np.array_split(records, min(_WINDOWS, len(records)))])
+
+
+def window_steps(found: CellSearchResult) -> list[int]:
+    """The last step of every window."""
+    return [int(part[-1]) for part in np.array_split(found.steps, min(_WINDOWS, len(found.steps)))]
 
 
 def output_costs(found: CellSearchResult, which: int = TRAIN) -> np.ndarray:
@@ -254,10 +286,10 @@ def measures(found: CellSearchResult) -> dict[str, float]:
     return result
 
 
-def early_and_late(found: CellSearchResult) -> tuple[np.ndarray, np.ndarray]:
-    """`edge_means` of the first half of a run, and of its last quarter."""
+def half_and_quarter(found: CellSearchResult) -> tuple[slice, slice]:
+    """The records of the first half of a run, and those of its last quarter."""
     records = len(found.steps)
-    return edge_means(found, slice(records // 2)), edge_means(found, slice(records - max(1, records // 4), records))
+    return slice(0, records // 2), slice(records - max(1, records // 4), records)
 
 
 def sign_window(found: CellSearchResult) -> dict[int, dict[str, dict[str, float]]]:
@@ -289,18 +321,32 @@ def monte_carlo(
     """
     cfg, space = CellSearchConfig(method="uniform", seed=seed), net.space
     table, outputs = LocalCosts.empty(net.gate_shape), torch.zeros(len(GROUPS), len(QUANTITIES), dtype=torch.float64)
+    of_type = torch.tensor([space.type_of(i) for i in range(space.cells)])
     logits = uniform_logits(space)
     for step, (x, y) in enumerate(islice(endless(to_learn_from(loader), device), batches)):
         draw = draw_gates(space, cfg, logits, step=step, progress=0.0)
-        # all cells are of one type
-        drawn = draw.gates.expand(net.gate_shape)
-        gates = drawn.to(device, next(net.parameters()).dtype, copy=True).requires_grad_()
+        gates = draw.gates[of_type].to(device, next(net.parameters()).dtype).requires_grad_()
         predicted = net(x, gates, draw.runs)
         # the gradient is zeros if every edge has drawn the operation none
         (cost,) = torch.autograd.grad(F.cross_entropy(predicted, y), gates, materialize_grads=True)
-        table.add(cost, drawn > 0)
+        table.add(cost, draw.gates[of_type] > 0)
         outputs += grouped_costs(predicted, y)
     return table, outputs
+
+
+def initial_costs(
+    cfg: CostConfig, runner: Runner, space: CellSpace, nets: Iterable[int]
+) -> tuple[list[LocalCosts], float]:
+    """Costs of fresh networks, one for each seed in `nets`, and their mean output cost."""
+    tables, cost, count = [], 0.0, 0.0
+    for seed in nets:
+        of_seed = cfg.replace(seed=seed)
+        loader, _ = loaders(of_seed, bilevel=False)
+        net = CellSupernet(space, seed=seed).to(runner.device).to(memory_format=torch.channels_last)
+        table, outputs = monte_carlo(net, loader, batches=cfg.batches, seed=seed, device=runner.device)
+        tables.append(table)
+        cost, count = cost + float(outputs[0, 0]), count + float(outputs[0, 3])
+    return tables, cost / count
 
 
 def last_cell(tables: Sequence[LocalCosts]) -> LocalCosts:
@@ -308,6 +354,7 @@ def last_cell(tables: Sequence[LocalCosts]) -> LocalCosts:
     return LocalCosts(*(sum(getattr(t, name)[-1:] for t in tables) for name in ("total", "squares", "count")))
 
 
+_METHODS = {"darts": "DARTS", "snas": "SNAS", "dsnas": "DSNAS", "proxyless": "ProxylessNAS"}
 _EXPLANATION = (
     "C is the local cost <dL/dX, X> of what an operation, edge or cell puts out; of the last cell it is L - H, "
     "loss minus entropy of the predictions. A positive cost pushes an edge towards None, whose cost is 0, a negative "
@@ -325,12 +372,12 @@ _CONTROLS = {
 """Control for the cause of P2 -> folder of its searches, its cell, and whether draws without a path are repeated."""
 
 
-def theorems(cfg: StudyConfig, out: Path | None) -> StudyReport:
+def theorems(cfg: TheoremsConfig, out: Path | None, task: Task) -> StudyReport:
     """The theorems."""
-    found = check_theorems(seed=cfg.seed)
+    found = check_theorems(channels=cfg.channels, batch=cfg.batch, seed=cfg.seed)
     columns = {"": "", "measured": ".2g", "at most": ".0e", "the numbers behind it": ""}
     return StudyReport(
-        subject="theorems on real networks, 8 channels, 32 images, float64",
+        subject=f"theorems on real networks, {cfg.channels} channels, {cfg.batch} images, float64",
         explanation=_EXPLANATION,
         tables=(Table.of("theorems", columns, [(row.name, row.measured, row.bound, row.note) for row in found]),),
         checks=tuple(row.check for row in found),
@@ -338,11 +385,11 @@ def theorems(cfg: StudyConfig, out: Path | None) -> StudyReport:
 
 
 def _of_searches(study: Callable[[Experiment, Runner], StudyReport]) -> Callable[..., StudyReport]:
-    """Make a study of searches a `run(config, out, tasks=None)`: in a directory, or in a temporary one."""
+    """Make a study of searches a `run(config, out, task, tasks=None)`: in a directory, or in a temporary one."""
 
-    def run(cfg: Experiment, out: Path | None, tasks: TaskSettings | None = None) -> StudyReport:
+    def run(cfg: Experiment, out: Path | None, task: Task, tasks: TaskSettings | None = None) -> StudyReport:
         with nullcontext(str(out)) if out is not None else tempfile.TemporaryDirectory() as folder:
-            return study(cfg, Runner(Path(folder), torch_device(cfg.device), tasks))
+            return study(cfg, Runner(Path(folder), task, torch_device(cfg.device), tasks))
 
     return run
 
@@ -444,9 +491,10 @@ def _pattern_report(
         checks: further marks, whatever the settings of the search.
     """
     pattern, first = PATTERNS[key], runs[cfg.seed]
+    data = "synthetic images" if cfg.images is None else f"images of {Path(cfg.images).name}"
     subject = (
-        f"{cfg.method} on {cfg.cells} {cfg.cell} cell(s), {cfg.channels} channels, {first.steps[-1]} steps, "
-        "synthetic images"
+        f"{_METHODS[cfg.method]} on {cfg.cells} {cfg.cell} cell(s), {cfg.channels} channels, {first.steps[-1]} steps, "
+        f"{data}"
     )
     verdicts, own = {}, []
     for seed, found in runs.items():
@@ -461,14 +509,18 @@ def _pattern_report(
         explanation=_EXPLANATION,
         notes=() if cfg.published else (_OTHER_SETTINGS,),
         tables=(measures_table(key, runs), *between, derivation_table(runs), *tables),
-        figures=(patterns(key, runs), probabilities(f"seed {cfg.seed}: probabilities", first), *figures),
+        figures=(
+            patterns(key, runs),
+            *(probabilities(f"seed {cfg.seed}, {name} cell", first, t) for t, name in enumerate(first.space.types)),
+            *figures,
+        ),
         verdicts=verdicts,
         checks=(*own, *checks),
     )
 
 
 @_of_searches
-def growth(cfg: LearntConfig, runner: Runner) -> StudyReport:
+def growth(cfg: GrowthConfig, runner: Runner) -> StudyReport:
     """P1."""
     name = f"seed {cfg.seed}"
     (runs,) = runner.all(searches_of(cfg, cfg.method))
@@ -499,7 +551,8 @@ def width(cfg: WidthConfig, runner: Runner) -> StudyReport:
 @_of_searches
 def collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
     """P3."""
-    two, one = searches_of(cfg, f"{cfg.method}-bilevel", bilevel=True), searches_of(cfg, cfg.method)
+    second: dict[str, Any] = {"second_order": cfg.second_order} if cfg.method == "darts" else {}
+    two, one = searches_of(cfg, f"{cfg.method}-bilevel", bilevel=True, **second), searches_of(cfg, cfg.method)
     fixed = CostConfig(
         samples=300, steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
     )
@@ -529,26 +582,19 @@ def collapse(cfg: CollapseConfig, runner: Runner) -> StudyReport:
 @_of_searches
 def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
     """Local costs."""
-    space = space_of(cfg)
-
-    def measured(net: CellSupernet, seed: int, draws: int) -> tuple[LocalCosts, Tensor]:
-        loader, _ = loaders(cfg.replace(seed=seed))
-        return monte_carlo(net, loader, batches=cfg.batches, seed=draws, device=runner.device)
-
-    initial, outputs = [], torch.zeros(len(QUANTITIES), dtype=torch.float64)
-    for seed in range(cfg.seed, cfg.seed + cfg.nets):
-        net = CellSupernet(space, seed=seed).to(runner.device).to(memory_format=torch.channels_last)
-        table, of_net = measured(net, seed, seed)
-        initial.append(table)
-        outputs += of_net[0]
+    space = cfg.space()
+    initial, mean_cost = initial_costs(cfg, runner, space, range(cfg.seed, cfg.seed + cfg.nets))
     (trained,) = runner.all(searches_of(cfg, "uniform"))
-    late = [measured(found.net, seed, seed + 1)[0] for seed, found in trained.items()]
+    late = []
+    for seed, found in trained.items():
+        loader, _ = loaders(cfg.replace(seed=seed), bilevel=False)
+        late.append(monte_carlo(found.net, loader, batches=cfg.batches, seed=seed + 1, device=runner.device)[0])
     costs = {"initialisation": initial, "trained": late}
     checks = []
     if cfg.published:
         share = last_cell(initial).positive(live_operations(space))
         checks = [
-            Check("initialisation: mean C", 0, math.inf, float(outputs[0] / outputs[3])),
+            Check("initialisation: mean C", 0, float("inf"), mean_cost),
             Check("initialisation: share of costs > 0", 0.6, 1, share),
         ]
     panels = {label: last_cell(tables_of).mean[0].numpy() for label, tables_of in costs.items()}
@@ -556,7 +602,11 @@ def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
         subject=f"local costs of {cfg.cells} {cfg.cell} cell(s), operations sampled uniformly",
         explanation=_EXPLANATION,
         notes=() if cfg.published else (_OTHER_SETTINGS,),
-        tables=(local_costs_table(space, costs),),
+        tables=(
+            local_costs_table(space, costs),
+            sums_table(cfg, runner),
+            variants_table(cfg, runner),
+        ),
         figures=(
             cost_heatmap(space, "local costs (figure 4)", panels),
             edge_costs(f"seed {cfg.seed}: operations sampled uniformly", trained[cfg.seed]),
@@ -589,17 +639,22 @@ MEASURES = {
 """Name of a measure -> its words in the tables."""
 
 
+def _interval(values: Sequence[float]) -> str:
+    """Mean and 95 % interval of Student's t over the seeds."""
+    sample = np.asarray(values, dtype=float)
+    if len(sample) < 2 or not np.isfinite(sample).all():
+        return "-"
+    half = stats.t.ppf(0.975, len(sample) - 1) * sample.std(ddof=1) / np.sqrt(len(sample))
+    return f"{sample.mean():.3f} ± {half:.3f}"
+
+
 def measures_table(title: str, runs: Runs) -> Table:
     """The measures of every seed, and their mean with its interval."""
     of = [measures(found) for found in runs.values()]
     rows = []
     for name in of[0]:
-        values, interval = np.array([m[name] for m in of]), "-"
-        if len(values) > 1 and np.isfinite(values).all():
-            # 95 % of Student's t over the seeds
-            half = stats.t.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-            interval = f"{values.mean():.3f} ± {half:.3f}"
-        rows.append((MEASURES[name], *(v if np.isfinite(v) else None for v in values), interval))
+        values = [m[name] for m in of]
+        rows.append((MEASURES.get(name, name), *(v if np.isfinite(v) else None for v in values), _interval(values)))
     columns = {"": "", **{f"seed {seed}": ".3f" for seed in runs}, "mean, 95 %": ""}
     return Table.of(title, columns, rows)
 
@@ -610,8 +665,15 @@ def derivation_table(runs: Runs) -> Table:
     for seed, found in runs.items():
         own = "darts" if found.cfg.method == "darts" else "argmax"
         for rule, arch in derivations(found.space, found.logits).items():
-            chosen = zip(found.space.cell.edges, (found.space.ops[k] for k in arch), strict=True)
-            text = " ".join(f"{edge.name}={op}" for edge, op in chosen if op != NONE)
+            text = "; ".join(
+                f"{kind}: "
+                + " ".join(
+                    f"{e.name}={found.space.ops[k]}"
+                    for e, k in zip(found.space.cell.edges, part, strict=True)
+                    if found.space.ops[k] != NONE
+                )
+                for kind, part in zip(found.space.types, found.space.parts(arch), strict=True)
+            )
             rows.append((f"seed {seed}", rule + (" (its own)" if rule == own else ""), text))
     return Table("cells derived; edges that are None are left out", ("", "rule", "operations"), tuple(rows))
 
@@ -621,7 +683,7 @@ def control_table(controls: Mapping[str, Runs]) -> Table:
     rows = []
     for label, runs in controls.items():
         for seed, found in runs.items():
-            early, late = early_and_late(found)
+            early, late = (edge_means(found, part) for part in half_and_quarter(found))
             rows.append((label, f"seed {seed}", *(f"{v:+.3f}" for v in (*early, *late))))
     edges = [e.name for e in found.space.cell.edges]
     header = ("control", "", *(f"{e} {part}" for part in ("first half", "last quarter") for e in edges))
@@ -657,6 +719,30 @@ def local_costs_table(space: CellSpace, costs: Mapping[str, Sequence[LocalCosts]
     return Table.of("local costs", columns, rows)
 
 
+def sums_table(cfg: CostConfig, runner: Runner) -> Table:
+    """Figure 19: without the skip term, the costs of the cells before the last add up to next to nothing."""
+    two = cfg.replace(cells=2, reductions=False, no_skip_on_intermediate=True)
+    tables, _ = initial_costs(two, runner, two.space(), [cfg.seed])
+    sums = tables[0].total.sum((1, 2)) / cfg.batches
+    columns = {"": "", "C": "+.2e"}
+    rows = zip(("second last cell", "last cell"), sums.tolist(), strict=True)
+    return Table.of("sum of the edges' costs, two cells without skip on intermediate edges", columns, list(rows))
+
+
+def variants_table(cfg: CostConfig, runner: Runner) -> Table:
+    """Figures 29 to 31: other orders of convolution, norm and ReLU, and other norms, at initialisation."""
+    rows = []
+    variants: list[dict[str, Any]] = [{"order": "conv_relu_norm"}, {"order": "conv_norm_relu"}, {"norm": "layer"}]
+    for changes in [{}, *variants, {"norm": "instance"}]:
+        other = cfg.replace(**changes)
+        space = other.space()
+        tables, mean = initial_costs(other, runner, space, range(cfg.seed, cfg.seed + max(1, cfg.nets // 3)))
+        joined, live = last_cell(tables), live_operations(space)
+        name = ", ".join(f"{k} {v}" for k, v in changes.items()) or "as above"
+        rows.append((name, mean, joined.positive(live), float(np.nanmean(joined.mean[0][:, live]))))
+    return Table.of("at initialisation", {"": "", "C": "+.4f", "costs > 0": ".2f", "mean cost": "+.5f"}, rows)
+
+
 _COLOURS = {
     NONE: INK,
     "skip_connect": "#CF6BA0",
@@ -675,12 +761,12 @@ _COLOURS = {
 _SCALES_APART = 5
 
 
-def probabilities(title: str, found: CellSearchResult) -> Figure:
-    """Probabilities of the candidates of every edge (figures 3 and 12 to 14)."""
+def probabilities(title: str, found: CellSearchResult, kind: int) -> Figure:
+    """Probabilities of the candidates of every edge of a type of cell (figures 3 and 12 to 14)."""
     caption = (
         "Probability of every candidate of every edge. Bold black: None. Shaded: edges between intermediate nodes."
     )
-    space, p = found.space, found.probabilities[:, 0]
+    space, p = found.space, found.probabilities[:, kind]
     edges = space.cell.edges
     figure = Figure(title, caption, len(edges), columns=5 if len(edges) > 6 else 3, height=2.1)
     for e, (ax, edge) in enumerate(zip(figure.axes, edges, strict=True)):
@@ -693,6 +779,16 @@ def probabilities(title: str, found: CellSearchResult) -> Figure:
     return figure
 
 
+def _edge_colours(space: CellSpace) -> list[str]:
+    """Blues and greens for input edges, yellow to red for intermediate ones, each in order."""
+    maps = {False: (colormaps["viridis"], 0.1, 0.72), True: (colormaps["YlOrRd"], 0.4, 0.95)}
+    kinds, colours = space.cell.intermediate, []
+    for e, kind in enumerate(kinds):
+        colour_map, low, high = maps[kind]
+        colours.append(to_hex(colour_map(low + (high - low) * kinds[:e].count(kind) / max(1, kinds.count(kind) - 1))))
+    return colours
+
+
 def edge_costs(title: str, found: CellSearchResult) -> Figure:
     """Edge costs of the last cell and their sum, beside loss and accuracy (figures 7 and 10)."""
     caption = (
@@ -703,10 +799,8 @@ def edge_costs(title: str, found: CellSearchResult) -> Figure:
     each, total, learning = figure.axes
     steps, cost, count = found.steps, found.edge_costs[:, TRAIN, -1], found.outputs[:, TRAIN, :, -1]
     space, inner = found.space, intermediate_edges(found.space)
-    # input edges before intermediate ones
-    places = (np.argsort(np.argsort(inner, kind="stable")) + 0.5) / len(inner)
-    for edge, place, values in zip(space.cell.edges, places, cost.T, strict=True):
-        each.plot(steps, values, color=colormaps["turbo"](place), label=edge.name, lw=1.1)
+    for edge, colour, values in zip(space.cell.edges, _edge_colours(space), cost.T, strict=True):
+        each.plot(steps, values, color=colour, label=edge.name, lw=1.1)
     for colour, name, same in ((SERIES[0], "mean, input", ~inner), (SERIES[1], "mean, intermediate", inner)):
         # two lines need no mean
         if same.sum() > 2:
@@ -761,8 +855,7 @@ _THIN = "Thin: one run each; bold: their mean."
 def patterns(title: str, runs: Runs) -> Figure:
     """Growth, width preference and collapse: costs by window, probabilities of None and edges kept by record."""
     found = list(runs.values())
-    steps = [part[-1] for part in np.array_split(found[0].steps, min(_WINDOWS, len(found[0].steps)))]
-    space, records = found[0].space, [0, *found[0].steps]
+    space, steps, records = found[0].space, window_steps(found[0]), [0, *found[0].steps.tolist()]
     inner = intermediate_edges(space)
     figure = Figure(title, f"Growth, width preference and collapse. {_THIN}", 4, legend=False)
     cost, none, kept, positive = figure.axes
@@ -832,7 +925,7 @@ def control_checks(controls: Mapping[str, Runs]) -> list[Check]:
     checks = []
     for label, runs in controls.items():
         for seed, found in runs.items():
-            early, late = early_and_late(found)
+            early, late = (edge_means(found, part) for part in half_and_quarter(found))
             sign = (-math.inf, 0.0) if label.endswith("fixed") else (0.0, math.inf)
             marks = {"cost of (1,2) minus (0,2), last quarter": (*sign, float(late[2] - late[1]))}
             if label == "modified, sampled":

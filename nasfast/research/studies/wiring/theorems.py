@@ -196,7 +196,7 @@ class Residual:
 
     Attributes:
         name: the theorem and what is measured.
-        measured: the quantity that should be 0.
+        measured: the quantity that should be 0; for an inequality, how far it is violated.
         bound: the largest magnitude that passes.
         note: the numbers behind it.
     """
@@ -336,7 +336,7 @@ def theorem_3(space: CellSpace, data: Data, seed: int) -> Iterator[Residual]:
 
 
 def theorem_4(space: CellSpace, data: Data, seed: int) -> Iterator[Residual]:
-    """The last cell's output costs L - H, unless the classifier has a bias."""
+    """The last cell's output costs L - H; where that is positive, and where it is not."""
     for bias in (False, True):
         net = make_net(space.replace(classifier_bias=bias), seed=seed)
         step = take_step(net, mixed_gates(space, seed), *data)
@@ -352,6 +352,39 @@ def theorem_4(space: CellSpace, data: Data, seed: int) -> Iterator[Residual]:
             yield Residual(name, (gap + share) / share, EXACT, f"{note}: C - (L - H) = {gap:+.1e}, not 0")
         else:
             yield Residual("T4 C - (L - H)", gap, EXACT, note)
+            mean, spread = _over_labels(step.logits)
+            note = f"mean over samples {float(mean.mean()):+.2e}, variance of logits {float(spread.mean()):.2e}"
+            yield Residual("T4 at init: mean over labels >= 0, violation", _violation(mean), 0.0, note)
+    yield from _inequalities(space.num_classes, seed)
+
+
+def _over_labels(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """(N,) mean of c over all labels, sum_n (pi_n - 1/N) Y_n, and variance of the logits."""
+    classes = logits.shape[1]
+    costs = [sample_costs(logits, torch.full_like(logits[:, 0], n, dtype=torch.int64))[0] for n in range(classes)]
+    return torch.stack(costs, 1).mean(1), logits.var(1, unbiased=False)
+
+
+def _violation(at_least_zero: Tensor) -> float:
+    """By how much values fall below 0, beyond rounding."""
+    return max(0.0, -float(at_least_zero.min()) - 1e-13)
+
+
+def _inequalities(classes: int, seed: int) -> Iterator[Residual]:
+    """Chebyshev's sum inequality, its approximation for small logits, and the sign where the label is the argmax."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(4096, classes, generator=generator, dtype=torch.float64)
+    scales = (0.01, 0.1, 1.0, 10.0, 100.0)
+    means = [_over_labels(s * normal) for s in scales]
+    right = [sample_costs(s * normal, normal.argmax(1))[0] for s in scales]
+    note = f"logits of scale 0.01 to 100: least {_numbers(float(mean.min()) for mean, _ in means)}"
+    violation = max(_violation(mean) for mean, _ in means)
+    yield Residual("T4 any logits: mean over labels >= 0, violation", violation, 0.0, note)
+    ratio = float((means[0][0] / means[0][1] - 1).abs().max())
+    note = "largest of any sample at scale 0.01"
+    yield Residual("T4 small logits: mean over labels / variance, less 1", ratio, 0.05, note)
+    note = f"largest c {_numbers(float(c.max()) for c in right)}"
+    yield Residual("T4 label is the argmax: c <= 0, violation", max(_violation(-c) for c in right), 0.0, note)
 
 
 def theorem_5(space: CellSpace, data: Data, seed: int) -> Iterator[Residual]:
