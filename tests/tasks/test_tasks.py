@@ -141,7 +141,7 @@ def test_processes_carry_on_after_errors_and_deaths(tmp_path, caplog, capfd, mon
     assert "task fail, attempt 2: ValueError: no images" in caplog.text
     assert "task fail failed: its log is" in caplog.text
     signs = [line.split("  ")[0] for line in capfd.readouterr().err.splitlines() if line.startswith("tasks ")]
-    assert list(dict.fromkeys(signs)) == [f"tasks {done}/3" for done in range(4)]
+    assert signs == sorted(signs) and signs[-1] == "tasks 3/3", "lines in order; a quick task may have none of its own"
     # the same bytes as in this process
     here(ADD, tmp_path / "here")
     assert (tmp_path / "here/deep/add" / TASK_FILE).read_bytes() == (tmp_path / "deep/add" / TASK_FILE).read_bytes()
