@@ -22,7 +22,7 @@ def _mean_abs_gamma(bn: nn.BatchNorm2d) -> float:
 
 
 def score(net: Supernet, *, meta: dict[str, Any] | None = None) -> IndicatorTable:
-    """The table of S_v = mean |gamma| of every candidate's indicator BN, and S_u of every layer indicator.
+    """The table of S_v = mean |gamma| of every block indicator, and S_u of every layer indicator.
 
     An untrained supernet scores 1 everywhere. `meta` is what the table says about its origin, e.g. method and step.
 
@@ -36,7 +36,7 @@ def score(net: Supernet, *, meta: dict[str, Any] | None = None) -> IndicatorTabl
         raise ScoreError(f"{net.space.name} has no gammas to score by: {why}")
     block, layer_scores = [], []
     for layer in net.layers:
-        norms = {choice: layer.indicator_bn(choice) for choice in range(len(layer.candidates))}
+        norms = {choice: layer.block_indicator(choice) for choice in range(len(layer.candidates))}
         block.append({choice: _mean_abs_gamma(bn) for choice, bn in norms.items() if bn is not None})
         layer_scores.append(None if layer.layer_indicator is None else _mean_abs_gamma(layer.layer_indicator))
     return IndicatorTable(net.space, tuple(block), tuple(layer_scores), meta or {})
@@ -45,12 +45,12 @@ def score(net: Supernet, *, meta: dict[str, Any] | None = None) -> IndicatorTabl
 def _refusal(net: Supernet) -> str | None:
     for i, (layer, options) in enumerate(zip(net.layers, net.space.layers, strict=True)):
         for choice in range(len(layer.candidates)):
-            if choice != options.indicator_choice and layer.indicator_bn(choice) is None:
+            if choice != options.indicator_choice and layer.block_indicator(choice) is None:
                 return f"{net.space.place(i)}, {net.space.label(i, choice)}, has no BatchNorm2d"
     return None
 
 
 @register("gamma", additive=True, images=False, refusal=_refusal)
 def gamma(evidence: Evidence) -> IndicatorTable:
-    """Mean |gamma| of a candidate's last BN, times that of the layer indicator (BN-NAS; DI-NAS, Algorithm 2)."""
+    """Mean |gamma| of the block indicator, times that of the layer indicator (BN-NAS; DI-NAS, Algorithm 2)."""
     return score(evidence.net)

@@ -31,7 +31,7 @@ class IndicatorTable(Tabular):
 
     Attributes:
         space: the space of the table.
-        block: for each layer, Arch value -> score of the candidate; for gammas, S_v = mean |gamma| of its indicator BN.
+        block: for each layer, Arch value -> score of the candidate; for gammas, S_v = mean |gamma|.
         layer: for each layer, the score of the identity (`Layer.indicator_choice`); for gammas, S_u = mean |gamma| of
             the layer indicator. None on reduction and pinned layers, and where the identity has no score.
         meta: origin of the scores (method, step, checkpoint); no computation uses it.

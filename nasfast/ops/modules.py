@@ -72,7 +72,7 @@ class ConvBNAct(nn.Module):
         self.fused = fused
 
     @property
-    def last_bn(self) -> nn.BatchNorm2d:
+    def block_indicator(self) -> nn.BatchNorm2d:
         """The BatchNorm that writes the unit's output."""
         return self.bn
 
@@ -204,7 +204,7 @@ class InvertedResidual(nn.Module):
         self.project = unit(hidden, out_channels, 1, act="identity")
 
     @property
-    def last_bn(self) -> nn.BatchNorm2d:
+    def block_indicator(self) -> nn.BatchNorm2d:
         """The BatchNorm behind the projection. It writes the result of the branch, to which the residual is added."""
         return self.project.bn
 

@@ -103,9 +103,9 @@ class ShuffleUnit(nn.Module):
         self.projection = projection
 
     @property
-    def last_bn(self) -> nn.BatchNorm2d:
-        """The last BN of the main branch, which scores the block (docs/method.md 2)."""
-        return self.linear_paths()["main"][-1].last_bn
+    def block_indicator(self) -> nn.BatchNorm2d:
+        """The last BatchNorm of the main branch, which scores the block (docs/method.md 2)."""
+        return self.linear_paths()["main"][-1].block_indicator
 
     def linear_paths(self) -> dict[str, list[ConvBNAct]]:
         """The branches as units in order, for `nasfast.supernet.aligned`."""
@@ -129,10 +129,10 @@ class DenseInvertedResidual(nn.Module):
         self.has_residual = has_residual
 
     @property
-    def last_bn(self) -> nn.BatchNorm2d:
-        """The last BN, which scores the block."""
+    def block_indicator(self) -> nn.BatchNorm2d:
+        """The last BatchNorm, which scores the block."""
         # nn.Sequential does not say which modules it has
-        return self.units[-1].last_bn  # type: ignore[return-value]
+        return self.units[-1].block_indicator  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.units(x, x if self.has_residual else None)
@@ -146,9 +146,9 @@ class StridedIdentity(nn.Module):
         self.unit = unit
 
     @property
-    def last_bn(self) -> nn.BatchNorm2d:
+    def block_indicator(self) -> nn.BatchNorm2d:
         """The BN of the unit, which scores the block."""
-        return self.unit.last_bn
+        return self.unit.block_indicator
 
     def linear_paths(self) -> dict[str, list[ConvBNAct]]:
         """The only unit, for `nasfast.supernet.aligned`."""
@@ -178,7 +178,7 @@ def block_builder(kind: str) -> Callable[[BlockBuilder], BlockBuilder]:
     """Decorator of the function that builds the module of a block kind; `nasfast.spaces.block_cost` gives its cost.
 
     The function gets `(block, layer, units)` and returns a module from (N, layer.in_channels, H, W) to
-    (N, layer.out_channels, ceil(H / stride), ceil(W / stride)). The module has an attribute `last_bn`, the
+    (N, layer.out_channels, ceil(H / stride), ceil(W / stride)). The module has an attribute `block_indicator`, the
     `nn.BatchNorm2d` that scores it. Units made by `units` are fused in a supernet and plain in a standalone network.
 
     Raises:
@@ -201,12 +201,12 @@ def build_block(block: Block, layer: Layer, units: UnitFactory) -> nn.Module:
     if block.kind not in _BLOCK_BUILDERS:
         raise ValueError(f"block kind {block.kind!r} has a cost but no module; {nearest(block.kind, _BLOCK_BUILDERS)}")
     module = _BLOCK_BUILDERS[block.kind](block, layer, units)
-    last_bn = getattr(module, "last_bn", None)
+    block_indicator = getattr(module, "block_indicator", None)
     # the layer indicator scores the identity of a normal layer, and a hidden layer is not searched
-    if block.kind not in ("identity", "hidden") and not isinstance(last_bn, nn.BatchNorm2d):
+    if block.kind not in ("identity", "hidden") and not isinstance(block_indicator, nn.BatchNorm2d):
         raise ValueError(
-            f"block kind {block.kind!r}: the last_bn of its module must be an nn.BatchNorm2d, got "
-            f"{type(last_bn).__name__}: set it to the BatchNorm that scores the block"
+            f"block kind {block.kind!r}: the block_indicator of its module must be an nn.BatchNorm2d, got "
+            f"{type(block_indicator).__name__}: set it to the BatchNorm that scores the block"
         )
     return module
 

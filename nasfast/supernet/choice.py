@@ -64,11 +64,11 @@ class Choice(nn.Module):
             )
         return self.candidates[self.active](*args, **kwargs)
 
-    def indicator_bn(self, choice: int) -> nn.BatchNorm2d | None:
-        """The BatchNorm that scores a candidate: its `last_bn` if it has one, else the last that it registers."""
+    def block_indicator(self, choice: int) -> nn.BatchNorm2d | None:
+        """What scores a candidate: its `block_indicator` if it has one, else the last BatchNorm that it registers."""
         candidate = self.candidates[choice]
         norms = [module for module in candidate.modules() if isinstance(module, nn.BatchNorm2d) and module.affine]
-        return getattr(candidate, "last_bn", norms[-1] if norms else None)
+        return getattr(candidate, "block_indicator", norms[-1] if norms else None)
 
 
 def find_choices(module: nn.Module) -> dict[str, Choice]:

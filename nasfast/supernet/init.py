@@ -271,7 +271,7 @@ def _begin_norms(module: nn.Module, shift: float, branch_scale: float) -> None:
             norm.reset_parameters()
     for block in module.modules():
         if getattr(block, "has_residual", False):
-            nn.init.constant_(block.last_bn.weight, branch_scale)  # type: ignore[union-attr,arg-type]
+            nn.init.constant_(block.block_indicator.weight, branch_scale)  # type: ignore[union-attr,arg-type]
     # behind the last unit no BatchNorm removes the mean of its channels, which grows with the shift
     for unit in set(_units(module)).difference(_last_units(module)):
         if unit.act_name in _SHIFTED:

@@ -42,9 +42,9 @@ class ChoiceLayer(nn.Module):
             return self.layer_indicator
         return None if choice == SKIP else self.candidates[choice]
 
-    def indicator_bn(self, choice: int) -> nn.BatchNorm2d | None:
-        """The BN that scores a candidate; None for an identity candidate, which has only the layer indicator."""
-        return getattr(self.candidates[choice], "last_bn", None)
+    def block_indicator(self, choice: int) -> nn.BatchNorm2d | None:
+        """The BatchNorm that scores a candidate; None for an identity candidate, which has only the layer indicator."""
+        return getattr(self.candidates[choice], "block_indicator", None)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Supernet(nn.Module):
         seed: seed of the initialisation.
 
     Raises:
-        ValueError: the init or the activation is unknown, or a block kind has no module or no `last_bn`.
+        ValueError: the init or the activation is unknown, or a block kind has no module or no `block_indicator`.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Supernet(nn.Module):
 
     def roles(self) -> dict[str, list[nn.Parameter]]:
         """Every parameter once, by role: block_indicators, layer_indicators, other_bn, convolutions, classifier."""
-        block = [bn for layer in self.layers for i in range(len(layer.candidates)) if (bn := layer.indicator_bn(i))]
+        block = [bn for layer in self.layers for i in range(len(layer.candidates)) if (bn := layer.block_indicator(i))]
         layer = [layer.layer_indicator for layer in self.layers if layer.layer_indicator is not None]
         indicators = {id(bn) for bn in block + layer}
         others = [m for m in self.modules() if isinstance(m, _BatchNorm) and id(m) not in indicators]

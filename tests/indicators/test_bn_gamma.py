@@ -56,7 +56,7 @@ def test_mean_absolute_gamma_by_hand():
 
 def test_the_identity_candidate_is_scored_by_the_layer_indicator():
     net = Supernet(SPACES["identity"])
-    set_gamma(net.layers[0].candidates[0].last_bn, 3.0)
+    set_gamma(net.layers[0].candidates[0].block_indicator, 3.0)
     set_gamma(net.layers[0].candidates[1].project.bn, 2.0)
     set_gamma(net.layers[1].candidates[1].project.bn, 4.0)
     set_gamma(net.layers[1].layer_indicator, -0.5)
@@ -66,7 +66,7 @@ def test_the_identity_candidate_is_scored_by_the_layer_indicator():
     assert table.scores == ({0: 3.0, 1: 2.0}, {0: 0.5, 1: 2.0})
 
 
-def test_shuffle_units_are_scored_by_the_last_bn_of_the_main_branch():
+def test_shuffle_units_are_scored_by_the_last_batch_norm_of_the_main_branch():
     net = Supernet(SPACES["shuffle"])
     for layer in net.layers:
         for j, candidate in enumerate(layer.candidates):

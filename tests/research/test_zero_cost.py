@@ -302,7 +302,7 @@ def test_paths_of_a_supernet_are_scored_by_name(name):
 def test_a_path_without_a_score_is_named():
     net = Supernet(tiny_space(), layer_indicators=False)
     with torch.no_grad():
-        net.layers[1].candidates[2].last_bn.weight.fill_(float("nan"))
+        net.layers[1].candidates[2].block_indicator.weight.fill_(float("nan"))
     evidence = Evidence(net, batches(1))
     assert math.isfinite(score_paths("ntk_q", evidence, [(0, 1, 0, 0)])[0, 1, 0, 0])
     with pytest.raises(ScoreError, match=r"path 0 2 0 0 of tiny has no ntk_q: .* of layer 'blocks.1.project.bn'"):

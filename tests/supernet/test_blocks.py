@@ -58,8 +58,8 @@ def test_shuffle_units(block, stride, fused):
     x = torch.randn(3, 12, 9, 9)
     want = shuffle_unit(x, module, stride=stride, xception=block.kind == "shuffle_xception")
     torch.testing.assert_close(module(x), want, rtol=1e-4, atol=1e-4)
-    assert module.last_bn is list(module.main.modules())[-2]
-    assert module.last_bn.num_features == want.shape[1] - (6 if stride == 1 else 12)
+    assert module.block_indicator is list(module.main.modules())[-2]
+    assert module.block_indicator.num_features == want.shape[1] - (6 if stride == 1 else 12)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
@@ -85,7 +85,7 @@ def test_fused_mbconv_is_torchvisions(stride, expand, fused):
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got.double(), want.double(), rtol=1e-4, atol=1e-5)
     norms = [module for module in ours.modules() if isinstance(module, nn.BatchNorm2d)]
-    assert ours.last_bn is norms[-1]
+    assert ours.block_indicator is norms[-1]
 
 
 def test_strided_identity_is_a_convolution_and_its_batch_norm():
@@ -103,7 +103,7 @@ class _Pooled(nn.Module):
         super().__init__()
         self.pool = nn.MaxPool2d(kernel, layer.stride, kernel // 2)
         self.unit = units.conv_bn_act(layer.in_channels, layer.out_channels, 1)
-        self.last_bn = self.unit.last_bn
+        self.block_indicator = self.unit.block_indicator
 
     def forward(self, x):
         return self.unit(self.pool(x))
@@ -142,19 +142,19 @@ def test_a_kind_is_registered_once(own_kinds):
         block_builder("mbconv")(lambda *_: nn.Identity())
 
 
-@pytest.mark.parametrize("last_bn", [None, "bn"])
-def test_a_kind_without_its_last_bn_is_refused(own_kinds, last_bn):
+@pytest.mark.parametrize("block_indicator", [None, "bn"])
+def test_a_kind_without_its_block_indicator_is_refused(own_kinds, block_indicator):
     block_cost("pool")(lambda *_: Cost())
 
     @block_builder("pool")
     def _(block, layer, units):
         module = nn.MaxPool2d(3, layer.stride, 1)
-        if last_bn is not None:
-            module.last_bn = last_bn
+        if block_indicator is not None:
+            module.block_indicator = block_indicator
         return module
 
     space = SearchSpace("own", 16, 4, (), (Stage(3, 1, 2, (Block("pool"),)),), ())
-    with pytest.raises(ValueError, match="kind 'pool': the last_bn of its module must be an nn.BatchNorm2d, got"):
+    with pytest.raises(ValueError, match="'pool': the block_indicator of its module must be an nn.BatchNorm2d, got"):
         Supernet(space)
 
 

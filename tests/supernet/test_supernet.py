@@ -33,7 +33,7 @@ def affine(*names: str) -> set[str]:
     return {f"{name}.{part}" for name in names for part in ("weight", "bias")}
 
 
-# by hand: the last BN of every candidate, and the layer indicators of the normal layers
+# by hand: the block indicators, and the layer indicators of the normal layers
 INDICATOR_BNS = {
     "mbconv": [f"layers.{i}.candidates.{j}.project.bn" for i in range(4) for j in range(3)]
     + ["layers.1.layer_indicator", "layers.3.layer_indicator"],

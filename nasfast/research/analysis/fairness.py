@@ -89,9 +89,9 @@ def _disagreement(a: Tensor, b: Tensor) -> float:
 
 
 def without_indicator_bn(module: nn.Module) -> nn.Module:
-    """A copy of a block of plain modules whose indicator BatchNorm (`last_bn`) is the identity."""
+    """A copy of a block of plain modules whose block indicator is the identity."""
     module = copy.deepcopy(module)
-    last = getattr(module, "last_bn", None)
+    last = getattr(module, "block_indicator", None)
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if child is last:
