@@ -635,8 +635,8 @@ class RunConfig(ConfigBase):
         recalibration_batches: number of batches for BN statistics where paths are scored by accuracy (fairnas, spos).
         search: limits and search method.
         retrain: training of the chosen architectures.
-        track: where metrics go besides metrics.jsonl and TensorBoard: any of `wandb`, `mlflow`. Each needs its package;
-            a failure is a warning, and the training goes on.
+        track: where metrics go besides metrics.jsonl and TensorBoard: any of `wandb`, `trackio`, `mlflow`. Each needs
+            its package; a failure is a warning, and the training goes on.
     """
 
     out: str = "runs/nasfast"
@@ -652,7 +652,7 @@ class RunConfig(ConfigBase):
     recalibration_batches: int = 20
     search: SearchConfig = SearchConfig()
     retrain: RetrainConfig = RetrainConfig()
-    track: tuple[Literal["wandb", "mlflow"], ...] = ()
+    track: tuple[Literal["wandb", "trackio", "mlflow"], ...] = ()
 
     def _check_values(self) -> None:
         check_common(self.threads, self.seed, recalibration_batches=self.recalibration_batches)

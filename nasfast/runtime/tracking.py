@@ -1,4 +1,4 @@
-"""Metrics of a run to Weights & Biases and MLflow, through their own packages; a failure never stops a training."""
+"""Metrics of a run to Weights & Biases, Trackio and MLflow by their own packages; a failure never stops a training."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ def _begin(name: str, run: str, folder: Path, settings: Mapping[str, Any]) -> tu
         begun = package.init(project="nasfast", name=run, dir=str(folder), config=dict(settings))
         # each stage counts its own steps, so they are a metric, and not wandb's steps, which only rise
         return lambda metrics, step: begun.log({**metrics, "step": step}), lambda failed: begun.finish(int(failed))
+    if name == "trackio":
+        begun = package.init(project="nasfast", name=run, config=dict(settings))
+        return lambda metrics, step: begun.log(dict(metrics), step=step), lambda failed: begun.finish()
     package.set_experiment("nasfast")
     package.start_run(run_name=run)
     package.log_params(flatten(settings))

@@ -1,4 +1,4 @@
-"""Metrics to Weights & Biases and MLflow, with stand-ins for both packages, which may be absent or fail."""
+"""Metrics to Weights & Biases, Trackio and MLflow, with stand-ins for the packages, which may be absent or fail."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SETTINGS = {"seed": 3, "search": {"top_k": 1}}
 
 @pytest.fixture
 def packages(monkeypatch):
-    """Stand-ins for both packages, which take every call."""
-    found = SimpleNamespace(wandb=MagicMock(), mlflow=MagicMock())
+    """Stand-ins for the packages, which take every call."""
+    found = SimpleNamespace(wandb=MagicMock(), trackio=MagicMock(), mlflow=MagicMock())
     for name, package in vars(found).items():
         monkeypatch.setitem(sys.modules, name, package)
     return found
@@ -35,8 +35,8 @@ def train(folder, names):
                 file.write(2, loss=1.5)
 
 
-def test_both_get_settings_and_every_metric_with_the_steps_of_its_stage(tmp_path, packages):
-    train(tmp_path / "mine", ["wandb", "mlflow"])
+def test_all_get_settings_and_every_metric_with_the_steps_of_its_stage(tmp_path, packages):
+    train(tmp_path / "mine", ["wandb", "trackio", "mlflow"])
     lines = [("supernet/loss", 2.5, 1), ("supernet/loss", 1.5, 2), ("retrain/best/loss", 2.5, 1)]
     lines.append(("retrain/best/loss", 1.5, 2))
     folder = str(tmp_path / "mine")
@@ -44,6 +44,10 @@ def test_both_get_settings_and_every_metric_with_the_steps_of_its_stage(tmp_path
     run = packages.wandb.init.return_value
     assert run.log.call_args_list == [call({name: loss, "step": step}) for name, loss, step in lines]
     run.finish.assert_called_once_with(0)
+    packages.trackio.init.assert_called_once_with(project="nasfast", name="mine", config=SETTINGS)
+    run = packages.trackio.init.return_value
+    assert run.log.call_args_list == [call({name: loss}, step=step) for name, loss, step in lines]
+    run.finish.assert_called_once_with()
     packages.mlflow.start_run.assert_called_once_with(run_name="mine")
     packages.mlflow.log_params.assert_called_once_with({"seed": 3, "search.top_k": 1})
     assert packages.mlflow.log_metrics.call_args_list == [call({name: loss}, step=step) for name, loss, step in lines]
@@ -62,11 +66,12 @@ def test_a_training_that_raises_does_not_count_as_finished(tmp_path, packages, e
 @pytest.mark.parametrize(
     ("name", "method"),
     [("wandb", method) for method in ("init", "init.return_value.log", "init.return_value.finish")]
+    + [("trackio", "init.return_value.log")]
     + [("mlflow", method) for method in ("log_params", "end_run")],
 )
 def test_a_tracker_that_fails_is_given_up_with_one_warning(tmp_path, packages, caplog, name, method):
     attrgetter(f"{name}.{method}")(packages).side_effect = SystemError("no server\nanswers")
-    train(tmp_path, ["wandb", "mlflow"])
+    train(tmp_path, ["wandb", "trackio", "mlflow"])
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 1, 2]
     (warning,) = [r.getMessage() for r in caplog.records if "gets no metrics" in r.getMessage()]
     assert warning.startswith(f"{name} gets no metrics from here on (SystemError: no server answers)")
@@ -74,7 +79,7 @@ def test_a_tracker_that_fails_is_given_up_with_one_warning(tmp_path, packages, c
     assert other.call_count == 4
 
 
-@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+@pytest.mark.parametrize("name", ["wandb", "trackio", "mlflow"])
 def test_a_package_that_is_not_installed_is_a_warning_that_says_what_to_do(tmp_path, monkeypatch, caplog, name):
     monkeypatch.setitem(sys.modules, name, None)
     train(tmp_path, [name])
