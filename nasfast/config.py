@@ -12,12 +12,9 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import yaml
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class ConfigError(ValueError):

@@ -436,7 +436,7 @@ def _logged(path: Path) -> Iterator[None]:
 
 
 def _say(text: str) -> None:
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     os.write(2, f"[{now}] {text}\n".encode(errors="backslashreplace"))
 
 

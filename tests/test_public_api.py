@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,6 @@ main()
 
 def test_fuse_needs_torch_and_numpy_alone():
     """Every package of pyproject.toml but these two is hidden, and what they have to be imported by."""
-    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
     form = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed, search = form["dependencies"], form["optional-dependencies"]["search"]
     assert [re.split("[<>=]", text)[0] for text in needed] == ["torch", "numpy"]

@@ -260,12 +260,14 @@ class DaliBackend:
         path = self._source.file(index)
         try:
             with open(path, "rb") as file, Image.open(file) as image:
-                end = _ENDS[image.format]
+                end = _ENDS[image.format or ""]
                 file.seek(-len(end), os.SEEK_END)
                 plain = image.mode in ("RGB", "L") and file.read() == end
                 if image.format == "PNG" and plain:
                     file.seek(_PNG_DEPTH)
-                    plain = file.read(1) == b"\x08" and not ("transparency" in image.info or image.is_animated)
+                    plain = file.read(1) == b"\x08" and not (
+                        "transparency" in image.info or getattr(image, "is_animated", False)
+                    )
                 return (image.height, image.width) if plain else (-1, -1)
         except Exception:  # another format, or an error of PIL, which PIL raises again when it decodes the file
             return -1, -1

@@ -107,8 +107,7 @@ class CudaCapture:
         try:
             graph.capture_end()
         except RuntimeError as ending:
-            if hasattr(error, "add_note"):  # from Python 3.11 on
-                error.add_note(f"while its capture was ended: {ending}")
+            error.add_note(f"while its capture was ended: {ending}")
         # If the capture is invalid, capture_end stops before these two steps. Otherwise it has done them, and the first
         # one raises here.
         with suppress(RuntimeError):

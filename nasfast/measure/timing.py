@@ -187,7 +187,7 @@ def measuring(threads: int = 0) -> Iterator[None]:
 def machine() -> dict[str, Any]:
     """The CPU, GPU, versions and date, for files of results."""
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "threads": torch.get_num_threads(),
         "load_average": os.getloadavg(),

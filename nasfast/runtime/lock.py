@@ -128,7 +128,7 @@ def _write_holder(folder: Path, descriptor: int) -> None:
         "host": socket.gethostname(),
         "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])[:200],
         # only people read this time
-        "since": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "since": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
     try:
         os.ftruncate(descriptor, 0)
