@@ -1,4 +1,4 @@
-"""Records which kernels run: those of Triton, calls that launch CUDA kernels, and what the profiler sees."""
+"""Records which kernels run: calls that launch CUDA kernels, and what the profiler sees."""
 
 from __future__ import annotations
 
@@ -12,42 +12,6 @@ import torch
 
 # operators of csrc/library.cpp that launch CUDA kernels
 CHAIN_OPERATORS = tuple(f"conv_bn_act_chain_gpu_{name}" for name in ("fwd", "make", "reduce", "bwd"))
-
-
-@contextmanager
-def noted_launches(*, run: bool = True) -> Iterator[list[str]]:
-    """Within this context, record all launches of Triton kernels.
-
-    Args:
-        run: whether the kernels also run.
-
-    Yields:
-        the kernels of the launches so far, by name; always empty without Triton.
-    """
-    launches: list[str] = []
-    try:
-        from triton.runtime.interpreter import InterpretedFunction
-        from triton.runtime.jit import JITFunction
-    except ImportError:
-        yield launches
-        return
-
-    def noting(original: Any) -> Any:
-        def launcher(kernel: Any, grid: Any) -> Any:
-            launch = original(kernel, grid)
-
-            def noted(*args: Any, **kwargs: Any) -> Any:
-                launches.append(kernel.fn.__name__)
-                return launch(*args, **kwargs) if run else None
-
-            return noted
-
-        return launcher
-
-    with ExitStack() as stack:
-        for kind in (JITFunction, InterpretedFunction):
-            stack.enter_context(patch.object(kind, "__getitem__", noting(kind.__getitem__)))
-        yield launches
 
 
 @contextmanager
@@ -76,11 +40,17 @@ def noted_chains() -> Iterator[Counter[str]]:
 
 
 def kernels_of(step: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
-    """Name and ms of every kernel that the second of two calls runs on a GPU, in the order they ran."""
+    """Name and ms of every kernel that the second of two calls runs on a GPU, in the order they ran.
+
+    On a CPU, of every operator.
+    """
+    kind, clock = torch.profiler.ProfilerActivity, torch.autograd.DeviceType
+    activity, where = (kind.CUDA, clock.CUDA) if device.type == "cuda" else (kind.CPU, clock.CPU)
     step()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+    with torch.profiler.profile(activities=[activity]) as recorded:
         step()
-        torch.cuda.synchronize(device)
-    events = [e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    events = [e for e in recorded.events() if e.device_type == where]
     events.sort(key=lambda e: e.time_range.start)
-    return [(e.name, e.device_time / 1e3) for e in events]
+    return [(e.name, e.time_range.elapsed_us() / 1e3) for e in events]

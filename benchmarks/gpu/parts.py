@@ -1,7 +1,8 @@
 """Measures the step: the program behind the parts of the plan, one process for each.
 
-The step is forward, cross entropy, backward and update of the mean path of the 6^20 space with batch 32, 224 x 224
-images and bf16 autocast; only BatchNorms train. On the CPU the network is tiny, and the CUDA kernels are emulated.
+The step is forward, cross entropy, backward and update of the mean path of the 6^20 space with 224 x 224 images and
+bf16 autocast; only BatchNorms train. The batch is 32 where nothing else is said. On the CPU the network is tiny, and
+the CUDA kernels are emulated.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,14 @@ class Bench:
         rows: file of JSON lines.
         device: `cuda` or `cpu`.
         end: time limit of the part, by time.monotonic().
+        images: of a batch on a GPU.
     """
 
     part: str
     rows: Path
     device: str
     end: float
+    images: int = 32
 
     @property
     def on_gpu(self) -> bool:
@@ -61,7 +64,7 @@ class Bench:
 
     @property
     def batch(self) -> int:
-        return 32 if self.on_gpu else 1
+        return self.images if self.on_gpu else self.images // 32
 
     @cached_property
     def space(self) -> SearchSpace:
@@ -131,7 +134,7 @@ class Variant:
 
 # so small that all steps measure the same network
 _RATE = 1e-6
-OURS = (Variant("nasfast", "engine"), Variant("nasfast", "engine", early=False))
+ENGINE, LATE = Variant("nasfast", "engine"), Variant("nasfast", "engine", early=False)
 
 
 def network(bench: Bench, variant: Variant) -> Supernet:
@@ -233,22 +236,23 @@ class NoCudaKernel(SystemExit):
 
 
 def bench_variants(bench: Bench, variants: Sequence[Variant], *, rounds: int) -> None:
-    """Write a row when a variant has run, and one with its interleaved time."""
+    """Write a row when a variant has run, and one with its interleaved time; they name the batch unless it is 32."""
     steps: dict[str, Whole] = {}
-    for variant in variants:
-        with bench.attempt(variant.name):
+    names = {v.name + (f", batch {bench.images}" if bench.images != 32 else ""): v for v in variants}
+    for name, variant in names.items():
+        with bench.attempt(name):
             start = time.monotonic()
-            steps[variant.name] = make(bench, variant)
+            steps[name] = make(bench, variant)
             first = time.monotonic() - start
-            bench.row("first_step", name=variant.name, first_s=first, loss=steps[variant.name].loss)
+            bench.row("first_step", name=name, batch=bench.batch, first_s=first, loss=steps[name].loss)
     if not steps:
         return
     # the variants differ in what they launched when they were captured, or choose again
-    calls = {v.name: partial(_in_context, bench, v, steps[v.name]) for v in variants if v.name in steps}
+    calls = {name: partial(_in_context, bench, names[name], step) for name, step in steps.items()}
     times = measure(calls, rounds=rounds if bench.on_gpu else 1, warmup=2 if bench.on_gpu else 0)
     bench.row("clocks", **clocks())
     for name, phases in times.items():
-        bench.row("step", name=name, **phases["step"])
+        bench.row("step", name=name, batch=bench.batch, **phases["step"])
 
 
 def _in_context(bench: Bench, variant: Variant, step: Whole) -> dict[str, float]:
@@ -258,14 +262,18 @@ def _in_context(bench: Bench, variant: Variant, step: Whole) -> dict[str, float]
 
 def bench_engine(bench: Bench) -> None:
     """Time the step of the engine, with and without early launches, and the memory floor."""
-    bench_variants(bench, OURS, rounds=30)
+    bench_variants(bench, (ENGINE, LATE), rounds=30)
     machine = measure_machine(torch.bfloat16, quick=not bench.on_gpu, device=bench.device)
     bench.row("floor", ms=1e3 * step_floor(traced(bench), machine, torch.bfloat16).step)
 
 
-def bench_peer(bench: Bench, how: str) -> None:
-    """Time PyTorch's step, run as `how` says, and the engine's, interleaved."""
-    bench_variants(bench, (Variant("torch", how), OURS[0]), rounds=30)
+def bench_peer(bench: Bench, how: str, images: str) -> None:
+    """Time PyTorch's step of so many images, run as `how` says, and the engine's, interleaved.
+
+    Eager runs before its graph in one process, because both wait for cuDNN to try its algorithms.
+    """
+    ways = ("eager", "graph") if how == "graph" else (how,)
+    bench_variants(replace(bench, images=int(images)), (*(Variant("torch", way) for way in ways), ENGINE), rounds=30)
 
 
 def traced(bench: Bench) -> Any:
@@ -304,8 +312,8 @@ def main() -> None:
     args = parser.parse_args()
     bench = Bench(args.part, args.rows, args.device, time.monotonic() + args.seconds)
     name, *argument = args.part.split()
-    # what users do has the settings that they have; later parts take cuDNN's fastest algorithms
-    with nullcontext() if name in ("build", "demo", "fuse", "compile", "command") else measuring():
+    # what users do has the settings that they have; steps take cuDNN's fastest algorithms, whose trials take seconds
+    with measuring() if name in ("engine", "peer", "launches") else nullcontext():
         parts[name](bench, *argument)
 
 

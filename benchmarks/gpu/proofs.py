@@ -132,27 +132,33 @@ def errors_of(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, floa
     return found
 
 
-def bench_parity(bench: Bench) -> None:
-    """Compare every chain of a step, in both types, with float64 and with eager autocast.
+def bench_parity(bench: Bench, images: int = 8, dtypes: Sequence[torch.dtype] = tuple(ROUNDING)) -> int:
+    """Compare every chain of a step with float64 and with eager autocast.
+
+    Args:
+        images: on a GPU; float64 is slow, and few images have every size of a layer.
+        dtypes: of the chains.
+
+    Returns:
+        How many chains are left out because the time is over.
 
     Raises:
         SystemExit: an error is larger than it may be.
     """
-    images, failed, done = 8 if bench.on_gpu else 2, [], 0  # float64 is slow, and few images have every size of a layer
+    images, failed, done = images if bench.on_gpu else 2, list[str](), 0
     chains = chains_of(bench.space, bench.path, images) if bench.on_gpu else list(_SMALL)
     for chain in chains:
         if bench.left < 3:
             bench.row("left_out", what="parity", error=f"{len(chains) - done} chains: no time")
             break
+        failed.append(str(chain))  # as one that raises
         with bench.attempt(str(chain)):
-            failed += [str(chain)] * (not _compare(bench, chain, images))
-            done += 1
+            if all([_compare_in(bench, chain, images, dtype) for dtype in dtypes]):
+                failed.pop()
+        done += 1
     if failed or not done:
         raise SystemExit(f"errors are too large in {len(failed)} chains: {'; '.join(failed)}")
-
-
-def _compare(bench: Bench, chain: Chain, images: int) -> bool:
-    return all([_compare_in(bench, chain, images, dtype) for dtype in ROUNDING])
+    return len(chains) - done
 
 
 def _compare_in(bench: Bench, chain: Chain, images: int, dtype: torch.dtype) -> bool:
@@ -190,24 +196,15 @@ def bench_bits(bench: Bench) -> None:
     Raises:
         SystemExit: they do not.
     """
-    from benchmarks.gpu.parts import Variant, random_paths
+    from benchmarks.gpu.parts import ENGINE, LATE, Variant, random_paths
 
     paths = random_paths(bench, 300 if bench.on_gpu else 2)
-    engine, late, eager = (
-        Variant("nasfast", "engine"),
-        Variant("nasfast", "engine", early=False),
-        Variant("nasfast", "eager"),
-    )
-    share = bench.left / 7
-    first = bits_of(bench, engine, paths, seconds=share)
+    first = bits_of(bench, ENGINE, paths, seconds=bench.left / 7)
     paths = paths[: len(first)]
-    others = {
-        "again": bits_of(bench, engine, paths),
-        "no early launches": bits_of(bench, late, paths),
-    }
+    others = {"again": bits_of(bench, ENGINE, paths), "no early launches": bits_of(bench, LATE, paths)}
     with begun_by_launches():
-        apart = bits_of(bench, engine, paths)
-        others["eager"] = bits_of(bench, eager, paths)
+        apart = bits_of(bench, ENGINE, paths)
+        others["eager"] = bits_of(bench, Variant("nasfast", "eager"), paths)
     wrong = []
     for name, found in others.items():
         expected = apart if name == "eager" else first

@@ -82,19 +82,25 @@ def test_what_users_do_first(bare, tmp_path):
 @needs_emulation
 @pytest.mark.aot
 def test_the_kernels_and_their_peers(bare, tmp_path):
-    names = ["engine", "peer compile", "parity", "bits", "launches", "ncu", "sanitizer", "tests"]
+    names = ["engine", "launches", "peer compile 32", "parity", "bits", "peer graph 128", "tests", "ncu", "sanitizer"]
     parts = dry_run(names, bare, tmp_path)
     assert of("step", parts["engine"]) == ["nasfast engine", "nasfast engine, no early launches"]
-    assert of("step", parts["peer compile"]) == ["torch compile", "nasfast engine"]
-    losses = of("first_step", parts["peer compile"], "loss")
-    assert max(losses) < 1.05 * min(losses)
+    assert of("step", parts["peer compile 32"]) == ["torch compile", "nasfast engine"]
+    larger = [f"{name}, batch 128" for name in ("torch eager", "torch graph", "nasfast engine")]
+    assert of("step", parts["peer graph 128"]) == larger
+    assert set(of("step", parts["peer graph 128"], "batch")) == {4} and of("step", parts["engine"], "batch") == [1, 1]
+    for part in ("peer compile 32", "peer graph 128"):
+        losses = of("first_step", parts[part], "loss")
+        assert max(losses) < 1.05 * min(losses)
     # which kernels ran, by name
-    ran = {row["variant"]: row for row in parts["peer compile"] if row["kind"] == "kernels"}
+    ran = {row["variant"]: row for row in parts["peer compile 32"] if row["kind"] == "kernels"}
     assert ran["nasfast engine"]["cuda"].keys() >= {"conv_bn_act_chain_gpu_fwd", "conv_bn_act_chain_gpu_bwd"}
     # two chains in both types
     assert sorted(of("parity", parts["parity"], "dtype")) == ["bfloat16"] * 2 + ["float16"] * 2
     assert of("bits", parts["bits"], "what") == ["again", "no early launches", "eager"]
     assert of("bits", parts["bits"], "different") == [0, 0, 0]
+    (launches,) = (row for row in parts["launches"] if row["kind"] == "launches")
+    assert launches["measured"] == len(of("launch_of_step", parts["launches"])) > 4 and 0 < launches["us"]
     assert of("sanitizer", parts["sanitizer"], "code") == [0] and of("ran", parts["ncu"], "code") == [0]
     assert of("test", parts["tests"], "outcome") == ["passed"] * 2
     text = (tmp_path / REPORT).read_text()
@@ -111,11 +117,11 @@ def test_a_step_that_no_kernel_serves_stops(tmp_path, monkeypatch):
     # the choice that nasfast would make if the extension were not there
     monkeypatch.setattr(parts.Variant, "chosen", lambda self, bench: use_backend("reference"))
     with pytest.raises(parts.NoCudaKernel, match="nasfast engine: no CUDA kernel of a chain ran"):
-        parts.bench_variants(bench, (parts.OURS[0],), rounds=1)
+        parts.bench_variants(bench, (parts.ENGINE,), rounds=1)
     (row,) = read_rows(tmp_path / ROWS)
     assert row["kind"] == "kernels" and row["cuda"] == {}
     with pytest.raises(parts.NoCudaKernel):
-        proofs.bits_of(bench, parts.OURS[0], parts.random_paths(bench, 1))
+        proofs.bits_of(bench, parts.ENGINE, parts.random_paths(bench, 1))
 
 
 @pytest.mark.parametrize(
@@ -173,6 +179,31 @@ def test_our_kernels_are_known_by_the_names_of_a_profiler():
     assert per_launch.family_of(name) == "DepthwiseForward"
     assert per_launch.family_of(name.replace("DepthwiseForward", "pointwise::PointwiseForward")) == "PointwiseForward"
     assert per_launch.family_of("void at::native::vectorized_elementwise_kernel<4, ...>") is None
+
+
+@needs_emulation
+@pytest.mark.aot
+def test_two_builds_take_turns_and_one_that_computes_something_else_is_named(tmp_path, capsys):
+    """The other one is a copy whose chains have wrong results where autograd calls them; the engine's are as fast."""
+    shutil.copytree(ROOT / "nasfast", tmp_path / "nasfast")
+    launcher = tmp_path / "nasfast" / "ops" / "cuda" / "conv.py"
+    launcher.write_text(launcher.read_text().replace("return y, saved", "return 2 * y, saved"))
+    with pytest.raises(SystemExit, match="before: errors are too large in 2 chains.*; after: none"):
+        per_launch.main(["--device", "cpu", "--rounds", "3", "--before", str(tmp_path)])
+    said = capsys.readouterr().out
+    assert "| conv_bn_act_chain_gpu_bwd | 4 |" in said and "| step |  |" in said and "| launch " in said
+
+
+def test_builds_with_other_launches_are_compared_by_family():
+    old, new = ([per_launch.Round([(name, ms) for name in names], 9.0)] for names, ms in (("AAB", 2.0), ("AC", 1.0)))
+    assert per_launch.table(old, new)[2:] == [
+        "| A | 2 to 1 | 4000.0 | 1000.0 | 0.25 (0.25 to 0.25) |",
+        "| B | 1 to 0 | 2000.0 | 0.0 | - |",
+        "| C | 0 to 1 | 0.0 | 1000.0 | - |",
+        "| step |  | 9000.0 | 9000.0 | 1.00 (1.00 to 1.00) |",
+        "",
+        "the builds launch other kernels",
+    ]
 
 
 # ---- parts that end badly
