@@ -19,7 +19,7 @@ from nasfast.measure.timing import measure
 from nasfast.research.nasi.search import NasiConfig, sample
 from nasfast.research.nasi.spaces import mixture_of
 from nasfast.research.studies.nasi.config import NasiSearchConfig
-from nasfast.research.studies.nasi.study import Searches
+from nasfast.research.studies.nasi.searches import Searches
 
 OURS = "nasfast"
 PEERS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}

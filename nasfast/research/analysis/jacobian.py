@@ -28,11 +28,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from nasfast.config import nearest
 from nasfast.ops import use_backend
-from nasfast.ops.modules import (
-    ConvBNAct,
-    ConvBNActSequential,
-    InvertedResidual,
-)
+from nasfast.ops.modules import ConvBNAct, ConvBNActSequential, InvertedResidual
 
 Array = NDArray[np.float64]
 Function = Callable[[Tensor], Tensor]

@@ -24,7 +24,7 @@ from nasfast.research.cells.search import (
     search_cells,
 )
 from nasfast.research.cells.space import CellSpace, darts_space, minimal_cell, simplified_cell
-from nasfast.research.studies.wiring.study import monte_carlo
+from nasfast.research.studies.wiring.searches import monte_carlo
 from nasfast.train import CheckpointError, TrainConfig
 from nasfast.train.batches import as_epochs
 from nasfast.train.checkpoint import load_checkpoint

@@ -14,7 +14,8 @@ from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.research.studies.inputs import reduced_space
 from nasfast.research.studies.isometry.config import IsometryConfig
-from nasfast.research.studies.isometry.study import block_marks, measure_convolutions, measure_supernet
+from nasfast.research.studies.isometry.marks import block_marks, measure_convolutions
+from nasfast.research.studies.isometry.measure import measure_supernet
 from nasfast.research.studies.moments.config import ModuleConfig
 from nasfast.research.studies.run import run_study
 from nasfast.spaces import Block, Stage, mobilenet_v2

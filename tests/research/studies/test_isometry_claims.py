@@ -7,14 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from nasfast.research.studies.isometry.study import SPREADS, Row, claims_of, judged, relative_gain
+from nasfast.research.analysis.fairness import SPREADS
+from nasfast.research.studies.isometry.claims import claims_of, judged
+from nasfast.research.studies.isometry.marks import relative_gain
+from nasfast.research.studies.isometry.measure import Measured, Row
 
 TANH, ORTHO, GAUSS = "orthogonal, tanh", "orthogonal, relu6", "gaussian, relu6"
 R = relative_gain("relu6")
 
 
-def claim(which: int, *, rows=None, spreads=(), depth=(), convolutions=()):
-    return claims_of("relu6", {**rows_of(GAUSS), **(rows or {})}, spreads, depth, convolutions)[which]
+def claim(which: int, *, rows=None, **measured):
+    return claims_of("relu6", Measured({**rows_of(GAUSS), **(rows or {})}, **measured))[which]
 
 
 def rows_of(setting: str, *, phi: float = 1.0, varphi: float | list[float] = 0.0) -> dict[str, list[Row]]:
@@ -77,13 +80,13 @@ def depth_of(orthogonal: list[float], gaussian: list[float], gaussian_bare: list
         (3, {"rows": compared([1, 1, 1, 9], [2] * 4)}, "holds in part: clearly."),
         (3, {"rows": compared([1.9] * 4, [2] * 4)}, "holds in part: nearly everywhere."),
         (3, {"rows": compared([1], [-0.1])}, "-."),
-        (4, {"spreads": spreads_of(0.1, 0.9)}, "holds."),
-        (5, {"spreads": spreads_of(0.1, 0.9)}, "holds."),
-        (4, {"spreads": spreads_of(1, 1, f_var_bare=(0.1, 1))}, "holds in part: f_var without indicator BN"),
-        (5, {"spreads": spreads_of(1, 1, f_iso=(0.1, 1))}, "does not hold; theory: a BatchNorm"),
-        (5, {"spreads": spreads_of(1, 1, f_var=(math.nan, math.nan))}, "does not hold"),
+        (4, {"fairness": spreads_of(0.1, 0.9)}, "holds."),
+        (5, {"fairness": spreads_of(0.1, 0.9)}, "holds."),
+        (4, {"fairness": spreads_of(1, 1, f_var_bare=(0.1, 1))}, "holds in part: f_var without indicator BN"),
+        (5, {"fairness": spreads_of(1, 1, f_iso=(0.1, 1))}, "does not hold; theory: a BatchNorm"),
+        (5, {"fairness": spreads_of(1, 1, f_var=(math.nan, math.nan))}, "does not hold"),
         # rounding is not compared
-        (4, {"spreads": spreads_of(1e-7, 1e-6)}, "does not hold"),
+        (4, {"fairness": spreads_of(1e-7, 1e-6)}, "does not hold"),
         (6, {"depth": depth_of([0.1], [0.2])}, "-."),
         (6, {"depth": depth_of([1e-7] * 20, [1e-6] * 20)}, "-."),
         (6, {"depth": depth_of(FLAT, RISING)}, "holds."),

@@ -13,9 +13,9 @@ from torch import nn
 from nasfast.config import ConfigError
 from nasfast.research.analysis.moments.detect import detect, summarise
 from nasfast.research.analysis.moments.networks import NetConfig, gaussian, run
-from nasfast.research.studies.moments import study
+from nasfast.research.studies.moments import marks, study
 from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
-from nasfast.research.studies.moments.study import source_of
+from nasfast.research.studies.moments.measure import source_of
 from nasfast.research.studies.report import Check
 from nasfast.research.studies.run import run_study
 
@@ -32,7 +32,7 @@ def small(monkeypatch):
     monkeypatch.setattr(study, "_QUICK_SEEDS", {"FC": 2, "conv": 2})
     monkeypatch.setattr(study, "_VANILLA_CONV_SEEDS", 3)
     monkeypatch.setattr(study, "_HISTOGRAM_SEEDS", 12)
-    monkeypatch.setattr(study, "_AVERAGED", 4)
+    monkeypatch.setattr(marks, "_AVERAGED", 4)
 
 
 def test_quick_measures_every_family_and_continues_from_its_results(small, tmp_path, monkeypatch):
@@ -64,16 +64,16 @@ def test_the_marks_tell_the_families_apart():
     def missed(checks: list[Check]) -> set[str]:
         return {check.name.split(": ", 1)[1] for check in checks if not check.passed}
 
-    found = missed(study.vanilla_checks("FC", runs["exploding"], verdicts["exploding"]))
+    found = missed(marks.vanilla_checks("FC", runs["exploding"], verdicts["exploding"]))
     assert found == {"increment, last half", "r_eff(L)", "detected one-dimensional"}
-    found = missed(study.exploding_checks("FC", runs["resnet"], verdicts["resnet"]))
+    found = missed(marks.exploding_checks("FC", runs["resnet"], verdicts["resnet"]))
     assert {"slope of log chi", "R^2 of exponential", "detected exploding"} <= found
-    assert not missed(study.exploding_checks("FC", runs["exploding"], verdicts["exploding"])) & {
+    assert not missed(marks.exploding_checks("FC", runs["exploding"], verdicts["exploding"])) & {
         "slope of log chi",
         "largest ReLU part (theorem 3: sqrt 2)",
         "detected exploding",
     }
-    assert not missed(study.resnet_checks("FC", runs["resnet"], verdicts["resnet"])) & {
+    assert not missed(marks.resnet_checks("FC", runs["resnet"], verdicts["resnet"])) & {
         "R^2 of power law",
         "R^2 of power law minus exponential",
         "increment over lower bound of theorem 4, smallest",
@@ -168,7 +168,7 @@ def test_data_checks(tmp_path):
     z = np.full(5, 0.7)
     np.savez(tmp_path / "bn_ff_x.npz", nu1abs_z_mean=z, inc_phi_mean=(1 - z**2 / 2) ** -0.5 + 0.004)
     np.savez(tmp_path / "bn_ff_y.npz", nu1abs_z_mean=z, inc_phi_mean=(1 - z**2 / 2) ** -0.5 + 0.008)
-    assert [check.passed for check in study.data_checks(tmp_path)] == [True, False]
+    assert [check.passed for check in marks.data_checks(tmp_path)] == [True, False]
 
 
 @pytest.fixture(scope="module")

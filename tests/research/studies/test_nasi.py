@@ -14,7 +14,7 @@ from nasfast.indicators import IndicatorTable
 from nasfast.research.cells.prototypes import prototypes
 from nasfast.research.nasi.spaces import CellMixture
 from nasfast.research.studies.nasi.config import NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
-from nasfast.research.studies.nasi.study import enumerated, slope, small_space
+from nasfast.research.studies.nasi.measure import enumerated, slope, small_space
 from nasfast.research.studies.run import run_study
 from nasfast.search import search_table
 from nasfast.spaces import SearchSpace, load_arch, nas_bench_macro, read_space

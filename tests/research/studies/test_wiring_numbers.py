@@ -16,7 +16,8 @@ from nasfast.research.studies.report import StudyReport, checks_of
 from nasfast.research.studies.run import no_task
 from nasfast.research.studies.wiring import study
 from nasfast.research.studies.wiring.config import CollapseConfig, GrowthConfig, WidthConfig
-from nasfast.research.studies.wiring.study import measures
+from nasfast.research.studies.wiring.marks import PATTERNS
+from nasfast.research.studies.wiring.measure import MEASURES, measures
 
 INF = float("inf")
 CONTROLS = ("control-simplified", "control-modified__sampled", "control-modified___0_1__fixed")
@@ -146,7 +147,7 @@ def test_measures(name, bilevel):
         }
     assert m == pytest.approx(expected, abs=1e-12)
     # every measure has words in the table
-    assert set(m) <= set(study.MEASURES)
+    assert set(m) <= set(MEASURES)
 
 
 class Fabricating:
@@ -184,7 +185,7 @@ def assert_marks(found: StudyReport, expected: Mapping[str, tuple[float, float, 
 def test_a_pattern_is_judged_for_every_seed(runner):
     found = study.growth(GrowthConfig(seeds=2), None, no_task)
     m = measures(runner.found["dsnas", 1])
-    expected = checks_of("seed 1", study.PATTERNS["P1"].marks(m))
+    expected = checks_of("seed 1", PATTERNS["P1"].marks(m))
     assert len(found.checks) == 2 * len(expected) and found.checks[len(expected) :] == tuple(expected)
     assert found.notes == ()
     verdict = found.verdicts["P1, seed 0"]
@@ -313,7 +314,7 @@ SEEN = {
     ],
 )
 def test_signs_and_marks_of_a_pattern(pattern, change, sign, mark):
-    found, m = study.PATTERNS[pattern], {**SEEN[pattern], **change}
+    found, m = PATTERNS[pattern], {**SEEN[pattern], **change}
     assert [what for what, is_so in found.signs.items() if not is_so(m)] == ([sign] if sign else [])
     missed = [check.name for check in checks_of("m", found.marks(m)) if not check.passed]
     assert missed == ([f"m: {mark}"] if mark else [])

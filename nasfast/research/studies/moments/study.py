@@ -1,4 +1,4 @@
-"""The moments study: its three kinds, each `run(config, out, task) -> StudyReport`, with all they measure and show.
+"""The moments study: its three kinds, each `run(config, out, task) -> StudyReport`, and their tables.
 
 `quick` is a small version of Labatie's experiments with pass marks, `figures` the published settings beside the
 published arrays, `module` the same measurements in a search space's candidates or in any module.
@@ -7,68 +7,37 @@ published arrays, `module` the same measurements in a search space's candidates 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from matplotlib.axes import Axes
-from scipy import stats
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
-from nasfast.config import ConfigError
-from nasfast.data import FolderSource
-from nasfast.research.analysis.moments.detect import (
-    EXPLODING,
-    ONE_DIMENSIONAL,
-    WELL_BEHAVED,
-    PowerLaw,
-    Verdict,
-    detect,
-    dilution_bounds,
-    fit_line,
-    fit_power_law,
-    power_law_of,
-    summarise,
-)
-from nasfast.research.analysis.moments.module import (
-    ModuleMoments,
-    held,
-    module_moments,
-    push,
-    sensitivity,
-    statistics_of,
-)
-from nasfast.research.analysis.moments.networks import (
-    Array,
-    NetConfig,
-    Run,
-    Source,
-    fields,
-    gaussian,
-    images,
-    read_arrays,
-    run,
-    standardised,
-)
-from nasfast.research.studies.draw import GREY, INK, SERIES, Figure, level
+from nasfast.research.analysis.moments.detect import Verdict, detect, fit_line, power_law_of, summarise
+from nasfast.research.analysis.moments.module import ModuleMoments, module_moments
+from nasfast.research.analysis.moments.networks import NetConfig, Run, Source, fields, gaussian
+from nasfast.research.studies.draw import Figure
 from nasfast.research.studies.inputs import initialised, reduced_space, sample_shape
 from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
-from nasfast.research.studies.report import Check, StudyReport, Table, checks_of
-from nasfast.research.studies.run import Done, Task
+from nasfast.research.studies.moments.figures import curves_of, histograms, space_curves
+from nasfast.research.studies.moments.marks import (
+    agreement,
+    data_checks,
+    exploding_checks,
+    published,
+    resnet_checks,
+    vanilla_checks,
+)
+from nasfast.research.studies.moments.measure import Paths, Runner, measure_paths, module_inputs, runner_of, source_of
+from nasfast.research.studies.report import Check, StudyReport, Table
+from nasfast.research.studies.run import Task
 from nasfast.runtime.device import torch_device
-from nasfast.spaces import SearchSpace, UniformSampler
+from nasfast.spaces import SearchSpace
 from nasfast.supernet import Init, Supernet
 
-_SQRT2 = math.sqrt(2)
 _DB = 20 / math.log(10)
 """Decibels of a log chi of 1."""
-# Ranks are averaged over twenty layers before they are compared. A rise within two standard errors does not count.
-_AVERAGED, _SIGMAS = 20, 2.0
-
 _EXPLANATION = (
     "chi, the normalised sensitivity, is how much more a network amplifies noise than signal; 20 log10 chi is the loss "
     "of signal-to-noise ratio in dB. r_eff, the effective rank, is the number of directions in which a signal varies."
@@ -82,136 +51,6 @@ _QUICK_SEEDS = {"FC": 8, "conv": 5}
 _VANILLA_CONV_SEEDS = 20
 _HISTOGRAM_SEEDS = 100
 _FIGURE_NAMES = {2: "vanilla, histograms", 3: "vanilla", 4: "BN feed-forward", 5: "BN resnet"}
-_BANDS = " Lines: means over networks; bands: 16th to 84th percentile. Dashed: the published mean."
-_COMPARED = ("inc", "inc_bn", "inc_phi", "logchi", "reff_signal", "reff_noise", "mu4_z", "nu1abs_z")
-# Relative deviation that is allowed beside four standard errors.
-_RELATIVE = {"reff_signal": 0.03, "reff_noise": 0.03, "mu4_z": 0.03}
-
-Runner = Callable[[str, NetConfig, Source, int], Run]
-"""Given a name, a configuration, its inputs and a number of networks, runs them."""
-Published = dict[str, Any]
-"""The published arrays of one figure, at the depths that a run has too, and its `name`; empty where there are none."""
-
-
-def runner_of(out: Path | None, seed: int, device: str, task: Task) -> Runner:
-    """Runs networks, tells the progress, and continues from what is in the directory `out`, if there is one."""
-
-    def runner(name: str, cfg: NetConfig, source: Source, realisations: int) -> Run:
-        return run(
-            cfg,
-            source,
-            realisations=realisations,
-            seed=seed,
-            device=device,
-            folder=None if out is None else out / "networks",
-            progress=task(name, realisations),
-        )
-
-    return runner
-
-
-def load_images(folder: str) -> Tensor:
-    """All images of a folder, (count, 3, H, W) uint8."""
-    source = FolderSource(folder)
-    pixels = [np.asarray(source.image(i)).transpose(2, 0, 1) for i in range(len(source))]
-    if len({p.shape for p in pixels}) > 1:
-        raise ValueError(f"images of {folder} have different sizes: bring them to one")
-    return torch.from_numpy(np.stack(pixels))
-
-
-def source_of(cfg: FiguresConfig) -> Source:
-    """The inputs of the networks: images of a folder, or synthetic ones."""
-    if cfg.images is not None:
-        return images(load_images(cfg.images), flat=not cfg.kernel)
-    return fields(3, 32) if cfg.kernel else gaussian(3072)
-
-
-def published(cfg: FiguresConfig, figure: int) -> Published:
-    """Read the arrays of a figure from the folder that the config names."""
-    name = cfg.published(figure)
-    if cfg.reference is None or name is None or not (file := Path(cfg.reference) / f"{name}.npz").exists():
-        return {}
-    found = read_arrays(file)
-    shared = np.isin(found["depth"], cfg.network(figure).records)
-    cut = {key: v[..., shared] if v.shape[-1:] == shared.shape else v for key, v in found.items()}
-    return {"name": name, **cut} if shared.any() else {}
-
-
-def published_law(arrays: Mapping[str, np.ndarray]) -> PowerLaw:
-    """The power law of figure 5, fitted to published arrays."""
-    return fit_power_law(
-        arrays["depth"], arrays["chi_mean"], arrays["inc_ratio_of_means"], int(arrays["units_per_residual"])
-    )
-
-
-def module_inputs(cfg: ModuleConfig, shape: Sequence[int]) -> Tensor:
-    """Standardised inputs (batch, *shape) of a space or module."""
-    generator = torch.Generator().manual_seed(cfg.seed)
-    if len(shape) != 3:
-        if cfg.images is not None:
-            raise ConfigError(f"images need an input of three dimensions, got {list(shape)}")
-        return torch.randn(cfg.batch, *shape, generator=generator)
-    channels, *size = shape
-    if cfg.images is None:
-        x = fields(channels, max(size))(cfg.batch, generator)[..., : size[0], : size[1]]
-    else:
-        x = images(load_images(cfg.images))(cfg.batch, generator)
-        if x.shape[1] != channels:
-            raise ConfigError(f"images have {x.shape[1]} channels, the input {channels}")
-        x = F.interpolate(x, tuple(size), mode="bilinear", antialias=True)
-    return standardised(x)
-
-
-@dataclass(frozen=True)
-class Paths:
-    """What random paths through a supernet measured.
-
-    Attributes:
-        curves: name of a statistic -> (paths, layers).
-        increments: (layer, candidate) -> log delta chi, one value for each path along which it was measured.
-    """
-
-    curves: dict[str, Array]
-    increments: dict[tuple[int, str], list[float]]
-
-    @property
-    def layers(self) -> int:
-        """The number of layers."""
-        return self.curves["logchi"].shape[1]
-
-    def spreads(self) -> Array:
-        """(layers,) std over candidates of log delta chi, averaged over paths."""
-        values = [np.array([v for (at, _), v in self.increments.items() if at == i]) for i in range(self.layers)]
-        return np.array([v.std(0).mean() for v in values])
-
-
-def measure_paths(cfg: ModuleConfig, space: SearchSpace, net: Supernet, x: Tensor, progress: Done) -> Paths:
-    """Send images x (N, C, H, W) and noise along random paths of a supernet of plain modules."""
-    net = held(net)
-    dx = torch.randn(x.shape, generator=torch.Generator().manual_seed(cfg.seed))
-    first = push(net.stem, (x, dx))
-    start = sensitivity(*first)
-    sampler = UniformSampler(space, seed=cfg.seed, layer_indicators=False)
-    rows = []
-    increments: dict[tuple[int, str], list[float]] = {}
-    for i_path in range(cfg.paths):
-        pair, row = first, []
-        for index, (layer, choice) in enumerate(zip(net.layers, sampler.step()[0], strict=True)):
-            before, following = sensitivity(*pair), pair
-            everyone = i_path < cfg.candidate_paths
-            for i, candidate in enumerate(layer.candidates):
-                if not (everyone or i == choice):
-                    continue
-                output = push(candidate, pair)
-                following = output if i == choice else following
-                if everyone:
-                    name = layer.layer.label(i)
-                    increments.setdefault((index, name), []).append(sensitivity(*output) - before)
-            pair = following
-            row.append(statistics_of(*pair, start))
-        rows.append(row)
-        progress(i_path + 1)
-    return Paths({key: np.array([[place[key] for place in row] for row in rows]) for key in rows[0][0]}, increments)
 
 
 def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
@@ -539,247 +378,3 @@ def probe_table(setting: str, found: ModuleMoments) -> Table:
     rows = [(name, *(mean[f"{key}_mean"][i] for key in keys)) for i, name in enumerate(found.names)]
     header = ("behind", "delta chi", "log chi", "r_eff(x)", "r_eff(dx)", "mu_2/nu_2", "mu_4", "pseudo-linear")
     return Table.of(setting, dict.fromkeys(header, ".3f"), rows)
-
-
-def histograms(title: str, found: Run, reference: Published) -> Figure:
-    """Figure 2: as depth grows, the log second moments of signal and noise spread over networks."""
-    caption = (
-        "Distribution over networks of the log second moments of signal and noise. Lines: the normal distribution of "
-        "the same mean and deviation. Dashed: published mean."
-    )
-    figure = Figure(title, caption, 2, legend=False)
-    names = {"lognu2": r"$\log\,\nu_2(x^l)$", "logmu2_noise": r"$\log\,\mu_2(dx^l)$"}
-    for ax, (key, name) in zip(figure.axes, names.items(), strict=True):
-        for i, (colour, depth) in enumerate(zip(SERIES, found.depth, strict=False)):
-            values = found.curves()[key].T[i]
-            values = values[np.isfinite(values)]
-            ax.hist(values, bins=min(50, 10 + len(values) // 20), density=True, color=colour, alpha=0.3)
-            normal = stats.norm(values.mean(), values.std())
-            x = np.linspace(values.min(), values.max(), 200)
-            label = f"l = {depth:.0f}: {values.mean():.2f} ± {values.std():.2f}"
-            ax.plot(x, normal.pdf(x), color=colour, label=label)
-            if reference:
-                ax.axvline(reference[f"{key}_mean"][i], color=colour, lw=1, ls="--")
-        ax.set(title=name, xlabel="log moment", ylabel="density")
-    return figure
-
-
-def _curve(
-    ax: Axes,
-    depth: Array,
-    curves: Mapping[str, Array],
-    key: str,
-    colour: str,
-    label: str = "",
-    reference: Published | None = None,
-) -> None:
-    """A mean with its band, and the published mean."""
-    ax.fill_between(depth, curves[f"{key}_p16"], curves[f"{key}_p84"], color=colour, alpha=0.2, lw=0)
-    ax.plot(depth, curves[f"{key}_mean"], color=colour, label=label or None)
-    if reference and f"{key}_mean" in reference:
-        ax.plot(reference["depth"], reference[f"{key}_mean"], color=INK, lw=1, ls="--")
-
-
-def curves_of(title: str, found: Run, reference: Published) -> Figure:
-    """Figure 3, 4 or 5: averages over networks, and for figure 5 the power law that the increments predict."""
-    depth, curves, vanilla = found.depth, summarise(found.curves()), found.cfg.norm == "none"
-    caption = (
-        "Sensitivity increments between 1 and sqrt 2 (dotted), and the effective rank, which tends to 1."
-        if vanilla
-        else "Increments of the sensitivity (of a resnet: of the first unit of every residual) and their two parts, "
-        "the sensitivity (of a resnet with the power law predicted from the increments), effective ranks, and fourth "
-        "moment and mean absolute value of the normalised signal (dotted: those of a Gaussian)."
-    ) + _BANDS
-    figure = Figure(title, caption, 2 if vanilla else 4, legend=False)
-    increments, *others, rank = figure.axes if vanilla else (figure.axes[i] for i in (0, 1, 3, 2))
-
-    def draw(ax: Axes, names: Mapping[str, str]) -> None:
-        for colour, (key, label) in zip(SERIES, names.items(), strict=False):
-            _curve(ax, depth, curves, key, colour, label, reference)
-
-    names = {"inc": r"$\delta\chi$", "inc_bn": r"$\delta_{\mathrm{BN}}\chi$", "inc_phi": r"$\delta_\phi\chi$"}
-    names |= {"inc_residual": r"$\delta\chi^l$"}
-    draw(increments, {key: label for key, label in names.items() if f"{key}_mean" in curves})
-    for bound in (1, _SQRT2):
-        level(increments, bound)
-    increments.set(title="increments of the sensitivity", xlabel="l")
-    draw(rank, {"reff_signal": "signal"} | ({} if vanilla else {"reff_noise": "noise"}))
-    rank.set(title="effective rank", xlabel="l", yscale="log")
-    if vanilla:
-        level(rank, 1)
-        return figure
-    chi, tails = others
-    chi.set(title=r"$\log\chi^l$", xlabel="l")
-    if not found.cfg.residual:
-        draw(chi, {"logchi": ""})
-    else:
-        law = power_law_of(found)
-        for part, alpha in (("p16", 0.4), ("p84", 0.4), ("mean", 1)):
-            chi.plot(depth, np.exp(curves[f"logchi_{part}"]), color=SERIES[0], alpha=alpha)
-        chi.plot(depth, law.c * depth**law.tau, ":", color=SERIES[1], label=f"{law.c:.2f} l^{law.tau:.3f}")
-        if reference:
-            chi.plot(reference["depth"], reference["chi_mean"], color=INK, lw=1, ls="--")
-        chi.set(title=r"$\chi^l$", xscale="log", yscale="log")
-    _curve(tails, depth, curves, "mu4_z", SERIES[0], r"$\mu_4(z^l)$", reference)
-    level(tails, 3, SERIES[0])
-    # there is nothing to see below a Gaussian's 3
-    tails.set(title="the normalised signal", xlabel="l", ylabel=r"$\mu_4$", yscale="log", ylim=(2, None))
-    absolute = tails.twinx()
-    _curve(absolute, depth, curves, "nu1abs_z", SERIES[1], "", reference)
-    level(absolute, math.sqrt(2 / math.pi), SERIES[1])
-    absolute.set(ylabel=r"$\nu_1(|z^l|)$", ylim=(0, 1))
-    return figure
-
-
-def space_curves(
-    title: str, depth: Array, settings: Mapping[str, Mapping[str, Array]], reductions: Sequence[int]
-) -> Figure:
-    """Averages over paths or noise draws by depth, for every setting; `reductions` are depths."""
-    titles = {
-        "logchi": r"$\log\chi$",
-        "reff_signal": "effective rank of the signal",
-        "candidates_std": r"std of $\log\,\delta\chi$ over candidates",
-        "paths_std": r"std of $\log\chi$ over paths",
-    }
-    paths = all("paths_std" in curves for curves in settings.values())
-    titles = titles if paths else dict(list(titles.items())[:2])
-    caption = (
-        "Averages over random paths, or noise draws, by depth; bands: 16th to 84th percentile. Grey lines: reductions."
-    )
-    figure = Figure(title, caption, len(titles))
-    for ax, (key, text) in zip(figure.axes, titles.items(), strict=True):
-        for colour, (name, curves) in zip(SERIES, settings.items(), strict=False):
-            if key.endswith("_std"):
-                ax.plot(depth, curves[key], color=colour, marker="o", ms=2.5)
-            else:
-                _curve(ax, depth, curves, key, colour, name)
-        for reduction in reductions:
-            ax.axvline(reduction, color=GREY, lw=0.8, alpha=0.5)
-        ax.set(title=text, xlabel="layer" if paths else "probe", yscale="log" if key == "reff_signal" else "linear")
-        if key.endswith("_std"):
-            ax.set_ylim(bottom=0)
-    return figure
-
-
-def vanilla_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
-    """Marks of networks without normalisation."""
-    curves = found.curves()
-    inc, rank = curves["inc"].mean(0), curves["reff_signal"]
-    marks = {
-        "smallest increment (theorem 2: 1)": (0.95, _SQRT2, inc.min()),
-        "largest increment (theorem 2: sqrt 2)": (0.95, _SQRT2, inc.max()),
-    }
-    if kind == "FC":
-        marks |= {
-            "increment, last half": (0.98, 1.03, inc[found.depth > found.depth[-1] / 2].mean()),
-            "r_eff(L)": (1, 1.3, rank[:, -1].mean()),
-            "detected one-dimensional": (1, 1, ONE_DIMENSIONAL in verdict.names),
-        }
-    else:
-        steps = np.diff(rank.reshape(len(rank), -1, _AVERAGED // found.cfg.every).mean(2), axis=1)
-        rise = steps.mean(0) / (steps.std(0, ddof=1) / math.sqrt(len(steps)))
-        marks |= {
-            "r_eff(L)": (1, 4, rank[:, -1].mean()),
-            "largest rise of r_eff in 20 layers, in standard errors": (-math.inf, _SIGMAS, rise.max()),
-        }
-    return checks_of(f"{kind}, vanilla", marks)
-
-
-def exploding_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
-    """Marks of networks with BatchNorm and without skip connections."""
-    curves, e = found.curves(), verdict.evidence
-    phi = curves["inc_phi"].mean(0)
-    # theorem 3, second factor: from the mean absolute values of the normalised signal alone
-    predicted = (1 - found.values["nu1_abs_squared_signal_norm"].mean(0) / 2) ** -0.5
-    marks = {
-        "slope of log chi": (*((0.18, 0.23) if kind == "FC" else (0.15, 0.21)), e["slope"]),
-        "smallest ReLU part (theorem 3: 1)": (0.99, _SQRT2, phi.min()),
-        "largest ReLU part (theorem 3: sqrt 2)": (0.99, _SQRT2, phi.max()),
-        "ReLU part minus that of theorem 3": (-0.01, 0.01, (phi - predicted).mean()),
-    }
-    if kind == "FC":
-        marks |= {
-            "R^2 of exponential": (0.999, 1, e["slope_r2"]),
-            "detected exploding": (1, 1, EXPLODING in verdict.names),
-        }
-    else:
-        marks["mu_4(z) at L, fat tails"] = (6, math.inf, curves["mu4_z"][:, -1].mean())
-    return checks_of(f"{kind}, BN feed-forward", marks)
-
-
-def resnet_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
-    """Marks of residual networks with BatchNorm."""
-    e, tau = verdict.evidence, power_law_of(found).tau
-    low, mean, high = dilution_bounds(found)
-    marks = {
-        "R^2 of power law": (0.99, 1, e["exponent_r2"]),
-        "R^2 of power law minus exponential": (0, 1, e["exponent_r2"] - e["exponent_r2_against_l"]),
-        "exponent minus tau": (-0.15, 0.15, e["exponent"] - tau),
-        "r_eff(L)": (4, math.inf, e["rank"]),
-        # both bounds hold up to small relative errors: a percent of the increment
-        "increment over lower bound of theorem 4, smallest": (0.99, math.inf, (mean / low).min()),
-        "increment over upper bound of theorem 4, largest": (0, 1.01, (mean / high).max()),
-    }
-    if kind == "FC":
-        marks["detected well behaved"] = (1, 1, WELL_BEHAVED in verdict.names)
-    return checks_of(f"{kind}, BN resnet", marks)
-
-
-def agreement(
-    cfg: FiguresConfig, figure: int, found: Run, reference: Published
-) -> tuple[list[tuple[str, ...]], list[Check]]:
-    """Rows and pass marks of one figure: deviations over what scatter and rounding of the reference allow."""
-    checks, name, count = [], reference["name"], float(reference["n_real"])
-    rows: list[tuple[str, ...]] = []
-    depth, networks = reference["depth"], found.realisations
-    curves = {key: values[:, np.isin(found.depth, depth)] for key, values in found.curves().items()}
-
-    def compare(key: str, measured: np.ndarray, expected: np.ndarray, allowed: np.ndarray) -> None:
-        ratio = np.abs(measured - expected) / allowed
-        i = int(np.nanargmax(ratio))
-        values = f"{measured[i]:.4f}", f"{expected[i]:.4f}", f"{ratio[i]:.2f}"
-        rows.append((f"{name}: {key}", f"{abs(measured[i] - expected[i]):.4f}", f"{depth[i]:.0f}", *values))
-        checks.append(Check(f"{name}: {key}, largest deviation over the allowed", 0, 1, float(ratio.max())))
-
-    if figure == 2:
-        if cfg.images is not None:
-            for key in ("lognu2", "logmu2_noise"):
-                mean, std = reference[f"{key}_mean"], reference[f"{key}_std"]
-                compare(f"mean {key}", curves[key].mean(0), mean, 4 * std * math.sqrt(1 / networks + 1 / count))
-                # fat tails scatter more than a normal's std / sqrt(2 n)
-                scatter = np.sqrt((reference[f"{key}_kurt"] + 2) / 4 * (1 / networks + 1 / count))
-                compare(f"std {key}", curves[key].std(0), std, 4 * std * scatter)
-        return rows, checks
-    if cfg.images is not None:
-        for key in _COMPARED:
-            if f"{key}_mean" not in reference or key not in curves:
-                continue
-            mean, std = reference[f"{key}_mean"], reference[f"{key}_std"]
-            allowed = 4 * std * math.sqrt(1 / networks + 1 / count) + _RELATIVE.get(key, 0.005) * np.abs(mean)
-            compare(key, curves[key].mean(0), mean, allowed + (0.02 if key == "logchi" else 0))
-    # slope and exponent need the whole depth
-    if figure == 4 and depth[-1] > 150:
-        late = depth > 100
-        mine, theirs = (
-            fit_line(depth[late], v[late]).slope for v in (curves["logchi"].mean(0), reference["logchi_mean"])
-        )
-        checks.append(Check(f"{name}: slope of log chi, l > 100", theirs - 0.004, theirs + 0.004, mine))
-    if figure == 5 and cfg.depth is None:
-        tau = published_law(reference).tau
-        checks.append(Check(f"{name}: tau", tau - 0.02, tau + 0.02, power_law_of(found).tau))
-    return rows, checks
-
-
-def data_checks(folder: Path) -> list[Check]:
-    """Marks of the published arrays alone: the ReLU part of theorem 3, and the published fit of figure 5."""
-    checks = []
-    for file in sorted(folder.glob("bn_ff_*.npz")):
-        arrays = read_arrays(file)
-        distance = np.abs((1 - arrays["nu1abs_z_mean"] ** 2 / 2) ** -0.5 - arrays["inc_phi_mean"]).max()
-        name = f"{file.stem}: ReLU part against theorem 3, largest distance"
-        checks.append(Check(name, 0, 0.006, float(distance)))
-    if (file := folder / "bn_res_conv.npz").exists():
-        law = published_law(read_arrays(file))
-        checks.append(Check("bn_res_conv: tau of the published arrays", 0.548, 0.550, law.tau))
-        checks.append(Check("bn_res_conv: C of the published arrays", 1.1037, 1.1057, law.c))
-    return checks

@@ -109,7 +109,7 @@ class ExperimentConfig(StudyConfig):
         """The space of the network that is searched; `cell` replaces the cell of the config."""
         # imported here, because they import torch, and help must not wait for that
         from nasfast.research.cells.prototypes import CLASSES, SIZE
-        from nasfast.research.studies.wiring.study import folder_of
+        from nasfast.research.studies.wiring.searches import folder_of
 
         cell = cell or CELLS[self.cell]()
         if self.no_skip_on_intermediate:

@@ -1,0 +1,134 @@
+"""What the wiring study reads from the records of a search (section 6 of its description)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nasfast.research.cells.costs import NONE
+from nasfast.research.cells.probe import GROUPS
+from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult
+from nasfast.research.cells.space import CellSpace
+
+_WINDOWS = 15
+"""Parts of a run over which costs are averaged. Probabilities do not scatter and are shown at every record."""
+
+
+def none_probability(found: CellSearchResult) -> np.ndarray:
+    """(records + 1, edges) probability of None, averaged over types of cells."""
+    return found.probabilities[..., found.space.ops.index(NONE)].mean(1)
+
+
+def kept_edges(found: CellSearchResult) -> np.ndarray:
+    """(records + 1, edges): the share of types of cells in which the most probable operation is not None."""
+    return (found.probabilities.argmax(-1) != found.space.ops.index(NONE)).mean(1)
+
+
+def live_operations(space: CellSpace) -> list[int]:
+    """The indices of the operations other than None."""
+    return [k for k, op in enumerate(space.ops) if op != NONE]
+
+
+def _windows(records: np.ndarray) -> np.ndarray:
+    """Sums over equal parts of a run."""
+    return np.stack([part.sum(0) for part in np.array_split(records, min(_WINDOWS, len(records)))])
+
+
+def window_steps(found: CellSearchResult) -> list[int]:
+    """The last step of every window."""
+    return [int(part[-1]) for part in np.array_split(found.steps, min(_WINDOWS, len(found.steps)))]
+
+
+def output_costs(found: CellSearchResult, which: int = TRAIN) -> np.ndarray:
+    """(windows,) mean C over all samples."""
+    sums = _windows(found.outputs[:, which, GROUPS.index("all")])
+    return sums[:, 0] / sums[:, -1]
+
+
+def positive_share(found: CellSearchResult) -> np.ndarray:
+    """(windows,) share of (cell, edge, operation) mean costs above 0, without None."""
+    total, count = (_windows(found.costs[:, TRAIN, i][..., live_operations(found.space)]) for i in (0, 2))
+    with np.errstate(invalid="ignore"):
+        return (np.where(count > 0, total, 0) > 0).sum((1, 2, 3)) / (count > 0).sum((1, 2, 3))
+
+
+def edge_means(found: CellSearchResult, records: slice = slice(None)) -> np.ndarray:
+    """(edges,) mean cost over the batches in which an operation other than None ran, all cells together."""
+    total, count = (found.costs[records, TRAIN, i][..., live_operations(found.space)].sum((0, 1, 3)) for i in (0, 2))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return total / count
+
+
+def _same_node_difference(found: CellSearchResult) -> float:
+    """Mean cost of intermediate edges minus that of input edges into the same node, averaged over such nodes."""
+    cell, means, differences = found.space.cell, edge_means(found), []
+    for node in range(cell.inputs, cell.inputs + cell.nodes):
+        edges = np.array(cell.into(node))
+        inner = np.array(cell.intermediate)[edges]
+        if inner.any() and not inner.all():
+            differences.append(np.nanmean(means[edges[inner]]) - np.nanmean(means[edges[~inner]]))
+    return float(np.mean(differences)) if differences else float("nan")
+
+
+def measures(found: CellSearchResult) -> dict[str, float]:
+    """The numbers of section 6 of one search; `MEASURES` has words for each."""
+    inner, q, kept = np.array(found.space.cell.intermediate), none_probability(found), kept_edges(found)
+    cost, positive = output_costs(found), positive_share(found)
+    result = {
+        "C_first": cost[0],
+        "C_last": cost[-1],
+        "positive_first": positive[0],
+        "positive_last": positive[-1],
+        "intermediate_minus_input_cost": _same_node_difference(found),
+    }
+    for name, edges in (("in", ~inner), ("int", inner)):
+        if edges.any():
+            mean = q[:, edges].mean(1)
+            result |= {f"q_{name}_start": mean[0], f"q_{name}_peak": mean.max(), f"q_{name}_end": mean[-1]}
+            result |= {f"kept_{name}": kept[-1, edges].sum(), f"n_{name}": edges.sum()}
+    if found.cfg.bilevel:
+        search = output_costs(found, SEARCH)
+        result |= {"search_C_first": search[0], "search_C_last": search[-1], "search_C_smallest": search.min()}
+        result["search_minus_train_C"] = (search - cost).min()
+    return {name: float(value) for name, value in result.items()}
+
+
+MEASURES = {
+    "C_first": "C, first part",
+    "C_last": "C, last part",
+    "positive_first": "costs > 0, first part",
+    "positive_last": "costs > 0, last part",
+    "intermediate_minus_input_cost": "cost of intermediate minus input edges of a node",
+    "q_in_start": "q of input edges, start",
+    "q_in_peak": "peak",
+    "q_in_end": "end",
+    "kept_in": "input edges kept",
+    "n_in": "of",
+    "q_int_start": "q of intermediate edges, start",
+    "q_int_peak": "peak (intermediate)",
+    "q_int_end": "end (intermediate)",
+    "kept_int": "intermediate edges kept",
+    "n_int": "of (intermediate)",
+    "search_C_first": "held-out C, first part",
+    "search_C_last": "held-out C, last part",
+    "search_C_smallest": "held-out C, smallest part",
+    "search_minus_train_C": "held-out minus training C, smallest",
+}
+"""Name of a measure -> its words in the tables."""
+
+
+def early_and_late(found: CellSearchResult) -> tuple[np.ndarray, np.ndarray]:
+    """`edge_means` of the first half of a run, and of its last quarter."""
+    records = len(found.steps)
+    return edge_means(found, slice(records // 2)), edge_means(found, slice(records - max(1, records // 4), None))
+
+
+def sign_window(found: CellSearchResult) -> dict[int, dict[str, dict[str, float]]]:
+    """Means of C, L, H over the third quarter of the run: by set of images and group."""
+    records = len(found.steps)
+    part = found.outputs[records // 2 : max(records // 2 + 1, 3 * records // 4)].sum(0)
+    with np.errstate(invalid="ignore"):
+        means = part[..., :3] / part[..., 3:]
+    return {
+        which: {group: dict(zip("CLH", means[which, g].tolist(), strict=True)) for g, group in enumerate(GROUPS)}
+        for which in (TRAIN, SEARCH)
+    }
