@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from nasfast.indicators.rank import rank
     from nasfast.indicators.table import IndicatorTable
     from nasfast.ops import orthogonalize_, use_backend
-    from nasfast.pipeline import run
+    from nasfast.pipeline.stages import run
     from nasfast.retrain import classify, load_model
     from nasfast.runtime.memory import keep_freed_memory
     from nasfast.search import search_table
@@ -49,7 +49,7 @@ _HOMES = {
     "load_model": "nasfast.retrain",
     "orthogonalize_": "nasfast.ops",
     "rank": "nasfast.indicators.rank",
-    "run": "nasfast.pipeline",
+    "run": "nasfast.pipeline.stages",
     "score": "nasfast.indicators.bn_gamma",
     "search_table": "nasfast.search",
     "train_supernet": "nasfast.train",

@@ -10,7 +10,7 @@ from tiny import tiny_space
 import nasfast
 from nasfast.display import Tabular
 from nasfast.indicators.table import IndicatorTable
-from nasfast.pipeline import RunResult
+from nasfast.pipeline.stages import RunResult
 from nasfast.retrain import RetrainResult
 
 SPACE = tiny_space()

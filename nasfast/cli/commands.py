@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nasfast import pipeline
 from nasfast.cli.flags import FlagError, Parser, take_tasks, with_defaults
 from nasfast.cli.start import split_hours
 from nasfast.config import ConfigError
@@ -27,11 +26,12 @@ from nasfast.measure.doctor import doctor
 from nasfast.measure.latency import check_replaceable, head_of, latency
 from nasfast.measure.measured import fit_measured
 from nasfast.measure.step_times import step_times
-from nasfast.pipeline.check import check_one_process
 from nasfast.pipeline.estimate import plan_run
+from nasfast.pipeline.exporting import export
 from nasfast.pipeline.inputs import scores_of, space_of, untrained_networks
-from nasfast.pipeline.resolve import resolved
-from nasfast.pipeline.stage import result_of, saved_space
+from nasfast.pipeline.networks import retrain_best
+from nasfast.pipeline.run import Run, result_of
+from nasfast.pipeline.stages import every_stage, score, supernet
 from nasfast.pipeline.trained import (
     ACCURACIES_FILE,
     REPORT_FILE,
@@ -41,15 +41,15 @@ from nasfast.pipeline.trained import (
     train_sample,
 )
 from nasfast.report.evidence import compare, is_peer, repeats_of
-from nasfast.runtime.distributed import World, start
+from nasfast.runtime.distributed import start
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.launcher import environment_size
 from nasfast.runtime.termination import Terminated, stopped_at
-from nasfast.settings import CONFIG_FILE, STABILITY_FILE, RunConfig, TaskSettings
+from nasfast.settings import STABILITY_FILE, RunConfig, TaskSettings
 from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
 
 
-def _show_retrained(cfg: RunConfig, results: dict[str, Any]) -> None:
+def _show_retrained(run: Run, results: dict[str, Any]) -> None:
     """A line per architecture with all its seeds, one for all random ones, and what was gained over these."""
     forms = {name: result.to_dict() for name, result in results.items()}
     repeats = {name: repeats_of(name, forms) for name in forms}
@@ -67,11 +67,11 @@ def _show_retrained(cfg: RunConfig, results: dict[str, Any]) -> None:
         best = results["best"]
         low, high = top1_interval(best.top1, best.images)
         print(f"best: top-1 {best.top1:.1%} (95 % interval {low:.1%} to {high:.1%}, {best.images:,} images)")
-        print(f"  {saved_space(cfg).words(best.arch)}")
+        print(f"  {run.space.words(best.arch)}")
     if comparison is not None:
         print(comparison.headline)
-        print(f"next: {comparison.next_step(cfg.out)}")
-    print(f"written: {cfg.run_dir / 'retrain'}")
+        print(f"next: {comparison.next_step(run.cfg.out)}")
+    print(f"written: {run.dir / 'retrain'}")
 
 
 def _cells(name: str, of: str, forms: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -82,14 +82,6 @@ def _cells(name: str, of: str, forms: Sequence[Mapping[str, Any]]) -> list[str]:
     if len(forms) == 1:
         return [name, f"{accuracy:.2%}", *costs]
     return [f"{name}, {len(forms)} {of}", f"{accuracy:.2%} ({100 * min(top1):.2f} to {100 * max(top1):.2f})", *costs]
-
-
-@contextlib.contextmanager
-def _joined(cfg: RunConfig) -> Iterator[tuple[RunConfig, World]]:
-    """Join the processes that torchrun started; all take the settings of rank 0, whose files others may not see."""
-    with start(cfg.torch_device) as world:
-        form = world.broadcast_bytes(json.dumps(cfg.to_dict()).encode())
-        yield cfg if world.is_main else RunConfig.from_dict(json.loads(form)), world
 
 
 @contextlib.contextmanager
@@ -111,24 +103,33 @@ def at_most(hours: float | None) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def _opened(cfg: RunConfig, tasks: TaskSettings | None, *, begins: bool) -> Iterator[Run]:
+    """The run of a command, in each of the processes that torchrun started, until the time of the command is over."""
+    tasks, hours = split_hours(tasks)
+    with at_most(hours), start(cfg.torch_device) as world:
+        with Run.open(cfg, begins=begins, world=world, tasks=tasks) as run:
+            yield run
+
+
 def _run(
     cfg: RunConfig, tasks: TaskSettings | None, *, resume: bool = False, seeds: int = 1, dry_run: bool = False
 ) -> None:
     if seeds != 1:
         _run_seeds(cfg, seeds, tasks or TaskSettings(), resume=resume, dry_run=dry_run)
         return
-    tasks, hours = split_hours(tasks)
     if dry_run:
         if environment_size() > 1:
             raise ConfigError("--dry_run times the steps of one process: run it without torchrun")
-        print(plan_run(cfg, tasks, max_hours=hours))
+        tasks, hours = split_hours(tasks)
+        print(plan_run(Run(cfg, tasks=tasks), max_hours=hours))
         return
-    with at_most(hours), _joined(cfg) as (cfg, world):
-        if world.is_main and ((cfg.run_dir / STABILITY_FILE).exists() or (cfg.run_dir / "seed-0").exists()):
-            raise FileExistsError(f"{cfg.run_dir} has a run of --seeds: add --seeds N, or choose another --out")
-        result = pipeline.run(cfg, resume=resume, world=world, tasks=tasks)
-        if world.is_main:
-            _show_retrained(cfg, result.retrained)
+    with _opened(cfg, tasks, begins=True) as run:
+        if run.world.is_main and ((run.dir / STABILITY_FILE).exists() or (run.dir / "seed-0").exists()):
+            raise FileExistsError(f"{run.dir} has a run of --seeds: add --seeds N, or choose another --out")
+        result = every_stage(run, resume=resume)
+        if run.world.is_main:
+            _show_retrained(run, result.retrained)
             print(f"report: {result.report}")
 
 
@@ -136,7 +137,6 @@ def _run_seeds(cfg: RunConfig, seeds: int, tasks: TaskSettings, *, resume: bool,
     from nasfast.pipeline.seeds import plan_seeds, run_seeds  # imports matplotlib, as below
     from nasfast.pipeline.seeds_page import sentences
 
-    check_one_process(tasks, environment_size())
     if dry_run:
         print(plan_seeds(cfg, seeds, tasks))
         return
@@ -146,15 +146,16 @@ def _run_seeds(cfg: RunConfig, seeds: int, tasks: TaskSettings, *, resume: bool,
 
 
 def _supernet(cfg: RunConfig, tasks: None, *, resume: bool = False) -> None:
-    with _joined(cfg) as (cfg, world):
-        final = pipeline.supernet(cfg, resume=resume, world=world)
-        if world.is_main:
+    with _opened(cfg, tasks, begins=True) as run:
+        final = supernet(run, resume=resume)
+        if run.world.is_main:
             print(f"checkpoint: {final}")
 
 
 def _score(cfg: RunConfig, tasks: None) -> None:
-    if pipeline.score(cfg) is not None:
-        print(f"written: {cfg.run_dir / TABLE_FILE}")
+    with Run.open(cfg) as run:
+        if score(run) is not None:
+            print(f"written: {run.dir / TABLE_FILE}")
 
 
 def _retrain(
@@ -167,18 +168,17 @@ def _retrain(
 ) -> None:
     if arch and pareto:
         raise FlagError("--arch and --pareto both say what to retrain: give one of them")
-    tasks, hours = split_hours(tasks)
-    with at_most(hours), _joined(cfg) as (cfg, world):
-        results = pipeline.retrain_best(cfg, archs=arch, pareto=pareto, resume=resume, world=world, tasks=tasks)
-        if world.is_main:
-            _show_retrained(cfg, results)
+    with _opened(cfg, tasks, begins=False) as run:
+        results = retrain_best(run, archs=arch, pareto=pareto, resume=resume)
+        if run.world.is_main:
+            _show_retrained(run, results)
 
 
 def _export(given: dict[str, Any], parser: Parser) -> None:
     args = with_defaults(given, parser)
     if (args.name is not None) + (args.arch is not None) + args.pareto > 1:
         raise FlagError("--name, --arch and --pareto each say what to export: give one of them")
-    for file in pipeline.export(args.out, name=args.name or "best", arch=args.arch, pareto=args.pareto, onnx=args.onnx):
+    for file in export(args.out, name=args.name or "best", arch=args.arch, pareto=args.pareto, onnx=args.onnx):
         print(file)
 
 
@@ -214,32 +214,21 @@ def _rank(given: dict[str, Any], parser: Parser) -> None:
 
 
 def _rank_trained(args: argparse.Namespace, settings: TaskSettings) -> None:
-    cfg = _config_of(args.out)
+    run = Run.saved(args.out)
     names = () if args.score is None else (args.score,)
-    check_names(cfg, names)
+    check_names(run, names)
     if args.dry_run:
-        print(estimate_sample(cfg, args.train, settings, epochs=args.epochs))
+        print(estimate_sample(run, args.train, settings, epochs=args.epochs))
         return
-    accuracies = train_sample(cfg, args.train, epochs=args.epochs, settings=settings)
-    found = compare_trained(cfg, accuracies, names=names, half_width=args.interval, resamples=args.resamples)
+    accuracies = train_sample(run, args.train, epochs=args.epochs, settings=settings)
+    found = compare_trained(run, accuracies, names=names, half_width=args.interval, resamples=args.resamples)
     print(found)
     print("Trainings accumulate: the same command with a larger --train keeps these and adds to them.")
-    files = [cfg.run_dir / ACCURACIES_FILE, cfg.run_dir / REPORT_FILE]
+    files = [run.dir / ACCURACIES_FILE, run.dir / REPORT_FILE]
     if args.save is not None:
         found.save(args.save)
         files.append(Path(args.save))
     print(f"written: {', '.join(map(str, files))}")
-
-
-def _config_of(out: str) -> RunConfig:
-    """The settings of a run directory."""
-    path = Path(out) / CONFIG_FILE
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{path} is missing: run `nasfast supernet --out {out}` first. A score of untrained weights needs no "
-            f"checkpoint, but the settings of a run in {path}"
-        )
-    return resolved(RunConfig.load(path).replace(out=out))
 
 
 def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, float], ArchSpace]:
@@ -256,10 +245,10 @@ def _predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, fl
 
 def _ranked_by_score(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:
     """Accuracies and scores of the same architectures; the score is computed for each and not distilled."""
-    cfg = _config_of(args.out)
-    space = space_of(cfg)
+    run = Run.saved(args.out)
+    space = space_of(run)
     accuracies = _sampled(args, space)
-    return accuracies, scores_of(cfg, args.score, accuracies), space
+    return accuracies, scores_of(run, args.score, accuracies), space
 
 
 def _ranked_networks(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:

@@ -77,7 +77,7 @@ def _run(argv: list[str]) -> int:
             dry_run = bool(given.get("dry_run"))
             importlib.import_module("nasfast.cli.start").execute(name, given, parser)
     except Terminated as stopped:
-        _say_stopped(command, stopped, stopped.reason, stopped.saved, dry_run=dry_run)
+        _say_stopped(command, stopped.reason, stopped.saved, dry_run=dry_run)
         return stopped.code
     except BrokenPipeError:
         raise
@@ -88,14 +88,14 @@ def _run(argv: list[str]) -> int:
         print(f"nasfast {command}: {error}{remedy}", file=sys.stderr)
         return getattr(error, "exit_status", 1)
     except KeyboardInterrupt as stopped:
-        _say_stopped(command, stopped, "stopped by Ctrl-C", "what was saved before is kept", dry_run=dry_run)
+        # a run says in which stage
+        _say_stopped(command, f"stopped by Ctrl-C {stopped}".strip(), "what was saved before is kept", dry_run=dry_run)
         return 128 + signal.SIGINT
     return 0
 
 
-def _say_stopped(command: str, stopped: BaseException, reason: str, saved: str, *, dry_run: bool) -> None:
-    """Say why a command stopped, in which stage, and how it is continued; one process of several says it."""
-    stage = getattr(stopped, "stage", command)  # the stages of a run note their names
+def _say_stopped(command: str, reason: str, saved: str, *, dry_run: bool) -> None:
+    """Say why a command stopped, and how it is continued; one process of several says it."""
     if dry_run:
         saved, more = "", "no run began, and nothing was trained"
     elif command in _JOINT:
@@ -103,9 +103,8 @@ def _say_stopped(command: str, stopped: BaseException, reason: str, saved: str, 
     else:
         more = "run the same command again"
     if not environment_rank():
-        how = reason if stage == command else f"{reason} in the stage `{stage}`"
         # a line of its own: the terminal has shown ^C, or a line of progress
-        print(f"\nnasfast {command}: {'; '.join(filter(None, (how, saved, more)))}", file=sys.stderr)
+        print(f"\nnasfast {command}: {'; '.join(filter(None, (reason, saved, more)))}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from nasfast import pipeline
 from nasfast.cli.flags import Parser, with_defaults
 from nasfast.config import ConfigError
 from nasfast.display import text_table
-from nasfast.pipeline.check import without_supernet
-from nasfast.pipeline.stage import saved_space
+from nasfast.pipeline.run import Run
+from nasfast.pipeline.searching import score_untrained, search
 from nasfast.report.evidence import PROVEN, PROVEN_NEXT, worth_of_score
 from nasfast.search import load_candidates
 from nasfast.search.candidate import ARCHS_FILE
@@ -20,17 +19,19 @@ from nasfast.spaces import BUILDERS, LayerSpace, format_arch, named_space
 
 
 def _search(cfg: RunConfig, tasks: None, *, num_classes: int | None = None) -> None:
-    if without_supernet(cfg):
-        pipeline.score_untrained(cfg, num_classes=num_classes)
-    elif num_classes is not None:
+    begins = Run(cfg).without_supernet
+    if num_classes is not None and not begins:
         raise ConfigError(
             f"--num_classes is for a search without a run, and {cfg.run_dir} has one, or the score needs one"
         )
-    _show_candidates(cfg, pipeline.search(cfg))
+    with Run.open(cfg, begins=begins, threads=False) as run:
+        if begins:
+            score_untrained(run, num_classes=num_classes)
+        _show_candidates(run, search(run))
 
 
-def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
-    tables, space = load_candidates(cfg.run_dir / ARCHS_FILE).tables, saved_space(cfg)
+def _show_candidates(run: Run, found: list[Any]) -> None:
+    tables, space = load_candidates(run.dir / ARCHS_FILE).tables, run.space
     for place, c in enumerate(found, start=1):
         costs = [f"{c.macs:,} MACs", f"{c.params:,} params"]
         costs += [f"{value:.4g} {t.unit} {t.quantity}" for t, value in zip(tables, c.values, strict=True)]
@@ -42,9 +43,9 @@ def _show_candidates(cfg: RunConfig, found: list[Any]) -> None:
     for table in tables:
         print(f"{table.quantity}: {table.about or 'a table of your own'}")
     if any(c.optimal for c in found):
-        print(worth_of_score(cfg.run_dir))
-    print(f"written: {cfg.run_dir / ARCHS_FILE}")
-    print(f"next: nasfast retrain --out {cfg.out} trains the first one, and random ones of its cost to judge it by")
+        print(worth_of_score(run.dir))
+    print(f"written: {run.dir / ARCHS_FILE}")
+    print(f"next: nasfast retrain --out {run.cfg.out} trains the first one, and random ones of its cost to judge it by")
 
 
 def _spaces(given: dict[str, Any], parser: Parser) -> None:

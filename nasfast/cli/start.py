@@ -13,8 +13,7 @@ from nasfast.cli.flags import STAGES, FlagError, Parser, run_config, take_tasks,
 from nasfast.indicators.rank import MIN_RESAMPLES
 from nasfast.indicators.registry import check_score_name
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
-from nasfast.pipeline.check import check_one_process
-from nasfast.pipeline.resolve import resolved
+from nasfast.pipeline.run import check_one_process
 from nasfast.runtime.launcher import environment_rank, environment_size
 from nasfast.runtime.lock import run_lock
 from nasfast.search.limits import check_range
@@ -26,11 +25,10 @@ def execute(command: str, given: dict[str, Any], parser: Parser) -> None:
     """Carry out one command with what `nasfast.cli.flags.parse` gave; the caller shows its errors."""
     if command in STAGES:
         tasks = take_tasks(given)
-        check_one_process(split_hours(tasks)[0], environment_size())
+        seeds = given.get("seeds", 1) != 1  # they are tasks, wherever these run
+        check_one_process(tasks or TaskSettings() if seeds else split_hours(tasks)[0], environment_size())
         cfg, others = run_config(command, given)
         _check_run(command, cfg, others)
-        if command != "search":
-            cfg = resolved(cfg)  # what `precision: auto` means, for which torch is imported
         _function(command)(cfg, tasks, **others)
     elif command in extensions.COMMANDS or " " in command:
         extensions.load(extensions.COMMAND_RUN)(command, given)

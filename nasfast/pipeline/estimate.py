@@ -23,19 +23,17 @@ import torch
 
 from nasfast.data import Loader
 from nasfast.display import text_table
-from nasfast.indicators.registry import gives_table, score_of
 from nasfast.ops import empty_cache
-from nasfast.pipeline.check import check_scoring
-from nasfast.pipeline.inputs import configured_space, evidence_for, image_loaders, retrain_loaders
+from nasfast.pipeline.inputs import check_scoring, checked_images, evidence_for, image_loaders, retrain_loaders
+from nasfast.pipeline.run import Run
 from nasfast.retrain import retrain
 from nasfast.runtime.capacity import cores
-from nasfast.runtime.device import use_threads
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.memory import freed_memory, keep_freed_memory
 from nasfast.runtime.progress import calling, duration
-from nasfast.search.limits import layer_costs, read_limits
+from nasfast.search.limits import layer_costs
 from nasfast.search.sampling import sample_under
-from nasfast.settings import RunConfig, TaskSettings
+from nasfast.settings import TaskSettings
 from nasfast.spaces import Arch, SearchSpace
 from nasfast.supernet import Supernet, build
 from nasfast.tasks import MEMORY, gpus_for, workers_for
@@ -170,12 +168,13 @@ def start_of_task() -> Timing:
     return Timing(seconds, seconds)
 
 
-def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: float | None = None) -> Plan:
+def plan_run(run: Run, *, max_hours: float | None = None) -> Plan:
     """Time a few steps of each stage of a run in this process; raises what the run would, where it would be refused."""
-    use_threads(cfg.threads)
+    cfg, tasks = run.cfg, run.tasks
+    run.use_threads()
     begin, worked = time.perf_counter(), time.thread_time()
     start = start_of_task() if tasks is not None else Timing(0.0, 0.0)
-    trial = Trial(cfg)
+    trial = Trial(run)
     number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures
     stages = [
         Work("supernet", 1, trial.supernet(), apart=False),
@@ -187,7 +186,7 @@ def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: fl
     if tasks is not None:
         at_a_time = tasks.workers or workers_for(number, threads=threads, gpus=gpus_for(cfg.torch_device))
     quick = [e.what for e in stages if not e.one.seconds]
-    notes = _notes(cfg, trial, quick)
+    notes = _notes(trial, quick)
     took, worked = time.perf_counter() - begin, time.thread_time() - worked
     if cfg.torch_device == "cpu" and took > _BUSY * worked:
         notes = (
@@ -198,11 +197,10 @@ def plan_run(cfg: RunConfig, tasks: TaskSettings | None = None, *, max_hours: fl
     return Plan(tuple(e for e in stages if e.one.seconds), threads, at_a_time, tasks, notes, max_hours)
 
 
-def _notes(cfg: RunConfig, trial: Trial, quick: Sequence[str]) -> tuple[str, ...]:
+def _notes(trial: Trial, quick: Sequence[str]) -> tuple[str, ...]:
     """What is planned, and what the times leave out."""
-    space = trial.space
+    run, space, limits = trial.run, trial.run.space, trial.run.limits
     least, most = layer_costs(space, "macs").range
-    limits = read_limits(cfg.search, space)
     given = " and ".join(f"{name} {value:,.10g}" for name, value in limits.given.items()) or "none"
     notes = [
         f"{space.name}: {len(space)} layers, {space.cardinality:.3g} architectures of {least:,} to {most:,} MACs",
@@ -214,26 +212,26 @@ def _notes(cfg: RunConfig, trial: Trial, quick: Sequence[str]) -> tuple[str, ...
             f"Not timed, because they take seconds: {', '.join(quick)}. "
             "Networks are timed at about the most MACs that the limits allow."
         )
-    if (cfg.run_dir / "checkpoints").exists():
-        notes.append(f"{cfg.run_dir} has a run already: this is the time of a whole one.")
+    if (run.dir / "checkpoints").exists():
+        notes.append(f"{run.dir} has a run already: this is the time of a whole one.")
     return (*notes, *trial.written)
 
 
 class Trial:
-    """A few steps of the stages of a run with these resolved settings; times and memory are scaled to its batches."""
+    """A few steps of the stages of a run; times and memory are scaled to its batches."""
 
-    def __init__(self, cfg: RunConfig) -> None:
-        check_free(cfg)
-        self.space: SearchSpace
-        self.space, loader = configured_space(cfg)
+    def __init__(self, run: Run) -> None:
+        check_free(run)
+        cfg, images = run.cfg, checked_images(run)
+        loader, _ = image_loaders(run, run.space, images=images)
         # how long a step takes depends on no value of the weights, and orthogonal ones take long to make
         plain = {name: None for name in cfg.supernet.aligned}
         settings = cfg.supernet.replace(init="he", **plain)
-        self.images, self._given, self._loads = len(loader.source), cfg, _loads(loader, cfg.train.epochs)
-        self.cfg, small = _smaller(cfg, self.space)
+        self.images, self.run, self._loads = len(loader.source), run, _loads(loader, cfg.train.epochs)
+        self._small, small = _smaller(run, run.space)
         self.net: Supernet
         self.net, self._sampler = make_supernet(small, cfg.method, settings, seed=cfg.seed)
-        check_scoring(cfg, self.net)
+        check_scoring(run, self.net)
         self._clock = Clock(cfg.torch_device, cfg.data.workers)
         # only a cache of images, which the run reads
         folder = loader.cache_folder
@@ -241,7 +239,7 @@ class Trial:
 
     def supernet(self) -> Timing:
         """The supernet's training."""
-        cfg = self.cfg
+        cfg = self.run.cfg
         _LOG.info("timing a few steps of the supernet")
 
         def steps(batches: Sequence[Any]) -> object:
@@ -249,43 +247,42 @@ class Trial:
             with tempfile.TemporaryDirectory() as out:
                 return train_supernet(self.net, batches, self._sampler, settings, run_dir=out, device=cfg.torch_device)
 
-        loader = image_loaders(cfg, self.net.space, hold_out=cfg.holds_out)[0]
-        number = max(1, self.images // self._given.data.batch_size)
-        wanted = _pixels(self.space) * self._given.data.batch_size
+        loader = image_loaders(self._small, self.net.space)[0]
+        number = max(1, self.images // cfg.data.batch_size)
+        wanted = _pixels(self.run.space) * cfg.data.batch_size
         return _step(steps, loader, self._clock, wanted, self._loads) * (number * cfg.train.epochs)
 
     def score(self) -> Timing:
         """The table of scores; nothing if it takes seconds, or if the search scores whole paths."""
-        score = self.cfg.score
-        if score.table is not None or score_of(score).additive or not gives_table(score):
+        run = self.run
+        if run.cfg.score.table is not None or run.score.additive or not run.gives_table:
             return Timing(0.0, 0.0)
         one, paths = self._path()
         return one * paths
 
     def search(self) -> Timing:
         """A search that scores whole paths; nothing for one over a table, which takes seconds."""
-        search = self.cfg.search
-        if gives_table(self.cfg.score):
+        search = self.run.cfg.search
+        if self.run.gives_table:
             return Timing(0.0, 0.0)
         return self._path()[0] * (search.population * search.generations)
 
     def network(self) -> Timing:
         """The retraining of a network about as large as the limits allow."""
         _LOG.info("timing a few steps of retraining a large network")
-        limits = read_limits(self.cfg.search, self.space)
-        rng = random.Random(self.cfg.seed)
-        drawn = [sample_under(self.space, rng, limits) for _ in range(_DRAWS)]
-        arch = max(drawn, key=lambda arch: self.space.cost(arch).macs)
-        return network_timing(self._given, self.space, arch)
+        space, rng = self.run.space, random.Random(self.run.cfg.seed)
+        drawn = [sample_under(space, rng, self.run.limits) for _ in range(_DRAWS)]
+        arch = max(drawn, key=lambda arch: space.cost(arch).macs)
+        return network_timing(self.run, space, arch)
 
     def _path(self) -> tuple[Timing, int]:
         """The score of a path, and how many a table needs."""
         _LOG.info("timing the scores of a few paths")
-        score, given = score_of(self.cfg.score), self._given
+        score, given, small = self.run.score, self.run.cfg, self._small
         size = min(_PATH_IMAGES, given.data.batch_size, self.images)
-        evidence = evidence_for(self.cfg.replace(data=self.cfg.data.replace(batch_size=size)), self.net)
+        evidence = evidence_for(small.replace(data=small.cfg.data.replace(batch_size=size)), self.net)
         half = copy.copy(evidence)
-        held = image_loaders(self.cfg, self.net.space, hold_out=self.cfg.holds_out)[1]
+        held = image_loaders(small, self.net.space)[1]
         wanted = min(len(held.source), given.score.images)
         if score.name == "recalibrated_accuracy":
             batches = _timed_batches(held, self._clock)[0]
@@ -305,7 +302,7 @@ class Trial:
                 score.function(of, path)
                 seconds.append(self._clock.work() - begin)
             tried.append(Tried(number, seconds[-_STEPS:], _peak() - before))
-        one = _timing(tried[0], tried[1], _pixels(self.space) * wanted)
+        one = _timing(tried[0], tried[1], _pixels(self.run.space) * wanted)
         return one, len(dict.fromkeys(evidence.sample()))
 
 
@@ -314,9 +311,9 @@ def _pixels(space: SearchSpace) -> float:
     return max(1.0, space.resolution / _LARGEST) ** 2
 
 
-def _smaller(cfg: RunConfig, space: SearchSpace) -> tuple[RunConfig, SearchSpace]:
+def _smaller(run: Run, space: SearchSpace) -> tuple[Run, SearchSpace]:
     """Settings and space with batches that any machine has memory for."""
-    few, most = _TRIED
+    cfg, (few, most) = run.cfg, _TRIED
     size = max(2, min(most, cfg.data.batch_size, round(few * max(1.0, _LARGEST / space.resolution) ** 2)))
     images = min(cfg.score.images, _PATH_IMAGES)
     # a cache would decode all images
@@ -325,14 +322,15 @@ def _smaller(cfg: RunConfig, space: SearchSpace) -> tuple[RunConfig, SearchSpace
     workers = 0 if cfg.torch_device == "cpu" else cfg.data.workers
     data = cfg.data.replace(batch_size=size, loader=loader, workers=workers)
     space = space.replace(resolution=min(_LARGEST, space.resolution))
-    return cfg.replace(data=data, score=cfg.score.replace(images=images)), space
+    return run.replace(data=data, score=cfg.score.replace(images=images)), space
 
 
-def network_timing(cfg: RunConfig, space: SearchSpace, arch: Arch, *, hold_out: bool = False) -> Timing:
+def network_timing(run: Run, space: SearchSpace, arch: Arch, *, hold_out: bool = False) -> Timing:
     """The retraining of one network; `hold_out` as in `retrain_loaders`."""
+    cfg = run.cfg
     clock, epochs = Clock(cfg.torch_device, cfg.data.workers), cfg.retrain.train.epochs
-    loads, pixels = _loads(retrain_loaders(cfg, space, hold_out=hold_out)[0], epochs), _pixels(space)
-    small, space = _smaller(cfg, space)
+    loads, pixels = _loads(retrain_loaders(run, space, hold_out=hold_out)[0], epochs), _pixels(space)
+    small, space = _smaller(run, space)
     train, val = retrain_loaders(small, space, hold_out=hold_out)
     few, _ = _timed_batches(val, clock)
     # batches that are drawn already are augmented, and steps take as long from any weights
@@ -352,9 +350,9 @@ def network_timing(cfg: RunConfig, space: SearchSpace, arch: Arch, *, hold_out: 
     return step * number + Timing(checks, checks) * math.ceil(epochs / cfg.retrain.train.eval_every)
 
 
-def check_free(cfg: RunConfig) -> None:
+def check_free(run: Run) -> None:
     """Refuse a run directory that is in use: the run would need its lock, and steps are timed without it."""
-    with run_lock(cfg.run_dir, create=False):
+    with run_lock(run.dir, create=False):
         pass
 
 

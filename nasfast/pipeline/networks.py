@@ -15,24 +15,20 @@ from typing import Any
 
 import torch
 
-from nasfast.config import ConfigError, merge
+from nasfast.config import ConfigError
 from nasfast.data import Loader
-from nasfast.pipeline.check import MACHINE_DATA, check_one_process, check_settings, nothing_is_trained, without_supernet
 from nasfast.pipeline.inputs import load_supernet, retrain_loaders
-from nasfast.pipeline.stage import result_of, save_config, saved_cell_space, saved_space, say, stage
+from nasfast.pipeline.run import Run, result_of, say, settings_of_seed, settings_of_task
 from nasfast.retrain import RetrainResult, retrain
 from nasfast.retrain.retrain import RESULT_FILE, check_not_begun
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.progress import followed_by
-from nasfast.runtime.tracking import tracked
 from nasfast.search import SearchResult, equal_cost_peers, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
-from nasfast.search.limits import read_limits
-from nasfast.settings import RunConfig, TaskSettings
+from nasfast.settings import RunConfig
 from nasfast.spaces import (
     Arch,
     ArchSpace,
-    LayerSpace,
     SearchSpace,
     arch_file_text,
     load_arch,
@@ -54,81 +50,66 @@ FOLDER = "retrain-tasks"
 """In the run directory until networks are retrained: what the executor keeps of its tasks, such as their logs."""
 
 
-@stage(create=False)
 def retrain_best(
-    cfg: RunConfig,
-    *,
-    archs: Sequence[Arch | str] = (),
-    pareto: bool = False,
-    resume: bool = False,
-    world: World = SINGLE,
-    tasks: TaskSettings | None = None,
+    run: Run, *, archs: Sequence[Arch | str] = (), pareto: bool = False, resume: bool = False
 ) -> dict[str, RetrainResult]:
     """Retrain the best architectures, and random ones of equal cost if asked; writes retrain/NAME/.
 
     Where a search of cells wrote space.yaml and arch_NAME.json, each of these architectures is retrained under its name
     (`argmax`, `darts`); `retrain.top_k` and `retrain.random_architectures` have no effect there.
 
+    The ranks of the run retrain together, or each its own networks (`retrain.parallel`). Only rank 0 reads the run
+    directory; a rank that trains a network by itself writes the files of that network.
+
     Args:
-        cfg: settings of the run.
+        run: the run.
         archs: retrain these architectures of the run's space instead, as values or text, named like `arch-1_0_2_1`.
         pareto: retrain every point of the Pareto fronts in archs.json instead, named in the same way.
         resume: whether to continue each from its newest good checkpoint. A run that torchrun starts again continues in
             any case.
-        world: the ranks that retrain, together or each its own networks (`cfg.retrain.parallel`). Only rank 0 reads the
-            run directory; a rank that trains a network by itself writes the files of that network.
-        tasks: where each network is trained in a process of its own, with the same bytes; None for this process.
 
     Returns:
         Results by name: `best`, `best-2`, ..., `random`, ..., and with `retrain.seeds` also `best-seed-1` and the like.
 
     Raises:
         FileNotFoundError: the search has not run.
-        ArchError, ConfigError: one of `archs` is not in the space; there are both `tasks` and several ranks.
+        ArchError, ConfigError: one of `archs` is not in the space.
         TaskError: some networks are not retrained; the others are. CheckpointError and others: see
             `nasfast.train.train`.
     """
-    started = time.monotonic()
-    check_one_process(tasks, world.size)
+    started, world = time.monotonic(), run.world
     form: Any = None
     # of a run without a supernet, the first training decides the images, also where it is stopped
-    decides = world.is_main and without_supernet(cfg) and nothing_is_trained(cfg)  # before another rank begins
+    decides = world.is_main and run.without_supernet and run.nothing_is_trained  # before another rank begins
     if world.is_main:
-        found, names = to_retrain(cfg, archs, pareto=pareto)
-        form = {"space": found.to_dict(), "trainings": _with_seeds(names, cfg)}
+        found, names = to_retrain(run, archs, pareto=pareto)
+        form = {"space": found.to_dict(), "trainings": _with_seeds(names, run.cfg)}
     form = json.loads(world.broadcast_bytes(json.dumps(form).encode()))
     space = space_kind(form["space"]).from_dict(form["space"])
     trainings = {name: (tuple(arch), seed) for name, (arch, seed) in form["trainings"].items()}
-    if tasks is None:
-        results = _retrain_here(cfg, space, trainings, resume=resume, decides=decides, world=world)
-    else:
-        results = _retrain_apart(cfg, space, trainings, resume=resume, decides=decides, settings=tasks)
+    retrained = _retrain_here if run.tasks is None else _retrain_apart
+    results = retrained(run, space, trainings, resume=resume, decides=decides)
     if world.is_main:
         # the logs of tasks, these or those of an earlier call, were for networks that failed
-        shutil.rmtree(cfg.run_dir / FOLDER, ignore_errors=True)
-        save_config(cfg)
-        say("retrain", started, f"{len(results)} networks, {cfg.retrain.train.epochs} epochs each")
+        shutil.rmtree(run.dir / FOLDER, ignore_errors=True)
+        run.save_config()
+        say("retrain", started, f"{len(results)} networks, {run.cfg.retrain.train.epochs} epochs each")
     return results
 
 
 def _retrain_here(
-    cfg: RunConfig,
-    space: ArchSpace,
-    trainings: Mapping[str, tuple[Arch, int]],
-    *,
-    resume: bool,
-    decides: bool,
-    world: World,
+    run: Run, space: ArchSpace, trainings: Mapping[str, tuple[Arch, int]], *, resume: bool, decides: bool
 ) -> dict[str, RetrainResult]:
     """Retrain architectures with their seeds in the processes of this run; see `retrain_best`."""
+    cfg, world = run.cfg, run.world
     side_by_side = cfg.retrain.parallel == "networks"
     team = world.single() if side_by_side else world
-    loaders = {s: retrain_loaders(cfg, space, seed=s, world=team) for s in sorted({s for _, s in trainings.values()})}
+    loaders = {s: retrain_loaders(run, space, seed=s, world=team) for s in sorted({s for _, s in trainings.values()})}
     if decides:
-        save_config(cfg)
+        run.save_config()
     net = None
     if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
-        net = load_supernet(cfg)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
+        net = load_supernet(run)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
         net.to(cfg.torch_device)
         world.broadcast(net.state_dict().values())
     mine = list(trainings)[world.rank :: world.size] if side_by_side else list(trainings)
@@ -136,16 +117,36 @@ def _retrain_here(
     for number, name in enumerate(mine, 1):
         arch, seed = trainings[name]
         with followed_by(len(mine) - number):
-            results[name] = _retrain_one(
-                cfg, space, arch, seed, loaders[seed], name=name, net=net, resume=resume, world=team
-            )
+            results[name] = _train(run, space, arch, seed, loaders[seed], name=name, net=net, resume=resume, world=team)
     forms = world.all_gather(json.dumps({name: result.to_dict() for name, result in results.items()}).encode())
     everyone = {name: result for form in forms for name, result in json.loads(form).items()}
     return {name: RetrainResult.from_dict(everyone[name]) for name in trainings}
 
 
-def _retrain_one(
-    cfg: RunConfig,
+def _retrain_apart(
+    run: Run, space: ArchSpace, trainings: Mapping[str, tuple[Arch, int]], *, resume: bool, decides: bool
+) -> dict[str, RetrainResult]:
+    """As `_retrain_here`, each network in one task; they write the files that retraining in this process writes."""
+    retrain_loaders(run, space)  # an error is said here, before workers start
+    for name, (arch, seed) in trainings.items():
+        if not resume:
+            check_not_begun(run.dir, name, arch, run.cfg.retrain, seed=seed)
+    if decides:
+        run.save_config()
+    assert run.tasks is not None
+    with TaskRunner(run.dir / FOLDER, run.tasks) as runner:
+        # a call in which another network failed has left them, and what is in retrain/ may have changed since then:
+        # checkpoints say what is finished
+        for path in runner.folder.glob(f"*/{TASK_FILE}"):
+            path.unlink()
+        tasks = [network_task(run.cfg, space, *trainings[name], name=name, in_run=True) for name in trainings]
+        results = runner.run(tasks)
+    check_done(results, "networks are not retrained; the same command with --resume continues")
+    return {name: RetrainResult.load(run.dir / "retrain" / name / RESULT_FILE) for name in trainings}
+
+
+def _train(
+    run: Run,
     space: ArchSpace,
     arch: Arch,
     seed: int,
@@ -161,56 +162,41 @@ def _retrain_one(
         space,
         arch,
         *images,
-        cfg.retrain,
-        run_dir=cfg.run_dir,
+        run.cfg.retrain,
+        run_dir=run.dir,
         name=name,
         supernet=net,
-        activation=cfg.supernet.activation,
+        activation=run.cfg.supernet.activation,
         seed=seed,
         resume=resume,
-        device=cfg.torch_device,
+        device=run.cfg.torch_device,
         world=world,
     )
-
-
-def _retrain_apart(
-    cfg: RunConfig,
-    space: ArchSpace,
-    trainings: Mapping[str, tuple[Arch, int]],
-    *,
-    resume: bool,
-    decides: bool,
-    settings: TaskSettings,
-) -> dict[str, RetrainResult]:
-    """As `_retrain_here`, each network in one task; they write the files that retraining in this process writes."""
-    retrain_loaders(cfg, space)  # an error is said here, before workers start
-    for name, (arch, seed) in trainings.items():
-        if not resume:
-            check_not_begun(cfg.run_dir, name, arch, cfg.retrain, seed=seed)
-    if decides:
-        save_config(cfg)
-    with TaskRunner(cfg.run_dir / FOLDER, settings) as runner:
-        # a call in which another network failed has left them, and what is in retrain/ may have changed since then:
-        # checkpoints say what is finished
-        for path in runner.folder.glob(f"*/{TASK_FILE}"):
-            path.unlink()
-        results = runner.run(network_task(cfg, space, *trainings[name], name=name, in_run=True) for name in trainings)
-    check_done(results, "networks are not retrained; the same command with --resume continues")
-    return {name: RetrainResult.load(cfg.run_dir / "retrain" / name / RESULT_FILE) for name in trainings}
 
 
 # trainings as tasks, of a run, of its seeds, and of a sample of its space
 
 
+def task_of(
+    cfg: RunConfig, name: str, function: str, seed: int, arguments: Mapping[str, Any], *, out: str | None = None
+) -> Task:
+    """A task of a run with this seed, whose function makes its settings by `settings_of_task`.
+
+    Its files are in its own folder, or where the caller has locked the run directory, in this: `out`.
+    """
+    config, machine = settings_of_seed(cfg, seed)
+    return Task(
+        name,
+        function,
+        {"config": config, **arguments},
+        threads=cfg.threads or torch.get_num_threads(),  # results depend on it: a task has that of this process
+        gpus=gpus_for(cfg.torch_device),
+        machine=machine | ({} if out is None else {"out": out}),
+    )
+
+
 def network_task(
-    cfg: RunConfig,
-    space: ArchSpace,
-    arch: Arch,
-    seed: int,
-    *,
-    name: str,
-    in_run: bool = False,
-    hold_out: bool = False,
+    cfg: RunConfig, space: ArchSpace, arch: Arch, seed: int, *, name: str, in_run: bool = False, hold_out: bool = False
 ) -> Task:
     """The training of one network of a space, as a task of this name.
 
@@ -218,21 +204,13 @@ def network_task(
     its files are in the folder of the task. With `hold_out` its accuracy is that of held-out training images, and no
     checkpoint stays at the end.
     """
-    config, machine = settings_of_seed(cfg, seed)
-    return Task(
-        name,
-        f"{__name__}:train_network",
-        {
-            "config": config,
-            "space": space.to_dict(),
-            "arch": list(arch),
-            "network": name if in_run else NETWORK,
-            "hold_out": hold_out,
-        },
-        threads=cfg.threads or torch.get_num_threads(),  # results depend on it, so a task has that of this process
-        gpus=gpus_for(cfg.torch_device),
-        machine={**machine, "out": cfg.out if in_run else None},
-    )
+    arguments = {
+        "space": space.to_dict(),
+        "arch": list(arch),
+        "network": name if in_run else NETWORK,
+        "hold_out": hold_out,
+    }
+    return task_of(cfg, name, f"{__name__}:train_network", seed, arguments, out=cfg.out if in_run else None)
 
 
 def train_network(
@@ -243,24 +221,24 @@ def train_network(
     arch: Sequence[int],
     network: str,
     hold_out: bool,
-    out: str | None,
+    out: str | None = None,
     **machine: Any,
 ) -> dict[str, Any]:
     """The function of `network_task`: train a network, from its newest checkpoint where there is one.
 
     It returns `result.json` without the time.
     """
-    cfg = settings_of_task(config, folder if out is None else Path(out), machine)
-    the_space, finished = space_kind(space).from_dict(space), cfg.run_dir / "retrain" / network / RESULT_FILE
+    cfg, the_space = settings_of_task(config, out or folder, machine), space_kind(space).from_dict(space)
+    finished = cfg.run_dir / "retrain" / network / RESULT_FILE
     if hold_out and finished.exists():  # its checkpoints are gone
         result = RetrainResult.load(finished)
     else:
-        images = retrain_loaders(cfg, the_space, hold_out=hold_out)
-        with tracked(cfg.track, cfg.run_dir, cfg.to_dict()):
-            net = load_supernet(cfg)[0] if cfg.retrain.init == "inherit" else None
-            world = SINGLE if out is None else replace(SINGLE, leads=False)
-            result = _retrain_one(
-                cfg, the_space, tuple(arch), cfg.seed, images, name=network, net=net, resume=True, world=world
+        world = replace(SINGLE, leads=out is None)
+        with Run.open(cfg, begins=True, world=world) as run:
+            images = retrain_loaders(run, the_space, hold_out=hold_out)
+            net = load_supernet(run)[0] if cfg.retrain.init == "inherit" else None
+            result = _train(
+                run, the_space, tuple(arch), cfg.seed, images, name=network, net=net, resume=True, world=world
             )
     if hold_out:  # a large sample would fill the disk
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
@@ -269,55 +247,36 @@ def train_network(
     return form
 
 
-def settings_of_seed(cfg: RunConfig, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that decide the results of one seed of a run, and those of the machine, without the run directory.
-
-    All seeds have the same validation images.
-    """
-    data = cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
-    form = cfg.replace(seed=seed, data=data, search=cfg.search.replace(seed=seed)).to_dict()
-    del form["out"]
-    return form, {"data": {key: form["data"].pop(key) for key in MACHINE_DATA}, "track": form.pop("track")}
-
-
-def settings_of_task(config: Mapping[str, Any], out: Path, machine: Mapping[str, Any]) -> RunConfig:
-    """The settings of a task from the two parts that `settings_of_seed` gave, and its run directory."""
-    return RunConfig.from_dict(merge({**config, "out": str(out)}, machine))
-
-
 # which networks, and their names
 
 
 def to_retrain(
-    cfg: RunConfig, archs: Sequence[Arch | str] = (), *, pareto: bool = False
+    run: Run, archs: Sequence[Arch | str] = (), *, pareto: bool = False
 ) -> tuple[ArchSpace, dict[str, Arch]]:
     """The space of a run, and the architectures to retrain by the names of their networks; see `retrain_best`."""
-    check_settings(cfg, supernet=not without_supernet(cfg))
-    cells = saved_cell_space(cfg)
-    space = saved_space(cfg) if cells is None else cells
+    space = run.any_space
     if archs:
         return space, _named(read_arch(arch, space) for arch in archs)
-    if cells is not None:
+    if not isinstance(space, SearchSpace):
         if pareto:
             raise ConfigError("a search of cells computes no Pareto front: leave --pareto out")
-        return cells, cell_results(cfg.run_dir, cells)
-    found = search_result(cfg.run_dir, saved_space(cfg))
+        return space, cell_results(run.dir, space)
+    found = search_result(run.dir, space)
     if pareto:
-        return space, _named(required_front(found, cfg.run_dir))
-    chosen = dict(list(named_candidates(found).items())[: cfg.retrain.top_k])
-    if len(chosen) < cfg.retrain.top_k:
-        path = cfg.run_dir / ARCHS_FILE
-        _LOG.warning("retrain.top_k=%d, but %s has %d architectures", cfg.retrain.top_k, path, len(chosen))
-    return space, chosen | random_peers(cfg, saved_space(cfg), found.candidates[0].arch)
+        return space, _named(required_front(found, run.dir))
+    chosen = dict(list(named_candidates(found).items())[: run.cfg.retrain.top_k])
+    if len(chosen) < run.cfg.retrain.top_k:
+        path = run.dir / ARCHS_FILE
+        _LOG.warning("retrain.top_k=%d, but %s has %d architectures", run.cfg.retrain.top_k, path, len(chosen))
+    return space, chosen | random_peers(run, found.candidates[0].arch)
 
 
-def random_peers(cfg: RunConfig, space: LayerSpace, arch: Arch) -> dict[str, Arch]:
+def random_peers(run: Run, arch: Arch) -> dict[str, Arch]:
     """The random architectures of the cost of `arch` that the settings ask for: `random`, `random-2`, ..."""
-    limits = read_limits(cfg.search, space)
-    if cfg.retrain.random_architectures:
-        limits.check(space)
-    count, rng = cfg.retrain.random_architectures, random.Random(cfg.seed)
-    peers = equal_cost_peers(space, rng, arch, count, limits=limits)
+    count, rng = run.cfg.retrain.random_architectures, random.Random(run.cfg.seed)
+    if count:
+        run.limits.check(run.space)
+    peers = equal_cost_peers(run.space, rng, arch, count, limits=run.limits)
     return {"random" if i == 0 else f"random-{i + 1}": peer for i, peer in enumerate(peers)}
 
 

@@ -1,4 +1,4 @@
-"""The stages supernet and score: settings in, files out; each reads the files of the one before.
+"""The stages that train or load a supernet, and the whole run: files in, files out.
 
 supernet -> checkpoints/   score -> indicators.json
 """
@@ -8,34 +8,115 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from nasfast.config import ConfigError, difference
-from nasfast.indicators.registry import gives_table
+from nasfast.display import Tabular
 from nasfast.indicators.scores import score_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.measure.doctor import environment
-from nasfast.pipeline.check import already_begun, check_scoring, check_search, check_settings
-from nasfast.pipeline.inputs import configured_space, load_evidence
-from nasfast.pipeline.searching import label_of
-from nasfast.pipeline.stage import save_config, saved_space, say, scored_with, stage
+from nasfast.pipeline.inputs import check_scoring, checked_images, image_loaders, load_evidence
+from nasfast.pipeline.networks import retrain_best
+from nasfast.pipeline.run import Run, say
+from nasfast.pipeline.searching import search
 from nasfast.report.evidence import at_chance, training_top1
+from nasfast.retrain import RetrainResult
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import CheckpointError, read_metrics, write_atomic
-from nasfast.search.limits import read_limits
-from nasfast.settings import SPACE_FILE, RunConfig
-from nasfast.spaces import SearchSpace, read_cost_table
+from nasfast.runtime.progress import Callback, calling
+from nasfast.runtime.termination import Terminated
+from nasfast.search import Candidate
+from nasfast.settings import SPACE_FILE, RunConfig, TaskSettings
+from nasfast.spaces import format_arch, read_cost_table
 from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.supernet import make_supernet, train_supernet
 
 _LOG = logging.getLogger(__name__)
 
 
-@stage(create=True)
-def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> Path:
+@dataclass(frozen=True, repr=False)
+class RunResult(Tabular):
+    """The results of a whole run.
+
+    Attributes:
+        candidates: the best architectures, best first; empty on ranks other than 0.
+        retrained: results of retraining by name: `best`, ..., `random`.
+        report: path of report.html; None on ranks other than 0.
+    """
+
+    candidates: list[Candidate]
+    retrained: dict[str, RetrainResult]
+    report: Path | None
+
+    @property
+    def caption(self) -> str:
+        return f"{len(self.retrained)} retrained networks; report: {self.report}"
+
+    def records(self) -> list[dict[str, Any]]:
+        """One row per retrained network."""
+        return [
+            {
+                "network": name,
+                **{key: getattr(r, key) for key in ("top1", "top5", "macs", "params", "epochs")},
+                "arch": format_arch(r.arch),
+            }
+            for name, r in self.retrained.items()
+        ]
+
+
+def run(
+    cfg: RunConfig,
+    *,
+    resume: bool = False,
+    world: World = SINGLE,
+    tasks: TaskSettings | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> RunResult:
+    """Run all stages in order, from images to a retrained network and report.html.
+
+    Args:
+        cfg: settings of the run.
+        resume: whether to continue an interrupted run; complete parts are not repeated.
+        world: the ranks that train together; rank 0 runs the other stages while the others wait.
+        tasks: where each network is retrained in a process of its own, with the same bytes; None for this process.
+        callbacks: each is called with stage, step and metrics of every line of metrics.jsonl that this process writes;
+            tasks have processes of their own.
+
+    Raises:
+        TypeError: `cfg` is not a RunConfig.
+    """
+    with Run.open(cfg, begins=True, world=world, tasks=tasks) as opened, calling(callbacks):
+        return every_stage(opened, resume=resume)
+
+
+def every_stage(run: Run, *, resume: bool = False) -> RunResult:
+    """As `run`; what stops it has the stage in its text."""
+    from nasfast.report import write_report  # imports matplotlib, which no other stage needs
+
+    stage, candidates = "supernet", []
+    try:
+        supernet(run, resume=resume)
+        if run.world.is_main:
+            stage = "score"
+            score(run)
+            stage = "search"
+            candidates = search(run)
+        stage = "retrain"
+        retrained = retrain_best(run, resume=resume)
+    except Terminated as stopped:
+        stopped.reason += f" in the stage `{stage}`"
+        raise
+    except KeyboardInterrupt as stopped:
+        raise KeyboardInterrupt(f"in the stage `{stage}`") from stopped
+    return RunResult(candidates, retrained, write_report(run.dir) if run.world.is_main else None)
+
+
+def supernet(run: Run, *, resume: bool = False) -> Path:
     """Train the supernet; writes config.yaml, space.yaml, environment.json, metrics and checkpoints/.
 
     With `resume`, or where torchrun starts the run again, it continues from the newest good checkpoint. It returns the
@@ -45,76 +126,76 @@ def supernet(cfg: RunConfig, *, resume: bool = False, world: World = SINGLE) -> 
         ConfigError, DataError: the settings or images cannot be used.
         TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
-    started = time.monotonic()
-    space, loader = configured_space(cfg, world=world)
+    started, cfg, world = time.monotonic(), run.cfg, run.world
+    images = checked_images(run)
+    space = run.space
+    loader, _ = image_loaders(run, space, world=world, images=images)
     net, sampler = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
-    check_scoring(cfg, net)
+    check_scoring(run, net)
     if world.is_main:
-        _prepare(cfg, space, resume=resume, world=world)
-    for sentence in read_limits(cfg.search, space).met_by_all(space):
+        _prepare(run, resume=resume)
+    for sentence in run.limits.met_by_all(space):
         _LOG.warning("%s", sentence)
     _LOG.info("%s: %d layers, %.3g architectures", space.name, len(space), space.cardinality)
     _LOG.info("%s", net.summary)
     torch.manual_seed(cfg.seed)  # checkpoints have the state of the global generator
     final = train_supernet(
-        net, loader, sampler, cfg.train, run_dir=cfg.run_dir, resume=resume, device=cfg.torch_device, world=world
+        net, loader, sampler, cfg.train, run_dir=run.dir, resume=resume, device=cfg.torch_device, world=world
     )
     if world.is_main:
-        say("supernet", started, f"{cfg.train.epochs} epochs{_learnt(cfg, space)}")
+        say("supernet", started, f"{cfg.train.epochs} epochs{_learnt(run)}")
     return final
 
 
-def _prepare(cfg: RunConfig, space: SearchSpace, *, resume: bool, world: World) -> None:
+def _prepare(run: Run, *, resume: bool) -> None:
     """Check that the run directory can be used, and write the config, the space and the environment."""
-    run_dir = cfg.run_dir
-    folder = CheckpointFolder(run_dir / "checkpoints", "supernet")
-    resume = resume or world.has_begun(folder.stem)
+    folder = CheckpointFolder(run.dir / "checkpoints", "supernet")
+    resume = resume or run.world.has_begun(folder.stem)
     if folder.paths():
         if not resume:
-            raise already_begun(cfg, "a supernet run", lambda cfg: _check_continues(cfg, space))
-        _check_continues(cfg, space)
+            raise run.already_begun("a supernet run", lambda: _check_continues(run, folder))
+        _check_continues(run, folder)
     elif resume:
-        _LOG.warning("nothing to resume in %s: starting from the beginning", run_dir)
-    save_config(cfg)
-    write_atomic(run_dir / SPACE_FILE, space.to_yaml().encode())
-    write_atomic(run_dir / "environment.json", (json.dumps(environment(), indent=1) + "\n").encode())
+        _LOG.warning("nothing to resume in %s: starting from the beginning", run.dir)
+    run.save_config()
+    run.save_space()
+    write_atomic(run.dir / "environment.json", (json.dumps(environment(), indent=1) + "\n").encode())
 
 
-def _learnt(cfg: RunConfig, space: SearchSpace) -> str:
+def _check_continues(run: Run, folder: CheckpointFolder) -> None:
+    """Refuse to resume with another space or other settings than those of the run directory."""
+    try:
+        saved = Run(run.cfg).space
+    except (FileNotFoundError, ConfigError) as error:
+        # checkpoints have the fingerprint of their space, so they can be compared instead
+        folder.latest(fingerprint=run.space.fingerprint)
+        _LOG.warning("%s", error)
+    else:
+        if saved.fingerprint != run.space.fingerprint:
+            changes = difference(saved.to_dict(), run.space.to_dict())
+            raise CheckpointError(
+                f"{run.dir / SPACE_FILE} differs from the space of this run: {changes}; "
+                "resume with the same space and images, or choose another --out"
+            )
+    run.check_settings()
+
+
+def _learnt(run: Run) -> str:
     """How accurate the supernet's paths are; a warning says if it has learnt nothing, for its scores are unproven."""
-    top1 = training_top1(read_metrics(cfg.run_dir))
+    top1, classes = training_top1(read_metrics(run.dir)), run.space.num_classes
     if top1 is None:
         return ""
-    if at_chance(top1, space.num_classes):
+    if at_chance(top1, classes):
         _LOG.warning(
             "the supernet's training accuracy is at chance (%.1f %%, %d classes): its scores may rank nothing. "
             "Compare with `nasfast rank` or the random baseline, or let more parameters train (supernet.trainable)",
             100 * top1,
-            space.num_classes,
+            classes,
         )
     return f", top-1 {top1:.1%} of paths"
 
 
-def _check_continues(cfg: RunConfig, space: SearchSpace) -> None:
-    """Refuse to resume with another space or other settings than those of the run directory."""
-    try:
-        saved = saved_space(cfg)
-    except (FileNotFoundError, ConfigError) as error:
-        # checkpoints have the fingerprint of their space, so they can be compared instead
-        CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").latest(fingerprint=space.fingerprint)
-        _LOG.warning("%s", error)
-    else:
-        if saved.fingerprint != space.fingerprint:
-            changes = difference(saved.to_dict(), space.to_dict())
-            raise CheckpointError(
-                f"{cfg.run_dir / SPACE_FILE} differs from the space of this run: {changes}; "
-                "resume with the same space and images, or choose another --out"
-            )
-    check_settings(cfg)
-
-
-@stage(create=False)
-def score(cfg: RunConfig) -> IndicatorTable | None:
+def score(run: Run) -> IndicatorTable | None:
     """Write indicators.json, and return its table.
 
     It is None for scores of whole paths that are not distilled, because the search computes those.
@@ -124,22 +205,20 @@ def score(cfg: RunConfig) -> IndicatorTable | None:
         ConfigError, ScoreError, TableError: the supernet cannot have this score, the score is not finite, or the user's
             table cannot be used.
     """
-    started = time.monotonic()
-    check_settings(cfg)
-    check_search(cfg, saved_space(cfg))  # the settings are kept, and a search that takes them would refuse them
-    settings = cfg.score
-    if not gives_table(settings):
+    started, cfg, settings = time.monotonic(), run.cfg, run.cfg.score
+    run.check_search()  # the settings are kept, and a search that takes them would refuse them
+    if not run.gives_table:
         _LOG.info("%s scores whole paths during the search: no table is written", settings.name)
         return None
+    meta: dict[str, Any] = {"settings": run.scored_with}
     if settings.table is not None:
-        costs = read_cost_table(settings.table, saved_space(cfg))
-        meta: dict[str, Any] = {"score": settings.label, "settings": scored_with(cfg)}
-        table = IndicatorTable.of_costs(saved_space(cfg), costs, meta)
+        costs = read_cost_table(settings.table, run.space)
+        table = IndicatorTable.of_costs(run.space, costs, {"score": settings.label, **meta})
     else:
-        evidence, checkpoint = load_evidence(cfg)
-        meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"], "settings": scored_with(cfg)}
+        evidence, checkpoint = load_evidence(run)
+        meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"], **meta}
         table = score_table(settings.label, evidence, structure=settings.structure or 0.0, meta=meta)
-    table.save(cfg.run_dir / TABLE_FILE)
-    save_config(cfg)
-    say("score", started, label_of(cfg))
+    table.save(run.dir / TABLE_FILE)
+    run.save_config()
+    say("score", started, run.label)
     return table

@@ -21,20 +21,18 @@ from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.compare import ScoreComparison, attainable_tau, compare_scores
 from nasfast.indicators.learned import held_out_score
 from nasfast.indicators.rank import rank
-from nasfast.indicators.registry import ScoreError, all_scores, score_of
-from nasfast.indicators.scores import parts_of
+from nasfast.indicators.registry import ScoreError, all_scores
 from nasfast.indicators.structure import BASELINES, structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.estimate import check_free, network_timing, start_of_task
-from nasfast.pipeline.inputs import evidence_for, retrain_loaders, scores_of, space_of, supernet_to_rank, with_score
+from nasfast.pipeline.inputs import evidence_for, of_parts, retrain_loaders, scores_of, space_of, supernet_to_rank
 from nasfast.pipeline.networks import NETWORK, network_task
+from nasfast.pipeline.run import Run
 from nasfast.retrain.retrain import RESULT_FILE, RetrainResult
-from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
 from nasfast.runtime.progress import duration
 from nasfast.search import stratified_sample
-from nasfast.search.limits import read_limits
 from nasfast.settings import RetrainConfig, RunConfig, SupernetConfig, TaskSettings, TrainConfig
 from nasfast.spaces import Arch, SearchSpace, arch_file_text, format_arch
 from nasfast.tasks import TASK_FILE, Task, TaskRunner, threads_for, workers_for
@@ -68,7 +66,7 @@ class SampleSettings(ConfigBase):
 
 
 def train_sample(
-    cfg: RunConfig, count: int, *, epochs: int | None = None, settings: TaskSettings = TaskSettings()
+    run: Run, count: int, *, epochs: int | None = None, settings: TaskSettings = TaskSettings()
 ) -> dict[Arch, float]:
     """Train a sample of the space until `count` architectures have an accuracy; writes accuracies.json.
 
@@ -82,16 +80,16 @@ def train_sample(
         Architecture -> accuracy in percent, of all that are finished and within the limits of the search.
         accuracies.json also has those that were trained under wider limits.
     """
-    tasks = plan_sample(cfg, count, epochs=epochs)
-    folder = cfg.run_dir / FOLDER
-    with run_lock(cfg.run_dir), TaskRunner(folder, settings) as runner:
-        write_atomic(folder / SETTINGS_FILE, _shared_settings(cfg, count, epochs).to_yaml().encode())
+    tasks = plan_sample(run, count, epochs=epochs)
+    folder = run.dir / FOLDER
+    with run_lock(run.dir), TaskRunner(folder, settings) as runner:
+        write_atomic(folder / SETTINGS_FILE, _shared_settings(run, count, epochs).to_yaml().encode())
         results = runner.run(tasks)
         done = {tuple(t.arguments["arch"]): r.result for t, r in zip(tasks, results, strict=True) if r.status == "done"}
         if len(done) < len(tasks):
             _LOG.warning("%d of %d architectures are trained: the same command continues", len(done), len(tasks))
-        space = space_of(cfg)
-        limits = read_limits(cfg.search, space)
+        space = space_of(run)
+        limits = run.limits
         within = {a: 100 * form["top1"] for a, form in done.items() if limits.admits(space.cost(a), a)}
         if len(within) < MIN_ARCHITECTURES:
             raise AccuracyError(
@@ -102,45 +100,45 @@ def train_sample(
             format_arch(a): {"accuracy": 100 * form["top1"], **{key: form[key] for key in _KEPT}}
             for a, form in done.items()
         }
-        write_atomic(cfg.run_dir / ACCURACIES_FILE, (json.dumps(entries, indent=1) + "\n").encode())
+        write_atomic(run.dir / ACCURACIES_FILE, (json.dumps(entries, indent=1) + "\n").encode())
     return within
 
 
-def plan_sample(cfg: RunConfig, count: int, *, epochs: int | None = None) -> list[Task]:
+def plan_sample(run: Run, count: int, *, epochs: int | None = None) -> list[Task]:
     """The trainings of `train_sample`: those of the sample, then those of earlier calls that are not in it."""
     if count < MIN_ARCHITECTURES:
         raise AccuracyError(
             f"--train {count}: at least {MIN_ARCHITECTURES} architectures are needed to compare rankings"
         )
-    space = space_of(cfg)
-    archs = stratified_sample(space, count, limits=read_limits(cfg.search, space), seed=cfg.seed)
+    space = space_of(run)
+    archs = stratified_sample(space, count, limits=run.limits, seed=run.cfg.seed)
     # a folder is named after its architecture
-    before = [space.parse(path.parent.name) for path in _finished(cfg)]
-    given = _sample_settings(cfg, _shared_settings(cfg, count, epochs))
-    _check_images(given, space, count)
+    before = [space.parse(path.parent.name) for path in _finished(run)]
+    given = _sample_settings(run, _shared_settings(run, count, epochs))
+    _check_images(Run(given), space, count)
     return [
-        network_task(given, space, arch, cfg.seed, name=arch_file_text(arch), hold_out=True)
+        network_task(given, space, arch, run.cfg.seed, name=arch_file_text(arch), hold_out=True)
         for arch in dict.fromkeys([*archs, *before])
     ]
 
 
-def estimate_sample(cfg: RunConfig, count: int, settings: TaskSettings, *, epochs: int | None = None) -> str:
+def estimate_sample(run: Run, count: int, settings: TaskSettings, *, epochs: int | None = None) -> str:
     """What `train_sample` would do, with the time from a few steps of the middle architecture; none is trained."""
-    tasks = plan_sample(cfg, count, epochs=epochs)
-    done = {path.parent.name for path in _finished(cfg)}
+    tasks = plan_sample(run, count, epochs=epochs)
+    done = {path.parent.name for path in _finished(run)}
     left = [task for task in tasks if task.name not in done]
     if not left:
         return f"all {len(tasks)} architectures are trained"
-    space = space_of(cfg)
+    space = space_of(run)
     macs = {task.name: space.cost(task.arguments["arch"]).macs for task in left}
     middle = sorted(left, key=lambda task: macs[task.name])[len(left) // 2]
     at_a_time = settings.workers or workers_for(len(left), threads=middle.threads, gpus=middle.gpus)
-    use_threads(middle.threads)
-    check_free(cfg)
+    check_free(run)
     start = start_of_task().seconds
     _LOG.info("timing a few steps of the middle one of %d architectures", len(left))
-    given = _sample_settings(cfg, _shared_settings(cfg, count, epochs))
-    epochs = given.retrain.train.epochs
+    given = Run(_sample_settings(run, _shared_settings(run, count, epochs)))
+    given.use_threads()
+    epochs = given.cfg.retrain.train.epochs
     one = network_timing(given, space, tuple(middle.arguments["arch"]), hold_out=True).seconds
     total = (one * sum(macs.values()) / macs[middle.name] + start * len(left)) / at_a_time
     images = len(retrain_loaders(given, space, hold_out=True)[0].source)
@@ -152,7 +150,7 @@ def estimate_sample(cfg: RunConfig, count: int, settings: TaskSettings, *, epoch
 
 
 def compare_trained(
-    cfg: RunConfig,
+    run: Run,
     accuracies: Mapping[Arch, float],
     *,
     names: Sequence[str] = (),
@@ -166,20 +164,20 @@ def compare_trained(
     registered score that is no baseline.
     `half_width` and `resamples` are those of `compare_scores`.
     """
-    space, table, refused = space_of(cfg), cfg.run_dir / TABLE_FILE, {}
+    space, table, refused = space_of(run), run.dir / TABLE_FILE, {}
     scores: dict[str, IndicatorTable | Mapping[Arch, float]] = {}
     if table.exists():
         scores[TABLE_FILE] = loaded = IndicatorTable.load(table)
-        rank(accuracies, loaded, space, resamples=resamples, seed=cfg.seed).save(cfg.run_dir / "rank.json")
+        rank(accuracies, loaded, space, resamples=resamples, seed=run.cfg.seed).save(run.dir / "rank.json")
     for name in names or [name for name in all_scores() if name not in BASELINES]:
         try:
-            scores[name] = scores_of(cfg, name, accuracies)
+            scores[name] = scores_of(run, name, accuracies)
         except (ScoreError, ConfigError, FileNotFoundError) as error:
             refused[name] = str(error)
     prior = scores.get(TABLE_FILE, structure_table(space, "sqrt_size"))
     ranked = {arch: prior.score(arch) if isinstance(prior, IndicatorTable) else prior[arch] for arch in accuracies}
     try:
-        scores[LEARNED] = held_out_score(space, accuracies, ranked, seed=cfg.seed)
+        scores[LEARNED] = held_out_score(space, accuracies, ranked, seed=run.cfg.seed)
     except ModuleNotFoundError as error:
         refused[LEARNED] = str(error)
     found = compare_scores(
@@ -188,17 +186,17 @@ def compare_trained(
         space,
         half_width=half_width,
         refused=refused,
-        attainable=_attainable(cfg, accuracies),
+        attainable=_attainable(run, accuracies),
         resamples=resamples,
-        seed=cfg.seed,
+        seed=run.cfg.seed,
     )
-    found.save(cfg.run_dir / REPORT_FILE)
+    found.save(run.dir / REPORT_FILE)
     return found
 
 
-def _attainable(cfg: RunConfig, archs: Iterable[Arch]) -> float | None:
+def _attainable(run: Run, archs: Iterable[Arch]) -> float | None:
     """See `attainable_tau`; None unless all trainings have a record of the same number of held-out images."""
-    paths = [cfg.run_dir / FOLDER / arch_file_text(arch) / "retrain" / NETWORK / RESULT_FILE for arch in archs]
+    paths = [run.dir / FOLDER / arch_file_text(arch) / "retrain" / NETWORK / RESULT_FILE for arch in archs]
     try:
         results = [RetrainResult.load(path) for path in paths]
     except ConfigError:  # a file is absent or damaged, and nothing else needs it
@@ -208,39 +206,38 @@ def _attainable(cfg: RunConfig, archs: Iterable[Arch]) -> float | None:
     return attainable_tau(np.stack([result.right for result in results]))
 
 
-def check_names(cfg: RunConfig, names: Sequence[str]) -> None:
+def check_names(run: Run, names: Sequence[str]) -> None:
     """Refuse scores that `compare_trained` could not compute, before hours of training."""
     # of each kind one is loaded, because nothing is computed that could change it
-    supernet = functools.cache(functools.partial(supernet_to_rank, cfg))
-    for part in [part for name in names for _, part in parts_of(name)]:
-        named = with_score(cfg, part)
-        evidence_for(named, supernet(trained=score_of(named.score).trained))
+    supernet = functools.cache(functools.partial(supernet_to_rank, run))
+    for own in [own for name in names for own in of_parts(run, name)]:
+        evidence_for(own, supernet(trained=own.score.trained))
 
 
-def _sample_settings(cfg: RunConfig, shared: SampleSettings) -> RunConfig:
+def _sample_settings(run: Run, shared: SampleSettings) -> RunConfig:
     """The settings of a run that matter for its sample; the others, such as limits, may change between calls."""
     train = RECIPE.train.replace(epochs=shared.epochs, eval_every=shared.epochs)
     return RunConfig(
-        out=cfg.out,
-        seed=cfg.seed,
-        device=cfg.torch_device,
+        out=run.cfg.out,
+        seed=run.cfg.seed,
+        device=run.cfg.torch_device,
         threads=shared.threads,
-        data=cfg.data.replace(**IMAGES),
-        supernet=SupernetConfig(activation=cfg.supernet.activation),
+        data=run.cfg.data.replace(**IMAGES),
+        supernet=SupernetConfig(activation=run.cfg.supernet.activation),
         retrain=RECIPE.replace(train=train),
     )
 
 
-def _finished(cfg: RunConfig) -> list[Path]:
+def _finished(run: Run) -> list[Path]:
     """task.json of every finished training."""
-    return sorted((cfg.run_dir / FOLDER).glob(f"*/{TASK_FILE}"))
+    return sorted((run.dir / FOLDER).glob(f"*/{TASK_FILE}"))
 
 
-def _shared_settings(cfg: RunConfig, count: int, epochs: int | None) -> SampleSettings:
+def _shared_settings(run: Run, count: int, epochs: int | None) -> SampleSettings:
     """The settings that the first call saved, or those that it will save."""
-    path = cfg.run_dir / FOLDER / SETTINGS_FILE
+    path = run.dir / FOLDER / SETTINGS_FILE
     if not path.exists():
-        return SampleSettings(epochs or RECIPE.train.epochs, cfg.threads or threads_for(count))
+        return SampleSettings(epochs or RECIPE.train.epochs, run.cfg.threads or threads_for(count))
     saved = SampleSettings.load(path)
     if epochs not in (None, saved.epochs):
         raise ConfigError(
@@ -250,9 +247,9 @@ def _shared_settings(cfg: RunConfig, count: int, epochs: int | None) -> SampleSe
     return saved
 
 
-def _check_images(cfg: RunConfig, space: SearchSpace, count: int) -> None:
+def _check_images(run: Run, space: SearchSpace, count: int) -> None:
     """Refuse images that cannot tell `count` architectures apart, or see `retrain_loaders`."""
-    train, held = retrain_loaders(cfg, space, hold_out=True)
+    train, held = retrain_loaders(run, space, hold_out=True)
     if len(held.source) < count:
         raise AccuracyError(
             f"--train {count}: {len(held.source)} held-out images give at most {len(held.source) + 1} different "

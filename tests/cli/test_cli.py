@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import json
@@ -15,18 +16,18 @@ import yaml
 from tiny import tiny_space
 
 import nasfast
-from nasfast import extensions, pipeline
-from nasfast.cli import start
+from nasfast import extensions
+from nasfast.cli import commands, start
 from nasfast.cli.flags import COMMANDS, Parser, parse, run_config
 from nasfast.cli.main import main
 from nasfast.config import load_yaml, to_number
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
-from nasfast.pipeline.resolve import resolved
-from nasfast.pipeline.stage import save_config
+from nasfast.pipeline import run as run_module
+from nasfast.pipeline.run import Run, resolved
 from nasfast.research.studies import registry
 from nasfast.retrain import save_model
 from nasfast.settings import RunConfig
-from nasfast.spaces import format_arch, nas_bench_macro
+from nasfast.spaces import nas_bench_macro
 from nasfast.supernet import build
 
 LINES = {**{name: text for name, (text, _) in COMMANDS.items()}, **extensions.COMMANDS}
@@ -37,8 +38,10 @@ def seen(monkeypatch) -> list:
     """Stages replaced by ones that note their arguments."""
     calls = []
     monkeypatch.setattr(start, "_check_run", lambda *_: None)  # the settings of these tests name no images
+    monkeypatch.setattr(Run, "check_settings", lambda *_, **__: None)
+    monkeypatch.setattr(run_module, "run_lock", lambda *_, **__: contextlib.nullcontext())
     for name in ("supernet", "score"):
-        monkeypatch.setattr(pipeline, name, lambda cfg, _name=name, **k: calls.append((_name, cfg, k)))
+        monkeypatch.setattr(commands, name, lambda run, _name=name, **k: calls.append((_name, run.cfg, k)))
     return calls
 
 
@@ -98,8 +101,9 @@ def test_a_recipe_is_a_file_of_the_package(seen, name, tmp_path, monkeypatch):
 
 def test_another_score_does_not_take_what_was_resolved_for_that_of_the_run(tmp_path):
     """The weight of `sqrt_size` and distilling belong to a score, unless they are given."""
-    before = RunConfig.from_dict({"out": str(tmp_path)}).resolved()
-    save_config(before)
+    run = Run(RunConfig.from_dict({"out": str(tmp_path)}))
+    run.save_config()
+    before = run.cfg
     assert (before.score.name, before.score.distill, before.score.structure) == ("path_loss", True, 4.0)
     for flags, distill, structure in (
         (["--score", "isometry"], None, 5.0),
@@ -161,46 +165,43 @@ def test_every_command_prints_its_settings(command, key, value, capsys):
 # what goes wrong
 
 
-def test_an_unknown_setting_in_a_config_file_is_refused(tmp_path, capsys):
-    path = tmp_path / "c.yaml"
-    path.write_text("trian: {epochs: 3}\n")
-    assert main(["run", "--config", str(path)]) == 1
-    said = f"{path}: there is no setting 'trian.epochs'; did you mean 'train.epochs'?; `nasfast run"
-    assert said in capsys.readouterr().err
-
-
-def test_an_absent_config_file(tmp_path, capsys):
-    assert main(["run", "--config", str(tmp_path / "absent.yaml")]) == 1
-    assert "absent.yaml" in capsys.readouterr().err
-    assert main(["run", "--config", "demoo"]) == 1
-    assert "'demoo' is neither a file nor a recipe; did you mean 'demo'?" in capsys.readouterr().err
+@pytest.fixture
+def exported(tmp_path):
+    """A run directory with a retrained network."""
+    save_model(build(tiny_space(), (1, 0, 2, 1)), tmp_path / "retrain" / "best-2" / "model.safetensors")
+    return tmp_path
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("words", "status", "message"),
     [
-        (["--train.epoch", "3"], "did you mean '--train.epochs'?"),
-        (["--method", "dinass"], "dinas, dinas_paper, bnnas, fairnas, spos"),
-        (["--data.mean", "[1, 2]"], "a list of 3, each a number"),
-        (["--search.max_macs", "2.4X"], "2.4X"),
-        (["--search", "3"], "search"),
+        (
+            "run --config wrong.yaml",
+            1,
+            "wrong.yaml: there is no setting 'trian.epochs'; did you mean 'train.epochs'?",
+        ),
+        ("run --config absent.yaml", 1, "absent.yaml"),
+        ("run --config demoo", 1, "'demoo' is neither a file nor a recipe; did you mean 'demo'?"),
+        ("run --train.epoch 3", 2, "did you mean '--train.epochs'?"),
+        ("run --method dinass", 2, "dinas, dinas_paper, bnnas, fairnas, spos"),
+        ("run --data.mean [1,2]", 2, "a list of 3, each a number"),
+        ("run --search.max_macs 2.4X", 2, "2.4X"),
+        ("run --search 3", 2, "search"),
+        ("serach", 2, "did you mean 'search'?"),
+        ("moments quik", 2, "did you mean 'quick'?"),
+        ("export --out . --name bst-2", 1, "has no network 'bst-2'; did you mean 'best-2'? valid: best-2\n"),
     ],
 )
-def test_a_wrong_flag_exits_with_2(capsys, flags, message):
-    with pytest.raises(SystemExit) as stopped:
-        main(["run", *flags])
-    assert stopped.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "all flags: nasfast run --help" in error
-
-
-@pytest.mark.parametrize(("argv", "near"), [(["serach"], "'search'"), (["moments", "quik"], "'quick'")])
-def test_an_unknown_command_names_the_nearest(capsys, argv, near):
-    with pytest.raises(SystemExit) as stopped:
-        main(argv)
-    assert stopped.value.code == 2
-    assert f"did you mean {near}?" in capsys.readouterr().err
+def test_what_is_wrong_is_named_with_the_nearest(exported, monkeypatch, capsys, words, status, message):
+    monkeypatch.chdir(exported)
+    Path("wrong.yaml").write_text("trian: {epochs: 3}\n")
+    try:
+        code = main(words.split())
+    except SystemExit as stopped:
+        code = stopped.code
+    said = capsys.readouterr().err
+    assert (code, message in said) == (status, True), said
+    assert ("all flags: nasfast" in said) == (status == 2)
 
 
 def test_the_traceback_is_optional(tmp_path, capsys, monkeypatch):
@@ -217,7 +218,7 @@ def test_a_full_disk_is_said_to_lose_nothing(monkeypatch, capsys, code):
     def fail(*_, **__):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(pipeline, "score", fail)
+    monkeypatch.setattr(commands, "score", fail)
     assert main(["score"]) == 1
     error = capsys.readouterr().err
     assert os.strerror(code) in error
@@ -227,7 +228,7 @@ def test_a_full_disk_is_said_to_lose_nothing(monkeypatch, capsys, code):
 def test_a_name_that_the_terminal_cannot_show_is_no_error(monkeypatch):
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", narrow)
-    monkeypatch.setattr(pipeline, "supernet", lambda *_, **__: "läuft/\udcff")
+    monkeypatch.setattr(commands, "supernet", lambda *_, **__: "läuft/\udcff")
     assert main(["supernet", "--data.source", "digits", "--out", "never"]) == 0
     narrow.flush()
     assert narrow.buffer.getvalue() == b"checkpoint: l\\xe4uft/\\udcff\n"
@@ -334,24 +335,8 @@ def test_rank_of_a_run_writes_rank_json(tmp_path, capsys):
     assert "rank.json" in capsys.readouterr().out
 
 
-@pytest.fixture
-def exported(tmp_path):
-    arch = (1, 0, 2, 1)
-    network = build(tiny_space(), arch)
-    folder = tmp_path / "retrain" / "best-2"
-    save_model(network, folder / "model.safetensors")
-    return tmp_path, format_arch(arch)
-
-
 @pytest.mark.slow
 def test_export_with_onnx(exported, capsys):
-    out, _ = exported
-    assert main(["export", "--out", str(out), "--name", "best-2"]) == 0
+    assert main(["export", "--out", str(exported), "--name", "best-2"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("model.onnx")
-    assert (out / "retrain/best-2/model.onnx").stat().st_size > 1000
-
-
-def test_export_of_an_unknown_name_lists_the_names(exported, capsys):
-    out, _ = exported
-    assert main(["export", "--out", str(out), "--name", "bst-2"]) == 1
-    assert "has no network 'bst-2'; did you mean 'best-2'? valid: best-2\n" in capsys.readouterr().err
+    assert (exported / "retrain/best-2/model.onnx").stat().st_size > 1000

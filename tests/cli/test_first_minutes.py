@@ -22,7 +22,7 @@ from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.data.datasets import warn_once
 from nasfast.indicators.structure import structure_table
 from nasfast.measure.latency import Fit
-from nasfast.pipeline.stage import scored_with
+from nasfast.pipeline.run import Run
 from nasfast.settings import RunConfig
 from nasfast.spaces import get_space, list_spaces, named_space
 from nasfast.spaces.cost_table import table_of
@@ -90,16 +90,16 @@ def test_what_needs_no_torch_does_not_wait_for_it(tmp_path, words, status, said)
 @pytest.fixture
 def searched(tmp_path):
     """A run directory with a table and without a supernet."""
-    cfg = RunConfig(out=str(tmp_path / "run"), score=RunConfig().score.replace(name="isometry")).resolved()
-    cfg.run_dir.mkdir()
-    space = tiny_space()
-    space.save(cfg.run_dir / "space.yaml")
-    cfg = cfg.replace(space=cfg.space.replace(name=str(cfg.run_dir / "space.yaml")))
-    (cfg.run_dir / "config.yaml").write_text(cfg.to_yaml())
-    meta = {"seed": 0, "settings": scored_with(cfg), "score": "isometry"}
-    table = structure_table(space, "sqrt_size")
-    type(table).of_rows(space, table.block, meta).save(cfg.run_dir / "indicators.json")
-    return cfg.run_dir
+    out = tmp_path / "run"
+    form = {"out": str(out), "score": {"name": "isometry"}, "space": {"name": str(out / "space.yaml")}}
+    out.mkdir()
+    tiny_space().save(out / "space.yaml")
+    run = Run(RunConfig.from_dict(form))
+    run.save_config()
+    meta = {"seed": 0, "settings": run.scored_with, "score": "isometry"}
+    table = structure_table(run.space, "sqrt_size")
+    type(table).of_rows(run.space, table.block, meta).save(out / "indicators.json")
+    return out
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ TRAINS = """
 import sys
 from nasfast.cli.main import main
 main(["spaces"])
-import nasfast.cli.commands, nasfast.data, nasfast.pipeline.whole, nasfast.retrain
+import nasfast.cli.commands, nasfast.data, nasfast.pipeline.stages, nasfast.retrain
 assert "torch" in sys.modules and "torchvision" not in sys.modules
 """
 

@@ -29,23 +29,30 @@ def test_rank_of_cells_from_csv(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("extra", "message"),
+    ("flags", "message"),
     [
-        ("", "give one of --out RUN, --predictor FILE, and --images FOLDER"),
-        ("--out a --predictor b", "give one of --out RUN"),
-        ("--out a --images b --score naswot", "give one of --out RUN"),
-        ("--out a --sample 5", "--images and --sample need --score"),
-        ("--predictor b --score naswot", "--score needs --out or --images"),
-        ("--out a --score naswot --cells 5", "--cells, --channels and --batch need --images"),
-        ("--out a --batch 8", "--cells, --channels and --batch need --images"),
-        ("--out a --space darts", "--space needs --predictor or --images"),
-        ("--out a --interval 0.2", "--epochs and --interval need --train"),
-        ("--out a --resamples 5", "--resamples must be at least 10, got 5"),
-        ("--images b --score naswot --cells 0", "--cells must be at least 1, got 0"),
+        ("--table t.json", "give one of --out RUN, --predictor FILE, and --images FOLDER"),
+        ("--table t.json --out a --predictor b", "give one of --out RUN"),
+        ("--table t.json --out a --images b --score naswot", "give one of --out RUN"),
+        ("--table t.json --out a --sample 5", "--images and --sample need --score"),
+        ("--table t.json --predictor b --score naswot", "--score needs --out or --images"),
+        ("--table t.json --out a --score naswot --cells 5", "--cells, --channels and --batch need --images"),
+        ("--table t.json --out a --batch 8", "--cells, --channels and --batch need --images"),
+        ("--table t.json --out a --space darts", "--space needs --predictor or --images"),
+        ("--table t.json --out a --interval 0.2", "--epochs and --interval need --train"),
+        ("--table t.json --out a --resamples 5", "--resamples must be at least 10, got 5"),
+        ("--table t.json --images b --score naswot --cells 0", "--cells must be at least 1, got 0"),
+        ("--train 10", "--train needs --out RUN"),
+        ("--out o", "give either --table FILE or --train N"),
+        ("--train 10 --table t.json --out o", "give either --table FILE or --train N"),
+        ("--table t.json --out o --epochs 2", "--epochs and --interval need --train"),
+        ("--train 10 --out o --epochs 0", "--epochs must be at least 1, got 0"),
+        ("--train 10 --out o --interval 0", "--interval must be positive and finite, got 0.0"),
+        ("--train 10 --out o --seed 1", "takes neither --sample nor --column nor --seed"),
     ],
 )
-def test_rank_needs_one_predictor(capsys, extra, message):
-    assert main(["rank", "--table", "t.json", *extra.split()]) == 2
+def test_flags_of_rank_that_contradict_each_other(capsys, flags, message):
+    assert main(["rank", *flags.split()]) == 2
     assert message in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.measure.latency import head_of
 from nasfast.ops import backends, precision
 from nasfast.ops.precision import default_precision, resolve_precision
-from nasfast.pipeline.resolve import resolved
+from nasfast.pipeline.run import resolved
 from nasfast.settings import RunConfig, TrainConfig
 from nasfast.train import TrainStage, train
 from nasfast.train.state import with_precision

@@ -16,8 +16,8 @@ from nasfast.indicators.scores import with_structure
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import seeds_page as page
 from nasfast.pipeline.agreement import STABLE_TAU, agreement, mean_tau, random_architectures
-from nasfast.pipeline.resolve import resolved
-from nasfast.pipeline.seeds import check_seeds, networks, rivals, run_seeds, seed_task
+from nasfast.pipeline.run import Run
+from nasfast.pipeline.seeds import networks, rivals, run_seeds, seed_task
 from nasfast.search import Limits
 from nasfast.settings import RunConfig
 from nasfast.spaces import SKIP
@@ -114,12 +114,18 @@ def form(right) -> dict:
 def config(**changes) -> RunConfig:
     return RunConfig.from_dict(
         {"threads": 1, "search": {"top_k": 2}, "retrain": {"random_architectures": 2}, **changes}
-    ).resolved()
+    )
+
+
+def run_of(**changes) -> Run:
+    run = Run(config(**changes))
+    run.space = SPACE
+    return run
 
 
 def test_what_is_retrained_has_equal_cost():
-    cfg, answer = config(), (1, 0, 2, 1)
-    found = networks(answer, rivals(cfg, SPACE, answer), 3)
+    run, answer = run_of(), (1, 0, 2, 1)
+    found = networks(answer, rivals(run, answer), 3)
     assert [(n.role, n.seed) for n in found if n.role in ("answer", "structure")] == [
         (role, seed) for role in ("answer", "structure") for seed in range(3)
     ]
@@ -128,45 +134,32 @@ def test_what_is_retrained_has_equal_cost():
     assert all(SPACE.cost(n.arch).macs <= 1.01 * macs for n in found)
     assert all(n.arch != answer for n in found if n.role.startswith("random"))
     # where the structural baseline is the answer, nothing is trained twice
-    best = rivals(cfg, SPACE, (2, 2, 2, 2))["structure"]
-    assert {n.role for n in networks(best, rivals(cfg, SPACE, best), 2)}.isdisjoint({"structure"})
+    best = rivals(run, (2, 2, 2, 2))["structure"]
+    assert {n.role for n in networks(best, rivals(run, best), 2)}.isdisjoint({"structure"})
 
 
 def test_an_answer_that_skips_layers_may_have_no_structural_baseline(tmp_path, caplog):
-    cfg = config(search={"top_k": 2, "allow_identity": True})
+    run = run_of(search={"top_k": 2, "allow_identity": True})
     cheapest = min(EVERY, key=lambda arch: SPACE.cost(arch).macs)
     answer = (cheapest[0], SKIP, cheapest[2], SKIP)
-    assert "structure" not in rivals(cfg, SPACE, answer)
+    assert "structure" not in rivals(run, answer)
     assert "no structural baseline to compare with" in caplog.text
     said = " ".join(write_run(tmp_path, 0.05, 2, no_structure=True))
     assert "There is no structural baseline to compare with" in said and "is the answer itself" not in said
 
 
-@pytest.mark.parametrize(
-    ("changes", "seeds", "text"),
-    [
-        ({}, 1, "at least 2"),
-        ({"method": "spos"}, 3, "score.distill=true"),
-        ({"retrain": {"init": "inherit"}}, 3, "retrain.init=orthogonal"),
-        ({"search": {"refine": "accuracies.json"}}, 3, "seed-0 --search.refine accuracies.json"),
-    ],
-)
-def test_what_cannot_be_repeated_is_refused(changes, seeds, text):
-    with pytest.raises(ValueError, match=text):
-        check_seeds(config(**changes), seeds)
-
-
 def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tmp_path):
-    cfg = resolved(config(out=str(tmp_path), data={"source": "digits"}))
-    cfg.save(tmp_path / "config.yaml")
-    save_result(tmp_path / "seed-1", seed_task(cfg, 1), {"top": []})
+    run = run_of(out=str(tmp_path), data={"source": "digits"})
+    run.save_config()
+    cfg = run.cfg
+    save_result(tmp_path / "seed-1", seed_task(run, 1), {"top": []})
     before = (tmp_path / "config.yaml").read_bytes()
     with pytest.raises(TaskError, match=r"search.top_k was 2, now 3; choose another --out"):
         run_seeds(cfg.replace(search=cfg.search.replace(top_k=3)), 2, resume=True)
     assert (tmp_path / "config.yaml").read_bytes() == before
-    assert seed_task(cfg, 1).arguments["config"]["data"]["split_seed"] == 0, "all seeds have one validation split"
+    assert seed_task(run, 1).arguments["config"]["data"]["split_seed"] == 0, "all seeds have one validation split"
     # settings of the machine may change: the seed counts as finished
-    other = cfg.replace(data=cfg.data.replace(workers=7, cache_dir="elsewhere"), track=("wandb",))
+    other = run.replace(data=cfg.data.replace(workers=7, cache_dir="elsewhere"), track=("wandb",))
     assert saved_result(tmp_path / "seed-1", seed_task(other, 1)) == ({"top": []},)
 
 
@@ -187,7 +180,7 @@ def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None, no_struc
             "seed": n.seed,
             "result": {**form(rng.random(500) < (0.9 if n.role == "answer" else 0.5)), "macs": 1, "params": 1},
         }
-        for n in networks(answer, {} if no_structure else rivals(config(), SPACE, answer), seeds)
+        for n in networks(answer, {} if no_structure else rivals(run_of(), answer), seeds)
     ]
     from nasfast.pipeline.seeds import _plain
 

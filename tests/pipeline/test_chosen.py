@@ -111,18 +111,6 @@ def test_several_seeds_are_compared_with_random_architectures(searched, trained,
     assert len(out.splitlines()) == 8, "seeds share a line"
 
 
-def test_an_architecture_of_another_space_is_refused(searched, trained, capsys):
-    assert main(["retrain", "--out", str(searched), *FLAGS, "--arch", "1 2 1"]) == 1
-    assert "must have 4 values" in capsys.readouterr().err
-    assert trained == {}
-
-
-@pytest.mark.parametrize("command", ["retrain", "export"])
-def test_contradicting_flags_are_refused(searched, capsys, command):
-    assert main([command, "--out", str(searched), "--arch", "1 2 1 1", "--pareto"]) == 2
-    assert "give one of them" in capsys.readouterr().err
-
-
 def test_a_search_without_fronts_says_so(searched, trained, capsys):
     save_candidates(searched / "archs.json", SPACE, [candidate(Candidate, BEST).replace(values=())])
     assert main(["retrain", "--out", str(searched), *FLAGS, "--pareto"]) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import gc
 import itertools
 import re
@@ -86,30 +85,6 @@ def test_memory_that_operators_keep_is_given_back_before_a_step_is_tried(native)
     estimate._fresh_peak()
     used, reached = native.pool_bytes()
     assert (used, reached) == (0, 0)
-
-
-def test_what_the_run_would_refuse_is_refused(config, tmp_path, capsys, monkeypatch):
-    flags = ["run", "--out", str(tmp_path / "out"), "--config", str(config), "--dry_run"]
-    assert main([*flags, "--search.max_macs", "1000"]) == 1
-    assert "no architecture of space 'tiny' at 16 x 16 pixels meets it" in capsys.readouterr().err
-    assert main([*flags, "--data.source", "folder", "--data.train", str(tmp_path), "--data.val", str(tmp_path)]) == 1
-    assert "data.train and data.val are both" in capsys.readouterr().err
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
-    assert main(flags) == 1
-    assert "run it without torchrun" in capsys.readouterr().err
-    assert main([*flags[:-1], "--max_hours", "1"]) == 1
-    assert "torchrun would start its ranks again" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_run_directory_in_use_is_refused(config, tmp_path, capsys):
-    """A second lock conflicts even in this process, because it belongs to a descriptor of its own."""
-    with open(tmp_path / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        for more in ([], ["--seeds", "2"]):
-            assert main(["run", "--out", str(tmp_path), "--config", str(config), "--dry_run", *more]) == 1
-            assert f"run directory {tmp_path} is in use by another process" in capsys.readouterr().err
 
 
 def test_what_is_timed_and_what_stays_is_said(config, tmp_path, capfd, caplog, monkeypatch):

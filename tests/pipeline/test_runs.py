@@ -1,4 +1,4 @@
-"""Whole runs on the digits through the command line: files, resuming, stages alone."""
+"""Whole runs on the digits through the command line: files, resuming, stages alone, and the baselines."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
-from digits_runs import LIMIT, contents
+from digits_runs import EVOLUTION, LIMIT, contents, interrupt, write_config
 from tiny import tiny_space
 
-import nasfast.train.loop as loop
 from nasfast.cli.main import main
 from nasfast.indicators.table import IndicatorTable
-from nasfast.pipeline.resolve import resolved
+from nasfast.pipeline.inputs import image_loaders, load_evidence
+from nasfast.pipeline.run import Run, resolved
+from nasfast.pipeline.stages import score
 from nasfast.retrain import load_model
 from nasfast.search import Limits, equal_cost_peers, load_candidates
 from nasfast.settings import RunConfig
 from nasfast.spaces import Arch, SearchSpace
+from nasfast.train.checkpoint import load_checkpoint
 
 
 def test_every_file_of_a_run(run_dir):
@@ -76,20 +79,6 @@ def test_the_results_belong_together(run_dir):
     assert 0.1 <= result["top1"] <= result["top5"] <= 1
 
 
-def interrupt(monkeypatch, at: int) -> None:
-    """Press Ctrl-C in the middle of step `at`, counted over all stages."""
-    step, count = loop.update, 0
-
-    def counted(*args, **kwargs):
-        nonlocal count
-        count += 1
-        if count == at:
-            raise KeyboardInterrupt
-        return step(*args, **kwargs)
-
-    monkeypatch.setattr(loop, "update", counted)
-
-
 def test_a_plain_run_stops_after_its_hours(config, tmp_path, capsys):
     out = tmp_path / "run"
     assert main(["run", "--out", str(out), "--config", str(config), "--max_hours", str(0.5 / 3600)]) == 143
@@ -132,23 +121,9 @@ def test_stages_alone_give_with_the_saved_config_what_the_run_gives(run_dir, tmp
     assert (out / "report.html").exists()
 
 
-@pytest.mark.parametrize("stage", ["score", "search", "retrain"])
-def test_a_stage_without_the_one_before(tmp_path, capsys, config, stage):
-    assert main([stage, "--out", str(tmp_path / "empty"), "--config", str(config)]) == 1
-    assert "space.yaml is missing: run `nasfast supernet" in capsys.readouterr().err
-    assert not (tmp_path / "empty").exists()
-
-
-@pytest.mark.parametrize(
-    ("stage", "missing", "message"),
-    [("search", "indicators.json", "run `nasfast score"), ("retrain", "archs.json", "run `nasfast search")],
-)
-def test_a_missing_file_names_the_stage_that_writes_it(out, capsys, stage, missing, message):
-    (out / missing).unlink()
-    assert main([stage, "--out", str(out)]) == 1
-    error = capsys.readouterr().err
-    assert message in error
-    assert missing in error
+def test_settings_of_later_stages_may_change_on_resume(out):
+    assert main(["supernet", "--out", str(out), "--resume", "--search.top_k", "2", "--data.workers", "1"]) == 0
+    assert RunConfig.load(out / "config.yaml").search.top_k == 2
 
 
 @pytest.mark.slow
@@ -216,3 +191,84 @@ def test_inherited_retraining(run_dir, tmp_path):
     assert (out / "retrain/best/model.safetensors").read_bytes() != (
         run_dir / "retrain/best/model.safetensors"
     ).read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["spos", "fairnas"])
+def test_methods_that_score_by_accuracy(tmp_path, method, capsys):
+    settings = write_config(
+        tmp_path / "config",
+        method=method,
+        recalibration_batches=2,
+        search=EVOLUTION,
+        train={"epochs": 1, "log_every": 5},
+        retrain={"random_architectures": 0, "train": {"epochs": 1}},
+    )
+    out = tmp_path / "run"
+    assert main(["run", "--out", str(out), "--config", str(settings)]) == 0
+    assert not (out / "indicators.json").exists()
+    space = SearchSpace.load(out / "space.yaml")
+    found = load_candidates(out / "archs.json", space).candidates
+    history = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    header, evaluated = history[0], history[1:]
+    (*_, newest) = sorted((out / "checkpoints").glob("supernet-*"))
+    assert load_checkpoint(newest).digest in header["scorer"]
+    assert len(evaluated) == 8
+    assert found[0].score == max(e["score"] for e in evaluated)
+    assert all(c.macs <= LIMIT and not c.optimal and 0 <= c.score <= 1 for c in found)
+    assert (out / "retrain/best/result.json").exists()
+    # searching again takes every score from the history
+    before = (out / "history.jsonl").read_bytes()
+    assert main(["search", "--out", str(out)]) == 0
+    assert (out / "history.jsonl").read_bytes() == before
+    # the accuracies were of images that are not judged later
+    _, held = image_loaders(Run.saved(str(out)), space)
+    counts = [e["score"] * len(held.source) for e in evaluated]
+    assert counts == pytest.approx([round(c) for c in counts], abs=1e-6)
+
+
+@pytest.mark.slow
+def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(out):
+    space = SearchSpace.load(out / "space.yaml")
+    earlier, weights = (load_model(out / "retrain/best").arch, (out / "retrain/best/model.safetensors").read_bytes())
+    smaller = space.cost(earlier).macs - 1
+    assert main(["search", "--out", str(out), "--search.max_macs", str(smaller)]) == 0
+    assert RunConfig.load(out / "config.yaml").search.max_macs == smaller
+    assert main(["retrain", "--out", str(out), "--retrain.random_architectures", "0"]) == 0
+    best = load_candidates(out / "archs.json", space).candidates[0].arch
+    assert load_model(out / "retrain/best").arch == best != earlier
+    (kept,) = (out / "retrain-superseded").iterdir()
+    assert (kept / "model.safetensors").read_bytes() == weights
+
+
+def test_a_supernet_that_is_not_trained_to_its_end_is_named(out, caplog):
+    (out / "checkpoints/supernet-00000020.safetensors").unlink()
+    table = score(Run.saved(str(out)))
+    assert "step 16 of 20" in caplog.text
+    assert table.meta["step"] == 16
+
+
+@pytest.mark.slow
+def test_a_supernet_at_chance_is_named(tmp_path, config, caplog):
+    flags = ["--train.epochs", "1", "--train.lr", "1e-6", "--train.checkpoint_every", "0"]
+    assert main(["supernet", "--out", str(tmp_path / "run"), "--config", str(config), *flags]) == 0
+    assert "at chance" in caplog.text
+
+
+@pytest.mark.parametrize("stage", ["score", "load_evidence"])
+def test_stages_without_training_use_the_threads_of_the_config(run_dir, tmp_path, stage):
+    """The score is `gamma`, which reads no images. An exact search needs no torch, and so no threads of it."""
+    out, before = tmp_path / "run", torch.get_num_threads()
+    shutil.copytree(run_dir, out)
+    run = Run.saved(str(out))
+    run = run.replace(threads=before + 1, score=run.cfg.score.replace(name="gamma"))
+    score(run.replace(threads=before))
+    try:
+        if stage == "score":
+            with Run.open(run.cfg) as opened:
+                score(opened)
+        else:
+            load_evidence(run)
+        assert torch.get_num_threads() == before + 1
+    finally:
+        torch.set_num_threads(before)

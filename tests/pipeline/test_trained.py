@@ -17,11 +17,10 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import trained
 from nasfast.pipeline.inputs import image_loaders
 from nasfast.pipeline.networks import train_network
-from nasfast.pipeline.resolve import resolved
+from nasfast.pipeline.run import Run
 from nasfast.pipeline.trained import train_sample
 from nasfast.retrain import load_model
 from nasfast.search import stratified_sample
-from nasfast.search.limits import read_limits
 from nasfast.settings import RunConfig, TaskSettings
 from nasfast.tasks import TaskResult, save_result
 from nasfast.train import evaluate
@@ -30,29 +29,29 @@ ONE = TaskSettings(workers=1, attempts=1)
 
 
 @pytest.fixture
-def settings(tmp_path, config, monkeypatch):
+def run(tmp_path, config, monkeypatch):
     """A run directory that has its settings and nothing else; samples are of few draws."""
     monkeypatch.setattr("nasfast.search.sampling._POOL", 256)
-    cfg = resolved(RunConfig.load(config).replace(out=str(tmp_path / "run"), seed=3))
-    cfg.run_dir.mkdir()
-    cfg.save(cfg.run_dir / "config.yaml")
-    return cfg
+    run = Run(RunConfig.load(config).replace(out=str(tmp_path / "run"), seed=3))
+    run.dir.mkdir()
+    run.save_config()
+    return run
 
 
 @pytest.mark.slow
-def test_a_sample_is_trained_once_and_grows(settings, small_forests, capsys, monkeypatch):
+def test_a_sample_is_trained_once_and_grows(run, small_forests, capsys, monkeypatch):
     run_tasks_here(monkeypatch)
-    out = settings.run_dir
-    settings = settings.replace(data=settings.data.replace(val_fraction=0.6))
-    settings.save(out / "config.yaml")
+    out = run.dir
+    run = run.replace(data=run.cfg.data.replace(val_fraction=0.6))
+    run.save_config()
     command = ["rank", "--out", str(out), "--epochs", "1", "--workers", "1", "--score", "naswot"]
     assert main([*command, "--train", "10", "--dry_run"]) == 0
     assert "10 trainings of 1 epochs on 577 images, 0 more are finished; 1 at a time" in capsys.readouterr().out
     assert [path.name for path in out.iterdir()] == ["config.yaml"]
     assert main([*command, "--train", "10"]) == 0
-    first = read_accuracies(out / "accuracies.json", trained.space_of(settings))
-    space = trained.space_of(settings)
-    assert list(first) == stratified_sample(space, 10, limits=read_limits(settings.search, space), seed=3)
+    first = read_accuracies(out / "accuracies.json", trained.space_of(run))
+    space = trained.space_of(run)
+    assert list(first) == stratified_sample(space, 10, limits=run.limits, seed=3)
     assert all(0 < accuracy < 100 for accuracy in first.values()) and len(set(first.values())) > 3
     shown = capsys.readouterr().out
     assert "10 trained architectures" in shown and "naswot" in shown and "sqrt_size" in shown
@@ -66,19 +65,19 @@ def test_a_sample_is_trained_once_and_grows(settings, small_forests, capsys, mon
     grown = read_accuracies(out / "accuracies.json", space)
     assert len(grown) == 12 and {arch: grown[arch] for arch in first} == first
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert trained.estimate_sample(settings, 12, ONE) == "all 12 architectures are trained"
-    assert "1 trainings of 1 epochs" in trained.estimate_sample(settings, 13, ONE)
+    assert trained.estimate_sample(run, 12, ONE) == "all 12 architectures are trained"
+    assert "1 trainings of 1 epochs" in trained.estimate_sample(run, 13, ONE)
     # fewer lose nothing
-    assert train_sample(settings, 10, settings=ONE) == grown
+    assert train_sample(run, 10, settings=ONE) == grown
     with pytest.raises(ConfigError, match="has trainings of 1 epochs, --epochs is 2"):
-        train_sample(settings, 10, epochs=2, settings=ONE)
+        train_sample(run, 10, epochs=2, settings=ONE)
 
 
-def test_a_training_gives_the_accuracy_of_the_trained_network(settings, tmp_path):
-    task = trained.plan_sample(settings, 10, epochs=1)[0]
+def test_a_training_gives_the_accuracy_of_the_trained_network(run, tmp_path):
+    task = trained.plan_sample(run, 10, epochs=1)[0]
     form = train_network(tmp_path / "a", **task.arguments, **task.machine)
     network = load_model(tmp_path / "a" / "retrain" / "network")
-    _, held = image_loaders(settings, trained.space_of(settings), hold_out=True)
+    _, held = image_loaders(run, trained.space_of(run))
     measured = evaluate(network, held)
     assert form["top1"] == pytest.approx(measured.top1) and form["images"] == len(held.source)
     # again, from nothing and from what is there
@@ -87,37 +86,27 @@ def test_a_training_gives_the_accuracy_of_the_trained_network(settings, tmp_path
     assert train_network(tmp_path / "a", **task.arguments, **task.machine) == form
 
 
-def test_what_cannot_be_trained_is_refused_before_training(settings, monkeypatch, capsys):
+def test_what_cannot_be_trained_is_refused_before_training(run, monkeypatch, capsys):
     def began(*_):
         raise AssertionError("training began")
 
     monkeypatch.setattr(trained.TaskRunner, "run", began)
     for cfg, count, message in (
-        (settings, 9, "at least 10 architectures are needed"),
-        (settings, 82, "draws from space 'tiny' within the limits have"),
-        (settings.replace(data=settings.data.replace(val_fraction=0.01)), 40, "cannot order 40 architectures"),
-        (settings.replace(data=settings.data.replace(val_fraction=0.99)), 40, "training images are less than one"),
+        (run, 9, "at least 10 architectures are needed"),
+        (run, 82, "draws from space 'tiny' within the limits have"),
+        (run.replace(data=run.cfg.data.replace(val_fraction=0.01)), 40, "cannot order 40 architectures"),
+        (run.replace(data=run.cfg.data.replace(val_fraction=0.99)), 40, "training images are less than one"),
     ):
         with pytest.raises(ValueError, match=message):
             train_sample(cfg, count)
-    for flags in (
-        "--train 10",
-        "--out o",
-        "--train 10 --table t.json --out o",
-        "--table t.json --out o --epochs 2",
-        "--train 10 --out o --epochs 0",
-        "--train 10 --out o --interval 0",
-        "--train 10 --out o --seed 1",
-    ):
-        assert main(["rank", *flags.split()]) == 2
-    assert main(["rank", "--train", "10", "--out", str(settings.run_dir / "none")]) == 1
+    assert main(["rank", "--train", "10", "--out", str(run.dir / "none")]) == 1
     assert "is no directory: give the directory of a run" in capsys.readouterr().err
     for score, message in (("naswott", "unknown score 'naswott'"), ("naswot+path_loss", "run `nasfast supernet")):
-        assert main(["rank", "--train", "10", "--out", str(settings.run_dir), "--score", score]) == 1
+        assert main(["rank", "--train", "10", "--out", str(run.dir), "--score", score]) == 1
         assert message in capsys.readouterr().err
 
 
-def test_trainings_outside_tighter_limits_stay_in_the_file(settings, monkeypatch):
+def test_trainings_outside_tighter_limits_stay_in_the_file(run, monkeypatch):
     """They are not compared, and need no second training when the limits are raised again."""
 
     def form(task):
@@ -129,20 +118,20 @@ def test_trainings_outside_tighter_limits_stay_in_the_file(settings, monkeypatch
         return [TaskResult(t.name, "done", form(t), "", self.folder) for t in tasks]
 
     monkeypatch.setattr(trained.TaskRunner, "run", finished)
-    space = trained.space_of(settings)
-    settings = settings.replace(search=settings.search.replace(max_macs=None))
-    first = train_sample(settings, 12, epochs=1)
+    space = trained.space_of(run)
+    run = run.replace(search=run.cfg.search.replace(max_macs=None))
+    first = train_sample(run, 12, epochs=1)
     limit = sorted(space.cost(arch).macs for arch in first)[8]
-    second = train_sample(settings.replace(search=settings.search.replace(max_macs=float(limit))), 10)
-    written = read_accuracies(settings.run_dir / "accuracies.json", space)
+    second = train_sample(run.replace(search=run.cfg.search.replace(max_macs=float(limit))), 10)
+    written = read_accuracies(run.dir / "accuracies.json", space)
     assert all(space.cost(arch).macs <= limit for arch in second)
     assert written.keys() == first.keys() | second.keys() and len(first.keys() - second.keys()) == 3
 
 
 @pytest.mark.slow
-def test_a_comparison_takes_a_table_and_a_sum_of_scores(settings, small_forests):
+def test_a_comparison_takes_a_table_and_a_sum_of_scores(run, small_forests):
     """trained.json has the tau of rank.json where sums of the table differ only by rounding, and that of A+B."""
-    space = trained.space_of(settings)
+    space = trained.space_of(run)
     archs = stratified_sample(space, 40, seed=1)
     # 0.1 + 0.2 - 0.3 and 0.3 + 0 - 0.3 differ by rounding
     rows = [
@@ -151,20 +140,20 @@ def test_a_comparison_takes_a_table_and_a_sum_of_scores(settings, small_forests)
         dict.fromkeys(range(3), -0.3),
         dict.fromkeys(range(3), 0.0),
     ]
-    IndicatorTable.of_rows(space, rows, {}).save(settings.run_dir / "indicators.json")
+    IndicatorTable.of_rows(space, rows, {}).save(run.dir / "indicators.json")
     accuracies = {arch: float(i) for i, arch in enumerate(archs)}
-    found = trained.compare_trained(settings, accuracies, names=["naswot+synflow"], resamples=10)
+    found = trained.compare_trained(run, accuracies, names=["naswot+synflow"], resamples=10)
     by_table, summed_up = found.rows[:2]
-    form = json.loads((settings.run_dir / "rank.json").read_text())
+    form = json.loads((run.dir / "rank.json").read_text())
     assert form["resamples"] == 10 and form["predictor"]["kendall"] == asdict(by_table.kendall)
     assert summed_up.name == "naswot+synflow" and summed_up.kendall.value is not None
 
 
-def test_too_few_finished_trainings_say_how_to_go_on(settings, monkeypatch):
+def test_too_few_finished_trainings_say_how_to_go_on(run, monkeypatch):
     def stopped(self, tasks):
         return [TaskResult(task.name, "stopped", None, "", self.folder) for task in tasks]
 
     monkeypatch.setattr(trained.TaskRunner, "run", stopped)
     with pytest.raises(AccuracyError, match="0 of 10 architectures are trained.*the same command continues"):
-        train_sample(settings, 10, epochs=1)
-    assert not (settings.run_dir / "accuracies.json").exists()
+        train_sample(run, 10, epochs=1)
+    assert not (run.dir / "accuracies.json").exists()

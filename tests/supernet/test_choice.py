@@ -21,7 +21,7 @@ from nasfast.indicators.registry import ScoreError
 from nasfast.indicators.scores import Evidence, score_paths, score_table, untrained_table
 from nasfast.measure import latency as latency_module
 from nasfast.measure.config import LatencyConfig
-from nasfast.pipeline.inputs import saved_space
+from nasfast.pipeline.run import Run
 from nasfast.settings import RunConfig
 from nasfast.spaces import SAMPLERS, ArchError, ModuleSpace, get_space, read_space
 from nasfast.train import TrainConfig, evaluate, recalibrate_bn
@@ -384,7 +384,7 @@ def test_a_space_of_a_module_alone_builds_nothing(tmp_path):
     assert read_space(tmp_path / "space.yaml") == net.space
     with pytest.raises(TypeError, match="is of a module, whose supernet gives its networks"):
         nasfast.build(net.space, (0, 0))
-    for use in (lambda: get_space(str(tmp_path / "space.yaml")), lambda: saved_space(RunConfig(out=str(tmp_path)))):
+    for use in (lambda: get_space(str(tmp_path / "space.yaml")), lambda: Run(RunConfig(out=str(tmp_path))).space):
         with pytest.raises(ConfigError, match="is that of a Python module, which no command can build"):
             use()
 

@@ -112,7 +112,7 @@ def run(command: str, given: dict[str, Any]) -> None:
     """Print the report of a command's study, save it, and raise where a mark is missed; `given` are its flags."""
     # imported here, because they import torch, and help must not wait for that
     from nasfast.cli.commands import at_most, split_hours
-    from nasfast.pipeline.check import check_one_process
+    from nasfast.pipeline.run import check_one_process
     from nasfast.research.studies.run import run_study
     from nasfast.runtime.launcher import environment_size
 

@@ -11,8 +11,8 @@ from tiny import batches
 
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
-from nasfast.pipeline import retrain_best
-from nasfast.pipeline.networks import to_retrain
+from nasfast.pipeline.networks import retrain_best, to_retrain
+from nasfast.pipeline.run import Run
 from nasfast.research.cells.network import CellStandalone
 from nasfast.research.cells.space import CellSpace, darts_space, minimal_cell, nas_bench_201_space
 from nasfast.retrain import (
@@ -141,14 +141,14 @@ def test_the_commands_retrain_and_export_it(searched, capsys):
 
 def test_an_architecture_may_be_named_by_its_operations(tmp_path):
     nas_bench_201_space().save(tmp_path / "space.yaml")
-    cfg = RunConfig(out=str(tmp_path), device="cpu").resolved()
+    run = Run(RunConfig(out=str(tmp_path), device="cpu"))
     text = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|avg_pool_3x3~0|nor_conv_1x1~1|none~2|"
-    space, found = to_retrain(cfg, [text])
+    space, found = to_retrain(run, [text])
     ((name, arch),) = found.items()
     assert space.format(arch) == "conv_3x3 none skip_connect avg_pool_3x3 conv_1x1 none"
     assert name == "arch-" + "_".join(map(str, arch))
     with pytest.raises(ConfigError, match="a search of cells computes no Pareto front"):
-        to_retrain(cfg, pareto=True)
+        to_retrain(run, pareto=True)
 
 
 def test_what_is_missing_in_the_directory_is_named(searched):
@@ -156,7 +156,7 @@ def test_what_is_missing_in_the_directory_is_named(searched):
     for path in searched.glob("arch_*.json"):
         path.unlink()
     with pytest.raises(FileNotFoundError, match="no arch_NAME.json in .*: a search of cells writes them at its end"):
-        retrain_best(cfg)
+        retrain_best(Run(cfg))
     (searched / "space.yaml").write_text((searched / "space.yaml").read_text().replace("sep_conv_3x3", "sep_conv", 1))
     with pytest.raises(ValueError, match="space.yaml: cell.edges.*unknown operation 'sep_conv'"):
-        retrain_best(cfg)
+        retrain_best(Run(cfg))

@@ -1,0 +1,335 @@
+"""A run: its settings, resolved; its directory, locked; what the stages before left there, checked. No torch.
+
+`Run.open` does all of it, once for a command. Stages are functions of a Run; what needs torch is in `inputs`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from nasfast.config import ConfigError, difference, load_yaml, merge
+from nasfast.indicators.accuracies import read_accuracies
+from nasfast.indicators.registry import Score, gives_table, score_of
+from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
+from nasfast.runtime.arguments import check_type
+from nasfast.runtime.files import CheckpointError, write_atomic
+from nasfast.runtime.lock import run_lock
+from nasfast.runtime.progress import duration
+from nasfast.runtime.tracking import tracked
+from nasfast.search.limits import Limits, read_limits
+from nasfast.settings import CONFIG_FILE, SPACE_FILE, DataConfig, RunConfig, TaskSettings, TrainConfig
+from nasfast.spaces import ArchSpace, ModuleSpace, SearchSpace, get_space, read_cost_table, read_space, space_kind
+
+if TYPE_CHECKING:
+    from nasfast.runtime.distributed import World
+
+_LOG = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+MACHINE_DATA = ("workers", "max_bad_files", "prefetch", "cache_dir")
+"""Settings of `data` on which no result depends."""
+
+_LATER_DATA = ("train", "val", "loader", *MACHINE_DATA)
+_LATER = ("out", "device", "threads", "score", "search", "retrain", "recalibration_batches", "track")
+"""Settings, and settings of `data`, that may change when a run resumes: they belong to later stages or the machine."""
+
+_OF_SUPERNET = ("method", "supernet", "train")
+"""Settings on which the files of a search without a supernet do not depend."""
+
+
+class Run:
+    """The settings and the directory of a run.
+
+    Attributes:
+        cfg: the settings, resolved: they have no null or `auto` that a result depends on.
+        world: the ranks that work together. The leading one locks the directory, rank 0 reads and writes it.
+        tasks: where each network is retrained in a process of its own; None for this process.
+    """
+
+    def __init__(self, cfg: RunConfig, *, world: World | None = None, tasks: TaskSettings | None = None) -> None:
+        """A run that is only looked at; a stage, which writes, needs one that `open` gave."""
+        self.cfg, self.tasks = resolved(cfg), tasks
+        if world is not None:
+            self.world = world
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(
+        cls,
+        cfg: RunConfig,
+        *,
+        begins: bool = False,
+        threads: bool = True,
+        world: World | None = None,
+        tasks: TaskSettings | None = None,
+    ) -> Iterator[Run]:
+        """Within this block, a run is locked, its settings are checked and in use, and its metrics are tracked.
+
+        Args:
+            cfg: the settings; all ranks take those of rank 0, whose files others may not see.
+            begins: whether the first stage may begin the run: it makes the directory, and compares settings itself.
+                Otherwise they must be those of config.yaml.
+            threads: whether to set the threads of torch, for which it is imported.
+            world, tasks: see `Run`.
+
+        Raises:
+            TypeError: `cfg` is no RunConfig.
+            ConfigError: there are both tasks and several ranks, or the settings cannot be used.
+            RunDirectoryError: another process has the lock, or the directory cannot be written.
+            CheckpointError: config.yaml has other settings.
+        """
+        check_type("cfg", cfg, RunConfig, advice="RunConfig.load(FILE) and RunConfig.from_dict(MAPPING) make one")
+        check_one_process(tasks, 1 if world is None else world.size)
+        run, leads = cls(cfg, world=world, tasks=tasks), world is None or world.leads
+        if world is not None and world.size > 1:
+            first = world.broadcast_bytes(json.dumps(run.cfg.to_dict()).encode())
+            run.cfg = RunConfig.from_dict(json.loads(first))
+        if threads:
+            run.use_threads()
+        lock = run_lock(run.dir, create=begins) if leads else contextlib.nullcontext()
+        with lock, tracked(run.cfg.track, run.dir, run.cfg.to_dict()):
+            if leads and not begins:
+                run.check_settings(supernet=not run.without_supernet)
+            yield run
+
+    @classmethod
+    def saved(cls, out: str) -> Run:
+        """The run of a directory with the settings that it has."""
+        path = Path(out) / CONFIG_FILE
+        if not path.exists():
+            raise FileNotFoundError(
+                f"{path} is missing: run `nasfast supernet --out {out}` first. A score of untrained weights needs no "
+                f"checkpoint, but the settings of a run in {path}"
+            )
+        return cls(RunConfig.load(path).replace(out=out))
+
+    def replace(self, **changes: Any) -> Run:
+        """The same directory with other settings."""
+        return Run(self.cfg.replace(**changes), world=self.world, tasks=self.tasks)
+
+    # what the settings and the directory say
+
+    @property
+    def dir(self) -> Path:
+        return self.cfg.run_dir
+
+    @functools.cached_property
+    def world(self) -> World:
+        from nasfast.runtime.distributed import SINGLE  # imports torch
+
+        return SINGLE
+
+    @property
+    def score(self) -> Score:
+        """The score that ranks architectures."""
+        return score_of(self.cfg.score)
+
+    @property
+    def gives_table(self) -> bool:
+        """Whether the score makes a table, which the exact search needs."""
+        return gives_table(self.cfg.score)
+
+    @property
+    def label(self) -> str:
+        """The score in a line of a stage."""
+        score = self.cfg.score
+        return score.label + (f" + {score.structure:g} sqrt_size" if score.structure and score.table is None else "")
+
+    @property
+    def scored_with(self) -> dict[str, Any]:
+        """The settings of scores, which a result keeps, because config.yaml may get others later."""
+        return {"score": self.cfg.score.to_dict(), "recalibration_batches": self.cfg.recalibration_batches}
+
+    @functools.cached_property
+    def space(self) -> SearchSpace:
+        """The space in the run directory; the stage that makes it sets it."""
+        path = self.dir / SPACE_FILE
+        if not path.exists():
+            raise FileNotFoundError(f"{path} is missing: run `nasfast supernet --out {self.cfg.out}` first")
+        if self._kind is ModuleSpace:
+            return get_space(str(path))  # which says why it is refused
+        try:
+            return SearchSpace.load(path)
+        except ConfigError as error:
+            remedy = f"`nasfast supernet --resume --out {self.cfg.out}` writes it again"
+            raise ConfigError(f"{error}: {remedy}") from error
+
+    @functools.cached_property
+    def any_space(self) -> ArchSpace:
+        """The space in the run directory, which may be that of a search of cells."""
+        layers = self._kind is None or self._kind.LAYERWISE
+        return self.space if layers else read_space(self.dir / SPACE_FILE)
+
+    @property
+    def _kind(self) -> type[ArchSpace] | None:
+        """The kind of the space in the run directory; None where `space` says why the file cannot be read."""
+        with contextlib.suppress(ConfigError):
+            return space_kind(load_yaml(self.dir / SPACE_FILE))
+        return None
+
+    @functools.cached_property
+    def limits(self) -> Limits:
+        """The limits of the search in `space`, with their tables."""
+        return read_limits(self.cfg.search, self.space)
+
+    @property
+    def without_supernet(self) -> bool:
+        """Whether a search needs no supernet: the score knows the space alone, and none was trained."""
+        scoring = self.cfg.score
+        if scoring.table is not None or any((self.dir / "checkpoints").glob("supernet-*")):
+            return False
+        with contextlib.suppress(FileNotFoundError, TableError):
+            meta = IndicatorTable.load(self.dir / TABLE_FILE).meta
+            if meta.get("score") == scoring.label:
+                return "step" not in meta  # that of the checkpoint; nothing is imported to know it
+        return self.score.untrained
+
+    @property
+    def nothing_is_trained(self) -> bool:
+        """Whether no training has begun."""
+        return not any((self.dir / name).exists() for name in ("checkpoints", "retrain"))
+
+    # what is refused before hours of training, and before a file is replaced
+
+    def check_settings(self, *, supernet: bool = True) -> None:
+        """Refuse other settings than those in config.yaml, before replacing any file.
+
+        Settings of later stages and of the machine may differ. Of a run without a supernet, so may its training and
+        method, and the images are those of the first network that was trained.
+        """
+        path = self.dir / CONFIG_FILE
+        if not path.exists():
+            return
+        later = _LATER if supernet else (*_LATER, *_OF_SUPERNET)
+        if not supernet and self.nothing_is_trained:
+            later = (*later, "data")
+        saved, given = resolved(RunConfig.load(path).replace(out=self.cfg.out)).to_dict(), self.cfg.to_dict()
+        for form in (saved, given):
+            for mapping, keys in ((form["data"], _LATER_DATA), (form, later)):
+                for key in keys:
+                    mapping.pop(key)
+        if saved != given:
+            raise CheckpointError(
+                f"{path} has other settings: {difference(saved, given)}; keep those of the run, or choose another --out"
+            )
+
+    def already_begun(self, what: str, check: Callable[[], None]) -> FileExistsError:
+        """The error for a run directory that has `what` already; `check` raises what `--resume` would refuse."""
+        head = f"{self.dir} has {what} already"
+        try:
+            check()
+        except CheckpointError as error:
+            return FileExistsError(
+                f"{head}: choose another --out, or add --resume, which takes the settings of the run, and leave out "
+                f"flags that give others. {error}"
+            )
+        return FileExistsError(f"{head}: add --resume, or choose another --out")
+
+    def check_search(self) -> None:
+        """Refuse settings with which the search of `space` would fail, and a bad table of scores."""
+        search, name = self.cfg.search, self.cfg.score.name
+        if self.cfg.score.table is not None:
+            read_cost_table(self.cfg.score.table, self.space)
+        if not self.gives_table and search.method == "exact":
+            raise ConfigError(
+                f"search.method='exact' needs additive scores, and {name!r} scores whole paths: set "
+                "search.method='evolution', or score.distill=true"
+            )
+        if search.refine is not None:
+            if not self.gives_table:
+                raise ConfigError(
+                    f"search.refine refines a table, and {name!r} scores whole paths: set score.distill=true, or "
+                    "search.refine=null"
+                )
+            read_accuracies(search.refine, self.space)
+        self.limits.check(self.space)
+
+    # what a stage does at its beginning and end
+
+    def use_threads(self) -> None:
+        """Let torch use the threads of the settings, in this process."""
+        from nasfast.runtime.device import use_threads
+
+        use_threads(self.cfg.threads)
+
+    def save_config(self) -> None:
+        """Write the settings to config.yaml; a stage does so once it has used them, because they may be new."""
+        write_atomic(self.dir / CONFIG_FILE, self.cfg.to_yaml().encode())
+
+    def save_space(self) -> None:
+        write_atomic(self.dir / SPACE_FILE, self.space.to_yaml().encode())
+
+
+def resolved(cfg: RunConfig) -> RunConfig:
+    """`cfg.resolved()`, with the number type that `precision: auto` means in both trainings.
+
+    It is that of config.yaml in the run directory, so a run keeps what it had also where another machine goes on. Where
+    that says nothing, `nasfast.ops.precision.resolve_precision` decides.
+
+    Raises:
+        ConfigError: see `RunConfig.resolved`.
+    """
+    cfg = cfg.resolved()
+    if "auto" not in (cfg.train.precision, cfg.retrain.train.precision):
+        return cfg
+    from nasfast.ops.precision import resolve_precision  # imports torch
+
+    saved = RunConfig()
+    with contextlib.suppress(ConfigError):  # a stage that needs the file says what is wrong with it
+        saved = RunConfig.from_dict(load_yaml(cfg.run_dir / CONFIG_FILE))
+
+    def known(train: TrainConfig, before: TrainConfig) -> TrainConfig:
+        name = before.precision if train.precision == "auto" else train.precision
+        return train.replace(precision=resolve_precision(name, cfg.device))
+
+    retrain = cfg.retrain.replace(train=known(cfg.retrain.train, saved.retrain.train))
+    return cfg.replace(train=known(cfg.train, saved.train), retrain=retrain)
+
+
+def same_images(cfg: RunConfig) -> DataConfig:
+    """The settings of images with the seed of the run for the held-out ones, which all seeds then have."""
+    return cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
+
+
+def settings_of_seed(cfg: RunConfig, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings that decide the results of one seed, and those of the machine, without the run directory."""
+    form = cfg.replace(seed=seed, data=same_images(cfg), search=cfg.search.replace(seed=seed)).to_dict()
+    del form["out"]
+    return form, {"data": {key: form["data"].pop(key) for key in MACHINE_DATA}, "track": form.pop("track")}
+
+
+def settings_of_task(config: Mapping[str, Any], out: str | Path, machine: Mapping[str, Any]) -> RunConfig:
+    """The settings of a task from the two parts that `settings_of_seed` gave, and its run directory."""
+    return RunConfig.from_dict(merge({**config, "out": str(out)}, machine))
+
+
+def check_one_process(tasks: TaskSettings | None, processes: int) -> None:
+    """Refuse tasks in several processes, each of which would start all of them."""
+    if tasks is not None and processes > 1:
+        raise ConfigError(
+            "tasks (--seeds, --executor, --workers and the like) train each network in one process, and there are "
+            f"{processes} ranks, which would each start all tasks: leave tasks out, or run one process, without "
+            "torchrun"
+        )
+
+
+def result_of(path: Path, load: Callable[[Path], Result], command: str) -> Result:
+    """What a stage wrote to a file; the error for one that is missing or damaged names the command of the stage."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run `{command}` first")
+    try:
+        return load(path)
+    except (ConfigError, TableError) as error:
+        raise type(error)(f"{error}: run `{command}` again") from error
+
+
+def say(stage: str, started: float, text: str) -> None:
+    """The line of a stage that has ended; `started` is its beginning by `time.monotonic`."""
+    _LOG.info("%-8s  %s, %s", stage, text, duration(time.monotonic() - started))
