@@ -600,6 +600,12 @@ class TaskSettings(ConfigBase):
         if self.ray_address is not None and self.executor != "ray":
             raise ValueError(f"--ray_address {self.ray_address} needs --executor ray")
 
+    @property
+    def of_tasks(self) -> TaskSettings | None:
+        """These settings without the hours, where a whole command has them; None if no other is given."""
+        others = self.replace(max_hours=None)
+        return None if others == TaskSettings() else others
+
 
 @dataclass(frozen=True)
 class SpaceConfig(ConfigBase):

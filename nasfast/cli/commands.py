@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from nasfast.cli.flags import FlagError, Parser, take_tasks, with_defaults
-from nasfast.cli.start import split_hours
 from nasfast.config import ConfigError
 from nasfast.display import text_table
 from nasfast.indicators.accuracies import read_accuracies, read_scores, top1_interval
@@ -104,25 +103,21 @@ def at_most(hours: float | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _opened(cfg: RunConfig, tasks: TaskSettings | None, *, begins: bool) -> Iterator[Run]:
+def _opened(cfg: RunConfig, tasks: TaskSettings, *, begins: bool) -> Iterator[Run]:
     """The run of a command, in each of the processes that torchrun started, until the time of the command is over."""
-    tasks, hours = split_hours(tasks)
-    with at_most(hours), start(cfg.torch_device) as world:
-        with Run.open(cfg, begins=begins, world=world, tasks=tasks) as run:
+    with at_most(tasks.max_hours), start(cfg.torch_device) as world:
+        with Run.open(cfg, begins=begins, world=world, tasks=tasks.of_tasks) as run:
             yield run
 
 
-def _run(
-    cfg: RunConfig, tasks: TaskSettings | None, *, resume: bool = False, seeds: int = 1, dry_run: bool = False
-) -> None:
+def _run(cfg: RunConfig, tasks: TaskSettings, *, resume: bool = False, seeds: int = 1, dry_run: bool = False) -> None:
     if seeds != 1:
-        _run_seeds(cfg, seeds, tasks or TaskSettings(), resume=resume, dry_run=dry_run)
+        _run_seeds(cfg, seeds, tasks, resume=resume, dry_run=dry_run)
         return
     if dry_run:
         if environment_size() > 1:
             raise ConfigError("--dry_run times the steps of one process: run it without torchrun")
-        tasks, hours = split_hours(tasks)
-        print(plan_run(Run(cfg, tasks=tasks), max_hours=hours))
+        print(plan_run(Run(cfg, tasks=tasks.of_tasks), max_hours=tasks.max_hours))
         return
     with _opened(cfg, tasks, begins=True) as run:
         if run.world.is_main and ((run.dir / STABILITY_FILE).exists() or (run.dir / "seed-0").exists()):
@@ -145,14 +140,14 @@ def _run_seeds(cfg: RunConfig, seeds: int, tasks: TaskSettings, *, resume: bool,
     print(f"report: {page}")
 
 
-def _supernet(cfg: RunConfig, tasks: None, *, resume: bool = False) -> None:
+def _supernet(cfg: RunConfig, tasks: TaskSettings, *, resume: bool = False) -> None:
     with _opened(cfg, tasks, begins=True) as run:
         final = supernet(run, resume=resume)
         if run.world.is_main:
             print(f"checkpoint: {final}")
 
 
-def _score(cfg: RunConfig, tasks: None) -> None:
+def _score(cfg: RunConfig, tasks: TaskSettings) -> None:
     with Run.open(cfg) as run:
         if score(run) is not None:
             print(f"written: {run.dir / TABLE_FILE}")
@@ -160,7 +155,7 @@ def _score(cfg: RunConfig, tasks: None) -> None:
 
 def _retrain(
     cfg: RunConfig,
-    tasks: TaskSettings | None,
+    tasks: TaskSettings,
     *,
     resume: bool = False,
     arch: Sequence[str] = (),
@@ -195,7 +190,7 @@ def _rank(given: dict[str, Any], parser: Parser) -> None:
         if getattr(args, name) is None:
             setattr(args, name, default)
     if args.train is not None:
-        _rank_trained(args, tasks or TaskSettings())
+        _rank_trained(args, tasks)
         return
     if args.score is None:
         predictor, space = _predictor(args)

@@ -359,11 +359,10 @@ def run_config(command: str, given: dict[str, Any]) -> tuple[RunConfig, dict[str
     return cfg.resolved(), others
 
 
-def take_tasks(given: dict[str, Any]) -> TaskSettings | None:
-    """Take the flags of tasks out of `given`; None where all are the defaults."""
+def take_tasks(given: dict[str, Any]) -> TaskSettings:
+    """Take the flags of tasks out of `given`."""
     names = [field.name for field in dataclasses.fields(TaskSettings)]
-    settings = TaskSettings.from_dict({name: given.pop(name) for name in names if name in given})
-    return None if settings == TaskSettings() else settings
+    return TaskSettings.from_dict({name: given.pop(name) for name in names if name in given})
 
 
 def with_defaults(given: dict[str, Any], parser: Parser) -> argparse.Namespace:

@@ -14,11 +14,11 @@ from nasfast.report.evidence import PROVEN, PROVEN_NEXT, worth_of_score
 from nasfast.search import load_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.search.limits import layer_costs
-from nasfast.settings import RunConfig
+from nasfast.settings import RunConfig, TaskSettings
 from nasfast.spaces import BUILDERS, LayerSpace, format_arch, named_space
 
 
-def _search(cfg: RunConfig, tasks: None, *, num_classes: int | None = None) -> None:
+def _search(cfg: RunConfig, tasks: TaskSettings, *, num_classes: int | None = None) -> None:
     begins = Run(cfg).without_supernet
     if num_classes is not None and not begins:
         raise ConfigError(

@@ -24,9 +24,8 @@ from nasfast.spaces import get_space, named_space
 def execute(command: str, given: dict[str, Any], parser: Parser) -> None:
     """Carry out one command with what `nasfast.cli.flags.parse` gave; the caller shows its errors."""
     if command in STAGES:
-        tasks = take_tasks(given)
-        seeds = given.get("seeds", 1) != 1  # they are tasks, wherever these run
-        check_one_process(tasks or TaskSettings() if seeds else split_hours(tasks)[0], environment_size())
+        tasks, seeds = take_tasks(given), given.get("seeds", 1)
+        check_one_process(tasks.of_tasks if seeds == 1 else tasks, environment_size())
         cfg, others = run_config(command, given)
         _check_run(command, cfg, others)
         _function(command)(cfg, tasks, **others)
@@ -42,14 +41,6 @@ def _function(command: str) -> Callable[..., None]:
     searching = command in ("search", "spaces")
     functions = extensions.load("nasfast.cli.searching" if searching else "nasfast.cli.commands")
     return functions.COMMANDS[command]
-
-
-def split_hours(tasks: TaskSettings | None) -> tuple[TaskSettings | None, float | None]:
-    """Where tasks run, None if no flag says so, and the hours after which a command with more than tasks stops."""
-    if tasks is None:
-        return None, None
-    hours, tasks = tasks.max_hours, tasks.replace(max_hours=None)
-    return (None if tasks == TaskSettings() else tasks), hours
 
 
 def _check_run(command: str, cfg: RunConfig, others: dict[str, Any]) -> None:
@@ -90,7 +81,7 @@ def _check_other(command: str, given: dict[str, Any], parser: Parser) -> None:
             raise FileNotFoundError(f"{folder} is no directory: give the directory of a run (--out)")
 
 
-def _check_rank(args: argparse.Namespace, tasks: TaskSettings | None) -> None:
+def _check_rank(args: argparse.Namespace, tasks: TaskSettings) -> None:
     """Refuse flags of `rank` that contradict each other or need another one."""
 
     def given(*names: str) -> bool:
@@ -105,7 +96,7 @@ def _check_rank(args: argparse.Namespace, tasks: TaskSettings | None) -> None:
         ),
         (given("epochs", "interval") and not trains, "--epochs and --interval need --train"),
         (
-            not trains and (tasks is not None or args.dry_run),
+            not trains and (tasks != TaskSettings() or args.dry_run),
             "--executor, --workers, --attempts, --max_hours and --dry_run are about --train N",
         ),
         (

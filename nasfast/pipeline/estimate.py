@@ -28,7 +28,6 @@ from nasfast.pipeline.inputs import check_scoring, checked_images, evidence_for,
 from nasfast.pipeline.run import Run
 from nasfast.retrain import retrain
 from nasfast.runtime.capacity import cores
-from nasfast.runtime.lock import run_lock
 from nasfast.runtime.memory import freed_memory, keep_freed_memory
 from nasfast.runtime.progress import calling, duration
 from nasfast.search.limits import layer_costs
@@ -221,7 +220,6 @@ class Trial:
     """A few steps of the stages of a run; times and memory are scaled to its batches."""
 
     def __init__(self, run: Run) -> None:
-        check_free(run)
         cfg, images = run.cfg, checked_images(run)
         loader, _ = image_loaders(run, run.space, images=images)
         # how long a step takes depends on no value of the weights, and orthogonal ones take long to make
@@ -348,12 +346,6 @@ def network_timing(run: Run, space: SearchSpace, arch: Arch, *, hold_out: bool =
     number = max(1, len(train.source) // cfg.data.batch_size) * epochs
     step = _step(steps, train, clock, pixels * cfg.data.batch_size, loads)
     return step * number + Timing(checks, checks) * math.ceil(epochs / cfg.retrain.train.eval_every)
-
-
-def check_free(run: Run) -> None:
-    """Refuse a run directory that is in use: the run would need its lock, and steps are timed without it."""
-    with run_lock(run.dir, create=False):
-        pass
 
 
 def _loads(loader: Loader, epochs: int) -> float:

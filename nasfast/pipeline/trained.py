@@ -24,7 +24,7 @@ from nasfast.indicators.rank import rank
 from nasfast.indicators.registry import ScoreError, all_scores
 from nasfast.indicators.structure import BASELINES, structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
-from nasfast.pipeline.estimate import check_free, network_timing, start_of_task
+from nasfast.pipeline.estimate import network_timing, start_of_task
 from nasfast.pipeline.inputs import evidence_for, of_parts, retrain_loaders, scores_of, space_of, supernet_to_rank
 from nasfast.pipeline.networks import NETWORK, network_task
 from nasfast.pipeline.run import Run
@@ -133,7 +133,8 @@ def estimate_sample(run: Run, count: int, settings: TaskSettings, *, epochs: int
     macs = {task.name: space.cost(task.arguments["arch"]).macs for task in left}
     middle = sorted(left, key=lambda task: macs[task.name])[len(left) // 2]
     at_a_time = settings.workers or workers_for(len(left), threads=middle.threads, gpus=middle.gpus)
-    check_free(run)
+    with run_lock(run.dir, create=False):
+        pass  # a directory in use is refused; steps are timed without the lock
     start = start_of_task().seconds
     _LOG.info("timing a few steps of the middle one of %d architectures", len(left))
     given = Run(_sample_settings(run, _shared_settings(run, count, epochs)))

@@ -45,6 +45,17 @@ def seen(monkeypatch) -> list:
     return calls
 
 
+def said(capsys, *words: str, status: int = 0) -> str:
+    """What a command that ends with this status shows on standard output, or on standard error where it fails."""
+    try:
+        code = main(list(words))
+    except SystemExit as ended:
+        code = ended.code
+    shown = capsys.readouterr()
+    assert code == status, shown.err
+    return shown.err if status else shown.out
+
+
 def config_of(seen, *argv: str) -> RunConfig:
     assert main(["supernet", *argv]) == 0
     return seen.pop()[1]
@@ -137,10 +148,7 @@ def test_nothing_else_is_read_as_a_suffix(text):
 
 def test_settings_are_printed_and_read_again(tmp_path, capsys):
     flags = ["--data.train", "images", "--search.max_macs", "2.4M", "--seed", "7", "--train.epochs=3"]
-    with pytest.raises(SystemExit) as ended:
-        main(["run", *flags, "--print_config"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
+    text = said(capsys, "run", *flags, "--print_config")
     assert yaml.safe_load(text)["train"]["momentum"] == 0.9, "defaults are printed too"
     (tmp_path / "all.yaml").write_text(text)
     again = parse(["run", "--config", str(tmp_path / "all.yaml")])[1]
@@ -150,16 +158,13 @@ def test_settings_are_printed_and_read_again(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("command", "key", "value"),
     [
-        (["latency", "--threads", "3"], "threads", 3),
-        (["moments", "quick", "--seed", "5"], "seed", 5),
-        (["export", "--out", "runs/x"], "out", "runs/x"),
+        ("latency --threads 3", "threads", 3),
+        ("moments quick --seed 5", "seed", 5),
+        ("export --out runs/x", "out", "runs/x"),
     ],
 )
 def test_every_command_prints_its_settings(command, key, value, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main([*command, "--print_config"])
-    assert ended.value.code == 0
-    assert yaml.safe_load(capsys.readouterr().out)[key] == value
+    assert yaml.safe_load(said(capsys, *command.split(), "--print_config"))[key] == value
 
 
 # what goes wrong
@@ -195,22 +200,16 @@ def exported(tmp_path):
 def test_what_is_wrong_is_named_with_the_nearest(exported, monkeypatch, capsys, words, status, message):
     monkeypatch.chdir(exported)
     Path("wrong.yaml").write_text("trian: {epochs: 3}\n")
-    try:
-        code = main(words.split())
-    except SystemExit as stopped:
-        code = stopped.code
-    said = capsys.readouterr().err
-    assert (code, message in said) == (status, True), said
-    assert ("all flags: nasfast" in said) == (status == 2)
+    error = said(capsys, *words.split(), status=status)
+    assert message in error
+    assert ("all flags: nasfast" in error) == (status == 2)
 
 
 def test_the_traceback_is_optional(tmp_path, capsys, monkeypatch):
-    argv = ["report", "--out", str(tmp_path / "absent")]
-    assert main(argv) == 1
-    assert "Traceback" not in capsys.readouterr().err
-    monkeypatch.setenv("NASFAST_TRACEBACK", "1")
-    assert main(argv) == 1
-    assert "Traceback" in capsys.readouterr().err
+    for value in ("0", "1"):
+        monkeypatch.setenv("NASFAST_TRACEBACK", value)
+        error = said(capsys, "report", "--out", str(tmp_path / "absent"), status=1)
+        assert ("Traceback" in error) == (value == "1")
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EFBIG])
@@ -219,8 +218,7 @@ def test_a_full_disk_is_said_to_lose_nothing(monkeypatch, capsys, code):
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(commands, "score", fail)
-    assert main(["score"]) == 1
-    error = capsys.readouterr().err
+    error = said(capsys, "score", status=1)
     assert os.strerror(code) in error
     assert "files that were saved before are intact. Free some space and run again" in error
 
@@ -239,20 +237,14 @@ def test_a_name_that_the_terminal_cannot_show_is_no_error(monkeypatch):
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
 def test_usage_lists_every_command(capsys, argv):
-    with pytest.raises(SystemExit) as stopped:
-        main(argv)
-    assert stopped.value.code == 0
-    out = capsys.readouterr().out
+    out = said(capsys, *argv)
     for name, text in LINES.items():
         assert f"  {name}" in out
         assert text in " ".join(out.split())
 
 
 def test_completion_knows_the_flags_of_every_command(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--print_completion", "jsonschema"])
-    assert stopped.value.code == 0
-    out = capsys.readouterr().out
+    out = said(capsys, "--print_completion", "jsonschema")
     assert all(word in out for word in ("max_macs", "latency_table", "strict_fair", *LINES))
 
 
@@ -302,13 +294,12 @@ def test_every_flag_has_a_help_text(config):
 # other commands
 
 
-SMALL_STEP = ["--space", "digits_mini", "--batch", "2", "--resolution", "16", "--device", "cpu"]
+SMALL_STEP = "--space digits_mini --batch 2 --resolution 16 --device cpu --rounds 1"
 
 
 def test_step(tmp_path, capsys):
     out = tmp_path / "step.json"
-    assert main(["step", *SMALL_STEP, "--rounds", "1", "--out", str(out)]) == 0
-    text = capsys.readouterr().out
+    text = said(capsys, "step", *SMALL_STEP.split(), "--out", str(out))
     for words in ("DI-NAS, nasfast ops", "published: DI-NAS paper, Table 2", "RTX 3080", f"written: {out}"):
         assert words in text
     assert len(json.loads(out.read_text())["rows"]) == 4
@@ -330,13 +321,12 @@ def test_rank_of_a_run_writes_rank_json(tmp_path, capsys):
     macro_table(tmp_path / "table.json")
     score(Supernet(nas_bench_macro(), init="gaussian")).save(tmp_path / "indicators.json")
     argv = ["rank", "--table", str(tmp_path / "table.json"), "--out", str(tmp_path), "--resamples", "20"]
-    assert main(argv) == 0
+    assert "rank.json" in said(capsys, *argv)
     json.loads((tmp_path / "rank.json").read_text())
-    assert "rank.json" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_export_with_onnx(exported, capsys):
-    assert main(["export", "--out", str(exported), "--name", "best-2"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith("model.onnx")
+    text = said(capsys, "export", "--out", str(exported), "--name", "best-2")
+    assert text.splitlines()[-1].endswith("model.onnx")
     assert (exported / "retrain/best-2/model.onnx").stat().st_size > 1000

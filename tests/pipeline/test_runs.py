@@ -30,30 +30,19 @@ from nasfast.train.checkpoint import load_checkpoint
 
 def test_every_file_of_a_run(run_dir):
     names = {str(p.relative_to(run_dir)) for p in run_dir.rglob("*") if p.is_file()}
-    expected = {
-        "config.yaml",
-        "space.yaml",
-        "environment.json",
-        "metrics.jsonl",
-        "indicators.json",
-        "archs.json",
-        "report.html",
-    }
-    expected |= {
-        f"retrain/{name}/{file}"
-        for name in ("best", "random")
-        for file in ("model.safetensors", "config.json", "result.json")
-    }
-    expected |= {f"checkpoints/supernet-{s:08d}.safetensors" for s in (16, 20)}
+    of_network = ("model.safetensors", "config.json", "result.json")
+    expected = {f"checkpoints/supernet-{s:08d}.safetensors" for s in (16, 20)}
+    files = "config.yaml space.yaml environment.json metrics.jsonl indicators.json archs.json report.html"
+    expected |= set(files.split())
     for name in ("best", "random"):
+        expected |= {f"retrain/{name}/{file}" for file in of_network}
         arch = "_".join(map(str, load_model(run_dir / "retrain" / name).arch))
         expected |= {f"checkpoints/retrain-{name}-{arch}-{s}.safetensors" for s in ("00000008", "00000011", "best")}
     boards = {n for n in names if n.startswith("tensorboard/")}
     figures = {n for n in names if n.startswith("report/")}
     assert names - boards - figures == expected
-    assert {str(Path(n).parent) for n in boards} == {
-        f"tensorboard/{s}" for s in ("supernet", "retrain/best", "retrain/random")
-    }
+    stages = ("supernet", "retrain/best", "retrain/random")
+    assert {str(Path(n).parent) for n in boards} == {f"tensorboard/{stage}" for stage in stages}
 
 
 def test_the_results_belong_together(run_dir):
@@ -127,10 +116,8 @@ def test_settings_of_later_stages_may_change_on_resume(out):
 
 
 @pytest.mark.slow
-def test_later_stages_need_neither_the_space_file_nor_the_old_settings(run_dir, tmp_path):
+def test_later_stages_need_neither_the_space_file_nor_the_old_settings(out, tmp_path):
     """The user's YAML space may be gone, and a search may be repeated with other limits."""
-    out = tmp_path / "moved"
-    shutil.copytree(run_dir, out)
     saved = yaml.safe_load((out / "config.yaml").read_text())
     saved["space"]["name"] = str(tmp_path / "gone.yaml")
     (out / "config.yaml").write_text(yaml.safe_dump(saved))
@@ -180,17 +167,14 @@ def test_random_architectures_differ_and_cost_the_same(run_dir, caplog):
 
 
 @pytest.mark.slow
-def test_inherited_retraining(run_dir, tmp_path):
-    out = tmp_path / "inherit"
-    shutil.copytree(run_dir, out)
+def test_inherited_retraining(run_dir, out):
     for path in (out / "checkpoints").glob("retrain*"):
         path.unlink()
     flags = ["--retrain.init", "inherit", "--retrain.random_architectures", "0", "--retrain.top_k", "2"]
     assert main(["retrain", "--out", str(out), *flags]) == 0
     assert (out / "retrain/best-2/result.json").exists()
-    assert (out / "retrain/best/model.safetensors").read_bytes() != (
-        run_dir / "retrain/best/model.safetensors"
-    ).read_bytes()
+    inherited, fresh = ((run / "retrain/best/model.safetensors").read_bytes() for run in (out, run_dir))
+    assert inherited != fresh
 
 
 @pytest.mark.slow
@@ -256,10 +240,9 @@ def test_a_supernet_at_chance_is_named(tmp_path, config, caplog):
 
 
 @pytest.mark.parametrize("stage", ["score", "load_evidence"])
-def test_stages_without_training_use_the_threads_of_the_config(run_dir, tmp_path, stage):
+def test_stages_without_training_use_the_threads_of_the_config(out, stage):
     """The score is `gamma`, which reads no images. An exact search needs no torch, and so no threads of it."""
-    out, before = tmp_path / "run", torch.get_num_threads()
-    shutil.copytree(run_dir, out)
+    before = torch.get_num_threads()
     run = Run.saved(str(out))
     run = run.replace(threads=before + 1, score=run.cfg.score.replace(name="gamma"))
     score(run.replace(threads=before))

@@ -45,14 +45,6 @@ def test_seeds_are_plain_runs_and_a_stopped_run_continues(tmp_path, config, here
         assert (tmp_path / "plain" / name).read_bytes() == (out / "seed-1" / name).read_bytes()
     assert (out / "seed-0/indicators.json").read_bytes() != (out / "seed-1/indicators.json").read_bytes()
 
-    # the folder of a plain run is none of theirs
-    assert main(["report", "--out", str(tmp_path / "plain")]) == 0
-    files = {path: path.read_bytes() for path in (tmp_path / "plain").glob("*.*")}
-    for more in ([], ["--resume"]):
-        assert main(["run", *plain, "--seeds", "2", *more]) == 1
-        assert "has a run without --seeds" in capfd.readouterr().err
-    assert {path: path.read_bytes() for path in (tmp_path / "plain").glob("*.*")} == files
-
     form = unseal((out / "stability.json").read_text())
     answer = form["agreement"]["top"][0]["arch"]
     trained = [n for n in form["networks"] if n["role"] == "answer"]

@@ -111,17 +111,17 @@ def _study_flags(parser: Parser, study: Study) -> None:
 def run(command: str, given: dict[str, Any]) -> None:
     """Print the report of a command's study, save it, and raise where a mark is missed; `given` are its flags."""
     # imported here, because they import torch, and help must not wait for that
-    from nasfast.cli.commands import at_most, split_hours
+    from nasfast.cli.commands import at_most
     from nasfast.pipeline.run import check_one_process
     from nasfast.research.studies.run import run_study
     from nasfast.runtime.launcher import environment_size
 
     study, out = find(command), given.pop("out", None)
-    tasks, hours = split_hours(take_tasks(given) if study.tasks else None)
+    tasks = take_tasks(given) if study.tasks else TaskSettings()
     cfg = study.load("config").from_dict(given)
-    check_one_process(tasks, environment_size())
-    with at_most(hours):
-        report = run_study(study.name, cfg, out=out, tasks=tasks)
+    check_one_process(tasks.of_tasks, environment_size())
+    with at_most(tasks.max_hours):
+        report = run_study(study.name, cfg, out=out, tasks=tasks.of_tasks)
     print(report)
     if out is not None:
         print("written:", ", ".join(map(str, (report.save(out), *report.files))))
