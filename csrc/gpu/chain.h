@@ -95,8 +95,7 @@ void run_reduce(const Machine& machine, ReduceArgs args, const Workspace& worksp
 }
 
 template <class Format, class Machine>
-void run_forward(const Machine& machine, const ForwardCall& call, const Workspace& workspace, const Shapes& chain,
-                 const Grids& grids) {
+void run_forward(const Machine& machine, const ForwardCall& call, const Workspace& workspace, const Grids& grids) {
   const ApplyArgs* making = call.begin.y != nullptr ? &call.begin : nullptr;
   if (making != nullptr && call.stages[0].geometry.kernel != 1) {
     apply<Format>(machine, *making);
@@ -168,8 +167,8 @@ struct ChainOperators {
     const Shapes chain(plan);
     const Grids grids = forward_grids(chain, machine);
     const Workspace workspace(x, grids.pairs, counters, grids.counters);
-    call.bfloat16 ? run_forward<Bf16>(machine, call, workspace, chain, grids)
-                  : run_forward<Fp16>(machine, call, workspace, chain, grids);
+    call.bfloat16 ? run_forward<Bf16>(machine, call, workspace, grids)
+                  : run_forward<Fp16>(machine, call, workspace, grids);
   }
 
   static void make(const Tensor& x, std::vector<Tensor> before) {

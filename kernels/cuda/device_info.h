@@ -1,4 +1,4 @@
-// What `nasfast doctor` reports about a GPU. Plain C++, so that module.cpp needs no CUDA header.
+// What `nasfast doctor` reports about a GPU. Plain C++, so that information.cpp needs no CUDA header.
 #pragma once
 
 #include <string>

@@ -28,14 +28,14 @@ Known known[kDevices];
 // Clears the error, which the next call of the runtime would report otherwise.
 [[noreturn]] void raise(const std::string& what, cudaError_t status) {
   cudaGetLastError();
-  throw std::runtime_error("conv_bn_act_chain: " + what + " failed: " + cudaGetErrorString(status));
+  throw std::runtime_error("nasfast: " + what + " failed: " + cudaGetErrorString(status));
 }
 void check(const char* what, cudaError_t status) {
   if (status != cudaSuccess) raise(what, status);
 }
 
 const Known& ask(int device) {
-  if (device < 0 || device >= kDevices) throw std::runtime_error("conv_bn_act_chain: needs a device below 64");
+  if (device < 0 || device >= kDevices) throw std::runtime_error("nasfast: CUDA kernels need a device below 64");
   Known& it = known[device];
   const std::lock_guard<std::mutex> lock(it.mutex);
   if (!it.asked) {
@@ -44,7 +44,7 @@ const Known& ask(int device) {
     check("cudaDeviceGetAttribute",
           cudaDeviceGetAttribute(&it.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     const cuda::DeviceInfo info = cuda::device_info(device);
-    if (!info.kernels_run) throw std::runtime_error("conv_bn_act_chain: no kernel for this GPU: " + info.error);
+    if (!info.kernels_run) throw std::runtime_error("nasfast: no kernel for this GPU: " + info.error);
     it.ptx = info.ptx_version;
     it.asked = true;
   }

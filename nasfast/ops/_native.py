@@ -129,8 +129,10 @@ def why_no_emulation() -> str | None:
         return why_missing()
     try:
         from nasfast import _emulation  # noqa: F401  # registers their operators for CPU tensors
-    except ImportError:
+    except ModuleNotFoundError:
         return "built without the emulation of CUDA: run NASFAST_EMULATION=ON pip install --no-build-isolation -e ."
+    except ImportError as error:
+        return f"built with an emulation of CUDA that cannot be loaded ({error}): build it again"
     return None
 
 

@@ -92,7 +92,7 @@ def _register(
             return
         raise RuntimeError(
             f"the compiled library nasfast/_C.so has no operator {op}_fwd, so it was built from an older version: "
-            "build it again with pip install --no-build-isolation -e ."
+            "build it again with pip install --no-build-isolation -e . (for tests: make install-tests)"
         )
     torch.library.register_fake(f"{namespace}::{op}_fwd", partial(forward_fake, name))
     torch.library.register_fake(f"{namespace}::{op}_bwd", backward_fake)

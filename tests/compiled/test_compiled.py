@@ -106,8 +106,10 @@ def test_kernels_wait_for_those_in_front_before_they_touch_memory_but_weights(tm
                 seen.append(found[1])
     assert len(names) > 100
     for name, instructions in zip(kernel_names(list(names)), names.values(), strict=True):
+        assert "ACQBULK" in instructions, f"{name} does not wait for the kernels in front (wait_for_kernels)"
         accesses = set(filter(MEMORY.fullmatch, instructions[: instructions.index("ACQBULK")]))
-        assert accesses == (set() if short(name)[0] in WITHOUT_WEIGHTS else {"LDG"}), name
+        wanted = set() if short(name)[0] in WITHOUT_WEIGHTS else {"LDG"}
+        assert accesses == wanted, f"{name}; WITHOUT_WEIGHTS has the kernels that read no weights"
 
 
 # ---- the launches of a step

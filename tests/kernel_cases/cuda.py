@@ -15,6 +15,8 @@ from nasfast.ops import _native, backends
 # whether they run on a GPU, and why they run nowhere
 ON_GPU = DEVICE == "cuda" and not backends.why_not_cuda_kernels(torch.empty(0, device=DEVICE))
 WHY_NOT = None if ON_GPU else _native.why_no_emulation()
+# tests that skip would not show it
+assert "cannot be loaded" not in str(WHY_NOT), WHY_NOT
 PLACE = "cuda" if ON_GPU else "cpu"
 # for modules whose tests need the kernels, and for tests of what only the emulation has
 needs_kernels = [pytest.mark.usefixtures("device"), pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]

@@ -2,28 +2,24 @@ import logging
 
 import pytest
 import torch
+from kernel_cases import IMAGE_OPERATORS
 
 from nasfast import ops
 from nasfast.ops import backends
 
 X = torch.randn(2, 3, 4, 4)
-OPS = (
-    "bn_act",
-    "conv_bn_act",
-    "conv_bn_act_chain",
-    "mixed_bn",
-    "orthogonalize",
-    "qr",
-    "geqrf",
-    "depthwise_conv2d",
-    "pool_3x3",
-    "squeeze_excite",
-)
+OTHERS = {"bn_act", "conv_bn_act", "conv_bn_act_chain", "orthogonalize", "qr", "geqrf"}
+OPS = tuple(backends._TABLE)
 
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch):
     monkeypatch.delenv("NASFAST_BACKEND", raising=False)
+
+
+def test_every_operator_is_in_the_tables_of_tests():
+    """A new one belongs to IMAGE_OPERATORS, and with it to the tests of edges and of instruction sets, or to OTHERS."""
+    assert set(OPS) == {*IMAGE_OPERATORS, *OTHERS}
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from kernel_cases import IMAGE_OPERATORS
 from torch import Tensor
 from torch.autograd.functional import jacobian
 
@@ -130,6 +131,10 @@ OPERATORS |= {
     "squeeze_excite hsigmoid": squeeze_excite("hsigmoid"),
     "squeeze_excite sigmoid": squeeze_excite("sigmoid"),
 }
+
+
+def test_every_operator_of_images_is_in_the_table():
+    assert {name.split()[0] for name in OPERATORS} >= set(IMAGE_OPERATORS)
 
 
 def with_values(*values: float) -> Callable[[], Tensor]:

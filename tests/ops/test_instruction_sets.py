@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import import_module
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def test_every_instruction_set_matches_float64(isa):
 
 def main(library: str, isa: str) -> None:
     """Check every operator; the last line that is printed says which case failed."""
-    from kernel_cases import bn_act, chain, depthwise_conv2d, mixed_bn, pool_3x3, squeeze_excite
+    from kernel_cases import IMAGE_OPERATORS, bn_act, chain, pool_3x3
 
     assert str(_native.extension.path) == library, _native.extension.path
     try:
@@ -62,7 +63,7 @@ def main(library: str, isa: str) -> None:
 
     acts = zip(bn_act.CASES, cycle(bn_act.ACTS), strict=False)
     each("bn_act", acts, lambda c: bn_act.check_case(*c, True, True, "cpu"))
-    for module in (mixed_bn, depthwise_conv2d, pool_3x3, squeeze_excite):
+    for module in [import_module(f"kernel_cases.{name}") for name in IMAGE_OPERATORS]:
         each(module.__name__, module.CASES, partial(module.check_case, backend="cpu"))
     each("pool_3x3, special values, stride", (1, 2), pool_3x3.check_special_values)
     chains = chain.POINTWISE + chain.DEPTHWISE + chain.CHAINS + chain.PLANS

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
-from kernel_cases import bn_act, chain, depthwise_conv2d, mixed_bn, pool_3x3, squeeze_excite
+from kernel_cases import IMAGE_OPERATORS, bn_act, chain, depthwise_conv2d, mixed_bn, pool_3x3
 from kernel_cases.case import saved_by, with_layout
 from pairs import pairwise
 from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, TOLERANCES, assert_close
@@ -131,7 +132,7 @@ MODES = {"train": (False, True), "train-residual": (True, True), "eval-residual"
 KINDS = {(case.layout, case.dtype): case for case in bn_act.CASES if case.mean == 0.5}
 SETTINGS = pairwise(list(KINDS.values()), bn_act.ACTS, list(MODES))
 SETTINGS += [(c, bn_act.ACTS[(i + j) % 6], mode) for i, c in enumerate(bn_act.CASES) for j, mode in enumerate(MODES)]
-MODULES = (depthwise_conv2d, mixed_bn, pool_3x3, squeeze_excite)
+MODULES = [import_module(f"kernel_cases.{name}") for name in IMAGE_OPERATORS]
 PARITY = [(module, case) for module in MODULES for case in module.CASES]
 
 
