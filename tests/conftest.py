@@ -1,5 +1,6 @@
 """Fixtures of the whole suite: fixed seeds, the device, the mark `gpu`, and uninitialised memory that shows."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -79,6 +80,25 @@ def gpu():
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     return "cuda"
+
+
+# what remembers what a process has said, so that it says it once
+SAID_ONCE = {
+    "nasfast.data.datasets": "warn_once",
+    "nasfast.data.loader": "_say_choice",
+    "nasfast.ops.backends": "_logged",
+    "nasfast.ops.precision": "_default",
+}
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process():
+    """No test sees what tests before it changed: what a process says once, and the level that commands log at."""
+    for module, name in SAID_ONCE.items():
+        if module in sys.modules:
+            said = getattr(sys.modules[module], name)
+            said.clear() if isinstance(said, set) else said.cache_clear()
+    logging.getLogger("nasfast").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -71,7 +71,6 @@ def on_a_gpu(monkeypatch):
         cuda = replace(cuda, why_not=lambda x: "", automatic=None)
         row = cuda, replace(triton, why_not=lambda x: ""), last
         monkeypatch.setitem(backends._TABLE, op, row)
-    monkeypatch.setattr(backends, "_logged", set())
     return used
 
 
