@@ -8,7 +8,10 @@ import torch.nn.functional as F
 import torchvision
 from tolerances import assert_close
 from torch import Tensor, nn
+from torchvision.models.efficientnet import EfficientNet, MBConvConfig
 from torchvision.models.mobilenetv2 import MobileNetV2
+from torchvision.models.resnet import BasicBlock, ResNet
+from torchvision.models.shufflenetv2 import ShuffleNetV2
 
 import nasfast
 from nasfast.fusion import FuseReport
@@ -29,18 +32,38 @@ MODELS = {
     "timm/efficientnet_lite0": (49, 49, 18),
     "timm/ghostnet_100": (80, 95, 75),
     "timm/rexnet_100": (62, 75, 44),
+    "small mobilenet_v2": (10, 10, 5),
+    "small efficientnet": (13, 21, 10),
+    "small resnet": (12, 12, 8),
+    "small shufflenet_v2": (20, 20, 9),
 }
-
-
-def make(name: str) -> nn.Module:
-    if name.startswith("timm/"):
-        return timm.create_model(name[len("timm/") :], pretrained=False, num_classes=10)
-    return getattr(torchvision.models, name)(weights=None, num_classes=10)
 
 
 def small() -> nn.Module:
     """MobileNetV2 with three blocks."""
     return MobileNetV2(num_classes=10, inverted_residual_setting=[[1, 8, 1, 1], [6, 16, 2, 2]])
+
+
+def small_efficientnet() -> nn.Module:
+    blocks = [(1, 3, 1, 16, 16, 1), (4, 3, 2, 16, 24, 2), (4, 5, 2, 24, 40, 1)]
+    return EfficientNet([MBConvConfig(*block) for block in blocks], dropout=0.0, num_classes=10, last_channel=64)
+
+
+# the blocks of the large ones, each a few times: TorchDynamo takes seconds for a large network
+SMALL = {
+    "small mobilenet_v2": small,
+    "small efficientnet": small_efficientnet,
+    "small resnet": lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10),
+    "small shufflenet_v2": lambda: ShuffleNetV2([2, 1, 1], [24, 32, 64, 128, 64], num_classes=10),
+}
+
+
+def make(name: str) -> nn.Module:
+    if name in SMALL:
+        return SMALL[name]()
+    if name.startswith("timm/"):
+        return timm.create_model(name[len("timm/") :], pretrained=False, num_classes=10)
+    return getattr(torchvision.models, name)(weights=None, num_classes=10)
 
 
 def fuse_all(model: nn.Module) -> FuseReport:

@@ -46,7 +46,7 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
     return sum(size for size, _ in storages.values())
 
 
-@pytest.mark.parametrize("name", ["mobilenet_v2", "resnet18"])
+@pytest.mark.parametrize("name", ["small mobilenet_v2", "small resnet"])
 def test_saves_no_more_for_backward(name):
     plain = set_mode(make(name), "frozen convolutions")
     fused = copy.deepcopy(plain)
@@ -93,7 +93,7 @@ def test_recomputation_changes_statistics_too(layer, tolerance, executed):
 
 
 def test_autocast(executed):
-    plain = set_mode(disturb(make("mobilenet_v2")), "frozen convolutions").eval()
+    plain = set_mode(disturb(make("small mobilenet_v2")), "frozen convolutions").eval()
     fused = copy.deepcopy(plain)
     report = fuse_all(fused)
     x = torch.randn(2, 3, 64, 64)

@@ -129,8 +129,13 @@ def test_bounds_of_activations(clamp, executed):
     assert_close("after", fused(x), plain(x))
 
 
-@pytest.mark.parametrize("path", ["0", "2", "0.0", "0.1", "1.2"])
-@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+# every kind on a module that owns a chain, and every place with a hook of each way
+HOOKS = [(kind, "2") for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre")]
+HOOKS += [("forward", "0.0"), ("full_backward_pre", "0.0"), ("forward_pre", "0.1"), ("full_backward", "0.1")]
+HOOKS += [("forward_pre", "0"), ("full_backward_pre", "0"), ("forward", "1.2"), ("full_backward", "1.2")]
+
+
+@pytest.mark.parametrize(("kind", "path"), HOOKS)
 def test_hooks_added_later_fire(path, kind, executed):
     plain = nn.Sequential(unit(), unit(nn.Identity()), nn.Sequential(unit(), unit())).double()
     fused = copy.deepcopy(plain)

@@ -60,7 +60,7 @@ def test_exports_have_pytorchs_operators():
     torch.testing.assert_close(exported.module()(x), model(x))
 
 
-@pytest.mark.slow
+@pytest.mark.aot
 def test_inductor_compiles_what_is_in_no_chain():
     model = disturb(nn.Sequential(unit(), unit(), nn.Softplus()))
     set_mode(model.to(memory_format=torch.channels_last), "frozen convolutions")
