@@ -42,24 +42,22 @@ class Setting:
     std: float = 1.0
 
 
-def filters(setting: Setting, count: int, generator: torch.Generator) -> Tensor:
-    """(count, d, k, k), whose elements have variance std^2 / (k^2 d) on average."""
+def filters(setting: Setting, count: int, repeats: int, generator: torch.Generator) -> Tensor:
+    """(repeats, count, d, k, k), whose elements have variance std^2 / (k^2 d) on average."""
     square = setting.kind == "flatten"
-    shape = (-(-count // FAN_IN), FAN_IN, FAN_IN) if square else (count, CHANNELS, KERNEL, KERNEL)
+    shape = (repeats * -(-count // FAN_IN), FAN_IN, FAN_IN) if square else (repeats * count, CHANNELS, KERNEL, KERNEL)
     f = torch.randn(shape, generator=generator, dtype=torch.float64)
-    if setting.kind == "gaussian":
-        return setting.std * f / math.sqrt(FAN_IN)
-    f = orthogonalize([f])[0]
-    return setting.std * (
-        f.reshape(-1, CHANNELS, KERNEL, KERNEL)[:count] if square else f / math.sqrt(KERNEL * CHANNELS)
-    )
+    if setting.kind != "gaussian":
+        f = orthogonalize([f])[0]
+    size = {"gaussian": math.sqrt(FAN_IN), "per_filter": math.sqrt(KERNEL * CHANNELS), "flatten": 1}[setting.kind]
+    return (setting.std / size * f).reshape(repeats, -1, CHANNELS, KERNEL, KERNEL)[:, :count]
 
 
 def responses(setting: Setting, f: Tensor, h: Tensor) -> Tensor:
-    """B sigma(F_p * h), (filters, n^2), of an input (d, n, n)."""
-    y = F.conv2d(F.pad(h[None], (KERNEL // 2,) * 4, mode="circular"), f)[0].flatten(1)
+    """B sigma(F_p * h), (..., n^2), of filters (..., d, k, k) and an input (d, n, n)."""
+    y = F.conv2d(F.pad(h[None], (KERNEL // 2,) * 4, mode="circular"), f.flatten(0, -4))[0].view(*f.shape[:-3], -1)
     y = setting.lipschitz * ACTIVATIONS[setting.act](y)
-    return setting.gamma * y / (y.var(1, correction=0, keepdim=True) + 1e-30).sqrt() if setting.norm else y
+    return setting.gamma * y / (y.var(-1, correction=0, keepdim=True) + 1e-30).sqrt() if setting.norm else y
 
 
 def deviations(
@@ -70,14 +68,14 @@ def deviations(
     h, other = torch.randn(2, CHANNELS, SIZE, SIZE, generator=generator, dtype=torch.float64)
     h2 = 0.5 * h + math.sqrt(0.75) * other
 
-    def mean_inner(count: int) -> float:
-        f = filters(setting, count, generator)
-        return float((responses(setting, f, h) * responses(setting, f, h2)).sum(1).mean())
+    def mean_inner(count: int, repeats: int) -> np.ndarray:
+        f = filters(setting, count, repeats, generator)
+        return (responses(setting, f, h) * responses(setting, f, h2)).sum(-1).mean(-1).numpy()
 
     # every whole orthogonal matrix has A = E A
     whole = (setting.kind, setting.act, setting.norm) == ("flatten", "identity", False)
-    expectation = mean_inner(FAN_IN if whole else reference)
-    return expectation, np.abs([[mean_inner(n) - expectation for _ in range(repeats)] for n in counts])
+    (expectation,) = mean_inner(FAN_IN if whole else reference, 1)
+    return expectation, np.abs([mean_inner(n, repeats) - expectation for n in counts])
 
 
 def rms(found: np.ndarray) -> np.ndarray:
