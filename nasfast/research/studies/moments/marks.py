@@ -13,8 +13,10 @@ from nasfast.research.analysis.moments.detect import (
     EXPLODING,
     ONE_DIMENSIONAL,
     WELL_BEHAVED,
+    Line,
     PowerLaw,
     Verdict,
+    detect,
     dilution_bounds,
     fit_line,
     fit_power_law,
@@ -114,6 +116,24 @@ def resnet_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
     if kind == "FC":
         marks["detected well behaved"] = (1, 1, WELL_BEHAVED in verdict.names)
     return checks_of(f"{kind}, BN resnet", marks)
+
+
+def growth_of(found: Run) -> Line:
+    """How log nu_2 grows with depth."""
+    return fit_line(found.depth, found.curves()["lognu2"].mean(0))
+
+
+def variant_checks(runs: Mapping[str, Run]) -> list[Check]:
+    """Marks of the variants."""
+    e = {name: detect(found.depth, found.curves()).evidence for name, found in runs.items()}
+    growth = growth_of(runs["ReLU resnet without BN"])
+    return [
+        Check("layer norm: mu_2/nu_2 at L", 0, 1e-2, e["layer norm"]["share"]),
+        Check("tanh, chaotic: slope of log chi", 0.12, 0.15, e["tanh, chaotic"]["slope"]),
+        Check("tanh with BN: slope of log chi", 0.085, 0.105, e["tanh with BN"]["slope"]),
+        Check("ReLU resnet without BN: growth of log nu_2", 0.6, 0.7, growth.slope),
+        Check("ReLU resnet without BN: linear, R^2", 0.99, 1, growth.r2),
+    ]
 
 
 def agreement(

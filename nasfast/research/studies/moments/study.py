@@ -7,16 +7,17 @@ published arrays, `module` the same measurements in a search space's candidates 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from nasfast.research.analysis.moments.detect import Verdict, detect, fit_line, power_law_of, summarise
+from nasfast.research.analysis.moments.detect import Verdict, detect, power_law_of, summarise
 from nasfast.research.analysis.moments.module import ModuleMoments, module_moments
-from nasfast.research.analysis.moments.networks import NetConfig, Run, Source, fields, gaussian
+from nasfast.research.analysis.moments.networks import NetConfig, Run, fields, gaussian
 from nasfast.research.studies.draw import Figure
 from nasfast.research.studies.inputs import initialised, reduced_space, sample_shape
 from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
@@ -25,11 +26,13 @@ from nasfast.research.studies.moments.marks import (
     agreement,
     data_checks,
     exploding_checks,
+    growth_of,
     published,
     resnet_checks,
     vanilla_checks,
+    variant_checks,
 )
-from nasfast.research.studies.moments.measure import Paths, Runner, measure_paths, module_inputs, runner_of, source_of
+from nasfast.research.studies.moments.measure import Paths, measure_paths, module_inputs, runner_of, source_of
 from nasfast.research.studies.report import Check, StudyReport, Table
 from nasfast.research.studies.run import Task
 from nasfast.runtime.device import torch_device
@@ -50,6 +53,19 @@ _QUICK_SEEDS = {"FC": 8, "conv": 5}
 # The effective rank of these small vanilla networks scatters by 2 between networks, and five cannot show its mean.
 _VANILLA_CONV_SEEDS = 20
 _HISTOGRAM_SEEDS = 100
+_FAMILIES: dict[str, tuple[dict[str, Any], Callable[[str, Run, Verdict], list[Check]]]] = {
+    "vanilla": ({}, vanilla_checks),
+    "BN feed-forward": ({"norm": "batch"}, exploding_checks),
+    "BN resnet": ({"norm": "batch", "residual": 2}, resnet_checks),
+}
+"""The networks of the paper -> their changes, and their marks."""
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "layer norm": {"norm": "layer"},
+    "tanh, chaotic": {"act": "tanh", "sigma_w": 2.0, "sigma_b": 0.3},
+    "tanh with BN": {"act": "tanh", "norm": "batch"},
+    "ReLU resnet without BN": {"residual": 2, "depth": 100},
+}
+"""Variants of the fully connected networks -> their changes."""
 _FIGURE_NAMES = {2: "vanilla, histograms", 3: "vanilla", 4: "BN feed-forward", 5: "BN resnet"}
 
 
@@ -60,19 +76,16 @@ def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
     runs: dict[str, Run] = {}
     verdicts: dict[str, Verdict] = {}
     checks: list[Check] = []
-    for kind, base in _QUICK.items():
-        families = {
-            "vanilla": (base, vanilla_checks),
-            "BN feed-forward": (base.replace(norm="batch"), exploding_checks),
-            "BN resnet": (base.replace(norm="batch", residual=2), resnet_checks),
-        }
-        for family, (net, checks_of_family) in families.items():
-            seeds = _VANILLA_CONV_SEEDS if (kind, family) == ("conv", "vanilla") else _QUICK_SEEDS[kind]
-            name = f"{kind}, {family}"
-            found = runs[name] = runner(name, net, sources[kind], seeds)
-            verdicts[name] = detect(found.depth, found.curves())
-            checks += checks_of_family(kind, found, verdicts[name])
-    variants, of_variants = _variants(runner, sources["FC"])
+    for kind, (family, (changes, checks_of_family)) in product(_QUICK, _FAMILIES.items()):
+        name = f"{kind}, {family}"
+        seeds = _VANILLA_CONV_SEEDS if name == "conv, vanilla" else _QUICK_SEEDS[kind]
+        found = runs[name] = runner(name, _QUICK[kind].replace(**changes), sources[kind], seeds)
+        verdicts[name] = detect(found.depth, found.curves())
+        checks += checks_of_family(kind, found, verdicts[name])
+    variants = {
+        name: runner(name, _QUICK["FC"].replace(**changes), sources["FC"], _QUICK_SEEDS["FC"])
+        for name, changes in _VARIANTS.items()
+    }
     histogram_net = _QUICK["FC"].replace(every=_QUICK["FC"].depth // 4)
     spread = runner("FC, histograms", histogram_net, sources["FC"], _HISTOGRAM_SEEDS)
     return StudyReport(
@@ -82,55 +95,14 @@ def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
             "FC: 192 Gaussian features, width 128, batch 64; conv: 3 x 16 x 16 fields of amplitude 1/f, 3 x 3, width "
             "64, batch 16, periodic borders",
         ),
-        tables=(
-            summary_table("averages over networks", runs),
-            fit_table(runs, verdicts),
-            variants,
-        ),
+        tables=(summary_table("averages over networks", runs), fit_table(runs, verdicts), variants_table(variants)),
         figures=(
             histograms("FC, vanilla, width 128", spread, {}),
             *(curves_of(name, found, {}) for name, found in runs.items()),
         ),
         verdicts=verdicts,
-        checks=(*checks, *of_variants),
+        checks=(*checks, *variant_checks(variants)),
     )
-
-
-_VARIANTS: dict[str, dict[str, Any]] = {
-    "layer norm": {"norm": "layer"},
-    "tanh, chaotic": {"act": "tanh", "sigma_w": 2.0, "sigma_b": 0.3},
-    "tanh with BN": {"act": "tanh", "norm": "batch"},
-    "ReLU resnet without BN": {"residual": 2, "depth": 100},
-}
-"""Variants of the fully connected networks -> their changes."""
-
-
-def _variants(runner: Runner, source: Source) -> tuple[Table, list[Check]]:
-    """What the variants do, and their marks."""
-    runs = {
-        name: runner(name, _QUICK["FC"].replace(**changes), source, _QUICK_SEEDS["FC"])
-        for name, changes in _VARIANTS.items()
-    }
-    layer, chaotic, tanh_bn, plain = (detect(found.depth, found.curves()).evidence for found in runs.values())
-    resnet = runs["ReLU resnet without BN"]
-    growth = fit_line(resnet.depth, resnet.curves()["lognu2"].mean(0))
-    rows = (
-        ("layer norm", f"mu_2/nu_2 {layer['share']:.2g}: zero-dimensional signal"),
-        ("tanh, chaotic (sigma_w 2, sigma_b 0.3)", f"log chi grows by {chaotic['slope']:.3f} per layer"),
-        ("tanh with BN", f"log chi grows by {tanh_bn['slope']:.3f} per layer"),
-        (
-            "ReLU resnet without BN, H = 2",
-            f"log nu_2 grows by {growth.slope:.3f} per residual, r_eff {plain['rank']:.2f}",
-        ),
-    )
-    checks = [
-        Check("layer norm: mu_2/nu_2 at L", 0, 1e-2, layer["share"]),
-        Check("tanh, chaotic: slope of log chi", 0.12, 0.15, chaotic["slope"]),
-        Check("tanh with BN: slope of log chi", 0.085, 0.105, tanh_bn["slope"]),
-        Check("ReLU resnet without BN: growth of log nu_2", 0.6, 0.7, growth.slope),
-        Check("ReLU resnet without BN: linear, R^2", 0.99, 1, growth.r2),
-    ]
-    return Table("variants, averages over networks", ("", "measured"), rows), checks
 
 
 def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
@@ -251,6 +223,20 @@ def _module(cfg: ModuleConfig, name: str, task: Task) -> StudyReport:
         data={"curves": curves},
         verdicts={setting: detect(depth, of.curves) for setting, of in found.items()},
     )
+
+
+def variants_table(runs: Mapping[str, Run]) -> Table:
+    """What the variants do."""
+    e = {name: detect(found.depth, found.curves()).evidence for name, found in runs.items()}
+    resnet = "ReLU resnet without BN"
+    rows = {
+        "layer norm": f"mu_2/nu_2 {e['layer norm']['share']:.2g}: zero-dimensional signal",
+        "tanh, chaotic (sigma_w 2, sigma_b 0.3)": f"log chi grows by {e['tanh, chaotic']['slope']:.3f} per layer",
+        "tanh with BN": f"log chi grows by {e['tanh with BN']['slope']:.3f} per layer",
+        "ReLU resnet without BN, H = 2": f"log nu_2 grows by {growth_of(runs[resnet]).slope:.3f} per residual, r_eff "
+        f"{e[resnet]['rank']:.2f}",
+    }
+    return Table("variants, averages over networks", ("", "measured"), tuple(rows.items()))
 
 
 def summary_table(title: str, runs: Mapping[str, Run]) -> Table:

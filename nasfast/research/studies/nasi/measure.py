@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from nasfast import seeds
 from nasfast.research.cells.derive import derive
 from nasfast.research.cells.prototypes import DrawnBatches
 from nasfast.research.cells.space import Cell, CellSpace, Edge, nas_bench_201_space
+from nasfast.research.nasi.config import Gates
 from nasfast.research.nasi.score import score, score_architecture, untrained
 from nasfast.research.nasi.search import Mixture, NasiConfig, Record, random_images, random_labels, sample, solve
 from nasfast.research.nasi.spaces import CellMixture
@@ -37,6 +38,8 @@ NU = 0.6
 """The fixed limit of the penalised searches; the adaptive limit starts from it."""
 EXACT_IMAGES = 16
 """Images on which the exact trace is computed."""
+DIRECTIONS = 20000
+"""Random directions that the closed form is compared with."""
 Images = tuple[Tensor, Tensor]
 """Images (N, C, H, W) and labels (N,)."""
 Trainer = Callable[[Arch], float]
@@ -253,3 +256,44 @@ def ascend(archs: Sequence[Arch], q: Tensor, start: Tensor) -> Tensor:
         alpha = alpha + 0.1 * gradient / gradient.norm()
         alpha = alpha / alpha.norm().clamp(min=1)
     return alpha
+
+
+@dataclass(frozen=True)
+class ClosedForm:
+    """The step of the method beside other directions from alpha_0 = 0.
+
+    Attributes:
+        q: Q of all architectures.
+        best_random: the gain of the best of DIRECTIONS random directions, divided by the closed form's, to first order.
+        directions: name -> cosine with the closed form, E[Q] there, and the place of its argmax by Q.
+    """
+
+    q: Tensor
+    best_random: float
+    directions: dict[str, tuple[float, float, int]]
+
+
+def closed_form(cfg: NasiQuickConfig, train: Images) -> ClosedForm:
+    """Enumerate the small space."""
+    space = small_space()
+    mixture = CellMixture(space, seed=cfg.seed).double()
+    x, y = train[0][:BATCH].double(), train[1][:BATCH]
+    archs, q = enumerated(mixture, space, x, y)
+    start = torch.zeros(mixture.allowed.shape, dtype=torch.float64)
+    exact = slope(archs, q, start)
+    step = exact / exact.norm()
+    rng = np.random.default_rng(derive_seed(cfg.seed, seeds.STUDY_DIRECTIONS))
+    random = torch.from_numpy(rng.standard_normal((DIRECTIONS, exact.numel())))
+    best = float((random @ exact.flatten() / random.norm(dim=1)).max()) / float(exact.norm())
+    directions = {"closed form, exact gradient": step}
+    for gates in get_args(Gates):
+        search = NasiConfig(steps=cfg.steps, mu=0.0, seed=cfg.seed, gates=gates)
+        found = solve(sample(mixture, [(x, y)], search), search).delta
+        directions[f"{gates.replace('_', '-')}, T = {cfg.steps}"] = found / found.norm()
+    directions["largest E[Q] of norm 1, ascent"] = ascend(archs, q, start)
+    values = {}
+    for name, direction in directions.items():
+        chosen = archs.index(tuple(direction[0].argmax(-1).tolist()))
+        cosine, expected = float((direction * step).sum()), float(expectation(archs, q, direction))
+        values[name] = cosine, expected, int((q > q[chosen]).sum()) + 1
+    return ClosedForm(q, best, values)

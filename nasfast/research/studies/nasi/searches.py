@@ -27,13 +27,11 @@ class Searches:
     """Searches of the space that a config names; `task` tells the progress."""
 
     def __init__(self, cfg: NasiSearchConfig, task: Task = no_task) -> None:
-        self.cfg, self.device = cfg, torch_device(cfg.device)
-        self._task = task
+        self.cfg, self.device, self._task = cfg, torch_device(cfg.device), task
         self._source = None if cfg.images is None else FolderSource(cfg.images)
-        self._loaders: dict[tuple[int, int], Any] = {}
-        self.images = SYNTHETIC if self._source is None else len(self._source)
-        if self.images < cfg.batch_size:
-            raise ConfigError(f"batch must be at most {self.images}, the number of images, got {cfg.batch_size}")
+        images = SYNTHETIC if self._source is None else len(self._source)
+        if images < cfg.batch_size:
+            raise ConfigError(f"batch must be at most {images}, the number of images, got {cfg.batch_size}")
         classes = len(self._source.classes) if self._source is not None else 10 if cfg.space in BUILDERS else None
         sizes = {
             "resolution": cfg.resolution or cfg.preset.resolution,
@@ -44,25 +42,22 @@ class Searches:
         self.space = named_space(cfg.space, **{name: value for name, value in sizes.items() if value is not None})
 
     def loader(self, i: int, batch: int) -> Any:
-        """Batches of the i-th seed, the same for every search."""
-        if (i, batch) not in self._loaders:
-            space, seed = self.space, self.cfg.seed + i
-            if self._source is None:
-                self._loaders[i, batch] = synthetic(space, batch=batch, seed=seed)
-            else:
-                data, channels = DataConfig(train=self.cfg.images, batch_size=batch), space.in_channels
-                loader = make_loader(data, self._source, resolution=space.resolution, in_channels=channels, seed=seed)
-                self._loaders[i, batch] = loader
-        return self._loaders[i, batch]
+        """Batches of the i-th seed."""
+        space, seed = self.space, self.cfg.seed + i
+        if self._source is None:
+            return synthetic(space, batch=batch, seed=seed)
+        data, channels = DataConfig(train=self.cfg.images, batch_size=batch), space.in_channels
+        return make_loader(data, self._source, resolution=space.resolution, in_channels=channels, seed=seed)
 
     def all(self) -> dict[tuple[str, int], NasiResult]:
-        """Every mode with every seed."""
-        results = {}
-        for mode, i in product(self.cfg.mode_list, range(self.cfg.seeds)):
-            search = self.cfg.search(i, **MODES[mode])
+        """Every mode with every seed; searches of one seed see the same batches."""
+        cfg, results = self.cfg, {}
+        loaders = [self.loader(i, cfg.batch_size) for i in range(cfg.seeds)]
+        for mode, i in product(cfg.mode_list, range(cfg.seeds)):
+            search = cfg.search(i, **MODES[mode])
             mixture = mixture_of(self.space, seed=search.seed).to(self.device)
-            loader, done = self.loader(i, self.cfg.batch_size), self._task(f"{mode}, seed {search.seed}", search.steps)
-            results[mode, i] = nasi_search(mixture, loader, search, device=self.device, progress=done)
+            done = self._task(f"{mode}, seed {search.seed}", search.steps)
+            results[mode, i] = nasi_search(mixture, loaders[i], search, device=self.device, progress=done)
         return results
 
     def arch(self, result: NasiResult) -> Arch:

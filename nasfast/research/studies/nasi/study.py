@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import cast, get_args
+from typing import cast
 
 import numpy as np
-import torch
 from scipy import stats
 
 from nasfast import seeds
@@ -23,33 +22,28 @@ from nasfast.indicators.rank import PredictorReport, RankReport, rank
 from nasfast.indicators.table import IndicatorTable
 from nasfast.research.cells.prototypes import prototypes
 from nasfast.research.cells.space import CellSpace, nas_bench_201_space
-from nasfast.research.nasi.config import Gates
 from nasfast.research.nasi.score import score_architecture
-from nasfast.research.nasi.search import NasiConfig, NasiResult, endless, sample, solve
-from nasfast.research.nasi.spaces import CellMixture, nasi_table, write_answer
+from nasfast.research.nasi.search import NasiConfig, NasiResult, endless, solve
+from nasfast.research.nasi.spaces import nasi_table, write_answer
 from nasfast.research.studies.nasi.config import MODES, NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
 from nasfast.research.studies.nasi.figures import dots, logits, search_steps
 from nasfast.research.studies.nasi.marks import correlation_checks, search_checks, time_check
 from nasfast.research.studies.nasi.measure import (
-    BATCH,
+    DIRECTIONS,
     EXACT_IMAGES,
     NOISE,
     NU,
     SYNTHETIC,
     TRACES,
-    Images,
+    ClosedForm,
     RandomCells,
     SearchKind,
-    ascend,
-    enumerated,
+    closed_form,
     exact_traces,
-    expectation,
     pearson,
     random_cells,
     search_kinds,
     search_records,
-    slope,
-    small_space,
     spearman,
     suffix,
     trainer_of,
@@ -65,8 +59,6 @@ _EXPLANATION = (
     "it for the trace norm of the neural tangent kernel. R is Q with the penalty mu on what exceeds nu. Nothing is "
     "trained in a search."
 )
-DIRECTIONS = 20000
-"""Random directions that the closed form is compared with."""
 
 
 def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
@@ -99,7 +91,7 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
             searches_table(space, kinds),
             moved_table(space, unpenalised),
             exact_table(traces, cfg),
-            closed_form_table(cfg, train),
+            closed_form_table(closed_form(cfg, train)),
         ),
         figures=(
             dots("Q and accuracy of random cells", of_modes),
@@ -107,11 +99,7 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
             search_steps(f"search with mu 2, nu {NU:g}, seed 0", penalised),
             logits("alpha* without a penalty, seed 0", space, solve(first, NasiConfig(mu=0.0))),
         ),
-        checks=(
-            *correlation_checks(cells),
-            *search_checks(kinds, cells),
-            time_check(records),
-        ),
+        checks=(*correlation_checks(cells), *search_checks(kinds, cells), time_check(records)),
         data={"accuracy": cells.accuracy, "scores": cells.scores, "traces": traces},
     )
 
@@ -144,10 +132,7 @@ def _found(searches: Searches, results: Mapping[tuple[str, int], NasiResult], fo
         notes=(f"T = {own.steps}, {settings}",),
         files=files,
         tables=tuple(shown),
-        figures=(
-            search_steps("the first search, step by step", first),
-            logits("alpha* - alpha_0", space, first),
-        ),
+        figures=(search_steps("the first search, step by step", first), logits("alpha* - alpha_0", space, first)),
     )
 
 
@@ -175,8 +160,12 @@ def compare(cfg: NasiCompareConfig, out: Path | None, task: Task) -> StudyReport
         seconds[name] = seconds_text(result)
     if cfg.indicators is not None:
         predictors["given indicators"] = IndicatorTable.load(cfg.indicators)
-    of_all = _rankings(truth, predictors, published, cfg)
-    shown, drawn = [ranking_table(f"all {len(truth)} architectures", of_all, seconds)], []
+
+    def ranking(title: str, true: Mapping[Arch, float], all_of: Mapping[str, Predictor]) -> Table:
+        of = {n: rank(true, p, published, resamples=cfg.resamples, seed=cfg.seed) for n, p in all_of.items()}
+        return ranking_table(title, of, seconds)
+
+    shown, drawn = [ranking(f"all {len(truth)} architectures", truth, predictors)], []
     if cfg.architectures:
         rng = np.random.default_rng(derive_seed(cfg.seed, seeds.STUDY_PICKS))
         picks = rng.choice(len(truth), min(cfg.architectures, len(truth)), replace=False)
@@ -188,22 +177,11 @@ def compare(cfg: NasiCompareConfig, out: Path | None, task: Task) -> StudyReport
             q[arch] = score_architecture(searches.space, arch, batches, seed=cfg.seed)
             done(i)
         seconds["Q"] = f"{time.perf_counter() - start:.1f} ({time.process_time() - cpu:.1f})"
-        of_some = _rankings({arch: truth[arch] for arch in some}, {"Q": q, **predictors}, published, cfg)
-        title = f"{len(some)} random architectures"
-        shown.insert(0, ranking_table(f"{title}, each scored by itself", of_some, seconds))
-        accuracy, macs = [truth[a] for a in some], [published.cost(a).macs for a in some]
-        of_q = ("Q", "accuracy", [q[a] for a in some], accuracy)
-        drawn.append(dots(title, [of_q, ("MACs", "accuracy", macs, accuracy)]))
+        title, true = f"{len(some)} random architectures", {arch: truth[arch] for arch in some}
+        shown.insert(0, ranking(f"{title}, each scored by itself", true, {"Q": q, **predictors}))
+        accuracy, macs = list(true.values()), [published.cost(a).macs for a in some]
+        drawn.append(dots(title, [("Q", "accuracy", list(q.values()), accuracy), ("MACs", "accuracy", macs, accuracy)]))
     return replace(found, tables=(*shown, *found.tables), figures=(*drawn, *found.figures))
-
-
-def _rankings(
-    truth: Mapping[Arch, float], predictors: Mapping[str, Predictor], space: SearchSpace, cfg: NasiCompareConfig
-) -> dict[str, RankReport]:
-    return {
-        name: rank(truth, predictor, space, resamples=cfg.resamples, seed=cfg.seed)
-        for name, predictor in predictors.items()
-    }
 
 
 def correlation_table(cells: RandomCells) -> Table:
@@ -223,19 +201,16 @@ def correlation_table(cells: RandomCells) -> Table:
 
 def searches_table(space: CellSpace, kinds: Sequence[SearchKind]) -> Table:
     """What the searches of every kind select."""
-    rows = tuple(
-        (
-            kind.name,
+    edges = " ".join(e.name for e in space.cell.edges)
+    rows = []
+    for kind in kinds:
+        accuracy, percentile = (
             " ".join(f"{a:.3f}" for a in kind.accuracy),
             " ".join(f"{p:.2f}" for p in kind.percentile),
-            f"{kind.percentile.mean():.2f}",
-            space.format(kind.archs[0]),
         )
-        for kind in kinds
-    )
-    edges = " ".join(e.name for e in space.cell.edges)
-    header = ("search", "accuracy by seed", "percentile by seed", "mean", f"first cell, edges {edges}")
-    return Table("searches", header, rows)
+        rows.append((kind.name, accuracy, percentile, kind.percentile.mean(), space.format(kind.archs[0])))
+    columns = {"search": "", "accuracy by seed": "", "percentile by seed": "", "mean": ".2f"}
+    return Table.of("searches", {**columns, f"first cell, edges {edges}": ""}, rows)
 
 
 def exact_table(found: Mapping[str, Sequence[float]], cfg: NasiQuickConfig) -> Table:
@@ -259,47 +234,23 @@ def exact_table(found: Mapping[str, Sequence[float]], cfg: NasiQuickConfig) -> T
     return Table.of(title, {"estimate": "", "Spearman": ".2f", "Kendall": ".2f", "Pearson of logs": ".2f"}, rows)
 
 
-def closed_form_table(cfg: NasiQuickConfig, train: Images) -> Table:
-    """The step of the method beside other directions, by what the enumeration of 27 architectures gives for each.
-
-    Of a direction from alpha_0 = 0: its cosine with the closed form, E[Q] there, and the place of its argmax by Q.
-    """
-    space = small_space()
-    mixture = CellMixture(space, seed=cfg.seed).double()
-    x, y = train[0][:BATCH].double(), train[1][:BATCH]
-    archs, q = enumerated(mixture, space, x, y)
-    start = torch.zeros(mixture.allowed.shape, dtype=torch.float64)
-    exact = slope(archs, q, start)
-    step = exact / exact.norm()
-    rng = np.random.default_rng(derive_seed(cfg.seed, seeds.STUDY_DIRECTIONS))
-    random = torch.from_numpy(rng.standard_normal((DIRECTIONS, exact.numel())))
-    best = float((random @ exact.flatten() / random.norm(dim=1)).max()) / float(exact.norm())
-    directions = {"closed form, exact gradient": step}
-    for gates in get_args(Gates):
-        search = NasiConfig(steps=cfg.steps, mu=0.0, seed=cfg.seed, gates=gates)
-        found = solve(sample(mixture, [(x, y)], search), search).delta
-        directions[f"{gates.replace('_', '-')}, T = {cfg.steps}"] = found / found.norm()
-    directions["largest E[Q] of norm 1, ascent"] = ascend(archs, q, start)
-    rows = []
-    for name, direction in directions.items():
-        chosen = archs.index(tuple(direction[0].argmax(-1).tolist()))
-        cosine, expected = float((direction * step).sum()), float(expectation(archs, q, direction))
-        rows.append((name, f"{cosine:.3f}", f"{expected:.4g}", str(int((q > q[chosen]).sum()) + 1)))
+def closed_form_table(found: ClosedForm) -> Table:
+    """The step of the method beside other directions, by what the enumeration of 27 architectures gives for each."""
     title = (
-        f"one step from alpha_0 = 0, {len(q)} architectures: mean Q {float(q.mean()):.4g}, largest "
-        f"{float(q.max()):.4g}; of {DIRECTIONS} random directions the best reaches {best:.3f} "
+        f"one step from alpha_0 = 0, {len(found.q)} architectures: mean Q {float(found.q.mean()):.4g}, largest "
+        f"{float(found.q.max()):.4g}; of {DIRECTIONS} random directions the best reaches {found.best_random:.3f} "
         "of the closed form's first-order gain"
     )
-    return Table(title, ("Delta", "cosine", "E[Q] at Delta of norm 1", "place of its argmax by Q"), tuple(rows))
-
-
-def differing(a: Arch, b: Arch) -> int:
-    """The number of values in which two architectures differ."""
-    return sum(x != y for x, y in zip(a, b, strict=True))
+    columns = {"Delta": "", "cosine": ".3f", "E[Q] at Delta of norm 1": ".4g", "place of its argmax by Q": ""}
+    return Table.of(title, columns, [(name, *values) for name, values in found.directions.items()])
 
 
 def moved_table(space: ArchSpace, chosen: Mapping[str, Sequence[Arch]]) -> Table:
     """How many values of the selected architectures differ between modes at one seed, and between seeds."""
+
+    def differing(a: Arch, b: Arch) -> int:
+        return sum(x != y for x, y in zip(a, b, strict=True))
+
     rows: list[tuple[str, float | None, int | None]] = []
     for mode, archs in chosen.items():
         pairs = [differing(a, b) for a, b in combinations(archs, 2)]

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 from scipy import stats
+from torch import Tensor
 
 from nasfast.research.analysis.moments.detect import Verdict
 from nasfast.research.cells.costs import NONE
@@ -64,6 +65,14 @@ _CONTROLS = {
     ),
 }
 """Control for the cause of P2 -> folder of its searches, its cell, and whether draws without a path are repeated."""
+_VARIANTS: dict[str, dict[str, Any]] = {
+    "as above": {},
+    "order conv_relu_norm": {"order": "conv_relu_norm"},
+    "order conv_norm_relu": {"order": "conv_norm_relu"},
+    "norm layer": {"norm": "layer"},
+    "norm instance": {"norm": "instance"},
+}
+"""Figures 29 to 31: other orders of convolution, norm and ReLU, and other norms, at initialisation -> their changes."""
 _PUBLISHED = {
     "correct, published": (-0.11, -0.11, 0.06, 0.08, 0.17, 0.19),
     "wrong, published": (0.80, 2.18, 1.70, 2.92, 0.90, 0.74),
@@ -155,6 +164,7 @@ def collapse(cfg: config.CollapseConfig, runner: Runner) -> StudyReport:
 def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
     """Local costs."""
     space = cfg.space()
+    live = live_operations(space)
     initial, mean_cost = initial_costs(cfg, runner.device, range(cfg.seed, cfg.seed + cfg.nets))
     (trained,) = runner.all(searches_of(cfg, "uniform"))
     late = []
@@ -162,7 +172,14 @@ def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
         loader, _ = loaders(cfg.replace(seed=seed), bilevel=False)
         late.append(monte_carlo(found.net, loader, batches=cfg.batches, seed=seed + 1, device=runner.device)[0])
     costs = {"initialisation": initial, "trained": late}
-    share = last_cell(initial).positive(live_operations(space))
+    # figure 19: without the skip term, the costs of the cells before the last add up to next to nothing
+    two, _ = initial_costs(
+        cfg.replace(cells=2, reductions=False, no_skip_on_intermediate=True), runner.device, [cfg.seed]
+    )
+    sums = two[0].total.sum((1, 2)) / cfg.batches
+    few = range(cfg.seed, cfg.seed + max(1, cfg.nets // 3))
+    variants = {name: initial_costs(cfg.replace(**changes), runner.device, few) for name, changes in _VARIANTS.items()}
+    share = last_cell(initial).positive(live)
     checks = (
         Check("initialisation: mean C", 0, float("inf"), mean_cost),
         Check("initialisation: share of costs > 0", 0.6, 1, share),
@@ -172,11 +189,7 @@ def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
         subject=f"local costs of {cfg.cells} {cfg.cell} cell(s), operations sampled uniformly",
         explanation=_EXPLANATION,
         notes=() if cfg.published else (_OTHER_SETTINGS,),
-        tables=(
-            local_costs_table(costs, live_operations(space)),
-            sums_table(cfg, runner.device),
-            variants_table(cfg, runner.device),
-        ),
+        tables=(local_costs_table(costs, live), sums_table(sums), variants_table(variants, live)),
         figures=(
             figures.cost_heatmap(space, "local costs (figure 4)", panels),
             figures.edge_costs(f"seed {cfg.seed}: operations sampled uniformly", trained[cfg.seed]),
@@ -295,26 +308,17 @@ def local_costs_table(costs: Mapping[str, Sequence[LocalCosts]], live: Sequence[
     return Table.of("local costs", columns, rows)
 
 
-def sums_table(cfg: CostConfig, device: str) -> Table:
-    """Figure 19: without the skip term, the costs of the cells before the last add up to next to nothing."""
-    two = cfg.replace(cells=2, reductions=False, no_skip_on_intermediate=True)
-    tables, _ = initial_costs(two, device, [cfg.seed])
-    sums = tables[0].total.sum((1, 2)) / cfg.batches
+def sums_table(sums: Tensor) -> Table:
+    """Figure 19."""
     rows = list(zip(("second last cell", "last cell"), sums.tolist(), strict=True))
     title = "sum of the edges' costs, two cells without skip on intermediate edges"
     return Table.of(title, {"": "", "C": "+.2e"}, rows)
 
 
-def variants_table(cfg: CostConfig, device: str) -> Table:
-    """Figures 29 to 31: other orders of convolution, norm and ReLU, and other norms, at initialisation."""
-    variants: list[dict[str, Any]] = [{}, {"order": "conv_relu_norm"}, {"order": "conv_norm_relu"}]
-    variants += [{"norm": "layer"}, {"norm": "instance"}]
+def variants_table(variants: Mapping[str, tuple[Sequence[LocalCosts], float]], live: Sequence[int]) -> Table:
+    """Figures 29 to 31."""
     rows = []
-    for changes in variants:
-        other = cfg.replace(**changes)
-        live = live_operations(other.space())
-        tables, mean = initial_costs(other, device, range(cfg.seed, cfg.seed + max(1, cfg.nets // 3)))
+    for name, (tables, mean) in variants.items():
         joined = last_cell(tables)
-        name = ", ".join(f"{k} {v}" for k, v in changes.items()) or "as above"
         rows.append((name, mean, joined.positive(live), float(np.nanmean(joined.mean[0][:, live]))))
     return Table.of("at initialisation", {"": "", "C": "+.4f", "costs > 0": ".2f", "mean cost": "+.5f"}, rows)
