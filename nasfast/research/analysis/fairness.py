@@ -57,6 +57,11 @@ def fairness(
     for i, y in enumerate(outputs):
         if not torch.isfinite(y).all():
             raise ValueError(f"fairness: the result of candidate {i} is not finite")
+
+    def disagreement(a: Tensor, b: Tensor) -> float:
+        difference, total = (a - b).flatten(1).square().sum(1), (a.square() + b.square()).flatten(1).sum(1)
+        return float((difference / total.clamp(min=1e-30)).mean())
+
     rhos = [_pair_distances(y) / distances for y in outputs]
     mean, var = np.array([channel_moments(y) for y in outputs]).T
     return {
@@ -65,7 +70,7 @@ def fairness(
         "f_iso": float(np.log([float(rho.mean()) for rho in rhos]).std()),
         "f_phi": None if phi is None else float(np.log(phi).std()),
         "distortion": float(np.mean([float(rho.std() / rho.mean()) for rho in rhos])),
-        "disagreement": float(np.mean([_disagreement(a, b) for a, b in combinations(outputs, 2)])),
+        "disagreement": float(np.mean([disagreement(a, b) for a, b in combinations(outputs, 2)])),
     }
 
 
@@ -81,11 +86,6 @@ def _pair_distances(h: Tensor) -> Tensor:
     # differences are squared directly, because the form by inner products loses the digits of close pairs
     rows = [(flat[i + 1 :] - flat[i]).square().mean(1) for i in range(len(flat) - 1)]
     return torch.cat(rows).double()
-
-
-def _disagreement(a: Tensor, b: Tensor) -> float:
-    difference, total = (a - b).flatten(1).square().sum(1), (a.square() + b.square()).flatten(1).sum(1)
-    return float((difference / total.clamp(min=1e-30)).mean())
 
 
 def without_indicator_bn(module: nn.Module) -> nn.Module:

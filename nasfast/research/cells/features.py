@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 from nasfast.spaces import Arch
@@ -21,23 +21,18 @@ def graph_features(space: CellSpace, archs: Iterable[Arch]) -> list[list[int]]:
     Graph Features (ICML 2024), section 3, without the degrees of nodes.
     """
     known: dict[Arch, list[int]] = {}
-    edges, rows = len(space.cell.edges), []
+    edges, kinds, rows = len(space.cell.edges), range(len(space.ops)), []
+    sets = [s for size in range(1, len(kinds)) for s in itertools.combinations(kinds, size)]
     for arch in archs:
         row: list[int] = []
         for start in range(0, len(arch), edges):
             part = tuple(arch[start : start + edges])
             if part not in known:
-                known[part] = _of_cell(space.cell, part, range(len(space.ops)))
+                lengths = [_paths(space.cell, part, allowed) for allowed in sets]
+                known[part] = [*map(part.count, kinds), *(length[i] for i in (0, 1) for length in lengths)]
             row += known[part]
         rows.append(row)
     return rows
-
-
-def _of_cell(cell: Cell, ops: Arch, kinds: Sequence[int]) -> list[int]:
-    """The features of one cell; `ops` has the operation of each edge, one of `kinds`."""
-    sets = [s for size in range(1, len(kinds)) for s in itertools.combinations(kinds, size)]
-    lengths = [_paths(cell, ops, allowed) for allowed in sets]
-    return [*map(ops.count, kinds), *(least for least, _ in lengths), *(most for _, most in lengths)]
 
 
 def _paths(cell: Cell, ops: Arch, allowed: Collection[int]) -> tuple[int, int]:

@@ -109,18 +109,13 @@ def draw_gates(
     generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_GATES, step, purpose))
     for _ in range(_MAX_DRAWS):
         draw = draw_once(cfg, logits, generator, progress)
-        if not cfg.redraw or reaches_outputs(space, draw.runs):
+        live = draw.runs[..., [op != NONE for op in space.ops]].any(-1)
+        if not cfg.redraw or all(live[:, list(space.cell.into(node))].any(1).all() for node in space.cell.outputs):
             return draw
     raise RuntimeError(
         f"redraw: in each of {_MAX_DRAWS} draws some output node had no operation but None; the architecture has "
         "collapsed, or the cell has no such operation: search without redraw"
     )
-
-
-def reaches_outputs(space: CellSpace, runs: Tensor) -> bool:
-    """Whether every output node has an edge into it that is not None; `runs` is (types, edges, ops)."""
-    live = runs[..., [op != NONE for op in space.ops]].any(-1)
-    return all(bool(live[:, list(space.cell.into(node))].any(1).all()) for node in space.cell.outputs)
 
 
 def logits_gradient(cfg: CellSearchConfig, draw: Draw, cost: Tensor) -> Tensor:

@@ -117,7 +117,7 @@ class CellModule(nn.Module):
         columns = gates.shape[1]
         index = torch.tensor([e * columns + k for e, k, *_ in terms], device=gates.device)
         factors = gates.flatten()[index]
-        if self.fused and all(o is None or _ends_in_plain_norm(o) for *_, o in terms):
+        if self.fused and all(o is None or (is_plain_batch_norm(o.norm) and not o.after) for *_, o in terms):
             eps = next((o.norm.eps for *_, o in terms if o is not None and o.norm is not None), 1e-5)
             normalize = [o is not None for *_, o in terms]
             return ops.mixed_bn([y for *_, y, _ in terms], factors, normalize=normalize, eps=eps)
@@ -145,10 +145,6 @@ class CellModule(nn.Module):
         """
         for e, k, y, unfinished in self._terms(node, states, columns, shared):
             yield e, k, y if unfinished is None else unfinished.finish(y)
-
-
-def _ends_in_plain_norm(operation: Operation) -> bool:
-    return is_plain_batch_norm(operation.norm) and not operation.after
 
 
 class _Skeleton(nn.Module):

@@ -183,11 +183,6 @@ def is_plain_batch_norm(norm: nn.Module | None) -> TypeGuard[nn.BatchNorm2d]:
     return isinstance(norm, nn.BatchNorm2d) and not norm.affine and not norm.track_running_stats
 
 
-def _norm_relu(norm: nn.Module, *, fused: bool) -> list[nn.Module]:
-    # the identity takes the place of the ReLU, so that state dicts have the same keys
-    return [BatchNormReLU(norm), nn.Identity()] if fused and is_plain_batch_norm(norm) else [norm, nn.ReLU()]
-
-
 def _convolutions(groups: list[list[nn.Module]], channels: int, style: Style) -> Operation:
     """Groups of convolutions, each with a ReLU and a norm in the order of `style`."""
     body: list[nn.Module] = []
@@ -198,7 +193,13 @@ def _convolutions(groups: list[list[nn.Module]], channels: int, style: Style) ->
         if i < len(groups) - 1:
             # in both other orders a ReLU follows the norm; it belongs to this group or to the next
             norm = style.make_norm(channels)
-            body += [norm] if style.order == "conv_relu_norm" else _norm_relu(norm, fused=style.fused)
+            if style.order == "conv_relu_norm":
+                body.append(norm)
+            elif style.fused and is_plain_batch_norm(norm):
+                # the identity takes the place of the ReLU, so that state dicts have the same keys
+                body += [BatchNormReLU(norm), nn.Identity()]
+            else:
+                body += [norm, nn.ReLU()]
     return Operation(
         nn.Sequential(*body),
         style.make_norm(channels),

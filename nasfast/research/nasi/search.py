@@ -91,11 +91,6 @@ class Record:
     seconds: float
     cpu_seconds: float
 
-    @property
-    def finite(self) -> Tensor:
-        """(T,) whether a step counts."""
-        return self.q.isfinite() & self.gradients.flatten(1).isfinite().all(1)
-
 
 @dataclass(frozen=True)
 class NasiResult:
@@ -124,20 +119,6 @@ class NasiResult:
         """Share of the counted steps above their limit."""
         return float((self.q > self.nu).double().mean())
 
-    def check(self) -> NasiResult:
-        """Return the result itself if it prefers any candidate.
-
-        Raises:
-            ValueError: Delta* is 0.
-        """
-        if not self.delta.any():
-            raise ValueError(
-                f"no sampled architecture has a slope: {100 * self.above:.0f} % of {len(self.q)} lie above nu = "
-                f"{float(self.nu[-1]):.3g} (Q from {float(self.q.min()):.3g} to {float(self.q.max()):.3g}); "
-                "take a larger nu, another mu or more steps"
-            )
-        return self
-
 
 def sample(
     mixture: Mixture,
@@ -164,7 +145,11 @@ def sample(
     batches = endless(to_learn_from(loader), device)
     step = _soft if cfg.gates == "soft" else _straight_through
     for t in range(cfg.steps):
-        x, y = _visible(*next(batches), cfg, mixture.num_classes, t)
+        x, y = next(batches)
+        if cfg.labels == "random":
+            y = random_labels(len(y), mixture.num_classes, seed=derive_seed(cfg.seed, NASI_LABELS, t)).to(y.device)
+        if cfg.images == "random":
+            x = random_images(x.shape, seed=derive_seed(cfg.seed, NASI_IMAGES, t)).to(x)
         noisy = alpha + gumbel(alpha.shape, torch.Generator().manual_seed(derive_seed(cfg.seed, NASI_GATES, t)))
         value, gradient = step(mixture, noisy, x.to(mixture.weights[0].dtype), y, cfg.temperature)
         q.append(value.detach().double().cpu())
@@ -240,7 +225,7 @@ def solve(record: Record, cfg: NasiConfig = NasiConfig()) -> NasiResult:
     Raises:
         FloatingPointError: no step was finite.
     """
-    finite = record.finite
+    finite = record.q.isfinite() & record.gradients.flatten(1).isfinite().all(1)
     q, gradients = record.q[finite], record.gradients[finite]
     if not len(q):
         raise FloatingPointError(f"none of {len(record.q)} sampled architectures had a finite Q and gradient")
@@ -289,8 +274,14 @@ def search(
         ValueError: no candidate is preferred, because no sampled architecture has a slope; and as `sample`.
         FloatingPointError: no step was finite.
     """
-    record = sample(mixture, loader, cfg, logits=logits, device=device, progress=progress)
-    return solve(record, cfg).check()
+    found = solve(sample(mixture, loader, cfg, logits=logits, device=device, progress=progress), cfg)
+    if not found.delta.any():
+        raise ValueError(
+            f"no sampled architecture has a slope: {100 * found.above:.0f} % of {len(found.q)} lie above nu = "
+            f"{float(found.nu[-1]):.3g} (Q from {float(found.q.min()):.3g} to {float(found.q.max()):.3g}); "
+            "take a larger nu, another mu or more steps"
+        )
+    return found
 
 
 def _start(mixture: Mixture, logits: Tensor | None) -> Tensor:
@@ -300,15 +291,6 @@ def _start(mixture: Mixture, logits: Tensor | None) -> Tensor:
         raise ValueError(f"logits must be {tuple(shape)} (kinds, edges, ops), got {tuple(logits.shape)}")
     start = torch.zeros(shape, dtype=torch.float64) if logits is None else logits.detach().double().clone()
     return start.masked_fill(~mixture.allowed, -torch.inf)
-
-
-def _visible(x: Tensor, y: Tensor, cfg: NasiConfig, classes: int, step: int) -> tuple[Tensor, Tensor]:
-    """The images and labels that the search may see of a batch."""
-    if cfg.labels == "random":
-        y = random_labels(len(y), classes, seed=derive_seed(cfg.seed, NASI_LABELS, step)).to(y.device)
-    if cfg.images == "random":
-        x = random_images(x.shape, seed=derive_seed(cfg.seed, NASI_IMAGES, step)).to(x)
-    return x, y
 
 
 def random_labels(count: int, classes: int, *, seed: int) -> Tensor:

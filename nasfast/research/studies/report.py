@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from nasfast.config import ConfigBase
+from nasfast.display import text_table
 from nasfast.report.page import cards_of, embedded, escape, folded, page_of, table_of
 from nasfast.research.analysis.moments.detect import Verdict
 from nasfast.research.studies.draw import Figure
@@ -80,13 +81,7 @@ class Table:
         return cls(title, tuple(columns), tuple(tuple(map(number, row, columns.values())) for row in rows))
 
     def __str__(self) -> str:
-        lines = [self.header, *self.rows]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(self.header))]
-        text = [
-            line[0].ljust(widths[0]) + "".join(f"  {c:>{w}}" for c, w in zip(line[1:], widths[1:], strict=True))
-            for line in lines
-        ]
-        return "\n".join([self.title, *text])
+        return "\n".join([self.title, *text_table([self.header, *self.rows], right=1)])
 
     def html(self) -> str:
         """The table for a page; a long one is folded. A column without any number holds text."""
@@ -216,8 +211,7 @@ class StudyReport:
     def __str__(self) -> str:
         parts = [f"{self.name}: {self.subject}", *self.notes, *(f"\n{table}" for table in self.tables), ""]
         if self.verdicts:
-            width = max(map(len, self.verdicts))
-            parts += [*(f"{name:{width}}  {verdict}" for name, verdict in self.verdicts.items()), ""]
+            parts += [*text_table([(name, str(verdict)) for name, verdict in self.verdicts.items()]), ""]
         if self.checks:
             parts.append(str(marks_table(self.checks)))
         for claim in self.claims:

@@ -175,18 +175,10 @@ def propagate(cfg: NetConfig, draws: Draws, pair: Pair) -> Iterator[dict[str, Pa
         yield places
 
 
-def _measured(cfg: NetConfig) -> dict[str, tuple[Callable[[Pair], dict[str, Tensor]], ...]]:
-    """The statistics that are taken at each place."""
-    if cfg.residual:
-        return {
-            "input": (energies,),
-            "norm": (energies, shape),
-            "act": (ranks,),
-            "unit": (energies,),
-            "branch": (energies,),
-            "sum": (energies, ranks),
-        }
-    return {"input": (energies,), "norm": (energies, shape), "act": (energies, ranks)}
+_OF_LAYER: dict[str, tuple[Callable[[Pair], dict[str, Tensor]], ...]]
+_OF_LAYER = {"input": (energies,), "norm": (energies, shape), "act": (energies, ranks)}
+_OF_RESIDUAL = {**_OF_LAYER, "act": (ranks,), "unit": (energies,), "branch": (energies,), "sum": (energies, ranks)}
+"""The statistics that are taken at each place."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +249,7 @@ def run_chunk(
             continue
         measured = {
             f"{name}_{place}": statistic.cpu().numpy()
-            for place, functions in _measured(cfg).items()
+            for place, functions in (_OF_RESIDUAL if cfg.residual else _OF_LAYER).items()
             for function in functions
             for name, statistic in function(places[place]).items()
         }

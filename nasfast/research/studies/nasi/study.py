@@ -27,7 +27,7 @@ from nasfast.research.nasi.search import NasiConfig, NasiResult, endless, solve
 from nasfast.research.nasi.spaces import nasi_table, write_answer
 from nasfast.research.studies.nasi.config import MODES, NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
 from nasfast.research.studies.nasi.figures import dots, logits, search_steps
-from nasfast.research.studies.nasi.marks import correlation_checks, search_checks, time_check
+from nasfast.research.studies.nasi.marks import marks
 from nasfast.research.studies.nasi.measure import (
     DIRECTIONS,
     EXACT_IMAGES,
@@ -99,7 +99,7 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
             search_steps(f"search with mu 2, nu {NU:g}, seed 0", penalised),
             logits("alpha* without a penalty, seed 0", space, solve(first, NasiConfig(mu=0.0))),
         ),
-        checks=(*correlation_checks(cells), *search_checks(kinds, cells), time_check(records)),
+        checks=tuple(marks(cells, kinds, records)),
         data={"accuracy": cells.accuracy, "scores": cells.scores, "traces": traces},
     )
 

@@ -129,8 +129,8 @@ _THIN = "Thin: one run each; bold: their mean."
 def patterns(title: str, runs: Runs) -> Figure:
     """Growth, width preference and collapse: costs by window, probabilities of None and edges kept by record."""
     found = list(runs.values())
-    space, steps, records = found[0].space, measure.window_steps(found[0]), [0, *found[0].steps.tolist()]
-    inner = np.array(space.cell.intermediate)
+    steps = [int(part[-1]) for part in measure.windows(found[0].steps)]
+    records, inner = [0, *found[0].steps.tolist()], np.array(found[0].space.cell.intermediate)
     figure = Figure(title, f"Growth, width preference and collapse. {_THIN}", 4, legend=False)
     cost, none, kept, positive = figure.axes
     _runs(cost, steps, [measure.output_costs(run) for run in found], SERIES[2], "training set")

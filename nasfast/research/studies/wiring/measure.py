@@ -28,25 +28,24 @@ def live_operations(space: CellSpace) -> list[int]:
     return [k for k, op in enumerate(space.ops) if op != NONE]
 
 
-def _windows(records: np.ndarray) -> np.ndarray:
-    """Sums over equal parts of a run."""
-    return np.stack([part.sum(0) for part in np.array_split(records, min(_WINDOWS, len(records)))])
+def windows(records: np.ndarray) -> list[np.ndarray]:
+    """Equal parts of the records of a run."""
+    return np.array_split(records, min(_WINDOWS, len(records)))
 
 
-def window_steps(found: CellSearchResult) -> list[int]:
-    """The last step of every window."""
-    return [int(part[-1]) for part in np.array_split(found.steps, min(_WINDOWS, len(found.steps)))]
+def _sums(records: np.ndarray) -> np.ndarray:
+    return np.stack([part.sum(0) for part in windows(records)])
 
 
 def output_costs(found: CellSearchResult, which: int = TRAIN) -> np.ndarray:
     """(windows,) mean C over all samples."""
-    sums = _windows(found.outputs[:, which, GROUPS.index("all")])
+    sums = _sums(found.outputs[:, which, GROUPS.index("all")])
     return sums[:, 0] / sums[:, -1]
 
 
 def positive_share(found: CellSearchResult) -> np.ndarray:
     """(windows,) share of (cell, edge, operation) mean costs above 0, without None."""
-    total, count = (_windows(found.costs[:, TRAIN, i][..., live_operations(found.space)]) for i in (0, 2))
+    total, count = (_sums(found.costs[:, TRAIN, i][..., live_operations(found.space)]) for i in (0, 2))
     with np.errstate(invalid="ignore"):
         return (np.where(count > 0, total, 0) > 0).sum((1, 2, 3)) / (count > 0).sum((1, 2, 3))
 
