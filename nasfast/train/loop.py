@@ -55,7 +55,13 @@ def make_optimizer(model: nn.Module, cfg: TrainConfig) -> torch.optim.SGD:
     groups = [g for g in groups if g["params"]]
     # on a GPU one launch for each group, where PyTorch's default has four or five; elsewhere the default
     fused = trainable[0].is_cuda or None
-    return torch.optim.SGD(groups, lr=cfg.peak_lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=fused)
+    optimizer = torch.optim.SGD(groups, lr=cfg.peak_lr, momentum=cfg.momentum, nesterov=cfg.nesterov, fused=fused)
+    if fused and cfg.momentum:
+        # That launch takes the momentum of all its parameters or of none, and those of a path begin at different steps.
+        # From zero, the first momentum is the gradient, as without one.
+        for p in trainable:
+            optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+    return optimizer
 
 
 def update(optimizer: torch.optim.SGD, clip_norm: float) -> Tensor:

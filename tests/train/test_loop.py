@@ -116,6 +116,24 @@ def test_only_what_requires_grad_gets_an_optimiser():
         make_optimizer(net, TrainConfig(lr=0.1))
 
 
+def test_paths_take_turns_under_fused_sgd_which_a_gpu_has(monkeypatch):
+    """PyTorch's refuses momenta of which some are not there yet."""
+    trained = []
+    for on_gpu in (False, True):
+        if on_gpu:
+            monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
+        net, sampler = net_and_sampler((0, 1, 2, -1), (1, 1, 2, 0), (0, -1, 0, 1))
+        optimizer = make_optimizer(net, cfg := TrainConfig(epochs=1, lr=0.1, momentum=0.9))
+        assert optimizer.defaults["fused"] is (True if on_gpu else None)
+        for (images, labels), path in zip(batches(3), sampler.paths, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(net(images, path), labels).backward()
+            loop_module.update(optimizer, cfg.clip_norm)
+        trained.append(values(net))
+    for name, value in trained[0].items():
+        torch.testing.assert_close(trained[1][name], value, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def test_a_learning_rate_must_be_chosen_before_anything_is_written(tmp_path):
     network = nn.Sequential(nn.Flatten(), nn.Linear(12, 4))
     with pytest.raises(ValueError, match="lr is not set: give a learning rate"):
