@@ -23,15 +23,15 @@ class StepResult(NamedTuple):
     correct: Tensor
 
 
-def result_of(outcomes: Sequence[Tensor]) -> StepResult:
-    """The result of a step from the outcome of each of its paths; see `loss_and_gradient`."""
-    losses, correct = zip(*outcomes, strict=True)
+def result_of(outcomes: Sequence[StepResult]) -> StepResult:
+    """The result of a step from those of each of its paths."""
     if len(outcomes) == 1:
-        return StepResult(losses[0], correct[0])
+        return outcomes[0]
+    losses, correct = zip(*outcomes, strict=True)
     return StepResult(torch.stack(losses).mean(), torch.stack(correct).sum())
 
 
-def loss_and_gradient(logits: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+def loss_and_gradient(logits: Tensor, labels: Tensor, label_smoothing: float) -> tuple[StepResult, Tensor]:
     """The cross-entropy in float32, the correct predictions, and the gradient that the network's backward begins with.
 
     Args:
@@ -40,15 +40,14 @@ def loss_and_gradient(logits: Tensor, labels: Tensor, label_smoothing: float) ->
         label_smoothing: as in torch.nn.functional.cross_entropy.
 
     Returns:
-        (2,) float32, the mean loss and the number of correct predictions, and (N, classes), the gradient of the mean
-        loss by the logits, in their type.
+        The result of this path, and (N, classes), the gradient of the mean loss by the logits, in their type.
     """
     leaf = logits.detach().requires_grad_()
     with torch.enable_grad():
         loss = F.cross_entropy(leaf.float(), labels, label_smoothing=label_smoothing)
         (gradient,) = torch.autograd.grad(loss, leaf)
     correct = (leaf.detach().argmax(1) == (labels if labels.ndim == 1 else labels.argmax(1))).sum(dtype=loss.dtype)
-    return torch.stack((loss.detach(), correct)), gradient
+    return StepResult(loss.detach(), correct), gradient
 
 
 class Engine(Protocol):

@@ -3,8 +3,8 @@
 All candidates of a layer have the same input and output shape. So one buffer per layer boundary, and one for its
 gradient, serve all paths. Between forward and backward, a candidate keeps its tensors in a memory pool of its layer.
 The candidates of a layer share this pool, because only one of them runs on a path. A step is about two graph launches
-per layer and path, without allocations and without Python for each kernel. Whole paths are not captured, because
-every step has other paths.
+per layer and path, without allocations and without Python for each kernel; head, classifier and loss are one, forward
+and backward. Whole paths are not captured, because every step has other paths.
 
 A candidate that is one chain of the CUDA kernels and ends in a BatchNorm defers this to the next layer, which applies
 it while it reads its input (nasfast/ops/cuda/deferred.py). Which graphs the next candidate replays depends on that: it
@@ -33,7 +33,6 @@ from nasfast.ops.conv import cuda_plan
 from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
 from nasfast.ops.cuda.static import StaticChain
 from nasfast.ops.modules import ConvBNAct, begin_stages, chain_of, has_forward_hooks, run_in_order
-from nasfast.ops.nhwc import pixel_mean
 from nasfast.ops.plan import stage_kind, storage_dtype
 from nasfast.ops.rounded import Rounded
 from nasfast.spaces import Arch
@@ -159,6 +158,8 @@ class GraphEngine:
         self._activations = [self.images, *(empty(*b) for b in boundaries)]
         self._gradients = [empty(*b) if any(trains[: i + 1]) else None for i, b in enumerate(boundaries)]
         self._deferred: dict[int, DeferredNorm] = {}  # by boundary, for those that a candidate does not write
+        # by layer and choice: memory for the gradients of its parameters, and the part of each
+        self._slots: dict[tuple[int, int | None], tuple[Tensor, dict[Tensor, Tensor]]] = {}
         self._segments: list[dict[_Key, Segment]] = [{} for _ in self._layers]
         self._pools = [self._capture.pool() for _ in self._layers]
 
@@ -166,17 +167,22 @@ class GraphEngine:
         """Every static buffer that a step writes before it reads it, for tests that fill them with NaN."""
         yield from (b for b in self._activations[1:] + self._gradients if b is not None)
         yield from (tensor for norm in self._deferred.values() for tensor in norm)
-        yield from (segment.gradients for choices in self._segments for segment in choices.values())
+        yield from (memory for memory, _ in self._slots.values())
 
     # ---- steps
 
     def _segment(self, i: int, choice: int | None, made_from: DeferredResult | None = None) -> Segment:
-        """The captured segment of a layer's choice, whose input is there or made from what was deferred."""
+        """The captured segment of a layer's choice, whose input is there or made from what was deferred.
+
+        That of the head goes to the end of the step, because one choice is left there.
+        """
         key = choice, None if made_from is None else made_from.added is not None
         if key in self._segments[i]:
             return self._segments[i][key]
         try:
             segment = self._new_segment(i, choice, made_from)
+            if len(self.net.layers) < i < len(self._layers) - 1:
+                segment = self._new_segment(i + 1, None, segment.result, head=segment)
             segment.set_replays(self._capture.capture(segment.functions(), self._pools[i]))
         except Exception as error:  # an error that is not from the capture is raised again by the eager engine
             advice = ": use a smaller batch, or the eager engine" if isinstance(error, torch.OutOfMemoryError) else ""
@@ -184,7 +190,9 @@ class GraphEngine:
         self._segments[i][key] = segment
         return segment
 
-    def _new_segment(self, i: int, choice: int | None, made_from: DeferredResult | None) -> Segment:
+    def _new_segment(
+        self, i: int, choice: int | None, made_from: DeferredResult | None, head: Segment | None = None
+    ) -> Segment:
         module, choices = self._layers[i]
         part = choices[choice]
         last = i == len(self._layers) - 1
@@ -201,7 +209,7 @@ class GraphEngine:
             "autocast": self._autocast,
         }
         if last:
-            return Classifier(**buffers, labels=self.labels, label_smoothing=self.label_smoothing)
+            return Classifier(**buffers, head=head, labels=self.labels, label_smoothing=self.label_smoothing)
         chain = None if _has_hooks(module) else self._chain(i, part.modules, made_from, slots)
         return Segment(**buffers) if chain is None else ChainSegment(**buffers, chain=chain)
 
@@ -209,13 +217,12 @@ class GraphEngine:
         self, i: int, choice: int | None, parameters: list[nn.Parameter]
     ) -> tuple[Tensor, dict[Tensor, Tensor]]:
         """Memory for the gradients of a choice's parameters, and the slot of each, with its strides."""
-        for (other, _), segment in self._segments[i].items():
-            if other == choice:
-                return segment.gradients, segment.slots
-        sizes = [p.numel() for p in parameters]
-        memory = torch.empty(sum(sizes), device=self.device)
-        pieces = zip(parameters, memory.split(sizes), strict=True)
-        return memory, {p: piece.as_strided(p.shape, p.stride()) for p, piece in pieces}
+        if (i, choice) not in self._slots:
+            sizes = [p.numel() for p in parameters]
+            memory = torch.empty(sum(sizes), device=self.device)
+            pieces = zip(parameters, memory.split(sizes), strict=True)
+            self._slots[i, choice] = memory, {p: piece.as_strided(p.shape, p.stride()) for p, piece in pieces}
+        return self._slots[i, choice]
 
     def _chain(
         self,
@@ -259,54 +266,56 @@ class GraphEngine:
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
         """See `Engine`. A batch of another shape than `batch`, such as the last of an epoch, runs eagerly."""
         if paths is not None and self._segments and tuple(x.shape) == tuple(self.batch):
-            # a capture runs its segment, so it must come before gradients are summed
-            captured = self._captured([self.net.space.check(path) for path in paths])
-            if captured is not None:
-                return self._replay(x, y, captured)
+            try:
+                return self._replay(x, y, paths)
+            except EngineError as error:
+                if self.strict:
+                    raise
+                _logger.warning("goes on without CUDA graphs: %s", error)
+            # free the memory of graphs and buffers for the eager engine
+            self._segments, self._layers, self._activations, self._gradients = [], [], [], []
+            self._deferred, self._slots, self._rounded = {}, {}, None
+            del self.images
         result = EagerEngine(self.net, self.label_smoothing, self.bf16).forward_backward(x, y, paths)
         self._graded = [p for p in self._trainable if p.grad is not None]
         return result
 
-    def _captured(self, paths: list[Arch]) -> list[list[Segment]] | None:
-        """The segments of the paths; None if one cannot be captured and `strict` is false, and from then on."""
-        try:
-            return [self._path(path) for path in paths]
-        except EngineError as error:
-            if self.strict:
-                raise
-            _logger.warning("goes on without CUDA graphs: %s", error)
-        # free the memory of graphs and buffers for the eager engine
-        self._segments, self._layers, self._activations, self._gradients, self._deferred = [], [], [], [], {}
-        self._rounded = None
-        del self.images
-        return None
-
     def _path(self, path: Arch) -> list[Segment]:
-        """The captured segments of a path, from stem to classifier."""
+        """The captured segments of a path, from the stem to the one with the classifier."""
         segments: list[Segment] = []
-        for i, choice in enumerate([None, *path, *[None] * (len(self._layers) - 1 - len(path))]):
+        for i, choice in enumerate([None, *self.net.space.check(path), None]):
             segments.append(self._segment(i, choice, segments[-1].result if segments else None))
         return segments
 
-    def _replay(self, x: Tensor, y: Tensor, paths: list[list[Segment]]) -> StepResult:
+    def _replay(self, x: Tensor, y: Tensor, paths: Sequence[Arch]) -> StepResult:
+        """A step on static buffers. The device gets to work before Python looks at the paths.
+
+        Raises:
+            EngineError: a segment could not be captured; nothing but buffers has changed.
+        """
         if self._rounded is not None:
             self._rounded.refresh()
         self.images.copy_(x)
+        stem = self._segment(0, None).forward_replay
+        assert stem is not None
+        stem()
+        # a capture runs its segment, so it must come before gradients are summed
+        captured = [self._path(path) for path in paths]
         self.labels.copy_(y)
-        outcomes = []
+        outcomes: list[StepResult] = []
         ran: dict[int, Segment] = {}  # by memory of the gradients
-        for segments in paths:
-            for segment in segments:
+        for segments in captured:
+            for segment in segments if outcomes else segments[1:]:
                 if segment.forward_replay is not None:
                     segment.forward_replay()
             for segment in reversed(segments):
                 segment.replay_backward(adds=id(segment.gradients) in ran)
-                ran[id(segment.gradients)] = segment
+                ran.update((id(part.gradients), part) for part in segment.parts)
                 if not segment.passes_on:
                     break
             classifier = segments[-1]
             assert isinstance(classifier, Classifier)
-            outcomes.append(classifier.outcome.clone())
+            outcomes.append(StepResult(*torch.stack(classifier.outcome)))  # the next replay writes another there
         self._set_gradients(ran.values())
         return result_of(outcomes)
 
@@ -328,15 +337,15 @@ class GraphEngine:
         self._graded = list(gradients)
 
 
-def _classify(net: Supernet, rounded: Rounded | None, x: Tensor) -> Tensor:
-    """Mean over the pixels and classifier; the numbers are those of `Supernet.forward`.
+def _classify(net: Supernet, rounded: Rounded | None, features: Tensor) -> Tensor:
+    """The classifier; the numbers are those of `Supernet.forward`.
 
     Args:
         net: the supernet.
         rounded: copies of frozen parameters, which a linear classifier without hooks takes; None: as they are.
-        x: what the head gives.
+        features: means over the pixels of what the head gives.
     """
-    features, linear = pixel_mean(x), net.classifier
+    linear = net.classifier
     if rounded is None or type(linear) is not nn.Linear or has_forward_hooks(linear):
         return linear(features)
     weight, bias = (p if p is None or p.requires_grad else rounded.of(p) for p in (linear.weight, linear.bias))

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nasfast.engine.capture import Replay
-from nasfast.engine.eager import loss_and_gradient
+from nasfast.engine.eager import StepResult, loss_and_gradient
 from nasfast.ops.cuda.deferred import DeferredResult
 from nasfast.ops.cuda.static import StaticChain
 
@@ -61,6 +61,11 @@ class Segment:
         return self.target_grad is not None and (self.source_grad is not None or bool(self.slots))
 
     @property
+    def parts(self) -> list[Segment]:
+        """Those whose gradients backward writes, each into memory of its own."""
+        return [self]
+
+    @property
     def result(self) -> DeferredResult | None:
         """What the target is made from behind forward; None if it is written."""
         return None
@@ -81,9 +86,13 @@ class Segment:
         """Run the module on the source."""
         if self.made_from is not None:
             self.made_from.write(self.source)
-        self._x = self.source.detach().requires_grad_(self.source_grad is not None)
+        self._x = self.given().requires_grad_(self.source_grad is not None)
         with self.autocast():
             return self.module(self._x)
+
+    def given(self) -> Tensor:
+        """What the module gets, outside of autograd."""
+        return self.source.detach()
 
     def backward(self) -> None:
         if self._x is None:
@@ -108,13 +117,17 @@ class Segment:
             dx = computed.pop(0)
             self.passes_on = dx is not None
             if dx is not None:
-                self.source_grad.copy_(dx)
+                self.write(self.source_grad, dx)
                 if self.made_from is not None:
                     self.made_from.norm.begin_backward(self.source_grad)
         found = {p: gradient for p, gradient in zip(self.slots, computed, strict=True) if gradient is not None}
         self.reached = {p: self.slots[p] for p in found}
         if found:
             torch._foreach_copy_(list(self.reached.values()), list(found.values()))
+
+    def write(self, source_grad: Tensor, dx: Tensor) -> None:
+        """Write the gradient of the source from that of what `run` differentiates by."""
+        source_grad.copy_(dx)
 
     def release(self) -> None:
         self._x = self._edge = None
@@ -123,10 +136,10 @@ class Segment:
         """Replay backward; with `adds`, add to the gradients of an earlier path of this step."""
         if self.backward_replay is None:
             return
-        before = self.gradients.clone() if adds else None
+        before = [part.gradients.clone() for part in self.parts] if adds else []
         self.backward_replay()
-        if before is not None:
-            self.gradients.add_(before)
+        for part, gradients in zip(self.parts, before, strict=False):
+            part.gradients.add_(gradients)
 
 
 @dataclass(kw_only=True)
@@ -159,17 +172,25 @@ class ChainSegment(Segment):
 
 @dataclass(kw_only=True)
 class Classifier(Segment):
-    """The last segment: classifier, loss, and their backward, in one graph.
+    """The last segment: what follows the last choice, classifier, loss, and their backward, in one graph.
+
+    Its module gets the mean over the pixels of the source.
 
     Attributes:
+        head: what makes the source; None if a layer with choices does.
         labels: (N,).
         label_smoothing: label smoothing of the cross-entropy.
         outcome: result of the last replay, see `loss_and_gradient`.
     """
 
+    head: Segment | None
     labels: Tensor
     label_smoothing: float = 0.0
-    outcome: Tensor = field(init=False, repr=False)
+    outcome: StepResult = field(init=False, repr=False)
+
+    @property
+    def parts(self) -> list[Segment]:
+        return [self] if self.head is None else [self, self.head]
 
     def functions(self) -> list[Replay]:
         return [self.backward]
@@ -179,8 +200,25 @@ class Classifier(Segment):
         self.release()
 
     def backward(self) -> None:
+        if self.head is not None:
+            self.head.forward()
         logits = self.run()
         # static too: a graph writes a result to the same memory at every replay, as long as someone holds the result
         self.outcome, gradient = loss_and_gradient(logits, self.labels, self.label_smoothing)
         self.differentiate(get_gradient_edge(logits) if logits.requires_grad else None, gradient)
+        if self.head is not None and self.passes_on and self.head.has_backward:
+            self.head.backward()
+            self.passes_on = self.head.passes_on
         self.release()
+
+    def given(self) -> Tensor:
+        return self.source.mean((2, 3))
+
+    def write(self, source_grad: Tensor, dx: Tensor) -> None:
+        # as the backward of pixel_mean does, but for its copy
+        torch.div(dx[:, :, None, None].expand_as(source_grad), source_grad[0, 0].numel(), out=source_grad)
+
+    def release(self) -> None:
+        super().release()
+        if self.head is not None:
+            self.head.release()
