@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from nasfast.config import ConfigError
-from nasfast.pipeline.networks import (
+from nasfast.pipeline.chosen import (
     SEED,
     cell_results,
     front_points,

@@ -14,9 +14,10 @@ from nasfast.data import DataError
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.agreement import Agreement, agreement
+from nasfast.pipeline.chosen import random_peers
 from nasfast.pipeline.estimate import Plan, Trial, Work
 from nasfast.pipeline.inputs import checked_images
-from nasfast.pipeline.networks import network_task, random_peers, task_of
+from nasfast.pipeline.networks import network_task, task_of
 from nasfast.pipeline.run import Run, settings_of_task
 from nasfast.pipeline.searching import search
 from nasfast.pipeline.seeds_page import STABILITY_FILE, write_stability_page

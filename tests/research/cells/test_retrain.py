@@ -11,7 +11,8 @@ from tiny import batches
 
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
-from nasfast.pipeline.networks import retrain_best, to_retrain
+from nasfast.pipeline.chosen import to_retrain
+from nasfast.pipeline.networks import retrain_best
 from nasfast.pipeline.run import Run
 from nasfast.research.cells.network import CellStandalone
 from nasfast.research.cells.space import CellSpace, darts_space, minimal_cell, nas_bench_201_space

@@ -1,0 +1,113 @@
+"""Which architectures of a run are retrained, and the names of their networks.
+
+From a search `best`, `best-2`, ..., beside them `random`, `random-2`, ...; of a search of cells, its own names; and
+`arch-1_0_2_1` for one that a user names. Each may have `-seed-N` behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from nasfast.config import ConfigError
+from nasfast.pipeline.run import Run, result_of
+from nasfast.search import SearchResult, equal_cost_peers, load_candidates
+from nasfast.search.candidate import ARCHS_FILE
+from nasfast.settings import RunConfig
+from nasfast.spaces import Arch, ArchSpace, SearchSpace, arch_file_text, load_arch
+
+_LOG = logging.getLogger(__name__)
+
+SEED = "-seed-"
+"""Stands between the name of a network and its seed, where that is not the run's."""
+
+
+def to_retrain(
+    run: Run, archs: Sequence[Arch | str] = (), *, pareto: bool = False
+) -> tuple[ArchSpace, dict[str, Arch]]:
+    """The space of a run, and the architectures to retrain by the names of their networks; see `retrain_best`."""
+    space = run.any_space
+    if archs:
+        return space, _named(read_arch(arch, space) for arch in archs)
+    if not isinstance(space, SearchSpace):
+        if pareto:
+            raise ConfigError("a search of cells computes no Pareto front: leave --pareto out")
+        return space, cell_results(run.dir, space)
+    found = search_result(run.dir, space)
+    if pareto:
+        return space, _named(required_front(found, run.dir))
+    chosen = dict(list(named_candidates(found).items())[: run.cfg.retrain.top_k])
+    if len(chosen) < run.cfg.retrain.top_k:
+        path = run.dir / ARCHS_FILE
+        _LOG.warning("retrain.top_k=%d, but %s has %d architectures", run.cfg.retrain.top_k, path, len(chosen))
+    return space, chosen | random_peers(run, found.candidates[0].arch)
+
+
+def random_peers(run: Run, arch: Arch) -> dict[str, Arch]:
+    """The random architectures of the cost of `arch` that the settings ask for: `random`, `random-2`, ..."""
+    count, rng = run.cfg.retrain.random_architectures, random.Random(run.cfg.seed)
+    if count:
+        run.limits.check(run.space)
+    peers = equal_cost_peers(run.space, rng, arch, count, limits=run.limits)
+    return {"random" if i == 0 else f"random-{i + 1}": peer for i, peer in enumerate(peers)}
+
+
+def with_seeds(chosen: Mapping[str, Arch], cfg: RunConfig) -> dict[str, tuple[Arch, int]]:
+    """Every training by the name of its network: an architecture and a seed.
+
+    The first has the seed of the run and the name as given, the others have names such as `best-seed-1`. Random
+    architectures are trained once each, because they stand for architectures and not for one of them.
+    """
+    trainings = {}
+    for name, arch in chosen.items():
+        trainings[name] = (arch, cfg.seed)
+        if not name.startswith("random"):
+            seeds = range(cfg.seed + 1, cfg.seed + cfg.retrain.seeds)
+            trainings |= {f"{name}{SEED}{seed}": (arch, seed) for seed in seeds}
+    return trainings
+
+
+def read_arch(arch: Arch | str, space: ArchSpace) -> Arch:
+    """An architecture of a space, given as a value or as text."""
+    return space.parse(arch) if isinstance(arch, str) else space.check(arch)
+
+
+def _named(archs: Iterable[Arch]) -> dict[str, Arch]:
+    return {f"arch-{arch_file_text(arch)}": arch for arch in archs}
+
+
+def cell_results(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
+    """What a search of cells wrote, by its names."""
+    paths = sorted(run_dir.glob("arch_*.json"))
+    if not paths:
+        raise FileNotFoundError(f"no arch_NAME.json in {run_dir}: a search of cells writes them at its end")
+    return {path.stem.removeprefix("arch_"): load_arch(path, space) for path in paths}
+
+
+def search_result(run_dir: Path, space: SearchSpace) -> SearchResult:
+    """archs.json."""
+    load = functools.partial(load_candidates, space=space)
+    return result_of(run_dir / ARCHS_FILE, load, f"nasfast search --out {run_dir}")
+
+
+def named_candidates(found: SearchResult) -> dict[str, Arch]:
+    """The candidates of a search under the names of their networks."""
+    return {"best" if i == 0 else f"best-{i + 1}": c.arch for i, c in enumerate(found.candidates)}
+
+
+def front_points(found: SearchResult) -> list[Arch]:
+    """Every architecture on the front against MACs or on that against a table, each once."""
+    return list(dict.fromkeys(point.arch for point in found.points[len(found.candidates) :]))
+
+
+def required_front(found: SearchResult, run_dir: Path) -> list[Arch]:
+    """`front_points`, of which there must be some."""
+    if not (points := front_points(found)):
+        raise ConfigError(
+            f"{run_dir / ARCHS_FILE} has no Pareto front, because the score scores whole paths: name architectures "
+            "with --arch, or search with score.distill=true"
+        )
+    return points
