@@ -78,16 +78,13 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
   // The same on a GPU, for many tensors at once.
   m.def("gaussians(Tensor(a!)[] z, int[] seeds) -> ()");
   // Orthogonalises on a GPU: z and q are matrices, or batches (batch, rows, columns) of them, of any strides, float32 or
-  // float64, not empty; q may be z. A matrix with more columns than rows is transposed before and after. q becomes
-  // scale times the factor of QR with a positive diagonal of R; v, of the shape of z, and tau, (batch, columns), become
-  // the Householder reflectors and their factors. v and tau may be empty lists.
-  m.def("householder(Tensor[] z, Tensor(a!)[] q, Tensor(b!)[] v, Tensor(c!)[] tau, float[] scales) -> ()");
+  // float64; q may be z. A matrix with more columns than rows is transposed before and after. q becomes scale times the
+  // factor of QR with a positive diagonal of R; v becomes the Householder reflectors, of any lengths, or is an empty list.
+  m.def("householder(Tensor[] z, Tensor(a!)[] q, Tensor(b!)[] v, float[] scales) -> ()");
   // Run the same kernels on the host, slowly, for tests. `backwards` reverses the order in which blocks, and the threads
   // of a block, take their turns; the order must not change the result.
   m.def("gaussians_emulated(Tensor(a!)[] z, int[] seeds, bool backwards) -> ()");
-  m.def(
-      "householder_emulated(Tensor[] z, Tensor(a!)[] q, Tensor(b!)[] v, Tensor(c!)[] tau, float[] scales, "
-      "bool backwards) -> ()");
+  m.def("householder_emulated(Tensor[] z, Tensor(a!)[] q, Tensor(b!)[] v, float[] scales, bool backwards) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(nasfast, m) {

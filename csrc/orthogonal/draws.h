@@ -1,5 +1,5 @@
 // What torch.randn draws in float64 on a CPU, by a block of threads for each tensor: they make the words of a turn of
-// the twister, and the numbers of two turns, at once. Teams and phases: householder.h.
+// the twister, then the elements whose numbers are complete with it. Teams: householder.h.
 #pragma once
 
 #include <cmath>
@@ -8,80 +8,71 @@
 
 namespace nasfast::orthogonal {
 
-// One tensor to fill.
-template <typename T>
+// A tensor to fill, of float64 or float32.
 struct Draw {
-  T* z;
+  void* z;
+  bool in_double;
   int64_t count;
   uint32_t seed;
-};
 
-// In shared memory.
-struct DrawMemory {
-  uint32_t words[2][kWords];  // of the last two turns
-  double last[kBlock];        // the uniform numbers of the last kBlock elements
-};
-
-// Makes the words of the next turn from those of this one. A word needs one of its own turn, kWords - kShift before it.
-template <typename Team>
-NASFAST_DEVICE void turn(const Team& team, const uint32_t* words, uint32_t* next) {
-  constexpr int kStep = kWords - kShift;
-  for (int begin = 0; begin < kWords; begin += kStep) {
-    team.each([&](int thread) {
-      static_assert(Team::kThreads >= kStep, "a word for each thread");
-      const int i = begin + thread;
-      if (thread >= kStep || i >= kWords) return;
-      next[i] =
-          twisted(words[i], i + 1 < kWords ? words[i + 1] : next[0], begin == 0 ? words[i + kShift] : next[i - kStep]);
-    });
+  NASFAST_DEVICE void put(int64_t i, double x) const {
+    if (in_double) {
+      static_cast<double*>(z)[i] = x;
+    } else {
+      static_cast<float*>(z)[i] = static_cast<float>(x);
+    }
   }
-}
+};
 
-template <typename T, typename Team>
-NASFAST_DEVICE void run(const Team& team, const Draw<T>& draw, DrawMemory& memory) {
-  constexpr int kHalf = kBlock / 2;
-  const int rest = static_cast<int>(draw.count % kBlock);
-  const int64_t whole = draw.count - rest;
-  // fewer numbers than a block are drawn pair by pair, the angle first; of a last block that is not whole the numbers
-  // are lost, and the last kBlock elements are drawn anew
-  const int64_t first_of_last = whole == 0 ? 0 : whole + rest;
-  const int64_t uniforms = rest == 0 ? whole : first_of_last + kBlock;
+using DrawMemory = uint32_t[2][kWords];  // in shared memory: the words of two turns
+
+template <typename Team>
+NASFAST_DEVICE void run(const Team& team, const Draw& draw, DrawMemory& memory) {
+  constexpr int kHalf = kBlock / 2, kStep = kWords - kShift;
+  static_assert(Team::kThreads >= kStep, "a word for each thread");
+  // Fewer numbers than a block are drawn pair by pair, the angle first. Of a last block that is not whole the numbers are
+  // lost, and the last kBlock elements are drawn anew.
+  const bool pairs = draw.count < kBlock;
+  const int64_t last = (draw.count + kBlock - 1) / kBlock - 1, before_last = draw.count - kBlock;
+  const int64_t first_of_last = pairs ? 0 : draw.count % kBlock == 0 ? before_last : draw.count;  // uniform number
   team.each([&](int thread) {
     if (thread > 0) return;
-    uint32_t word = memory.words[0][0] = draw.seed;
-    for (int i = 0; i + 1 < kWords; ++i) memory.words[0][i + 1] = word = seeded_word(word, i);
+    uint32_t word = memory[0][0] = draw.seed;
+    for (int i = 0; i + 1 < kWords; ++i) memory[0][i + 1] = word = seeded_word(word, i);
   });
-  // uniform number i of two turns
-  const auto number = [&](int i) {
-    const uint32_t* const words = memory.words[i < kUniforms ? 1 : 0] + 2 * (i % kUniforms);
-    return uniform(tempered(words[0]), tempered(words[1]));
-  };
-  for (int64_t begin = 0; begin < uniforms; begin += 2 * kUniforms) {
-    turn(team, memory.words[0], memory.words[1]);
-    turn(team, memory.words[1], memory.words[0]);
+  int64_t done = 0;  // blocks
+  for (int64_t end = kUniforms; done <= last; end += kUniforms) {
+    const uint32_t* const words = memory[(end / kUniforms - 1) % 2];
+    uint32_t* const next = memory[end / kUniforms % 2];
+    for (int from = 0; from < kWords; from += kStep) {  // a word needs one of its own turn, kStep before it
+      team.each([&](int thread) {
+        const int i = from + thread;
+        if (thread >= kStep || i >= kWords) return;
+        const uint32_t far = from == 0 ? words[i + kShift] : next[i - kStep];
+        next[i] = twisted(words[i], i + 1 < kWords ? words[i + 1] : next[0], far);
+      });
+    }
+    const auto number = [&](int64_t i) {  // uniform number i, of this turn or the one before
+      const int at = static_cast<int>(i - end) + kUniforms;
+      const uint32_t* const pair = at < 0 ? words + kWords + 2 * at : next + 2 * at;
+      return uniform(tempered(pair[0]), tempered(pair[1]));
+    };
+    const int64_t complete = end / kBlock < last ? end / kBlock : last + (first_of_last + kBlock <= end);
     team.each([&](int thread) {
-      for (int pair = thread; pair < kUniforms; pair += Team::kThreads) {
-        const int i = pair / kHalf * kBlock + pair % kHalf;
-        if (begin + i / kBlock * kBlock >= whole) break;
+      for (int64_t i = done * kHalf + thread; i < complete * kHalf; i += Team::kThreads) {
+        const int64_t block = i / kHalf, k = i % kHalf, limit = block == last ? draw.count : before_last;
+        const int64_t from = block < last ? block * kBlock : first_of_last;
+        const int64_t to = block < last || pairs ? block * kBlock : before_last;
+        const int64_t one = pairs ? 2 * k : k, other = pairs ? one + 1 : k + kHalf;
+        const double radius = std::sqrt(-2 * logarithm(1 - number(from + (pairs ? other : one))));
         double cosine, sine;
-        on_circle(std::sqrt(-2 * logarithm(1 - number(i))), number(i + kHalf), &cosine, &sine);
-        draw.z[begin + i] = static_cast<T>(cosine);
-        draw.z[begin + i + kHalf] = static_cast<T>(sine);
+        on_circle(radius, number(from + (pairs ? one : other)), &cosine, &sine);
+        if (to + one < limit) draw.put(to + one, cosine);
+        if (to + other < limit) draw.put(to + other, sine);
       }
-      const int64_t i = first_of_last + thread - begin;
-      if (rest > 0 && thread < kBlock && i >= 0 && i < 2 * kUniforms) memory.last[thread] = number(static_cast<int>(i));
     });
+    done = complete;
   }
-  team.each([&](int thread) {
-    if (rest == 0 || thread >= kHalf) return;
-    const int radius = whole == 0 ? 2 * thread + 1 : thread, angle = whole == 0 ? 2 * thread : thread + kHalf;
-    double cosine, sine;
-    on_circle(std::sqrt(-2 * logarithm(1 - memory.last[radius])), memory.last[angle], &cosine, &sine);
-    T* const z = draw.z + (whole == 0 ? 0 : draw.count - kBlock);
-    const int at_cosine = whole == 0 ? 2 * thread : thread, at_sine = whole == 0 ? at_cosine + 1 : thread + kHalf;
-    if (whole > 0 || at_cosine < rest) z[at_cosine] = static_cast<T>(cosine);
-    if (whole > 0 || at_sine < rest) z[at_sine] = static_cast<T>(sine);
-  });
 }
 
 }  // namespace nasfast::orthogonal

@@ -3,16 +3,15 @@
 
 #include <torch/csrc/stable/library.h>
 
-#include "draws.h"
 #include "tasks.h"
 
 namespace nasfast::orthogonal {
 namespace {
 
 // Runs the threads of a phase one after the other. Their order must not matter, so tests use both directions.
-template <int threads, int slots>
+template <int threads, int columns>
 struct EmulatedTeam {
-  static constexpr int kThreads = threads, kSlots = slots;
+  static constexpr int kThreads = threads, kColumns = columns, kTile = columns * kPanel;
   bool backwards;
 
   template <typename F>
@@ -36,9 +35,6 @@ struct EmulatedTeam {
   }
 };
 
-// Bytes of shared memory that every GPU has for a block which asks for them.
-constexpr int64_t kSharedBytes = 99 * 1024;
-
 // Memory of the exact size, so that a sanitizer sees every access outside, and of what is no number.
 template <typename T>
 std::vector<T> shared_memory(int64_t elements) {
@@ -47,42 +43,38 @@ std::vector<T> shared_memory(int64_t elements) {
 
 template <typename T>
 void emulate(const Given& given, bool backwards) {
-  using Warp = EmulatedTeam<32, kWarpSlots>;
-  using Block = EmulatedTeam<kBlockThreads, kBlockSlots<T>>;
+  using Warp = EmulatedTeam<32, kWarpColumns>;
+  using Block = EmulatedTeam<kBlockThreads, kBlockColumns<T>>;
   const Work<T> work = work_of<T, Warp>(given);
   for (const Item& item : work.small) {
     run_steps(Warp{backwards}, work.of(item).at(item.n), shared_memory<T>(work.small_elements).data());
   }
-  const int64_t limit = kSharedBytes / static_cast<int64_t>(sizeof(T));
-  run_launches<T, Block>(work, limit, [&](Step step, int i_panel, int count, int most, int64_t elements) {
+  const int64_t limit = 99 * 1024 / sizeof(T);  // bytes that every GPU has for a block which asks for them
+  run_launches<T, Block>(work, limit, [&](Step step, int count, int most, int64_t elements) {
     // the blocks of a launch may run in any order
     for (int i = 0; i < count * most; ++i) {
       const int i_block = backwards ? count * most - 1 - i : i, tile = i_block / count;
       const Item& item = work.large[i_block % count];
       const Task<T> task = work.of(item).at(item.n);
-      if (tile >= tiles(task, step, i_panel, Block::kSlots)) continue;
-      run_step(Block{backwards}, task, step, i_panel, tile, limit, shared_memory<T>(elements).data());
+      if (tile >= tiles<T, Block>(task, step)) continue;
+      run_tile(Block{backwards}, task, step, tile, limit, shared_memory<T>(elements).data());
     }
   });
 }
 
-void householder_emulated(const std::vector<Tensor>& z, const std::vector<Tensor>& q, const std::vector<Tensor>& v,
-                          const std::vector<Tensor>& tau, const std::vector<double>& scales, bool backwards) {
-  const Given given{z, q, v, tau, scales};
-  check(given);
+void householder_emulated(const Tensors& z, const Tensors& q, const Tensors& v, const std::vector<double>& scales,
+                          bool backwards) {
+  const Given given{z, q, v, scales};
+  given.check();
   emulate<float>(given, backwards);
   emulate<double>(given, backwards);
 }
 
-void gaussians_emulated(const std::vector<Tensor>& zs, const std::vector<int64_t>& seeds, bool backwards) {
-  const auto emulate = [&](const auto& draws) {
-    for (const auto& draw : draws) {
-      DrawMemory memory;
-      run(EmulatedTeam<kBlockThreads, 0>{backwards}, draw, memory);
-    }
-  };
-  emulate(draws_of<float>(zs, seeds));
-  emulate(draws_of<double>(zs, seeds));
+void gaussians_emulated(const Tensors& zs, const std::vector<int64_t>& seeds, bool backwards) {
+  for (const Draw& draw : draws_of(zs, seeds)) {
+    DrawMemory memory;
+    run(EmulatedTeam<kBlockThreads, 0>{backwards}, draw, memory);
+  }
 }
 
 }  // namespace

@@ -112,6 +112,11 @@ def transformed() -> bool:
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def recorded() -> bool:
+    """Whether this thread runs for a compiler, a tracer or a mode, such as FakeTensorMode: they do not see others."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack() > 0
+
+
 def once_per_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
     """The backward of an autograd.Function that takes a batch of gradients, too, and runs once for each of them.
 

@@ -158,9 +158,12 @@ def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
 
 def check_qr(op: str, a: Tensor, mode: str = "reduced") -> None:
     """Check the arguments of `nasfast.ops.qr` and `nasfast.ops.geqrf`."""
-    _check_matrix(f"{op}: the matrix", a)
-    if a.dtype not in (torch.float32, torch.float64):
-        raise TypeError(f"{op}: the matrix must be float32 or float64, got {a.dtype}: convert it first")
+    where = f"{op}: the matrix"
+    _check_tensor(where, a)
+    wide = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+    if a.dtype not in wide and not (a.is_floating_point() and torch.is_autocast_enabled(a.device.type)):
+        raise TypeError(f"{where} must be float32, float64 or complex, got {a.dtype}; convert it with .float()")
+    _check_shape_of_matrix(where, a)
     if mode not in (modes := ("reduced", "complete", "r")):
         raise ValueError(f"{op}: mode must be one of {', '.join(modes)}, got {mode!r}")
 
@@ -198,7 +201,7 @@ def check_fits(where: str, tensor: Tensor, needed: int) -> None:
         where: operator and argument, for the message.
         needed: bytes.
     """
-    if tensor.is_meta:
+    if tensor.is_meta or torch.compiler.is_compiling():
         return
     if tensor.device.type == "cuda":
         total = torch.cuda.get_device_properties(tensor.device).total_memory
@@ -270,6 +273,10 @@ def _check_matrix(where: str, z: Tensor) -> None:
         raise TypeError(
             f"{where} must be float32, float64, bfloat16 or float16, got {z.dtype}; convert it with .float()"
         )
+    _check_shape_of_matrix(where, z)
+
+
+def _check_shape_of_matrix(where: str, z: Tensor) -> None:
     if z.layout != torch.strided:
         raise TypeError(f"{where} must be dense, got {z.layout}; convert it with .to_dense()")
     if z.ndim < 2:

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nasfast.ops import checks
-from nasfast.ops.autograd import transformed
+from nasfast.ops.autograd import recorded, transformed
 from nasfast.ops.backends import Refusal, resolve_backend
 from nasfast.ops.threads import on_threads
 
-Operator = Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], list[float]], None]
+Operator = Callable[[list[Tensor], list[Tensor], list[Tensor], list[float]], None]
 """`householder` of csrc/library.cpp, or its emulation."""
 
 # parts of a batch per thread: enough that all threads end together, few enough that a part is worth a call
@@ -44,29 +44,31 @@ def qr(A: Tensor, mode: str = "reduced", *, backend: str | None = None) -> QR:  
     """`torch.linalg.qr` of a batch of matrices: A = Q R with orthonormal columns of Q and an upper triangular R.
 
     The signs on the diagonal of R are those of LAPACK on a CPU, and not negative on a GPU. If A does not have full
-    rank, the columns of Q beyond the rank are some orthonormal completion.
+    rank, the columns of Q beyond the rank are some orthonormal completion. There is no `out`.
 
     Args:
-        A: (..., m, n), float32 or float64, any strides; leading dimensions are a batch.
+        A: (..., m, n), any strides; leading dimensions are a batch. float32, float64 or complex; also bfloat16 or
+            float16 under autocast on a CPU, where they become float32.
         mode: `reduced` gives Q (..., m, k) and R (..., k, n) with k = min(m, n); `complete` gives Q (..., m, m) and R
             (..., m, n); `r` gives the R of `reduced` and an empty Q.
         backend: one of `nasfast.ops.BACKENDS`; None lets context, environment and device decide, and takes the
-            reference, PyTorch, under torch.func and if a gradient is needed.
+            reference, PyTorch, if a gradient is needed, for complex numbers and halves, and under torch.func,
+            torch.compile and other tracers.
 
     Raises:
-        TypeError: A is not a dense tensor of float32 or float64.
+        TypeError: A is not a dense tensor of these types.
         ValueError: A has fewer than two dimensions, or the mode is unknown.
-        RuntimeError: the named backend cannot serve, or it is a native one and a gradient is needed.
+        RuntimeError: the named backend cannot serve, as a native one where None takes the reference.
     """
     checks.check_qr("qr", A, mode)
     name = resolve_backend("qr", A, backend, partial(_why_not_native, A)).name
     if name == "reference":
         return QR(*torch.linalg.qr(A, mode))
-    if name == "cpu" and mode == "r":
+    if name == "cuda":
+        return qr_of_reflectors(A, mode, torch.ops.nasfast.householder)
+    if mode == "r":  # the parts have no Q
         return QR(A.new_empty(0), *_in_parts(lambda part: torch.linalg.qr(part, "r")[1:], A))
-    if name == "cpu":
-        return QR(*_in_parts(partial(torch.linalg.qr, mode=mode), A))
-    return qr_of_reflectors(A, mode, torch.ops.nasfast.householder)
+    return QR(*_in_parts(partial(torch.linalg.qr, mode=mode), A))
 
 
 def geqrf(input: Tensor, *, backend: str | None = None) -> Geqrf:  # the name in torch
@@ -76,27 +78,30 @@ def geqrf(input: Tensor, *, backend: str | None = None) -> Geqrf:  # the name in
     has no gradient; `qr` has one.
 
     Args:
-        input: (..., m, n), float32 or float64, any strides; leading dimensions are a batch.
-        backend: one of `nasfast.ops.BACKENDS`; None lets context, environment and device decide.
+        input: (..., m, n), as for `qr`.
+        backend: as for `qr`.
 
     Returns:
         a: (..., m, n), and tau: (..., min(m, n)).
 
     Raises:
-        TypeError, ValueError: as for `qr`.
-        RuntimeError: the named backend cannot serve, or a gradient is needed.
+        TypeError, ValueError, RuntimeError: as for `qr`.
     """
     checks.check_qr("geqrf", input)
     name = resolve_backend("geqrf", input, backend, partial(_why_not_native, input)).name
-    if name == "reference":
-        return Geqrf(*torch.geqrf(input))
-    if name == "cpu":
-        return Geqrf(*_in_parts(torch.geqrf, input))
-    return geqrf_of_reflectors(input, torch.ops.nasfast.householder)
+    if name == "cuda":
+        return geqrf_of_reflectors(input, torch.ops.nasfast.householder)
+    return Geqrf(*(torch.geqrf(input) if name == "reference" else _in_parts(torch.geqrf, input)))
 
 
 def _why_not_native(a: Tensor, name: str) -> Refusal | None:
-    if name != "reference" and (transformed() or (a.requires_grad and torch.is_grad_enabled())):
+    if name == "reference":
+        return None
+    if a.dtype not in (torch.float32, torch.float64):
+        return Refusal(f"serves float32 and float64, got {a.dtype}", "shape")
+    if transformed() or recorded():
+        return Refusal("cannot be transformed or traced: use backend='reference'", "shape")
+    if a.requires_grad and torch.is_grad_enabled():
         return Refusal("has no gradient: pass a detached tensor, or use backend='reference'", "shape")
     return None
 
@@ -112,41 +117,20 @@ def _in_parts(function: Callable[[Tensor], Sequence[Tensor]], a: Tensor) -> list
     return [torch.cat(found).unflatten(0, batch) for found in zip(*results, strict=True)]
 
 
-class _Reflected(NamedTuple):
-    """What the operator `householder` makes of matrices (..., m, n) that are not wide.
-
-    Attributes:
-        q: (..., m, n), the first columns of H_1 .. H_n times the signs.
-        v: (..., m, n) reflectors; column k begins in row k.
-        tau: (..., n): H_k = I - tau_k v_k v_k'.
-    """
-
-    q: Tensor
-    v: Tensor
-    tau: Tensor
-
-    @property
-    def signs(self) -> Tensor:
-        """(..., 1, n): of the diagonal of R before its signs went to Q, where sign(0) = +1.
-
-        They are opposite to those of the first elements of the reflectors.
-        """
-        first = self.v.diagonal(dim1=-2, dim2=-1)
-        return torch.where(first > 0, -1.0, 1.0).to(first.dtype).unsqueeze(-2)
-
-
 def as_batch(z: Tensor) -> Tensor:
     """A view, or copy, of matrices (..., m, n) with at most one dimension before them."""
     return z if z.ndim <= 3 else z.flatten(0, -3)
 
 
-@torch.no_grad()
-def _reflect(a: Tensor, householder: Operator) -> _Reflected:
-    found = _Reflected(*(a.new_empty(shape) for shape in (a.shape, a.shape, (*a.shape[:-2], a.shape[-1]))))
-    if a.numel():
-        tau = found.tau.reshape(-1, a.shape[-1])
-        householder([as_batch(a)], [as_batch(found.q)], [as_batch(found.v)], [tau], [1.0])
-    return found
+def _reflect(a: Tensor, householder: Operator) -> tuple[Tensor, Tensor]:
+    """Of matrices (..., m, n) that are not wide, both of this shape: Q where R has a positive diagonal, and reflectors.
+
+    Reflector v_k begins in row k of column k; H_k = I - 2 v_k v_k' / |v_k|^2, or I if v_k is zero. The first columns of
+    H_1 .. H_n are those of Q but for their signs, which are opposite to those of the first elements of the reflectors.
+    """
+    q, v = a.new_empty(a.shape), a.new_empty(a.shape)
+    householder([as_batch(a)], [as_batch(q)], [as_batch(v)], [1.0])
+    return q, v
 
 
 @torch.no_grad()
@@ -156,7 +140,7 @@ def qr_of_reflectors(a: Tensor, mode: str, householder: Operator) -> QR:
     left = a[..., : min(rows, columns)]
     if mode == "complete" and rows > columns:
         left = F.pad(a, (0, rows - columns))  # the reflectors of zeros are none
-    q = _reflect(left, householder).q
+    q, _ = _reflect(left, householder)
     return QR(q if mode != "r" else a.new_empty(0), _triangle(q, a))
 
 
@@ -164,12 +148,12 @@ def qr_of_reflectors(a: Tensor, mode: str, householder: Operator) -> QR:
 def geqrf_of_reflectors(a: Tensor, householder: Operator) -> Geqrf:
     """`geqrf` by the operator `householder`."""
     rank = min(a.shape[-2:])
-    found = _reflect(a[..., :rank], householder)
-    first = found.v.diagonal(dim1=-2, dim2=-1)
-    below = (found.v / torch.where(first == 0, 1, first).unsqueeze(-2)).tril(-1)
+    q, v = _reflect(a[..., :rank], householder)
+    first = v.diagonal(dim1=-2, dim2=-1)
+    below = (v / torch.where(first == 0, 1, first).unsqueeze(-2)).tril(-1)
     result = F.pad(below, (0, a.shape[-1] - rank))
-    result[..., :rank, :] += _triangle(found.q * found.signs, a)
-    return Geqrf(result, found.tau * first.square())
+    result[..., :rank, :] += _triangle(torch.where(first.unsqueeze(-2) > 0, -q, q), a)
+    return Geqrf(result, torch.where(first == 0, 0, 2 / (1 + below.square().sum(-2))))
 
 
 def _triangle(q: Tensor, a: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native, checks, reference
-from nasfast.ops.autograd import transformed
+from nasfast.ops.autograd import recorded, transformed
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.householder import Operator, as_batch
 from nasfast.ops.threads import on_threads
@@ -51,7 +51,8 @@ def orthogonalize(matrices: Sequence[Tensor], *, backend: str | None = None) -> 
 
     Returns:
         One contiguous tensor per entry, of its shape, dtype and device: orthonormal columns if m_i >= n_i, else
-        orthonormal rows. The reference is differentiable, the native backends are not.
+        orthonormal rows. The reference is differentiable, the native backends are not. Under torch.func, torch.compile
+        and other tracers, it is the reference.
 
     Raises:
         TypeError: matrices is not a list of tensors, or an entry is not a floating tensor.
@@ -65,7 +66,7 @@ def orthogonalize(matrices: Sequence[Tensor], *, backend: str | None = None) -> 
 
 
 def _run(matrices: Sequence[Tensor], name: str) -> list[Tensor]:
-    if name == "reference" or transformed():
+    if name == "reference" or transformed() or recorded():
         return reference.orthogonalize(matrices)
     if torch.is_grad_enabled() and any(z.requires_grad for z in matrices):
         raise RuntimeError(
@@ -83,17 +84,8 @@ def _run(matrices: Sequence[Tensor], name: str) -> list[Tensor]:
 def in_blocks(matrices: Sequence[Tensor], householder: Operator) -> list[Tensor]:
     """`orthogonalize` of float32 and float64 matrices by the operator `householder` of csrc/library.cpp."""
     results = [torch.empty_like(z, memory_format=torch.contiguous_format) for z in matrices]
-    _into(matrices, results, [1.0] * len(results), householder)
+    householder([*map(as_batch, matrices)], [*map(as_batch, results)], [], [1.0] * len(results))
     return results
-
-
-def _into(
-    matrices: Sequence[Tensor], results: Sequence[Tensor], scales: Sequence[float], householder: Operator
-) -> None:
-    filled = [i for i, z in enumerate(matrices) if z.numel()]
-    z, q = ([as_batch(each[i]) for i in filled] for each in (matrices, results))
-    if filled:
-        householder(z, q, [], [], [scales[i] for i in filled])
 
 
 @torch.no_grad()
@@ -221,7 +213,8 @@ def fill_together(targets: Sequence[Target], seed: int, gaussians: Draw, househo
         group, targets = targets[:count], targets[count:]
         drawn = [_place(target) for target in group]
         gaussians(drawn, [_stream(target.name, seed) for target in group])
-        _into(drawn, drawn, [target.scale for target in group], householder)
+        matrices = [as_batch(z) for z in drawn]
+        householder(matrices, matrices, [], [target.scale for target in group])
         for target, q in zip(group, drawn, strict=True):
             if q.data_ptr() != target.tensor.data_ptr():
                 target.tensor.copy_(q.reshape(target.tensor.shape))
