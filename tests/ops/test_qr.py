@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from kernel_cases.cuda import needs_emulation
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from nasfast import ops
 from nasfast.ops import householder
@@ -93,12 +94,53 @@ def test_gradients_are_those_of_pytorch():
         ops.qr(a, backend="cpu")
 
 
+def test_transforms_and_second_derivatives():
+    a = torch.randn(6, 150, 140, dtype=torch.float64)
+    assert all(map(torch.equal, torch.func.vmap(ops.qr)(a), torch.linalg.qr(a)))
+    assert all(map(torch.equal, torch.func.vmap(ops.geqrf)(a), torch.geqrf(a)))
+    assert torch.autograd.gradgradcheck(ops.qr, torch.randn(4, 3, dtype=torch.float64, requires_grad=True))
+
+
+def trace(function, a):
+    return torch.jit.trace(function, a, check_trace=False)
+
+
+# parts of the batch run on other threads, which tracers do not see
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", [pytest.param("compile", marks=pytest.mark.slow), "make_fx", "jit.trace"])
+def test_tracers_see_all_that_is_computed(how):
+    example, a = torch.randn(2, 6, 150, 140)
+
+    def function(x):
+        return tuple(ops.qr(x))
+
+    if how == "compile":
+        traced = torch.compile(function, backend="aot_eager", fullgraph=True)
+    else:
+        traced = {"make_fx": lambda *given: make_fx(given[0])(given[1]), "jit.trace": trace}[how](function, example)
+    for got, want in zip(traced(a), ops.qr(a), strict=True):
+        assert torch.allclose(got, want, atol=1e-4)
+
+
+def test_complex_numbers_and_autocast():
+    a = torch.randn(3, 6, 4, dtype=torch.complex128)
+    for got, want in zip((*ops.qr(a), *ops.geqrf(a)), (*torch.linalg.qr(a), *torch.geqrf(a)), strict=True):
+        assert torch.equal(got, want)
+    half = torch.randn(7, 5).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = ops.qr(half)
+        assert ops.qr(torch.randn(7, 5)).Q.dtype == torch.float32
+    assert all(map(torch.equal, found, torch.linalg.qr(half.float())))
+    with pytest.raises(RuntimeError, match="cannot serve: serves float32 and float64, got torch.complex128"):
+        ops.qr(a, backend="cpu")
+
+
 def test_bad_input_is_named():
     good = torch.ones(2, 2)
     for bad, error, message in (
         ("x", TypeError, "the matrix must be a tensor, got str"),
         (torch.ones(2), ValueError, r"the matrix must be \(..., rows, columns\), got shape \(2,\)"),
-        (torch.ones(2, 2).half(), TypeError, "the matrix must be float32 or float64, got torch.float16"),
+        (torch.ones(2, 2).half(), TypeError, "the matrix must be float32, float64 or complex, got torch.float16"),
         (torch.ones(2, 2).to_sparse(), TypeError, "the matrix must be dense"),
     ):
         for function in (ops.qr, ops.geqrf):
