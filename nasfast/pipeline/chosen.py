@@ -16,7 +16,6 @@ from nasfast.config import ConfigError
 from nasfast.pipeline.run import Run, result_of
 from nasfast.search import SearchResult, equal_cost_peers, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
-from nasfast.settings import RunConfig
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, arch_file_text, load_arch
 
 _LOG = logging.getLogger(__name__)
@@ -55,17 +54,17 @@ def random_peers(run: Run, arch: Arch) -> dict[str, Arch]:
     return {"random" if i == 0 else f"random-{i + 1}": peer for i, peer in enumerate(peers)}
 
 
-def with_seeds(chosen: Mapping[str, Arch], cfg: RunConfig) -> dict[str, tuple[Arch, int]]:
+def with_seeds(run: Run, chosen: Mapping[str, Arch]) -> dict[str, tuple[Arch, int]]:
     """Every training by the name of its network: an architecture and a seed.
 
     The first has the seed of the run and the name as given, the others have names such as `best-seed-1`. Random
     architectures are trained once each, because they stand for architectures and not for one of them.
     """
-    trainings = {}
+    trainings, first = {}, run.cfg.seed
     for name, arch in chosen.items():
-        trainings[name] = (arch, cfg.seed)
+        trainings[name] = (arch, first)
         if not name.startswith("random"):
-            seeds = range(cfg.seed + 1, cfg.seed + cfg.retrain.seeds)
+            seeds = range(first + 1, first + run.cfg.retrain.seeds)
             trainings |= {f"{name}{SEED}{seed}": (arch, seed) for seed in seeds}
     return trainings
 

@@ -72,7 +72,7 @@ def retrain_best(
     decides = world.is_main and run.without_supernet and run.nothing_is_trained  # before another rank begins
     if world.is_main:
         found, names = to_retrain(run, archs, pareto=pareto)
-        form = {"space": found.to_dict(), "trainings": with_seeds(names, run.cfg)}
+        form = {"space": found.to_dict(), "trainings": with_seeds(run, names)}
     form = json.loads(world.broadcast_bytes(json.dumps(form).encode()))
     space = space_kind(form["space"]).from_dict(form["space"])
     trainings = {name: (tuple(arch), seed) for name, (arch, seed) in form["trainings"].items()}

@@ -118,6 +118,7 @@ class Run:
 
     @property
     def dir(self) -> Path:
+        """The run directory."""
         return self.cfg.run_dir
 
     @functools.cached_property
@@ -149,7 +150,7 @@ class Run:
 
     @functools.cached_property
     def space(self) -> SearchSpace:
-        """The space in the run directory; the stage that makes it sets it."""
+        """The space in the run directory; what makes a space sets it, before it asks for the limits."""
         path = self.dir / SPACE_FILE
         if not path.exists():
             raise FileNotFoundError(f"{path} is missing: run `nasfast supernet --out {self.cfg.out}` first")
@@ -264,6 +265,7 @@ class Run:
         write_atomic(self.dir / CONFIG_FILE, self.cfg.to_yaml().encode())
 
     def save_space(self) -> None:
+        """Write the space to space.yaml."""
         write_atomic(self.dir / SPACE_FILE, self.space.to_yaml().encode())
 
 
