@@ -25,8 +25,11 @@ Columns = Sequence[Sequence[Sequence[int]]]
 """Columns of `CellSpace.ops`, by type of cell and then by edge."""
 Shared = dict[tuple[int, int, int] | int, Tensor]
 """What operations on one source have in common: a result by (source, stride, column), the ReLU by the source alone."""
-Term = tuple[int, int, Tensor, Operation | None]
-"""Edge, column and output of an operation, and the operation itself if its `finish` is still to be applied."""
+Term = tuple[int, int, Tensor, Operation]
+"""Edge, column and output of an operation, and the operation whose `finish` is still to be applied."""
+
+_FINISHED = Operation(nn.Identity(), None)
+"""Stands for an operation whose `finish` is applied already."""
 
 
 def columns_of(mask: Tensor) -> Columns:
@@ -103,7 +106,7 @@ class CellModule(nn.Module):
                 if operation.shared:
                     if (source, stride, k) not in shared:
                         shared[source, stride, k] = operation(x)
-                    yield e, k, shared[source, stride, k], None
+                    yield e, k, shared[source, stride, k], _FINISHED
                     continue
                 if operation.activates:
                     if source not in shared:
@@ -113,15 +116,17 @@ class CellModule(nn.Module):
 
     def _sum(self, terms: list[Term], gates: Tensor | None) -> Tensor:
         if gates is None:
-            return reduce(torch.add, [y if operation is None else operation.finish(y) for *_, y, operation in terms])
+            return reduce(torch.add, [operation.finish(y) for *_, y, operation in terms])
         columns = gates.shape[1]
         index = torch.tensor([e * columns + k for e, k, *_ in terms], device=gates.device)
         factors = gates.flatten()[index]
-        if self.fused and all(o is None or (is_plain_batch_norm(o.norm) and not o.after) for *_, o in terms):
-            eps = next((o.norm.eps for *_, o in terms if o is not None and o.norm is not None), 1e-5)
-            normalize = [o is not None for *_, o in terms]
+        norms = [operation.norm for *_, operation in terms]
+        plain = all(norm is None or is_plain_batch_norm(norm) for norm in norms)
+        if self.fused and plain and not any(operation.after for *_, operation in terms):
+            eps = next((norm.eps for norm in norms if norm is not None), 1e-5)
+            normalize = [norm is not None for norm in norms]
             return ops.mixed_bn([y for *_, y, _ in terms], factors, normalize=normalize, eps=eps)
-        values = [y if operation is None else operation.finish(y) for *_, y, operation in terms]
+        values = [operation.finish(y) for *_, y, operation in terms]
         return reduce(torch.add, [z * y for z, y in zip(factors.to(values[0].dtype).unbind(), values, strict=True)])
 
     def _zeros(self, states: list[Tensor], node: int) -> Tensor:
@@ -143,8 +148,8 @@ class CellModule(nn.Module):
             columns: per edge, the columns of the operations.
             shared: keeps intermediate results that operations on the same source have in common.
         """
-        for e, k, y, unfinished in self._terms(node, states, columns, shared):
-            yield e, k, y if unfinished is None else unfinished.finish(y)
+        for e, k, y, operation in self._terms(node, states, columns, shared):
+            yield e, k, operation.finish(y)
 
 
 class _Skeleton(nn.Module):

@@ -122,7 +122,7 @@ class LogitTable:
         return float(sum(row[k] for row, k in zip(self.logits, arch, strict=True)))
 
 
-def nasi_table(space: SearchSpace, result: NasiResult, *, meta: dict[str, Any] | None = None) -> IndicatorTable:
+def nasi_table(space: ArchSpace, result: NasiResult, *, meta: dict[str, Any] | None = None) -> IndicatorTable:
     """The logits of a search as a table, whose sum over layers is log p(arch) up to a constant.
 
     A table without layer indicators gives an identity candidate the score 0. So the logits of its layer are written
@@ -133,6 +133,7 @@ def nasi_table(space: SearchSpace, result: NasiResult, *, meta: dict[str, Any] |
         result: the result of the search.
         meta: kept in the table besides the method.
     """
+    assert isinstance(space, SearchSpace), "the table has a row for each layer"
     if result.logits.shape[:2] != (1, len(space)):
         raise ValueError(f"logits must be (1, {len(space)}, ...) for {space.name!r}, got {tuple(result.logits.shape)}")
     block = []
@@ -145,16 +146,13 @@ def nasi_table(space: SearchSpace, result: NasiResult, *, meta: dict[str, Any] |
     return IndicatorTable(space, tuple(block), (None,) * len(space), {"method": METHOD, **(meta or {})})
 
 
-def _layers(space: ArchSpace) -> SearchSpace:
-    """The layer-wise space that every other kind is."""
-    if not isinstance(space, SearchSpace):
-        raise TypeError(f"NASI searches spaces of layers and of cells, got a {type(space).__name__}")
-    return space
-
-
 def mixture_of(space: ArchSpace, *, seed: int = 0) -> Mixture:
     """The untrained supernet of a space, as PyTorch initialises its modules."""
-    return CellMixture(space, seed=seed) if isinstance(space, CellSpace) else LayerMixture(_layers(space), seed=seed)
+    if isinstance(space, CellSpace):
+        return CellMixture(space, seed=seed)
+    if not isinstance(space, SearchSpace):
+        raise TypeError(f"NASI searches spaces of layers and of cells, got a {type(space).__name__}")
+    return LayerMixture(space, seed=seed)
 
 
 def chosen_arch(space: ArchSpace, result: NasiResult, *, rule: Rule | None = None) -> Arch:
@@ -169,14 +167,14 @@ def chosen_arch(space: ArchSpace, result: NasiResult, *, rule: Rule | None = Non
     """
     if isinstance(space, CellSpace):
         return derive(space, result.logits, rule or ("darts" if space.cell.inputs == 2 else "argmax"))
-    return nasi_table(_layers(space), result).argmax()
+    return nasi_table(space, result).argmax()
 
 
 def table_of(space: ArchSpace, result: NasiResult) -> IndicatorTable | LogitTable:
     """The logits of a search as a table, whose `score` of an architecture is log p(arch) up to a constant."""
     if isinstance(space, CellSpace):
         return LogitTable(result.logits.flatten(0, 1))
-    return nasi_table(_layers(space), result)
+    return nasi_table(space, result)
 
 
 def write_answer(space: ArchSpace, result: NasiResult, arch: Arch, folder: Path, *, meta: dict[str, Any]) -> Path:
@@ -196,5 +194,5 @@ def write_answer(space: ArchSpace, result: NasiResult, arch: Arch, folder: Path,
         write_atomic(path, (arch_to_json(arch, space) + "\n").encode())
         return path
     path = folder / TABLE_FILE
-    nasi_table(_layers(space), result, meta=meta).save(path)
+    nasi_table(space, result, meta=meta).save(path)
     return path

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 from scipy import stats
@@ -52,7 +51,7 @@ from nasfast.research.studies.nasi.searches import Searches, claim_folder
 from nasfast.research.studies.report import StudyReport, Table
 from nasfast.research.studies.run import Task
 from nasfast.seeds import derive_seed
-from nasfast.spaces import Arch, ArchSpace, SearchSpace, get_space
+from nasfast.spaces import Arch, ArchSpace, get_space
 
 _EXPLANATION = (
     "Q is the squared length of one batch's gradient of the loss over all weights of an untrained network; NASI takes "
@@ -150,12 +149,10 @@ def compare(cfg: NasiCompareConfig, out: Path | None, task: Task) -> StudyReport
     batches = [next(stream) for _ in range(cfg.repeats)]
     results = searches.all()
     found = _found(searches, results, folder)
-    # get_space has refused a space of cells
-    space = cast("SearchSpace", searches.space)
     predictors: dict[str, Predictor] = {}
     seconds: dict[str, str] = {}
     for (mode, i), result in results.items():
-        table, name = nasi_table(space, result), f"NASI, {mode}, seed {cfg.seed + i}"
+        table, name = nasi_table(searches.space, result), f"NASI, {mode}, seed {cfg.seed + i}"
         predictors[name] = {arch: table.score(arch) for arch in truth}
         seconds[name] = seconds_text(result)
     if cfg.indicators is not None:
