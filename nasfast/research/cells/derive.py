@@ -36,7 +36,7 @@ def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Rule) -> Arch:
             best[:, none] = -1
         strength, columns = best.max(-1)
         chosen = columns.tolist()
-        for node in range(space.cell.inputs, space.cell.inputs + space.cell.nodes):
+        for node in space.cell.inner:
             edges = sorted(space.cell.into(node), key=lambda e: -float(strength[e]))
             for e in edges[2:]:
                 if none is None or none not in space.candidates[e]:
@@ -50,8 +50,6 @@ def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Rule) -> Arch:
 def derivations(space: CellSpace, logits: Tensor | np.ndarray) -> dict[str, Arch]:
     """Rule -> architecture; the rule `darts` is missing where it might have to drop an edge that has no None."""
     none = space.ops.index(NONE) if NONE in space.ops else None
-    nodes = range(space.cell.inputs, space.cell.inputs + space.cell.nodes)
-    droppable = all(
-        len(edges := space.cell.into(node)) <= 2 or all(none in space.candidates[e] for e in edges) for node in nodes
-    )
+    into = map(space.cell.into, space.cell.inner)
+    droppable = all(len(edges) <= 2 or all(none in space.candidates[e] for e in edges) for edges in into)
     return {rule: derive(space, logits, rule) for rule in ("argmax", *(("darts",) if droppable else ()))}

@@ -83,7 +83,7 @@ class CellModule(nn.Module):
         if self.preprocess:
             states = [module(x) for module, x in zip(self.preprocess, inputs, strict=True)]
         shared: Shared = {}
-        for node in range(self.cell.inputs, self.cell.inputs + self.cell.nodes):
+        for node in self.cell.inner:
             terms = list(self._terms(node, states, runs, shared))
             total = self._sum(terms, gates) if terms else self._zeros(states, node)
             if gates is not None and not terms:

@@ -132,8 +132,7 @@ class CellSearch(nn.Module):
         buffer("edge_costs", records, 2, *self.net.gate_shape[:2])
         buffer("outputs", records, 2, len(GROUPS), len(QUANTITIES))
         self.probabilities[0] = self.logits.softmax(-1)
-        types = torch.tensor([space.type_of(i) for i in range(space.cells)])
-        self.register_buffer("type_of_cell", types, persistent=False)
+        self.register_buffer("type_of_cell", torch.tensor(space.type_of_cell), persistent=False)
 
     @property
     def logits(self) -> Tensor:

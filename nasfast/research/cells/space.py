@@ -88,10 +88,15 @@ class Cell(ConfigBase):
         for edge in self.edges:
             if not self.inputs <= edge.target < last:
                 raise ValueError(f"edge {edge.name}: goes to one of the nodes {self.inputs} to {last - 1}")
-        if missing := set(range(self.inputs, last)) - {e.target for e in self.edges}:
+        if missing := set(self.inner) - {e.target for e in self.edges}:
             raise ValueError(f"nodes {sorted(missing)} of the cell have no edge into them")
-        if not self.outputs or not set(self.outputs) <= set(range(self.inputs, last)):
+        if not self.outputs or not set(self.outputs) <= set(self.inner):
             raise ValueError(f"outputs must be some of the nodes {self.inputs} to {last - 1}, got {self.outputs}")
+
+    @property
+    def inner(self) -> range:
+        """The intermediate nodes."""
+        return range(self.inputs, self.inputs + self.nodes)
 
     def is_intermediate(self, edge: Edge) -> bool:
         """Whether the edge leaves an intermediate node; otherwise it leaves an input."""
@@ -247,6 +252,11 @@ class CellSpace(ArchSpace):
     def type_of(self, cell: int) -> int:
         """The type of a cell, as an index into `types`."""
         return int(cell in self.reductions and self.reduce_by == "cell")
+
+    @cached_property
+    def type_of_cell(self) -> tuple[int, ...]:
+        """The type of every cell."""
+        return tuple(map(self.type_of, range(self.cells)))
 
     def stride_of(self, cell: int, edge: int) -> int:
         """Stride of an edge's operation in a cell."""

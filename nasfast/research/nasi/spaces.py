@@ -78,7 +78,7 @@ class CellMixture(Mixture):
 
     def __init__(self, space: CellSpace, *, seed: int = 0) -> None:
         super().__init__(CellSupernet(space, fused=False, seed=seed), uniform_logits(space) == 0, space.num_classes)
-        self._types = [space.type_of(i) for i in range(space.cells)]
+        self._types = list(space.type_of_cell)
 
     def forward(
         self, x: Tensor, gates: Tensor, runs: Tensor | None = None, *, nodes: list[Tensor] | None = None
@@ -97,7 +97,7 @@ class CellMixture(Mixture):
             cell = module.cell
             states = nodes[start : start + cell.inputs + cell.nodes]
             shared: Shared = {}
-            for node in range(cell.inputs, len(states)):
+            for node in cell.inner:
                 for e, k, y in module.outputs(node, states, columns[kind], shared):
                     yield (kind, e, k), start + cell.edges[e].source, start + node, y
             start += len(states)

@@ -11,6 +11,8 @@ from nasfast.research.cells.space import CELLS, Cell, CellSpace, Norm, Order, at
 from nasfast.research.studies.config import StudyConfig
 from nasfast.settings import TrainConfig, check_common, check_device
 
+CellName = Literal["minimal", "simplified", "modified", "darts", "nas_bench_201"]
+
 
 @dataclass(frozen=True)
 class TheoremsConfig(StudyConfig):
@@ -56,7 +58,7 @@ class ExperimentConfig(StudyConfig):
         seed: the first seed.
     """
 
-    cell: Literal["minimal", "simplified", "modified", "darts", "nas_bench_201"] = "darts"
+    cell: CellName = "darts"
     cells: int = 1
     channels: int = 6
     reductions: bool = False
@@ -214,7 +216,7 @@ class CostConfig(ExperimentConfig):
         batches: number of batches for each of them, and for the trained network.
     """
 
-    cell: Literal["minimal", "simplified", "modified", "darts", "nas_bench_201"] = "minimal"
+    cell: CellName = "minimal"
     channels: int = 8
     samples: int = 1000
     noise: float = 3.0

@@ -60,7 +60,7 @@ def edge_means(found: CellSearchResult, records: slice = slice(None)) -> np.ndar
 def _same_node_difference(found: CellSearchResult) -> float:
     """Mean cost of intermediate edges minus that of input edges into the same node, averaged over such nodes."""
     cell, means, differences = found.space.cell, edge_means(found), []
-    for node in range(cell.inputs, cell.inputs + cell.nodes):
+    for node in cell.inner:
         edges = np.array(cell.into(node))
         inner = np.array(cell.intermediate)[edges]
         if inner.any() and not inner.all():

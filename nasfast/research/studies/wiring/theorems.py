@@ -142,7 +142,7 @@ def take_step(net: CellSupernet, gates: Tensor, images: Tensor, labels: Tensor) 
     """Forward and backward pass; only operations whose gate is not 0 in some cell run."""
     space = net.space
     gates = gates.clone().requires_grad_()
-    alive = [(gates[[space.type_of(i) == t for i in range(space.cells)]] != 0).any(0) for t in range(len(space.types))]
+    alive = [(gates[[kind == t for kind in space.type_of_cell]] != 0).any(0) for t in range(len(space.types))]
     nodes: list[list[Tensor]] = []
     logits = net(images, gates, torch.stack(alive), nodes=nodes)
     flat = [x for values in nodes for x in values]
@@ -232,8 +232,7 @@ def _node_totals(name: str, steps: Iterable[Step]) -> Residual:
     """The largest path total of any intermediate node, relative to the largest cost of an edge."""
     worst, size = 0.0, 0.0
     for step in steps:
-        nodes = range(step.cell.inputs, step.cell.inputs + step.cell.nodes)
-        totals = [abs(step.path_total(i, j)) for i in range(step.net.space.cells) for j in nodes]
+        totals = [abs(step.path_total(i, j)) for i in range(step.net.space.cells) for j in step.cell.inner]
         worst, size = max(worst, *totals), max(size, step.scale)
     return Residual(name, worst / size, FIRST_ORDER, f"{worst:.1e} where edges cost up to {size:.1e}; eps 1e-5")
 
