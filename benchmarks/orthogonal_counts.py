@@ -19,7 +19,7 @@ def counts(rows: int, columns: int) -> tuple[int, int, float]:
     panels = -(-columns // PANEL)
     ld = panels * PANEL
     whole = 4 * (
-        2 * rows * ld + panels * PANEL**2 + max(32 + PANEL**2 + 2 * PANEL + rows * (PANEL + 2), 2 * PANEL * 32)
+        2 * rows * ld + panels * PANEL**2 + max(32 + PANEL**2 + 3 * PANEL + rows * (PANEL + 2), 2 * PANEL * 32)
     )
     small = columns <= SMALL and whole <= SMALL_BYTES
     factored = COLUMN * columns + COPIES * panels

@@ -79,7 +79,7 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
   m.def("gaussians(Tensor(a!)[] z, int[] seeds) -> ()");
   // Orthogonalises on a GPU: z and q are matrices, or batches (batch, rows, columns) of them, of any strides, float32 or
   // float64; q may be z. A matrix with more columns than rows is transposed before and after. q becomes scale times the
-  // factor of QR with a positive diagonal of R; v becomes the Householder reflectors, of any lengths, or is an empty list.
+  // factor of QR with a positive diagonal of R; v becomes the Householder reflectors, of any lengths, or is empty.
   m.def("householder(Tensor[] z, Tensor(a!)[] q, Tensor(b!)[] v, float[] scales) -> ()");
   // Run the same kernels on the host, slowly, for tests. `backwards` reverses the order in which blocks, and the threads
   // of a block, take their turns; the order must not change the result.

@@ -30,8 +30,8 @@ template <typename Team>
 NASFAST_DEVICE void run(const Team& team, const Draw& draw, DrawMemory& memory) {
   constexpr int kHalf = kBlock / 2, kStep = kWords - kShift;
   static_assert(Team::kThreads >= kStep, "a word for each thread");
-  // Fewer numbers than a block are drawn pair by pair, the angle first. Of a last block that is not whole the numbers are
-  // lost, and the last kBlock elements are drawn anew.
+  // Fewer numbers than a block are drawn pair by pair, the angle first. Of a last block that is not whole the numbers
+  // are lost, and the last kBlock elements are drawn anew.
   const bool pairs = draw.count < kBlock;
   const int64_t last = (draw.count + kBlock - 1) / kBlock - 1, before_last = draw.count - kBlock;
   const int64_t first_of_last = pairs ? 0 : draw.count % kBlock == 0 ? before_last : draw.count;  // uniform number
@@ -41,9 +41,10 @@ NASFAST_DEVICE void run(const Team& team, const Draw& draw, DrawMemory& memory) 
     for (int i = 0; i + 1 < kWords; ++i) memory[0][i + 1] = word = seeded_word(word, i);
   });
   int64_t done = 0;  // blocks
-  for (int64_t end = kUniforms; done <= last; end += kUniforms) {
-    const uint32_t* const words = memory[(end / kUniforms - 1) % 2];
-    uint32_t* const next = memory[end / kUniforms % 2];
+  for (int turn = 0; done <= last; ++turn) {
+    const int64_t end = (turn + int64_t{1}) * kUniforms;
+    const uint32_t* const words = memory[turn % 2];
+    uint32_t* const next = memory[1 - turn % 2];
     for (int from = 0; from < kWords; from += kStep) {  // a word needs one of its own turn, kStep before it
       team.each([&](int thread) {
         const int i = from + thread;

@@ -72,8 +72,8 @@ NASFAST_ANYWHERE double logarithm(double x) {
   return k * 6.93147180369123816490e-01 - ((half - (s * (half + sum) + k * 1.90821492927058770002e-10)) - f);
 }
 
-// radius cos(2 pi turns) and radius sin(2 pi turns) for turns in [0, 1): by polynomials within an eighth of a turn around
-// the nearest quarter (coefficients: fdlibm, k_cos.c and k_sin.c).
+// radius cos(2 pi turns) and radius sin(2 pi turns) for turns in [0, 1): by polynomials within an eighth of a turn
+// around the nearest quarter (coefficients: fdlibm, k_cos.c and k_sin.c).
 NASFAST_ANYWHERE void on_circle(double radius, double turns, double* cosine, double* sine) {
   const double shifted = turns * 4 + 0x1.8p52;  // rounds to whole quarters, which are then its last bits
   const uint64_t quarter = to_bits(shifted);

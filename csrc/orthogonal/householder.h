@@ -15,9 +15,10 @@
 //
 // A team of threads does one tile of one step: a block of threads, or for a small matrix a warp, which does all steps.
 // `team.each(f)` runs f(thread) for every thread, then waits for all of them. `team.each_sum<T>(f, g)` runs f(thread,
-// sum), adds the sums of the threads of each warp that are kQuads apart, runs g(thread, sum) for the first kQuads threads
-// of each warp, and waits. On a host, a loop takes the place of the threads, in either order. Threads share nothing
-// between two waits and add nothing atomically, so results depend neither on timing nor on the other matrices of a call.
+// sum), adds the sums of the threads of each warp that are kQuads apart, runs g(thread, sum) for the first kQuads
+// threads of each warp, and waits. On a host, a loop takes the place of the threads, in either order. Threads share
+// nothing between two waits and add nothing atomically, so results depend neither on timing nor on the other matrices
+// of a call.
 #pragma once
 
 #include <cmath>
@@ -137,8 +138,8 @@ NASFAST_DEVICE void each_element(const Team& team, int rows, const F& f) {
 }
 
 // Runs set(i, j, get(i, j) * scale) for all elements of a panel, with the power of two for each column that brings its
-// largest element to [1/2, 1), or as near as normal numbers do. It changes neither Q nor any rounding. Otherwise products
-// of very large columns would overflow, and small ones would lose bits. scratch: an element for each thread.
+// largest element to [1/2, 1), or as near as normal numbers do. It changes neither Q nor any rounding. Otherwise
+// products of very large columns would overflow, and small ones would lose bits. scratch: an element for each thread.
 template <typename T, typename Team, typename Get, typename Set>
 NASFAST_DEVICE void scale_columns(const Team& team, int rows, T* scratch, const Get& get, const Set& set) {
   constexpr int kMost = std::numeric_limits<T>::max_exponent - 2;
@@ -173,12 +174,12 @@ NASFAST_DEVICE void begin(const Team& team, const Task<T>& task, int i_panel, T*
   });
 }
 
-// One panel while it is factored: either where it is, or a copy on chip. That has copies of the column that is reflected
-// and of the next one, too, because their elements lie in different banks of shared memory.
+// One panel while it is factored: either where it is, or a copy on chip. That has copies of the column that is
+// reflected and of the next one, too, because their elements lie in different banks of shared memory.
 template <bool on_chip, typename T, typename Team>
 struct Panel {
   static constexpr int kGroups = Team::kThreads / kQuads, kWarps = Team::kThreads / 32;
-  static constexpr int kScratch = Team::kThreads + kPanel * kPanel + 2 * kPanel;
+  static constexpr int kScratch = kWarps * kPanel + kPanel * kPanel + 2 * kPanel + Team::kThreads;
   // Rows that a thread loads before it uses the first: this hides the latency of memory. A warp's matrix has few.
   static constexpr int kAhead = kWarps > 1 ? 4 : 2;
   static_assert((kGroups & (kGroups - 1)) == 0, "a remainder below is that of a power of two");
@@ -188,15 +189,17 @@ struct Panel {
   T* gram;     // [j][k] = v_j' v_k for j < k
   T* row;      // the row of the diagonal element
   T* taus;
+  T* largest;  // of each thread, in scale_columns
   T* data;
   int64_t ld;
   T* copies;  // [2][rows]: of columns k and k + 1
 
   NASFAST_DEVICE Panel(int rows, T* from, int64_t ld_from, T* scratch) : rows(rows), partial(scratch) {
-    gram = partial + Team::kThreads;
+    gram = partial + kWarps * kPanel;
     row = gram + kPanel * kPanel;
     taus = row + kPanel;
-    data = on_chip ? taus + kPanel : from;
+    largest = taus + kPanel;
+    data = on_chip ? largest + Team::kThreads : from;
     ld = on_chip ? kPanel : ld_from;
     copies = data + rows * kPanel;
   }
@@ -253,9 +256,10 @@ NASFAST_DEVICE void reflect_column(const Team& team, const Panel<on_chip, T, Tea
   multiply_column(team, panel, k);
   const T length = panel.sum(k) + panel.row[k] * panel.row[k];
   if (!(length > 1 / kFar && length < kFar)) {
-    // the elimination may leave so little of a column that its squares would underflow
+    // the elimination may leave so little of a column that its squares would underflow; slower threads still read
+    // partial
     const auto get = [&](int i, int j) { return panel.at(k + i, j); };
-    scale_columns(team, panel.rows - k, panel.partial, get, [&](int i, int j, T x) {
+    scale_columns(team, panel.rows - k, panel.largest, get, [&](int i, int j, T x) {
       if (j >= k) panel.at(k + i, j) = x;
       if (j == k) panel.copied(k + i, k) = x;
     });
@@ -288,8 +292,8 @@ NASFAST_DEVICE void reflect_column(const Team& team, const Panel<on_chip, T, Tea
   });
 }
 
-// Turns the columns of one panel into reflectors, with zeros above them, and makes the T factor: t_kk = tau_k, t[:k, k] =
-// -tau_k t[:k, :k] (V[:, :k]' v_k), a thread for each row from its diagonal on.
+// Turns the columns of one panel into reflectors, with zeros above them, and makes the T factor: t_kk = tau_k, t[:k, k]
+// = -tau_k t[:k, :k] (V[:, :k]' v_k), a thread for each row from its diagonal on.
 template <bool on_chip, typename T, typename Team>
 NASFAST_DEVICE void factor(const Team& team, const Task<T>& task, int i_panel, T* scratch) {
   const int64_t ld = task.ld();
@@ -326,8 +330,8 @@ NASFAST_DEVICE void factor(const Team& team, const Task<T>& task, int i_panel, T
 template <typename Team>
 constexpr int kApplyScratch = (Team::kThreads * Team::kColumns / (2 * Team::kTile) + 1) * kPanel * Team::kTile;
 
-// The trailing update c -= V T' V' c, or c -= V T V' c where Q is formed. c is a tile of `columns` columns, or as many as
-// there are, from the first row of the panel on.
+// The trailing update c -= V T' V' c, or c -= V T V' c where Q is formed. c is a tile of `columns` columns, or as many
+// as there are, from the first row of the panel on.
 template <typename T, typename Team>
 NASFAST_DEVICE void apply(const Team& team, const Task<T>& task, int i_panel, bool to_q, int first, int columns,
                           T* scratch) {

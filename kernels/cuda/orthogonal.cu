@@ -91,8 +91,8 @@ class Launcher {
     STD_CUDA_CHECK(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_.index()));
   }
 
-  // A copy on the device, which lives as long as this. From pageable memory, the call of CUDA returns only when the copy
-  // no longer needs the memory of the host.
+  // A copy on the device, which lives as long as this. From pageable memory, the call of CUDA returns only when the
+  // copy no longer needs the memory of the host.
   template <typename Row>
   const Row* table(const std::vector<Row>& rows) {
     const size_t bytes = rows.size() * sizeof(Row);
