@@ -10,6 +10,7 @@ from tolerances import assert_close
 from torch import Tensor, nn
 from torchvision.models.efficientnet import EfficientNet, MBConvConfig
 from torchvision.models.mobilenetv2 import MobileNetV2
+from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
 from torchvision.models.resnet import BasicBlock, ResNet
 from torchvision.models.shufflenetv2 import ShuffleNetV2
 
@@ -33,6 +34,7 @@ MODELS = {
     "timm/ghostnet_100": (80, 95, 75),
     "timm/rexnet_100": (62, 75, 44),
     "small mobilenet_v2": (10, 10, 5),
+    "small mobilenet_v3": (10, 14, 7),
     "small efficientnet": (13, 21, 10),
     "small resnet": (12, 12, 8),
     "small shufflenet_v2": (20, 20, 9),
@@ -49,9 +51,15 @@ def small_efficientnet() -> nn.Module:
     return EfficientNet([MBConvConfig(*block) for block in blocks], dropout=0.0, num_classes=10, last_channel=64)
 
 
+def small_mobilenet_v3() -> nn.Module:
+    blocks = [(16, 3, 16, 16, True, "RE", 2), (16, 3, 64, 24, False, "RE", 2), (24, 5, 96, 24, True, "HS", 1)]
+    return MobileNetV3([InvertedResidualConfig(*block, 1, 1.0) for block in blocks], last_channel=64, num_classes=10)
+
+
 # the blocks of the large ones, each a few times: TorchDynamo takes seconds for a large network
 SMALL = {
     "small mobilenet_v2": small,
+    "small mobilenet_v3": small_mobilenet_v3,
     "small efficientnet": small_efficientnet,
     "small resnet": lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10),
     "small shufflenet_v2": lambda: ShuffleNetV2([2, 1, 1], [24, 32, 64, 128, 64], num_classes=10),

@@ -96,7 +96,7 @@ def test_a_documented_limit_chooses_something(command):
 SMALL = """
 data: {workers: 0, loader: torchvision, batch_size: 8}
 train: {epochs: 1, warmup_epochs: 0}
-score: {images: 8}
+score: {images: 8, paths: 150}
 retrain: {random_architectures: 1, train: {epochs: 1, warmup_epochs: 0, eval_every: 1}}
 """
 

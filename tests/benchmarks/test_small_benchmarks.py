@@ -6,12 +6,24 @@ import json
 
 import pytest
 import torch
+from fused_models import make
 
 import nasfast
 from benchmarks import bench_fuse_models
 
 MODEL = "torchvision/mobilenet_v3_small"
 SMALL = ["--models", MODEL, "--batch", "2", "--resolution", "32", "--rounds", "1"]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """A smaller model in place of MODEL, the same at every call."""
+
+    def made(name: str) -> torch.nn.Module:
+        torch.manual_seed(0)
+        return make("small efficientnet")
+
+    monkeypatch.setattr(bench_fuse_models, "make", made)
 
 
 @pytest.fixture
@@ -34,7 +46,7 @@ def test_fuse_models_measures_and_continues(run, tmp_path, capsys, monkeypatch):
     assert row["ratio"] == pytest.approx(
         row["times"]["nasfast"]["step"]["median_ms"] / row["times"][row["peer"]]["step"]["median_ms"]
     )
-    assert (row["in_chains"], row["convolutions"]) == (34, 52)
+    assert (row["in_chains"], row["convolutions"]) == (13, 21)
     monkeypatch.setattr(bench_fuse_models, "bench", lambda *_: None)  # what is there is measured once
     run(bench_fuse_models, *SMALL, "--types", "fp32", "--trains", "nothing", "--out", out)
     assert json.loads(out.read_text())["rows"] == [row]
@@ -43,6 +55,6 @@ def test_fuse_models_measures_and_continues(run, tmp_path, capsys, monkeypatch):
 
 def test_fuse_models_refuses_other_work(monkeypatch):
     """A variant that computes something else is not timed."""
-    monkeypatch.setattr(nasfast, "fuse", lambda model: torch.nn.init.uniform_(model.classifier[3].bias, 0, 100))
+    monkeypatch.setattr(nasfast, "fuse", lambda model: torch.nn.init.uniform_(model.classifier[1].bias, 0, 100))
     with pytest.raises(RuntimeError, match="nasfast has loss"):
         bench_fuse_models.bench(MODEL, "nothing", "fp32", 2, 32, 1)

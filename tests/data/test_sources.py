@@ -7,11 +7,16 @@ import logging
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_digits
 from tiny import write_folder
 
 from nasfast.data import ClutteredDigitsSource, DataConfig, DataError, DigitsSource, FolderSource, make_loaders
 from nasfast.data.datasets import ListSource, SubsetSource, random_subset, split_source
+
+
+def load_digits():
+    import sklearn.datasets  # seconds, which every process that collects the tests would take
+
+    return sklearn.datasets.load_digits()
 
 
 def test_labels_follow_the_sorted_class_names(tmp_path):
