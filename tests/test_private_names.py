@@ -68,6 +68,7 @@ NEEDED = {
         torch._dynamo.run,
         torch._dynamo.maybe_mark_dynamic,
         torch._dynamo.lookup_backend("eager"),
+        torch._dynamo.register_backend,
         issubclass(torch._dynamo.exc.Unsupported, torch._dynamo.exc.TorchDynamoException),
         issubclass(torch._dynamo.exc.FailOnRecompileLimitHit, Exception),
         torch._C._len_torch_dispatch_stack() == 0,

@@ -85,7 +85,9 @@ class Region:
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The result of the module's forward."""
-        if _RESTS.get() or _must_run_as_it_is() or _has_hooks_below(module):
+        # a meta tensor has no numbers, so nothing is faster
+        shapes_only = any(isinstance(arg, Tensor) and arg.is_meta for arg in args)
+        if shapes_only or _RESTS.get() or _must_run_as_it_is() or _has_hooks_below(module):
             return _forward(module, *args, **kwargs)
         kind = _kind_of(module, args)
         left, rest = self._rests.get(kind, (0, _FIRST_REST // 2))
@@ -214,6 +216,8 @@ _CURRENT: ContextVar[tuple[Region, nn.Module, Sequence[Any]]] = ContextVar("the 
 _RESTS: ContextVar[bool] = ContextVar("PyTorch's own code runs", default=False)
 
 
+# registered, because TorchDynamo then lets go of the parameters, which torch.utils.swap_tensors needs
+@torch._dynamo.register_backend(name="nasfast_region", tags=("experimental",))
 def _capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
     """The backend of every region: TorchDynamo keeps each backend for ever."""
     region, module, args = _CURRENT.get()

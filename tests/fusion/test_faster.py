@@ -121,6 +121,12 @@ def test_bfloat16_modules_run_fused(executed):
     assert median_error(got, want) <= 1.1 * median_error(usual, want)
 
 
+def test_shapes_are_computed_on_the_meta_device():
+    model = block().to("meta")
+    nasfast.fuse(model)
+    assert model(torch.empty(2, 16, 8, 8, device="meta")).shape == (2, 32, 4, 4)
+
+
 def test_errors_say_what_to_do():
     model = nn.Sequential(unit(), unit())
     nasfast.fuse(model)

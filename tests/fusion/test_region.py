@@ -214,6 +214,7 @@ WRITES = {
     "another module": other_owner,
     "load_state_dict": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}),
     "assign": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}, assign=True),
+    "swap_tensors": lambda m: torch.utils.swap_tensors(m[0][0].weight, nn.Parameter(torch.randn(4, 4, 3, 3))),
     "a new parameter": lambda m: setattr(m[0][0], "weight", nn.Parameter(torch.randn(4, 4, 3, 3))),
 }
 
