@@ -112,7 +112,8 @@ struct Weights {
     constexpr int kAlong = kTransposed ? kDeep : Tile::kColumns;
     return 8 * Threads::piece(thread) < across ? (along < kAlong ? along : kAlong) - Threads::row(thread) : 0;
   }
-  NASFAST_DEVICE void load(int thread, int deep, Thread& t) const {
+  // half: which of two slabs of 16-bit weights a thread keeps at once.
+  NASFAST_DEVICE void load(int thread, int deep, Thread& t, int half = 0) const {
     const int left = this->left(thread, deep);
     const int64_t step = int64_t{Threads::kStep * size()} * pitch();
     const char* from = t.from;
@@ -126,11 +127,11 @@ struct Weights {
     } else {
       NASFAST_UNROLL
       for (int i = 0; i < Threads::kMost; ++i, from += step) {
-        if (i * Threads::kStep < left) t.raw[i][0] = *reinterpret_cast<const Vec4*>(from);
+        if (i * Threads::kStep < left) t.raw[i][half] = *reinterpret_cast<const Vec4*>(from);
       }
     }
   }
-  NASFAST_DEVICE void store(int thread, int deep, Thread& t, int pitch, uint16_t* to) const {
+  NASFAST_DEVICE void store(int thread, int deep, Thread& t, int pitch, uint16_t* to, int half = 0) const {
     if (factor.weight.is_float) {
       NASFAST_UNROLL
       for (int i = 0; i < Threads::kMost; ++i) {
@@ -146,7 +147,7 @@ struct Weights {
     NASFAST_UNROLL
     for (int i = 0; i < Threads::kMost; ++i) {
       if (i * Threads::kStep >= left) continue;
-      const Vec4& v = t.raw[i][0];
+      const Vec4& v = t.raw[i][half];
       if (kTransposed) {
         uint16_t* here = to + (row + i * Threads::kStep) * pitch + place(piece);
         NASFAST_UNROLL
@@ -320,15 +321,25 @@ struct RowProduct {
     if (Tile::kStream) {
       load_weights(block, way, at, threads);
     } else {
-      constexpr int kDeep = Weights<Format, Tile, kTransposed>::kDeep;
+      // a round waits for memory once, and the registers of a float have room for two slabs of 16-bit weights
+      constexpr int kDeep = Weights<Format, Tile, kTransposed>::kDeep, kHalves = Tile::kWhole ? 1 : 2;
+      const int round = factor.weight.is_float ? kDeep : kHalves * kDeep;
       NASFAST_NO_UNROLL
-      for (int k = 0; k < factor.depth; k += kDeep) {
+      for (int k = 0; k < factor.depth; k += round) {
         block.each([&](int thread) {
           auto& mine = threads[thread].weights;
-          weights.load(thread, factor.depth - k, mine);
-          weights.store(thread, factor.depth - k, mine, memory.pitch,
-                        weight_slab(0) + k * (memory.weight_slab / kSlab));
-          mine.from += weights.slab_step();
+          NASFAST_UNROLL
+          for (int half = 0; half < kHalves; ++half) {
+            if (half * kDeep >= round) continue;
+            weights.load(thread, factor.depth - k - half * kDeep, mine, half);
+            mine.from += weights.slab_step();
+          }
+          NASFAST_UNROLL
+          for (int half = 0; half < kHalves; ++half) {
+            if (half * kDeep >= round) continue;
+            weights.store(thread, factor.depth - k - half * kDeep, mine, memory.pitch,
+                          weight_slab(0) + (k + half * kDeep) * (memory.weight_slab / kSlab), half);
+          }
         });
       }
     }
@@ -394,9 +405,9 @@ struct RowProduct {
     }
   }
 
-  // begun() prepares what the results need of each channel. ahead(tile, rows) loads what the results of a tile need, and write(warp, tile, rows, acc) uses them; rows: of the
-  // tile. acc[thread][i][j][2 h + e] is row 16 i + 8 h + lane / 4 of the warp and channel 8 (lane % 4) + 2 j + e of its
-  // group of columns.
+  // begun() prepares what the results need of each channel. ahead(tile, rows) loads what the results of a tile need, and
+  // write(warp, tile, rows, acc) uses them; rows: of the tile. acc[thread][i][j][2 h + e] is row 16 i + 8 h + lane / 4 of
+  // the warp and channel 8 (lane % 4) + 2 j + e of its group of columns.
   template <class Block, class Begun, class Ahead, class Write>
   NASFAST_DEVICE void run(const Block& block, const Begun& begun, const Ahead& ahead, const Write& write) const {
     const Way way = this->way(block.count_x);
@@ -410,8 +421,8 @@ struct RowProduct {
     Place now = first(block.x);
     begin(block, way, now, threads);
     block.wait_for_kernels();
-    begun();
     load_in(block, way, now, threads);
+    begun();  // behind the first loads, because it waits for its own
     block.each([&](int thread) {
       source.template prepare<Tile::kThreads>(thread, factor.depth, planes());
       clear(acc[thread]);
