@@ -67,8 +67,9 @@ struct Handed {
     if (from == nullptr) return;
     block.each([&](int thread) {
       for (int c = thread; c < channels; c += kThreads) {
-        if (dgamma != nullptr) dgamma[c] = from[c];
-        if (dbeta != nullptr) dbeta[c] = from[channels + c];
+        const float gamma = from[c], beta = from[channels + c];  // both loads before a store, which might be to `from`
+        if (dgamma != nullptr) dgamma[c] = gamma;
+        if (dbeta != nullptr) dbeta[c] = beta;
       }
     });
   }
