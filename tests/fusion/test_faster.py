@@ -110,11 +110,11 @@ def test_what_trains_counts_at_the_next_call(executed):
 
 
 def test_bfloat16_modules_run_fused(executed):
-    plain = set_mode(disturb(make("mobilenet_v2").double()), "frozen convolutions")
+    plain = set_mode(disturb(make("small mobilenet_v2").double()), "frozen convolutions")
     fused, eager = copy.deepcopy(plain).bfloat16(), copy.deepcopy(plain).bfloat16()
     report = nasfast.fuse(fused, only_faster=False)
     assert report.backend == "cpu (bfloat16 on cpu)"
-    x = torch.randn(8, 3, 96, 96)
+    x = torch.randn(4, 3, 64, 64)
     want, got, usual = (observe(m, x.to(next(m.parameters()).dtype)) for m in (plain, fused, eager))
     assert sum(stages for stages, _ in executed) == report.fused
     assert {name: t.dtype for name, t in got.items()} == {name: t.dtype for name, t in usual.items()}
