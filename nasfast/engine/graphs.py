@@ -91,7 +91,7 @@ class GraphEngine:
         self._layers = self._modules()
         self._allocate(self._boundaries())
         _lay_out(self.net)
-        number = sum(len(choices) for _, choices in self._layers)
+        number = sum(len(choices) for _, choices in self._layers) - bool(len(self.net.head))
         _logger.info("CUDA graphs: the first step of each candidate captures its graphs (%d in all), and waits", number)
 
     # ---- buffers
@@ -179,14 +179,16 @@ class GraphEngine:
         key = choice, None if made_from is None else made_from.added is not None
         if key in self._segments[i]:
             return self._segments[i][key]
+        is_head = len(self.net.layers) < i < len(self._layers) - 1
         try:
             segment = self._new_segment(i, choice, made_from)
-            if len(self.net.layers) < i < len(self._layers) - 1:
+            if is_head:
                 segment = self._new_segment(i + 1, None, segment.result, head=segment)
             segment.set_replays(self._capture.capture(segment.functions(), self._pools[i]))
         except Exception as error:  # an error that is not from the capture is raised again by the eager engine
             advice = ": use a smaller batch, or the eager engine" if isinstance(error, torch.OutOfMemoryError) else ""
-            raise EngineError(f"{self._name(i, choice)} could not be captured: {error}{advice}") from error
+            name = "the graph of head, classifier and loss" if is_head else self._name(i, choice)
+            raise EngineError(f"{name} could not be captured: {error}{advice}") from error
         self._segments[i][key] = segment
         return segment
 

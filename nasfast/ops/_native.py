@@ -128,7 +128,7 @@ def why_no_emulation() -> str | None:
     if extension is None:
         return why_missing()
     try:
-        from nasfast import _emulation  # noqa: F401  # registers their operators for CPU tensors
+        import nasfast._emulation  # noqa: F401  # registers their operators for CPU tensors
     except ModuleNotFoundError:
         return "built without the emulation of CUDA: run NASFAST_EMULATION=ON pip install --no-build-isolation -e ."
     except ImportError as error:

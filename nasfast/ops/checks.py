@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from nasfast.ops.autograd import transformed
+from nasfast.ops.autograd import recorded, transformed
+from nasfast.ops.plan import autocasts
 from nasfast.ops.reference import ACTIVATIONS, GATES, Stage
 
 _ACTIVATION_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -143,8 +144,8 @@ def check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
         total += z.numel() * z.element_size()
         check_fits(where, z, total)
     filled = [z for z in matrices if z.numel()]
-    # a compiler and a transform cannot ask for values
-    if not filled or filled[0].is_meta or torch.compiler.is_compiling() or transformed():
+    # tracers and transforms cannot ask for values
+    if not filled or filled[0].is_meta or recorded() or transformed():
         return matrices
     if not _probably_finite([z.detach() for z in filled]):
         for i_matrix, z in enumerate(matrices):
@@ -161,7 +162,7 @@ def check_qr(op: str, a: Tensor, mode: str = "reduced") -> None:
     where = f"{op}: the matrix"
     _check_tensor(where, a)
     wide = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-    if a.dtype not in wide and not (a.is_floating_point() and torch.is_autocast_enabled(a.device.type)):
+    if a.dtype not in wide and not (a.is_floating_point() and autocasts(a)):
         raise TypeError(f"{where} must be float32, float64 or complex, got {a.dtype}; convert it with .float()")
     _check_shape_of_matrix(where, a)
     if mode not in (modes := ("reduced", "complete", "r")):
@@ -349,7 +350,7 @@ def _check_conv(op: str, x: Tensor, shape: tuple[int, ...], weight: Tensor, stag
             f"{op}: conv_weight of shape {tuple(weight.shape)} with groups={groups} takes {per_group * groups} "
             f"channels and gives a multiple of {groups}, got an input of {shape[1]} channels"
         )
-    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+    if weight.dtype != x.dtype and not autocasts(x):
         raise TypeError(
             f"{op}: conv_weight must have the type of x, {x.dtype}, got {weight.dtype}; convert one, or use autocast"
         )

@@ -44,7 +44,8 @@ def qr(A: Tensor, mode: str = "reduced", *, backend: str | None = None) -> QR:  
     """`torch.linalg.qr` of a batch of matrices: A = Q R with orthonormal columns of Q and an upper triangular R.
 
     The signs on the diagonal of R are those of LAPACK on a CPU, and not negative on a GPU. If A does not have full
-    rank, the columns of Q beyond the rank are some orthonormal completion. There is no `out`.
+    rank, the columns of Q beyond the rank are some orthonormal completion, and the diagonal of R there is rounding of
+    either sign. There is no `out`.
 
     Args:
         A: (..., m, n), any strides; leading dimensions are a batch. float32, float64 or complex; also bfloat16 or

@@ -183,10 +183,14 @@ class StageShape(NamedTuple):
         return stage_kind(self.weight, self.stride, self.padding, self.groups)
 
 
+def autocasts(x: Tensor) -> bool:
+    """Whether autocast is on for the device of x; PyTorch has none for meta tensors, and raises if it is asked."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 def storage_dtype(x: Tensor) -> torch.dtype:
     """The type in which a convolution of x computes: that of autocast where it is on."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
 
 
 def stage_kind(weight: tuple[int, ...], stride: int, padding: int, groups: int) -> Kind | None:

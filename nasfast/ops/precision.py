@@ -41,7 +41,7 @@ def default_precision(device: str) -> tuple[Resolved, str]:
     if kind not in ("auto", "cuda") or not torch.cuda.is_available():
         return "fp32", "bf16 is the default on GPUs alone"
     index = torch.device(device).index if kind == "cuda" else None
-    if index is None and environment_size() > 1:  # before the ranks join, each asks about the GPU that it will take
+    if index is None and environment_size() > 1:  # each rank asks about its own GPU
         index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     probe = torch.empty(0, device="cuda" if index is None else f"cuda:{index}", dtype=torch.bfloat16)
     reason = why_not_cuda_chain(probe)

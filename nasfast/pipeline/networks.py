@@ -24,7 +24,7 @@ from nasfast.retrain import RetrainResult, retrain
 from nasfast.retrain.retrain import RESULT_FILE, check_not_begun
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.progress import followed_by
-from nasfast.settings import RunConfig
+from nasfast.settings import RetrainConfig, RunConfig
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, space_kind
 from nasfast.supernet import Supernet
 from nasfast.tasks import TASK_FILE, Task, TaskRunner, check_done, gpus_for
@@ -66,6 +66,7 @@ def retrain_best(
         TaskError: some networks are not retrained; the others are. CheckpointError and others: see
             `nasfast.train.train`.
     """
+    run.check_open()
     started, world = time.monotonic(), run.world
     form: Any = None
     # of a run without a supernet, the first training decides the images, also where it is stopped
@@ -145,13 +146,14 @@ def _train(
     net: Supernet | None,
     resume: bool,
     world: World,
+    settings: RetrainConfig | None = None,
 ) -> RetrainResult:
-    """Train the network of one architecture with the settings of a run, in this process."""
+    """Train the network of one architecture in this process, with the settings of a run or these."""
     return retrain(
         space,
         arch,
         *images,
-        run.cfg.retrain,
+        settings or run.cfg.retrain,
         run_dir=run.dir,
         name=name,
         supernet=net,
@@ -226,8 +228,18 @@ def train_network(
         with Run.open(cfg, begins=True, world=world) as run:
             images = retrain_loaders(run, the_space, hold_out=hold_out)
             net = load_supernet(run)[0] if cfg.retrain.init == "inherit" else None
+            # not those that are resolved here: `precision: auto` is what the checkpoint has, on any machine
             result = _train(
-                run, the_space, tuple(arch), cfg.seed, images, name=network, net=net, resume=True, world=world
+                run,
+                the_space,
+                tuple(arch),
+                cfg.seed,
+                images,
+                name=network,
+                net=net,
+                resume=True,
+                world=world,
+                settings=cfg.retrain,
             )
     if hold_out:  # a large sample would fill the disk
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)

@@ -1,6 +1,7 @@
 """A run: its settings, resolved; its directory, locked; what the stages before left there, checked. No torch.
 
-`Run.open` does all of it, once for a command. Stages are functions of a Run; what needs torch is in `inputs`.
+`Run.open` resolves, locks and tracks, and compares config.yaml where a run goes on, once for a command. Stages are
+functions of an open Run; what needs torch is in `inputs`.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Run:
 
     def __init__(self, cfg: RunConfig, *, world: World | None = None, tasks: TaskSettings | None = None) -> None:
         """A run that is only looked at; a stage, which writes, needs one that `open` gave."""
-        self.cfg, self.tasks = resolved(cfg), tasks
+        self.cfg, self.tasks, self._is_open = resolved(cfg), tasks, False
         if world is not None:
             self.world = world
 
@@ -97,7 +98,11 @@ class Run:
         with lock, tracked(run.cfg.track, run.dir, run.cfg.to_dict()):
             if leads and not begins:
                 run.check_settings(supernet=not run.without_supernet)
-            yield run
+            run._is_open = True
+            try:
+                yield run
+            finally:
+                run._is_open = False
 
     @classmethod
     def saved(cls, out: str) -> Run:
@@ -112,7 +117,9 @@ class Run:
 
     def replace(self, **changes: Any) -> Run:
         """The same directory with other settings."""
-        return Run(self.cfg.replace(**changes), world=self.world, tasks=self.tasks)
+        changed = Run(self.cfg.replace(**changes), world=self.world, tasks=self.tasks)
+        changed._is_open = self._is_open
+        return changed
 
     # what the settings and the directory say
 
@@ -198,6 +205,11 @@ class Run:
         return not any((self.dir / name).exists() for name in ("checkpoints", "retrain"))
 
     # what is refused before hours of training, and before a file is replaced
+
+    def check_open(self) -> None:
+        """Refuse to run a stage while nothing keeps other processes out of the directory."""
+        if not self._is_open:
+            raise RuntimeError(f"a stage writes to {self.dir}: open the run, `with Run.open(cfg) as run:`")
 
     def check_settings(self, *, supernet: bool = True) -> None:
         """Refuse other settings than those in config.yaml, before replacing any file.

@@ -35,6 +35,7 @@ def score_untrained(run: Run, *, num_classes: int | None = None) -> IndicatorTab
         ScoreError: the score needs training or images, or a block has no such score.
         InfeasibleConstraintError: no architecture meets the limits.
     """
+    run.check_open()
     started, settings, file = time.monotonic(), run.cfg.score, run.dir / TABLE_FILE
     if run.cfg.supernet.activation is not None:
         raise ConfigError("supernet.activation is that of a supernet, and this trains none: set it in the space's file")
@@ -84,6 +85,7 @@ def search(run: Run) -> list[Candidate]:
         ConfigError, TableError: a table cannot be used; that of scores has another score, or is damaged.
         AccuracyError: `search.refine` is not a file of accuracies of the space.
     """
+    run.check_open()
     started, space, settings = time.monotonic(), run.space, run.cfg.search
     run.check_search()
     limits, front, fronts = run.limits, [], []

@@ -126,6 +126,7 @@ def supernet(run: Run, *, resume: bool = False) -> Path:
         ConfigError, DataError: the settings or images cannot be used.
         TrainingDivergedError, CheckpointError, FileExistsError, Terminated, RankError: see `nasfast.train.train`.
     """
+    run.check_open()
     started, cfg, world = time.monotonic(), run.cfg, run.world
     images = checked_images(run)
     space = run.space
@@ -205,6 +206,7 @@ def score(run: Run) -> IndicatorTable | None:
         ConfigError, ScoreError, TableError: the supernet cannot have this score, the score is not finite, or the user's
             table cannot be used.
     """
+    run.check_open()
     started, cfg, settings = time.monotonic(), run.cfg, run.cfg.score
     run.check_search()  # the settings are kept, and a search that takes them would refuse them
     if not run.gives_table:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,8 @@ class _Session:
     @contextmanager
     def _giving_up(self, name: str) -> Iterator[None]:
         try:
-            yield
+            with redirect_stdout(sys.stderr):  # standard output is for the results of a command
+                yield
         except Exception as error:  # of another package: nothing that it raises may stop a training
             self._names.remove(name)
             _LOG.warning(

@@ -1,11 +1,13 @@
 import logging
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from kernel_cases import IMAGE_OPERATORS
 
 from nasfast import ops
-from nasfast.ops import backends
+from nasfast.ops import _native, backends
 
 X = torch.randn(2, 3, 4, 4)
 OTHERS = {"bn_act", "conv_bn_act", "conv_bn_act_chain", "orthogonalize", "qr", "geqrf"}
@@ -31,6 +33,19 @@ def test_order_is_argument_context_environment_device(op, native, monkeypatch):
         assert ops.resolve_backend(op, X).name == "cpu"
         assert ops.resolve_backend(op, X, "reference").name == "reference"
     assert ops.resolve_backend(op, X).name == "reference"
+
+
+def test_a_missing_emulation_and_a_broken_one_are_told_apart(native, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nasfast._emulation", None)
+    assert "run NASFAST_EMULATION=ON pip install" in _native.why_no_emulation()
+
+    def find_spec(name, *_):
+        if name == "nasfast._emulation":
+            raise ImportError("undefined symbol: f")
+
+    monkeypatch.delitem(sys.modules, "nasfast._emulation")
+    monkeypatch.setattr(sys, "meta_path", [SimpleNamespace(find_spec=find_spec), *sys.meta_path])
+    assert "cannot be loaded (undefined symbol: f): build it again" in _native.why_no_emulation()
 
 
 def test_context_nests_and_ends_with_an_error_too():

@@ -137,6 +137,16 @@ def test_every_operator_of_images_is_in_the_table():
     assert {name.split()[0] for name in OPERATORS} >= set(IMAGE_OPERATORS)
 
 
+def test_meta_tensors_give_shapes():
+    """PyTorch has no autocast for them, and raises if it is asked."""
+    x, filters, norm = (torch.empty(shape, device="meta") for shape in ((2, C, 6, 5), (C, 1, 3, 3), (C,)))
+    stage = Stage(ConvBNParams(filters, norm, norm), 1, 1, C, "relu")
+    assert ops.depthwise_conv2d(x, filters).shape == ops.conv_bn_act_chain(x, [stage]).shape == x.shape
+    for call in (lambda: ops.qr(norm.bfloat16()[:, None]), lambda: ops.conv_bn_act_chain(x.bfloat16(), [stage])):
+        with pytest.raises(TypeError, match="convert"):
+            call()
+
+
 def with_values(*values: float) -> Callable[[], Tensor]:
     """An x with each of these values once, in different images and channels."""
 

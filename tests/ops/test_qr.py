@@ -108,17 +108,14 @@ def trace(function, a):
 # parts of the batch run on other threads, which tracers do not see
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("how", [pytest.param("compile", marks=pytest.mark.slow), "make_fx", "jit.trace"])
-def test_tracers_see_all_that_is_computed(how):
+@pytest.mark.parametrize("function", [lambda x: tuple(ops.qr(x)), lambda x: tuple(ops.orthogonalize([x[0], x[1]]))])
+def test_tracers_see_all_that_is_computed(how, function):
     example, a = torch.randn(2, 6, 150, 140)
-
-    def function(x):
-        return tuple(ops.qr(x))
-
     if how == "compile":
         traced = torch.compile(function, backend="aot_eager", fullgraph=True)
     else:
         traced = {"make_fx": lambda *given: make_fx(given[0])(given[1]), "jit.trace": trace}[how](function, example)
-    for got, want in zip(traced(a), ops.qr(a), strict=True):
+    for got, want in zip(traced(a), function(a), strict=True):
         assert torch.allclose(got, want, atol=1e-4)
 
 

@@ -17,9 +17,10 @@ import nasfast.train.loop as loop
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.pipeline import inputs
-from nasfast.pipeline.networks import retrain_best
+from nasfast.pipeline.inputs import retrain_loaders
 from nasfast.pipeline.run import Run
 from nasfast.runtime.distributed import World
+from nasfast.runtime.lock import RunDirectoryError
 from nasfast.settings import RunConfig, TaskSettings
 
 PATHS = "--method spos --search.population 4 --search.crossovers 1 --search.mutations 1"
@@ -161,6 +162,8 @@ def test_a_directory_in_use_is_refused_and_left_alone(finished, capsys, command)
     with open(out / ".lock", "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)  # as another process would: a lock is the open file's
         assert main([*command.split(), "--out", str(out), *images]) == 1
+        with pytest.raises(RunDirectoryError, match="is in use by"), Run.open(Run.saved(str(out)).cfg):
+            pass
     (out / ".lock").unlink()
     assert f"run directory {out} is in use by another process" in capsys.readouterr().err
     assert is_unchanged(out, files)
@@ -190,4 +193,4 @@ def test_images_of_other_classes_cannot_retrain(here, out):
     cfg = Run.saved(str(out)).cfg
     cfg = cfg.replace(data=cfg.data.replace(source="folder", train="images"))
     with pytest.raises(ConfigError, match="the images have 2 classes, .*space.yaml has 10"):
-        retrain_best(Run(cfg))
+        retrain_loaders(Run(cfg), Run(cfg).space)

@@ -227,7 +227,8 @@ def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(out):
 
 def test_a_supernet_that_is_not_trained_to_its_end_is_named(out, caplog):
     (out / "checkpoints/supernet-00000020.safetensors").unlink()
-    table = score(Run.saved(str(out)))
+    with Run.open(Run.saved(str(out)).cfg) as run:
+        table = score(run)
     assert "step 16 of 20" in caplog.text
     assert table.meta["step"] == 16
 
@@ -245,7 +246,8 @@ def test_stages_without_training_use_the_threads_of_the_config(out, stage):
     before = torch.get_num_threads()
     run = Run.saved(str(out))
     run = run.replace(threads=before + 1, score=run.cfg.score.replace(name="gamma"))
-    score(run.replace(threads=before))
+    with Run.open(run.replace(threads=before).cfg) as opened:
+        score(opened)
     try:
         if stage == "score":
             with Run.open(run.cfg) as opened:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from dataclasses import asdict
@@ -9,17 +10,20 @@ from dataclasses import asdict
 import pytest
 from in_process import run_tasks_here
 
+import nasfast.train.loop as loop
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.indicators.accuracies import AccuracyError, read_accuracies
 from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.table import IndicatorTable
+from nasfast.ops import precision
 from nasfast.pipeline import trained
 from nasfast.pipeline.inputs import image_loaders
 from nasfast.pipeline.networks import train_network
 from nasfast.pipeline.run import Run
 from nasfast.pipeline.trained import train_sample
 from nasfast.retrain import load_model
+from nasfast.runtime.files import checkpoint_state
 from nasfast.search import stratified_sample
 from nasfast.settings import RunConfig, TaskSettings
 from nasfast.tasks import TaskResult, save_result
@@ -36,6 +40,30 @@ def run(tmp_path, config, monkeypatch):
     run.dir.mkdir()
     run.save_config()
     return run
+
+
+@pytest.mark.slow
+def test_a_network_keeps_its_number_type_on_another_machine(run, tmp_path, monkeypatch):
+    """It was stopped where `precision: auto` is bf16, and goes on where it is fp32."""
+    run = run.replace(data=run.cfg.data.replace(val_fraction=0.6))
+    task = trained.plan_sample(run, 10, epochs=2)[0]
+    step, steps = loop.update, itertools.count()
+
+    def stopped(*arguments, **named):
+        if next(steps) == 30:  # in the second epoch
+            raise KeyboardInterrupt
+        return step(*arguments, **named)
+
+    monkeypatch.setattr(precision, "_default", lambda device: ("bf16", ""))
+    monkeypatch.setattr(loop, "update", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train_network(tmp_path / "task", **task.arguments, **task.machine)
+    (checkpoint,) = (tmp_path / "task/checkpoints").iterdir()
+    assert checkpoint_state(checkpoint)["settings"]["train"]["precision"] == "bf16"
+    monkeypatch.setattr(precision, "_default", lambda device: ("fp32", ""))
+    monkeypatch.setattr(loop, "update", step)
+    result = train_network(tmp_path / "task", **task.arguments, **task.machine)
+    assert result["settings"]["train"]["precision"] == "bf16"
 
 
 @pytest.mark.slow

@@ -153,11 +153,15 @@ def test_an_architecture_may_be_named_by_its_operations(tmp_path):
 
 
 def test_what_is_missing_in_the_directory_is_named(searched):
+    def open_and_retrain(cfg):
+        with Run.open(cfg) as run:
+            retrain_best(run)
+
     cfg = RunConfig(out=str(searched), device="cpu")
     for path in searched.glob("arch_*.json"):
         path.unlink()
     with pytest.raises(FileNotFoundError, match="no arch_NAME.json in .*: a search of cells writes them at its end"):
-        retrain_best(Run(cfg))
+        open_and_retrain(cfg)
     (searched / "space.yaml").write_text((searched / "space.yaml").read_text().replace("sep_conv_3x3", "sep_conv", 1))
     with pytest.raises(ValueError, match="space.yaml: cell.edges.*unknown operation 'sep_conv'"):
-        retrain_best(Run(cfg))
+        open_and_retrain(cfg)
