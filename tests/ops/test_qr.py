@@ -108,7 +108,11 @@ def trace(function, a):
 # parts of the batch run on other threads, which tracers do not see
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("how", [pytest.param("compile", marks=pytest.mark.slow), "make_fx", "jit.trace"])
-@pytest.mark.parametrize("function", [lambda x: tuple(ops.qr(x)), lambda x: tuple(ops.orthogonalize([x[0], x[1]]))])
+@pytest.mark.parametrize(
+    "function",
+    [lambda x: tuple(ops.qr(x)), lambda x: tuple(ops.orthogonalize([x[0], x[1]]))],
+    ids=["qr", "orthogonalize"],
+)
 def test_tracers_see_all_that_is_computed(how, function):
     example, a = torch.randn(2, 6, 150, 140)
     if how == "compile":
