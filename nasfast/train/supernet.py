@@ -126,15 +126,7 @@ def train_supernet(
     cfg = with_precision(cfg, stage, device)
     if world.is_main:
         _describe(net, loader, sampler, cfg, stage, leads=world.leads)
-    return train(
-        net,
-        loader,
-        cfg,
-        stage,
-        sampler=sampler,
-        device=device,
-        world=world,
-    )
+    return train(net, loader, cfg, stage, sampler=sampler, device=device, world=world)
 
 
 def _describe(
