@@ -100,6 +100,13 @@ def test_one_run_for_all_stages_and_none_without_metrics(tmp_path, packages):
     assert packages.wandb.init.call_count == run.finish.call_count == 1 and run.log.call_count == 2
 
 
+def test_what_trackers_print_goes_to_standard_error(tmp_path, packages, capsys):
+    """Standard output has the results of a command."""
+    packages.trackio.init.side_effect = lambda **_: print("a run begins") or MagicMock()
+    train(tmp_path, ["trackio"])
+    assert capsys.readouterr() == ("", "a run begins\n")
+
+
 def test_callbacks_get_the_metrics_of_each_stage_within_their_block(tmp_path):
     seen = []
     with calling([lambda *given: seen.append(given)]), TrainLog(tmp_path, "supernet", step=0, total=2) as file:
