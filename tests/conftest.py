@@ -30,6 +30,7 @@ import forked  # noqa: E402
 from devices import DEVICE, no_gpu  # noqa: E402
 
 from nasfast.ops import _native, _triton  # noqa: E402
+from nasfast.runtime.once import forget_logged  # noqa: E402
 
 INTERPRETED = _triton.interpreted()
 # marks of tests that take long, longest first
@@ -82,22 +83,10 @@ def gpu():
     return "cuda"
 
 
-# what remembers what a process has said, so that it says it once
-SAID_ONCE = {
-    "nasfast.data.datasets": "warn_once",
-    "nasfast.data.loader": "_say_choice",
-    "nasfast.ops.backends": "_logged",
-    "nasfast.ops.precision": "_default",
-}
-
-
 @pytest.fixture(autouse=True)
 def as_in_a_new_process():
-    """No test sees what tests before it changed: what a process says once, and the level that commands log at."""
-    for module, name in SAID_ONCE.items():
-        if module in sys.modules:
-            said = getattr(sys.modules[module], name)
-            said.clear() if isinstance(said, set) else said.cache_clear()
+    """No test sees what tests before it changed: what a process logs once, and the level that commands log at."""
+    forget_logged()
     logging.getLogger("nasfast").setLevel(logging.NOTSET)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from abc import ABC, abstractmethod
@@ -14,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
+
+from nasfast.runtime.once import log_once
 
 _LOG = logging.getLogger(__name__)
 
@@ -28,12 +29,6 @@ _LOOKED_FOR = 100
 
 class DataError(ValueError):
     """Images that cannot be used: missing, empty or one-class folder, or too many unreadable files."""
-
-
-@functools.cache
-def warn_once(text: str) -> None:
-    """Log a warning the first time: each stage of a run opens the same images."""
-    _LOG.warning("%s", text)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -149,15 +144,16 @@ class FolderSource(_FileSource):
             extensions = ", ".join(sorted(_EXTENSIONS))
             raise DataError(f"class folder {self.root / empty[0]} holds no image ({extensions})")
         if self.not_images:
-            shown = ", ".join(self.not_images[:5])
-            warn_once(f"{self.root}: skipped {len(self.not_images)} files that are not images: {shown}")
+            skipped = f"skipped {len(self.not_images)} files that are not images"
+            log_once(_LOG, logging.WARNING, f"{self.root}: {skipped}: {', '.join(self.not_images[:5])}")
 
     def _images(self, folder: Path) -> Iterator[str]:
         """The images below a folder, those of each folder in sorted order; links to folders are followed once each."""
         seen = set[str]()
         for place, inner, files in os.walk(folder, followlinks=True):
             if (real := os.path.realpath(place)) in seen:
-                warn_once(f"{place} is a link to a folder whose images are counted already: left out")
+                repeated = f"{place} is a link to a folder whose images are counted already: left out"
+                log_once(_LOG, logging.WARNING, repeated)
                 inner.clear()
                 continue
             seen.add(real)

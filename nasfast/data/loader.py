@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +16,10 @@ from nasfast.data import dali
 from nasfast.data.augment import SMALL, Augmentation
 from nasfast.data.backends import Backend, Request, TorchvisionBackend
 from nasfast.data.cache import CacheBackend, can_keep, size_text
-from nasfast.data.datasets import DataError, DatasetSource, ImageSource, open_files, split_source, warn_once
+from nasfast.data.datasets import DataError, DatasetSource, ImageSource, open_files, split_source
 from nasfast.data.digits import ClutteredDigitsSource, DigitsSource
 from nasfast.data.preprocess import normalise, scale_and_offset
+from nasfast.runtime.once import log_once
 from nasfast.seeds import derive_seed
 from nasfast.settings import AutoAugment, DataConfig, ImageInfo, check_policy
 
@@ -234,18 +234,12 @@ def _make_backend(cfg: DataConfig, source: ImageSource, augmentation: Augmentati
     common = {"workers": cfg.workers, "prefetch": cfg.prefetch}
     if kind == "auto":
         kind, reason = _choose(source, augmentation)
-        _say_choice(kind, reason)
+        log_once(_LOG, logging.INFO, f"loader of images: {kind}, because {reason}")
     if kind == "cache":
         return CacheBackend(source, augmentation, workers=cfg.workers, cache_dir=cfg.cache_dir)
     if kind == "dali":
         return dali.DaliBackend(source, augmentation, batch_size=batch_size, **common)
     return TorchvisionBackend(source, augmentation, **common)
-
-
-@functools.cache
-def _say_choice(kind: str, reason: str) -> None:
-    """Say what `auto` means, once in a process: each stage of a run makes loaders of the same images."""
-    _LOG.info("loader of images: %s, because %s", kind, reason)
 
 
 def _choose(source: ImageSource, augmentation: Augmentation) -> tuple[str, str]:
@@ -329,9 +323,11 @@ def make_loader(
     )
     loader.config = config
     if train and cfg.batch_size > len(source):
-        warn_once(
+        log_once(
+            _LOG,
+            logging.WARNING,
             f"data.batch_size={cfg.batch_size} is more than the {len(source):,} training images: an epoch is one step; "
-            f"give a batch_size of at most {max(2, len(source) // 8)}"
+            f"give a batch_size of at most {max(2, len(source) // 8)}",
         )
     return loader
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from nasfast.ops import _native, _triton
 from nasfast.ops.plan import CUDA_SERVES, STORAGE_DTYPES, Refusal, storage_dtype
+from nasfast.runtime.once import log_once
 
 BACKENDS = ("cpu", "triton", "cuda", "reference")
 
 _logger = logging.getLogger(__name__)
-_logged: set[str] = set()
 # a plain global: torch.compile guards on it, and in torch 2.11 it cannot trace a ContextVar
 _scoped_name: str | None = None
 _native_missing = _native.why_missing()
@@ -247,15 +247,10 @@ def _check_name(name: str, source: str) -> None:
 def _log_skipped(op: str, x: Tensor, chosen: str, skipped: list[str]) -> None:
     """Log, once each, why faster backends do not run an operator, and on a GPU how to get the kernels it lacks."""
     if x.device.type == "cuda" and (missing := why_not_cuda_kernels(x)):
-        _log_once(logging.WARNING, f"nasfast has no kernels for {x.device}, so its operators run on PyTorch: {missing}")
+        message = f"nasfast has no kernels for {x.device}, so its operators run on PyTorch: {missing}"
+        log_once(_logger, logging.WARNING, message)
     else:
-        _log_once(logging.INFO, f"{op} runs on the {chosen} backend ({'; '.join(skipped)})")
-
-
-def _log_once(level: int, message: str) -> None:
-    if message not in _logged:
-        _logged.add(message)
-        _logger.log(level, message)
+        log_once(_logger, logging.INFO, f"{op} runs on the {chosen} backend ({'; '.join(skipped)})")
 
 
 @contextmanager

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
-from functools import cache
 from typing import Literal
 
 import torch
 
 from nasfast.ops.backends import why_not_cuda_chain
-from nasfast.runtime.launcher import environment_size
+from nasfast.runtime.once import log_once
 
 Resolved = Literal["fp32", "bf16"]
 """float32, or bfloat16 autocast."""
@@ -28,7 +26,12 @@ def resolve_precision(name: Literal["auto", "fp32", "bf16"], device: str) -> Res
         name: the setting.
         device: `cpu`, `cuda`, `cuda:N`, the `onnx` of latencies, or `auto`, which is a GPU if torch sees one.
     """
-    return _default(device)[0] if name == "auto" else name
+    if name != "auto":
+        return name
+    precision, reason = default_precision(device)
+    if _is_gpu(device):
+        log_once(_logger, logging.INFO, f"precision auto: {precision} on the GPU ({reason})")
+    return precision
 
 
 def default_precision(device: str) -> tuple[Resolved, str]:
@@ -37,21 +40,12 @@ def default_precision(device: str) -> tuple[Resolved, str]:
     Args:
         device: see `resolve_precision`.
     """
-    kind = device.partition(":")[0]
-    if kind not in ("auto", "cuda") or not torch.cuda.is_available():
+    if not _is_gpu(device):
         return "fp32", "bf16 is the default on GPUs alone"
-    index = torch.device(device).index if kind == "cuda" else None
-    if index is None and environment_size() > 1:  # each rank asks about its own GPU
-        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-    probe = torch.empty(0, device="cuda" if index is None else f"cuda:{index}", dtype=torch.bfloat16)
-    reason = why_not_cuda_chain(probe)
+    # without an index it is the current GPU, which is a rank's own (`nasfast.runtime.distributed.start`)
+    reason = why_not_cuda_chain(torch.empty(0, device=device.replace("auto", "cuda"), dtype=torch.bfloat16))
     return ("fp32", reason) if reason else ("bf16", "the CUDA kernels serve it")
 
 
-@cache
-def _default(device: str) -> tuple[Resolved, str]:
-    """As `default_precision`; said once, where there was something to decide."""
-    precision, reason = default_precision(device)
-    if torch.cuda.is_available() and device.partition(":")[0] in ("auto", "cuda"):
-        _logger.info("precision auto: %s on the GPU (%s)", precision, reason)
-    return precision, reason
+def _is_gpu(device: str) -> bool:
+    return device.partition(":")[0] in ("auto", "cuda") and torch.cuda.is_available()

@@ -19,7 +19,6 @@ from nasfast.cli.flags import parse
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.data import DataConfig, FolderSource, make_loader
-from nasfast.data.datasets import warn_once
 from nasfast.indicators.structure import structure_table
 from nasfast.measure.latency import Fit
 from nasfast.pipeline.run import Run
@@ -214,7 +213,6 @@ def test_links_to_a_folder_above_are_counted_once(tmp_path, caplog):
     root = write_folder(tmp_path / "images", {"a": 3, "b": 3})
     (root / "a" / "again").symlink_to(root / "a", target_is_directory=True)
     (root / "a" / "notes.txt").touch()
-    warn_once.cache_clear()
     for _ in range(2):
         assert len(FolderSource(root)) == 6
     assert [m for m in caplog.messages if "is a link to a folder" in m] == [m for m in caplog.messages if "again" in m]

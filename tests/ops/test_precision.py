@@ -29,7 +29,6 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0 if capability is None else 1)
         monkeypatch.setattr(backends, "_native_missing", None)
         monkeypatch.setattr(backends, "_why_no_cuda_kernels", lambda device: missing)
-        precision._default.cache_clear()
 
     return has
 
