@@ -327,7 +327,7 @@ class TrainConfig(ConfigBase):
     eval_every: int = 1
 
     @property
-    def of_result(self) -> dict[str, Any]:
+    def result_settings(self) -> dict[str, Any]:
         """The settings that a checkpoint must match: all but the engine, which changes how a step is executed.
 
         Graphs and eager steps may round differently, so a run resumed with another engine may end with other bytes.
@@ -557,7 +557,7 @@ class RetrainConfig(ConfigBase):
             raise ValueError(f"patience must be at least 1, got {self.patience}; null trains all epochs")
 
     @property
-    def of_one(self) -> RetrainConfig:
+    def network_settings(self) -> RetrainConfig:
         """What the training of one network depends on: the settings in `CHOICES` have their defaults."""
         return self.replace(**{name: getattr(RetrainConfig, name) for name in CHOICES})
 
@@ -601,7 +601,7 @@ class TaskSettings(ConfigBase):
             raise ValueError(f"--ray_address {self.ray_address} needs --executor ray")
 
     @property
-    def of_tasks(self) -> TaskSettings | None:
+    def executor_settings(self) -> TaskSettings | None:
         """These settings without the hours, where a whole command has them; None if no other is given."""
         others = self.replace(max_hours=None)
         return None if others == TaskSettings() else others

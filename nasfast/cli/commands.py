@@ -106,7 +106,7 @@ def at_most(hours: float | None) -> Iterator[None]:
 def _opened(cfg: RunConfig, tasks: TaskSettings, *, begins: bool) -> Iterator[Run]:
     """The run of a command, in each of the processes that torchrun started, until the time of the command is over."""
     with at_most(tasks.max_hours), start(cfg.torch_device) as world:
-        with Run.open(cfg, begins=begins, world=world, tasks=tasks.of_tasks) as run:
+        with Run.open(cfg, begins=begins, world=world, tasks=tasks.executor_settings) as run:
             yield run
 
 
@@ -117,7 +117,7 @@ def _run(cfg: RunConfig, tasks: TaskSettings, *, resume: bool = False, seeds: in
     if dry_run:
         if environment_size() > 1:
             raise ConfigError("--dry_run times the steps of one process: run it without torchrun")
-        print(plan_run(Run(cfg, tasks=tasks.of_tasks), max_hours=tasks.max_hours))
+        print(plan_run(Run(cfg, tasks=tasks.executor_settings), max_hours=tasks.max_hours))
         return
     with _opened(cfg, tasks, begins=True) as run:
         if run.world.is_main and ((run.dir / STABILITY_FILE).exists() or (run.dir / "seed-0").exists()):

@@ -25,7 +25,7 @@ def execute(command: str, given: dict[str, Any], parser: Parser) -> None:
     """Carry out one command with what `nasfast.cli.flags.parse` gave; the caller shows its errors."""
     if command in STAGES:
         tasks, seeds = take_tasks(given), given.get("seeds", 1)
-        check_one_process(tasks.of_tasks if seeds == 1 else tasks, environment_size())
+        check_one_process(tasks.executor_settings if seeds == 1 else tasks, environment_size())
         cfg, others = run_config(command, given)
         _check_run(command, cfg, others)
         _function(command)(cfg, tasks, **others)

@@ -278,7 +278,7 @@ class Trial:
         _LOG.info("timing the scores of a few paths")
         score, given, small = self.run.score, self.run.cfg, self._small
         size = min(_PATH_IMAGES, given.data.batch_size, self.images)
-        evidence = evidence_for(small.replace(data=small.cfg.data.replace(batch_size=size)), self.net)
+        evidence = evidence_for(Run(small.cfg.replace(data=small.cfg.data.replace(batch_size=size))), self.net)
         half = copy.copy(evidence)
         held = image_loaders(small, self.net.space)[1]
         wanted = min(len(held.source), given.score.images)
@@ -320,7 +320,7 @@ def _smaller(run: Run, space: SearchSpace) -> tuple[Run, SearchSpace]:
     workers = 0 if cfg.torch_device == "cpu" else cfg.data.workers
     data = cfg.data.replace(batch_size=size, loader=loader, workers=workers)
     space = space.replace(resolution=min(_LARGEST, space.resolution))
-    return run.replace(data=data, score=cfg.score.replace(images=images)), space
+    return Run(cfg.replace(data=data, score=cfg.score.replace(images=images))), space
 
 
 def network_timing(run: Run, space: SearchSpace, arch: Arch, *, hold_out: bool = False) -> Timing:

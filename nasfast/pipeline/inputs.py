@@ -135,7 +135,7 @@ def scores_of(run: Run, name: str, archs: Collection[Arch]) -> dict[Arch, float]
 
 def of_parts(run: Run, name: str) -> list[Run]:
     """The run with each score of a sum of ranks `A+B-C`."""
-    return [run.replace(score=run.cfg.score.replace(name=part)) for _, part in parts_of(name)]
+    return [Run(run.cfg.replace(score=run.cfg.score.replace(name=part))) for _, part in parts_of(name)]
 
 
 def check_scoring(run: Run, net: Supernet) -> None:

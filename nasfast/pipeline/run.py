@@ -115,12 +115,6 @@ class Run:
             )
         return cls(RunConfig.load(path).replace(out=out))
 
-    def replace(self, **changes: Any) -> Run:
-        """The same directory with other settings."""
-        changed = Run(self.cfg.replace(**changes), world=self.world, tasks=self.tasks)
-        changed._is_open = self._is_open
-        return changed
-
     # what the settings and the directory say
 
     @property

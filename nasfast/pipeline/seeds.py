@@ -118,7 +118,7 @@ def _run(run: Run, seeds: int, runner: TaskRunner) -> Path:
     if len(good) >= LEAST_SEEDS:
         tables = [IndicatorTable.load(run.dir / name / TABLE_FILE) for name in good]
         assert isinstance(tables[0].space, SearchSpace)
-        run = run.replace()  # of this space are its limits, too
+        run = Run(run.cfg)  # of this space are its limits, too
         run.space = tables[0].space
         found = agreement(tables, run.limits, k=run.cfg.search.top_k)
         answer = found.top[0].arch

@@ -160,7 +160,7 @@ def retrain(
 def check_not_begun(run_dir: str | Path, name: str, arch: Arch, cfg: RetrainConfig, *, seed: int) -> None:
     """Refuse a retraining that has checkpoints, as `retrain` does without `resume`, before anything is loaded."""
     folder = CheckpointFolder(Path(run_dir) / "checkpoints", _prefix(name, arch))
-    given = {"train": _with_lr(cfg).train.of_result, **_settings_of(cfg, seed)}
+    given = {"train": _with_lr(cfg).train.result_settings, **_settings_of(cfg, seed)}
     known_later = ("stage", "batches_per_epoch", "activation")
     check_new(folder, _stage_name(name), given, extends=True, unknown=known_later)
 
@@ -250,7 +250,7 @@ def _result(
         correct=answers_to_hex(b"".join(world.all_gather(bytes(measured.correct)))),
         ranks=world.size,
         stopped_after=epochs if epochs < cfg.train.epochs else None,
-        settings=cfg.of_one,
+        settings=cfg.network_settings,
     )
 
 

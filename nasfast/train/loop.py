@@ -116,7 +116,12 @@ class _Training:
             self.sampler,
             self.averaged,
             fingerprint=stage.fingerprint,
-            settings={"stage": stage.name, "train": cfg.of_result, "batches_per_epoch": len(loader), **stage.settings},
+            settings={
+                "stage": stage.name,
+                "train": cfg.result_settings,
+                "batches_per_epoch": len(loader),
+                **stage.settings,
+            },
             loader_kind=getattr(loader, "kind", None),
         )
         folder = Path(stage.run_dir) / "checkpoints"

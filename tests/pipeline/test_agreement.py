@@ -159,7 +159,7 @@ def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tm
     assert (tmp_path / "config.yaml").read_bytes() == before
     assert seed_task(run, 1).arguments["config"]["data"]["split_seed"] == 0, "all seeds have one validation split"
     # settings of the machine may change: the seed counts as finished
-    other = run.replace(data=cfg.data.replace(workers=7, cache_dir="elsewhere"), track=("wandb",))
+    other = Run(run.cfg.replace(data=cfg.data.replace(workers=7, cache_dir="elsewhere"), track=("wandb",)))
     assert saved_result(tmp_path / "seed-1", seed_task(other, 1)) == ({"top": []},)
 
 

@@ -245,8 +245,8 @@ def test_stages_without_training_use_the_threads_of_the_config(out, stage):
     """The score is `gamma`, which reads no images. An exact search needs no torch, and so no threads of it."""
     before = torch.get_num_threads()
     run = Run.saved(str(out))
-    run = run.replace(threads=before + 1, score=run.cfg.score.replace(name="gamma"))
-    with Run.open(run.replace(threads=before).cfg) as opened:
+    run = Run(run.cfg.replace(threads=before + 1, score=run.cfg.score.replace(name="gamma")))
+    with Run.open(run.cfg.replace(threads=before)) as opened:
         score(opened)
     try:
         if stage == "score":

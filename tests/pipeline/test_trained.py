@@ -45,7 +45,7 @@ def run(tmp_path, config, monkeypatch):
 @pytest.mark.slow
 def test_a_network_keeps_its_number_type_on_another_machine(run, tmp_path, monkeypatch):
     """It was stopped where `precision: auto` is bf16, and goes on where it is fp32."""
-    run = run.replace(data=run.cfg.data.replace(val_fraction=0.6))
+    run = Run(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.6)))
     task = trained.plan_sample(run, 10, epochs=2)[0]
     step, steps = loop.update, itertools.count()
 
@@ -70,7 +70,7 @@ def test_a_network_keeps_its_number_type_on_another_machine(run, tmp_path, monke
 def test_a_sample_is_trained_once_and_grows(run, small_forests, capsys, monkeypatch):
     run_tasks_here(monkeypatch)
     out = run.dir
-    run = run.replace(data=run.cfg.data.replace(val_fraction=0.6))
+    run = Run(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.6)))
     run.save_config()
     command = ["rank", "--out", str(out), "--epochs", "1", "--workers", "1", "--score", "naswot"]
     assert main([*command, "--train", "10", "--dry_run"]) == 0
@@ -122,8 +122,8 @@ def test_what_cannot_be_trained_is_refused_before_training(run, monkeypatch, cap
     for cfg, count, message in (
         (run, 9, "at least 10 architectures are needed"),
         (run, 82, "draws from space 'tiny' within the limits have"),
-        (run.replace(data=run.cfg.data.replace(val_fraction=0.01)), 40, "cannot order 40 architectures"),
-        (run.replace(data=run.cfg.data.replace(val_fraction=0.99)), 40, "training images are less than one"),
+        (Run(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.01))), 40, "cannot order 40 architectures"),
+        (Run(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.99))), 40, "training images are less than one"),
     ):
         with pytest.raises(ValueError, match=message):
             train_sample(cfg, count)
@@ -147,10 +147,10 @@ def test_trainings_outside_tighter_limits_stay_in_the_file(run, monkeypatch):
 
     monkeypatch.setattr(trained.TaskRunner, "run", finished)
     space = trained.space_of(run)
-    run = run.replace(search=run.cfg.search.replace(max_macs=None))
+    run = Run(run.cfg.replace(search=run.cfg.search.replace(max_macs=None)))
     first = train_sample(run, 12, epochs=1)
     limit = sorted(space.cost(arch).macs for arch in first)[8]
-    second = train_sample(run.replace(search=run.cfg.search.replace(max_macs=float(limit))), 10)
+    second = train_sample(Run(run.cfg.replace(search=run.cfg.search.replace(max_macs=float(limit)))), 10)
     written = read_accuracies(run.dir / "accuracies.json", space)
     assert all(space.cost(arch).macs <= limit for arch in second)
     assert written.keys() == first.keys() | second.keys() and len(first.keys() - second.keys()) == 3

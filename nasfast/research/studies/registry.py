@@ -119,9 +119,9 @@ def run(command: str, given: dict[str, Any]) -> None:
     study, out = find(command), given.pop("out", None)
     tasks = take_tasks(given) if study.tasks else TaskSettings()
     cfg = study.load("config").from_dict(given)
-    check_one_process(tasks.of_tasks, environment_size())
+    check_one_process(tasks.executor_settings, environment_size())
     with at_most(tasks.max_hours):
-        report = run_study(study.name, cfg, out=out, tasks=tasks.of_tasks)
+        report = run_study(study.name, cfg, out=out, tasks=tasks.executor_settings)
     print(report)
     if out is not None:
         print("written:", ", ".join(map(str, (report.save(out), *report.files))))
