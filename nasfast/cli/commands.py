@@ -39,7 +39,7 @@ from nasfast.pipeline.trained import (
     estimate_sample,
     train_sample,
 )
-from nasfast.report.evidence import compare, is_peer, repeats_of
+from nasfast.report.findings import compare, is_peer, other_seeds
 from nasfast.runtime.distributed import start
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.launcher import environment_size
@@ -51,7 +51,7 @@ from nasfast.spaces import Arch, ArchSpace, format_arch, named_space
 def _show_retrained(run: Run, results: dict[str, Any]) -> None:
     """A line per architecture with all its seeds, one for all random ones, and what was gained over these."""
     forms = {name: result.to_dict() for name, result in results.items()}
-    repeats = {name: repeats_of(name, forms) for name in forms}
+    repeats = {name: other_seeds(name, forms) for name in forms}
     repeated = {id(form) for again in repeats.values() for form in again}
     peers = [form for name, form in forms.items() if is_peer(name)]
     rows = [["network", "top-1", "MACs", "params", "architecture"]]

@@ -10,7 +10,7 @@ from nasfast.config import ConfigError
 from nasfast.display import text_table
 from nasfast.pipeline.run import Run
 from nasfast.pipeline.searching import score_untrained, search
-from nasfast.report.evidence import PROVEN, PROVEN_NEXT, worth_of_score
+from nasfast.report.findings import PROVEN, PROVEN_NEXT, score_verdict
 from nasfast.search import load_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.search.limits import layer_costs
@@ -43,7 +43,7 @@ def _show_candidates(run: Run, found: list[Any]) -> None:
     for table in tables:
         print(f"{table.quantity}: {table.about or 'a table of your own'}")
     if any(c.optimal for c in found):
-        print(worth_of_score(run.dir))
+        print(score_verdict(run.dir))
     print(f"written: {run.dir / ARCHS_FILE}")
     print(f"next: nasfast retrain --out {run.cfg.out} trains the first one, and random ones of its cost to judge it by")
 

@@ -24,7 +24,7 @@ from nasfast.pipeline.inputs import check_scoring, checked_images, image_loaders
 from nasfast.pipeline.networks import retrain_best
 from nasfast.pipeline.run import Run, say
 from nasfast.pipeline.searching import search
-from nasfast.report.evidence import at_chance, training_top1
+from nasfast.report.findings import at_chance, training_top1
 from nasfast.retrain import RetrainResult
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import CheckpointError, read_metrics, write_atomic

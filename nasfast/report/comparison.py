@@ -16,22 +16,20 @@ from scipy import stats
 from nasfast.config import flatten, load_yaml
 from nasfast.indicators.rank import Estimate, bootstrap_weights, kendall_tau
 from nasfast.indicators.table import IndicatorTable
-from nasfast.report.evidence import compare, compare_runs, is_peer, repeats_of
-from nasfast.report.page import figure_of, millions, page_of, percent, svg_of, table_of
+from nasfast.report.findings import Comparison, compare, compare_runs, is_peer, other_seeds
+from nasfast.report.page import html_figure, html_page, html_table, millions, percent, svg_text
 from nasfast.report.plots import SERIES, literal, new_figure
-from nasfast.report.run_files import NotRun, RunFiles, body_of, limits_of
+from nasfast.report.run_files import NotRun, RunFiles, format_limits, section_body
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.progress import duration
 from nasfast.search import sample_under
-from nasfast.settings import CHOICES
+from nasfast.settings import CHOICES, CONFIG_FILE
 from nasfast.spaces import SAMPLERS, Arch, format_arch
 
 _MARKERS = "osD^v<>P*X"
 # Architectures and bootstrap resamples of the agreement of two tables.
 _ARCHITECTURES, _RESAMPLES = 500, 200
 _NONE = "-"
-# Settings of retraining that do not change how one network is trained.
-_NOT_OF_TRAINING = tuple(f"retrain.{name}" for name in CHOICES)
 
 
 def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
@@ -71,13 +69,13 @@ def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
         ("tables", "Agreement of the tables of scores", partial(_agreement, runs)),
         ("settings", "Settings that differ", partial(_settings, runs)),
     ]
-    body = [(key, title, body_of(build)) for key, title, build in sections]
-    text = page_of(" / ".join(runs), "nasfast report", body)
+    bodies = [(key, title, section_body(section)) for key, title, section in sections]
+    text = html_page(" / ".join(runs), "nasfast report", bodies)
     write_atomic(page, text.encode(errors="replace"))
     return page
 
 
-def _known(read: Callable[[], Any]) -> Any:
+def _read_or_none(read: Callable[[], Any]) -> Any:
     """What a file of a run says, or None where it does not exist or is damaged."""
     try:
         return read()
@@ -93,53 +91,54 @@ def _overview(runs: Mapping[str, RunFiles]) -> str:
         "training. Scores of different spaces, methods or score settings are on different scales: compare them within "
         "one column only. Times are those of the machine that trained, and of the last run of each stage."
     )
-    return table_of(["", *runs], rows, text_columns=range(len(runs) + 1), note=note)
+    return html_table(["", *runs], rows, text_columns=range(len(runs) + 1), note=note)
 
 
 def _column(run: RunFiles) -> dict[str, str]:
     """What is known of one run, by the name of the row."""
-    found: dict[str, str] = {}
-    config = _known(lambda: load_yaml(run.folder / "config.yaml")) or {}
-    found |= {key: str(config[key]) for key in ("method", "seed") if key in config}
-    if (space := _known(lambda: run.space)) is not None:
-        found["space"] = f"{space.name}, {space.cardinality:.3g} architectures"
-    if (result := _known(lambda: run.result)) is not None and result.candidates:
+    config = _read_or_none(lambda: load_yaml(run.folder / CONFIG_FILE)) or {}
+    column = {key: str(config[key]) for key in ("method", "seed") if key in config}
+    if (space := _read_or_none(lambda: run.space)) is not None:
+        column["space"] = f"{space.name}, {space.cardinality:.3g} architectures"
+    if (result := _read_or_none(lambda: run.result)) is not None and result.candidates:
         best = result.candidates[0]
-        found |= {
-            "limits": limits_of(result),
+        column |= {
+            "limits": format_limits(result),
             "best architecture": format_arch(best.arch),
             "score": f"{best.score:.5g}" + (", proven" if best.optimal else ""),
             "MACs": millions(best.macs),
             "parameters": millions(best.params),
         }
-        found |= {f"{t.quantity}, {t.unit}": f"{v:.4g}" for t, v in zip(result.tables, best.values, strict=True)}
-    retrained = _known(lambda: run.retrained) or {}
-    if (trained := retrained.get("best")) is not None:
-        found |= _known(partial(_trained, trained, retrained)) or {}
-    if (seconds := _known(partial(_supernet_seconds, run, config))) is not None:
-        found["time of supernet training"] = duration(seconds)
+        column |= {f"{t.quantity}, {t.unit}": f"{v:.4g}" for t, v in zip(result.tables, best.values, strict=True)}
+    retrained = _read_or_none(lambda: run.retrained) or {}
+    if "best" in retrained:
+        column |= _read_or_none(partial(_accuracy_rows, retrained)) or {}
+    if (seconds := _read_or_none(partial(_supernet_seconds, run, config))) is not None:
+        column["time of supernet training"] = duration(seconds)
     if seconds := sum(
-        _known(partial(float, form["seconds"])) or 0.0 for form in retrained.values() if "seconds" in form
+        _read_or_none(partial(float, result["seconds"])) or 0.0 for result in retrained.values() if "seconds" in result
     ):
-        found["time of retraining, all networks"] = duration(seconds)
-    return found
+        column["time of retraining, all networks"] = duration(seconds)
+    return column
 
 
-def _trained(best: Mapping[str, Any], networks: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+def _accuracy_rows(retrained: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """The rows of the accuracy of a run's best network, by their names."""
+    best = retrained["best"]
     right, images = round(best["top1"] * best["images"]), best["images"]
     low, high = stats.binomtest(right, images).proportion_ci(method="wilson")
-    found = {
+    rows = {
         "top-1 of the best": f"{percent(best['top1'])} [{100 * low:.2f}, {100 * high:.2f}]",
         "epochs of retraining": str(best["epochs"]),
     }
-    against = compare(best, [form for name, form in networks.items() if is_peer(name)], repeats_of("best", networks))
-    if against is not None:
-        found["above random architectures of equal cost, points"] = _points(against.gain, against.low, against.high)
-    return found
+    peers = [result for name, result in retrained.items() if is_peer(name)]
+    if (comparison := compare(best, peers, other_seeds("best", retrained))) is not None:
+        rows["above random architectures of equal cost, points"] = _format_gain(comparison)
+    return rows
 
 
-def _points(gain: float, low: float, high: float) -> str:
-    return f"{gain:+.2f} [{low:+.2f}, {high:+.2f}]"
+def _format_gain(comparison: Comparison) -> str:
+    return f"{comparison.gain:+.2f} [{comparison.low:+.2f}, {comparison.high:+.2f}]"
 
 
 def _supernet_seconds(run: RunFiles, config: Mapping[str, Any]) -> float:
@@ -148,40 +147,36 @@ def _supernet_seconds(run: RunFiles, config: Mapping[str, Any]) -> float:
     if not lines:
         raise NotRun("`nasfast supernet` trains")
     before = [0, *(m["step"] for m in lines)]
+    supernet = config.get("supernet") or {}
+    sampler = SAMPLERS[supernet.get("sampler") or "uniform"]
+    paths = sampler(run.space, layer_indicators=bool(supernet.get("layer_indicators"))).paths_per_step
     # a speed counts an image once for each path of a step
-    images = config["data"]["batch_size"] * _paths_per_step(run, config.get("supernet") or {})
+    images = config["data"]["batch_size"] * paths
     return sum((m["step"] - b) * images / m["images_per_s"] for m, b in zip(lines, before, strict=False))
 
 
-def _paths_per_step(run: RunFiles, supernet: Mapping[str, Any]) -> int:
-    sampler = SAMPLERS[supernet.get("sampler") or "uniform"]
-    return sampler(run.space, layer_indicators=bool(supernet.get("layer_indicators"))).paths_per_step
-
-
 def _accuracies(runs: Mapping[str, RunFiles]) -> str:
-    bests = {name: (_known(partial(getattr, run, "retrained")) or {}).get("best") for name, run in runs.items()}
+    bests = {name: (_read_or_none(partial(getattr, run, "retrained")) or {}).get("best") for name, run in runs.items()}
     if not any(bests.values()):
         raise NotRun("`nasfast retrain` trains networks to compare")
-    images = {name: _known(partial(_validation_images, run)) for name, run in runs.items()}
+    images = {name: _read_or_none(partial(_validation_images, run)) for name, run in runs.items()}
     rows = []
     for one, other in itertools.combinations(runs, 2):
         ours, theirs = bests[one], bests[other]
         if ours is None or theirs is None:
-            said = "not both are retrained"
+            text = "not both are retrained"
         elif images[one] is None or images[other] is None:
-            said = "the images of one are not known"
+            text = "the images of one are not known"
         elif images[one] != images[other] or any(ours.get(k) != theirs.get(k) for k in ("images", "ranks")):
-            said = "evaluated on other images"
+            text = "evaluated on other images"
         else:
-            found = compare_runs([ours], [theirs])
-            said = _points(found.gain, found.low, found.high)
-            said += "" if found.significant else ": not significant"
-            said += (
-                ""
-                if ours["epochs"] == theirs["epochs"]
-                else f"; {ours['epochs']} and {theirs['epochs']} epochs of retraining"
-            )
-        rows.append([one, other, said])
+            comparison = compare_runs([ours], [theirs])
+            text = _format_gain(comparison)
+            if not comparison.significant:
+                text += ": not significant"
+            if ours["epochs"] != theirs["epochs"]:
+                text += f"; {ours['epochs']} and {theirs['epochs']} epochs of retraining"
+        rows.append([one, other, text])
     note = (
         "Top-1 of the first run's best network minus that of the second, in percentage points, with its 95 % interval "
         "over the images, on which both are compared one by one. One training each: the interval says nothing about "
@@ -189,13 +184,13 @@ def _accuracies(runs: Mapping[str, RunFiles]) -> str:
     )
     header = ["run", "minus run", "difference of their best networks"]
     caption = "Top-1 of every retrained network against its MACs."
-    figure = figure_of(svg_of(_figure(runs), "accuracies", caption), caption)
-    return table_of(header, rows, text_columns=(0, 1, 2), note=note) + figure
+    figure = html_figure(svg_text(_figure(runs), "accuracies", caption), caption)
+    return html_table(header, rows, text_columns=(0, 1, 2), note=note) + figure
 
 
 def _validation_images(run: RunFiles) -> tuple[str, ...]:
     """What decides which images the networks of a run were evaluated on, and their order."""
-    config = load_yaml(run.folder / "config.yaml")
+    config = load_yaml(run.folder / CONFIG_FILE)
     data = config["data"]
     source, val, seed = (data.get(key) for key in ("source", "val", "split_seed"))
     if source not in (None, "folder"):
@@ -209,8 +204,8 @@ def _validation_images(run: RunFiles) -> tuple[str, ...]:
 def _figure(runs: Mapping[str, RunFiles]) -> Figure:
     figure, (ax,) = new_figure(8, 4)
     for i, (name, run) in enumerate(runs.items()):
-        forms = list((_known(partial(getattr, run, "retrained")) or {}).values())
-        points = [(form["macs"] / 1e6, 100 * form["top1"]) for form in forms]
+        retrained = _read_or_none(partial(getattr, run, "retrained")) or {}
+        points = [(result["macs"] / 1e6, 100 * result["top1"]) for result in retrained.values()]
         if points:
             macs, top1 = zip(*points, strict=True)
             colour, marker = SERIES[i % len(SERIES)], _MARKERS[i % len(_MARKERS)]
@@ -229,54 +224,60 @@ def _agreement(runs: Mapping[str, RunFiles]) -> str:
         if table is not None:
             space, rng = table.space, random.Random(0)
             if space.fingerprint not in samples:
-                drawn = (sample_under(space, rng) for _ in range(_ARCHITECTURES))
-                different = samples[space.fingerprint] = list(dict.fromkeys(drawn))
-                weights[space.fingerprint] = bootstrap_weights(len(different), _RESAMPLES, 0)
+                sample = list(dict.fromkeys(sample_under(space, rng) for _ in range(_ARCHITECTURES)))
+                samples[space.fingerprint] = sample
+                weights[space.fingerprint] = bootstrap_weights(len(sample), _RESAMPLES, 0)
             scores[name] = [table.score(arch) for arch in samples[space.fingerprint]]
     rows = []
     for one, other in itertools.combinations(runs, 2):
         a, b = tables[one], tables[other]
         if a is None or b is None:
-            said = "not both have a table"
+            tau = "not both have a table"
         elif a.space.fingerprint != b.space.fingerprint:
-            said = "tables of different spaces"
+            tau = "tables of different spaces"
         else:
-            said = str(Estimate.of(kendall_tau(scores[one], scores[other], weights[a.space.fingerprint])))
-        rows.append([one, other, said])
+            tau = str(Estimate.of(kendall_tau(scores[one], scores[other], weights[a.space.fingerprint])))
+        rows.append([one, other, tau])
     note = (
         f"Kendall's tau-b over at most {_ARCHITECTURES} different random architectures, with its 95 % bootstrap "
         "interval over them. A high tau says that both rank alike, not that either ranks well: both may only follow "
         "structure."
     )
-    return table_of(["run", "and run", "tau"], rows, text_columns=(0, 1, 2), note=note)
+    return html_table(["run", "and run", "tau"], rows, text_columns=(0, 1, 2), note=note)
 
 
 def _searched_table(run: RunFiles) -> IndicatorTable | None:
     """The table of scores; None if there is none, or if the last search scored whole paths and left an older one."""
-    result = _known(lambda: run.result)
-    return None if result is not None and result.scored_with is not None else _known(lambda: run.table)
+    result = _read_or_none(lambda: run.result)
+    return None if result is not None and result.scored_with is not None else _read_or_none(lambda: run.table)
 
 
 def _settings(runs: Mapping[str, RunFiles]) -> str:
-    forms = [_made_with(run) for run in runs.values()]
-    keys = sorted(set().union(*forms) - {"out"})
-    rows = [[key, *(form.get(key, _NONE) for form in forms)] for key in keys if len({f.get(key) for f in forms}) > 1]
+    columns = [_read_settings(run) for run in runs.values()]
+    keys = sorted(set().union(*columns) - {"out"})
+    rows = [
+        [key, *(column.get(key, _NONE) for column in columns)]
+        for key in keys
+        if len({column.get(key) for column in columns}) > 1
+    ]
     if not rows:
         return "<p>All settings are equal.</p>"
     note = f"{len(keys) - len(rows)} other settings are equal. Settings of a stage are those of its result, where "
     note += "config.yaml is newer."
-    return table_of(["setting", *runs], rows, text_columns=range(len(runs) + 1), note=note)
+    return html_table(["setting", *runs], rows, text_columns=range(len(runs) + 1), note=note)
 
 
-def _made_with(run: RunFiles) -> dict[str, str]:
+def _read_settings(run: RunFiles) -> dict[str, str]:
     """The settings that made what the page shows, by their flags, as text."""
-    result, table = _known(lambda: run.result), _searched_table(run)
-    best = (_known(lambda: run.retrained) or {}).get("best") or {}
-    form = flatten(load_yaml(run.folder / "config.yaml"))
+    result, table = _read_or_none(lambda: run.result), _searched_table(run)
+    best = (_read_or_none(lambda: run.retrained) or {}).get("best") or {}
+    settings = flatten(load_yaml(run.folder / CONFIG_FILE))
     if result is not None and result.settings is not None:
-        form |= flatten(result.settings.to_dict(), "search.")
-    scored = table.meta.get("settings") if table is not None else result and result.scored_with
-    form |= flatten(scored if isinstance(scored, Mapping) else {})
-    trained = flatten(best.get("settings") or {}, "retrain.")
-    form |= {key: value for key, value in trained.items() if key not in _NOT_OF_TRAINING}
-    return {key: str(value) for key, value in form.items()}
+        settings |= flatten(result.settings.to_dict(), "search.")
+    score = table.meta.get("settings") if table is not None else result and result.scored_with
+    settings |= flatten(score if isinstance(score, Mapping) else {})
+    # `CHOICES` do not change how one network is trained
+    choices = [f"retrain.{name}" for name in CHOICES]
+    training = flatten(best.get("settings") or {}, "retrain.")
+    settings |= {key: value for key, value in training.items() if key not in choices}
+    return {key: str(value) for key, value in settings.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
 import re
@@ -9,6 +10,7 @@ import shlex
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -16,30 +18,30 @@ from nasfast.config import ConfigError, flatten, load_yaml
 from nasfast.indicators.accuracies import top1_interval
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import plots
-from nasfast.report.evidence import (
-    Comparison,
+from nasfast.report.findings import (
     at_chance,
     compare,
     is_peer,
-    repeats_of,
+    other_seeds,
+    score_verdict,
     training_top1,
-    worth_of_score,
 )
 from nasfast.report.page import (
-    cards_of,
-    embedded,
     escape,
-    folded,
-    interval_of,
+    format_interval,
+    html_cards,
+    html_details,
+    html_page,
+    html_table,
     millions,
-    page_of,
     percent,
-    table_of,
+    write_figure,
 )
-from nasfast.report.run_files import NotRun, RunFiles, body_of, limits_of
+from nasfast.report.run_files import NotRun, RunFiles, format_limits, section_body
 from nasfast.runtime.files import write_atomic
 from nasfast.search import pareto_front, sample_under
-from nasfast.settings import CONFIG_FILE
+from nasfast.search.candidate import ARCHS_FILE
+from nasfast.settings import CONFIG_FILE, SPACE_FILE, STABILITY_FILE
 from nasfast.spaces import Arch, SearchSpace, format_arch
 
 # Number of random architectures in the figure of score against MACs.
@@ -67,7 +69,7 @@ _AT_CHANCE = (
 
 def _figure(run: RunFiles, name: str, figure: Figure, caption: str) -> str:
     """Write `report/NAME.svg`, and return the HTML that shows it."""
-    return embedded(figure, caption, run.folder / "report" / f"{name}.svg")
+    return write_figure(figure, caption, run.folder / "report" / f"{name}.svg")
 
 
 def write_report(run_dir: str | Path) -> Path:
@@ -96,10 +98,10 @@ def write_report(run_dir: str | Path) -> Path:
         ("config", "Configuration", _config),
         ("environment", "Environment", _environment),
     ]
-    page = page_of(
+    page = html_page(
         folder.resolve().name,
         "nasfast report",
-        [(key, title, body_of(partial(build, run))) for key, title, build in sections],
+        [(key, title, section_body(partial(section, run))) for key, title, section in sections],
     )
     path = folder / "report.html"
     write_atomic(path, page.encode(errors="replace"))
@@ -118,19 +120,21 @@ def _summary(run: RunFiles) -> str:
     ]
     retrained = run.retrained
     trained = retrained.get("best")
-    peers = [form for name, form in retrained.items() if is_peer(name)]
+    peers = [result for name, result in retrained.items() if is_peer(name)]
     comparison = None
     current = trained is not None and trained["arch"] == list(best.arch)
     if trained is not None and current:
         low, high = top1_interval(trained["top1"], trained["images"])
         cards.append((percent(trained["top1"]), f"top-1, retrained (95 % interval {percent(low)} to {percent(high)})"))
-        comparison = compare(trained, peers, repeats_of("best", retrained))
+        comparison = compare(trained, peers, other_seeds("best", retrained))
         if comparison is not None:
-            cards.append((percent(trained["top1"] - comparison.gain / 100), _label_of(comparison)))
+            mean = "top-1, random" if comparison.peers == 1 else f"mean top-1 of {comparison.peers} random"
+            networks = "architecture" if comparison.peers == 1 else "architectures"
+            cards.append((percent(trained["top1"] - comparison.gain / 100), f"{mean} {networks} of equal cost"))
     sentences = [
         f"Space {escape(space.name)}: {space.cardinality:.3g} architectures, {len(space)} layers, "
         f"{space.resolution} x {space.resolution} input, {space.num_classes} classes.",
-        f"Limits: {escape(limits_of(result))}.",
+        f"Limits: {escape(format_limits(result))}.",
         *(f"{escape(t.quantity.capitalize())}: {escape(t.about)}." for t in result.tables if t.about),
         f"Best architecture: {escape(space.words(best.arch))} (<code>{escape(format_arch(best.arch))}</code>)",
     ]
@@ -146,17 +150,11 @@ def _summary(run: RunFiles) -> str:
             "<code>nasfast retrain</code> again."
         )
     if best.optimal:
-        sentences.append(escape(worth_of_score(run.folder)))
+        sentences.append(escape(score_verdict(run.folder)))
     gained = "" if comparison is None else f'<p class="note"><b>{comparison.headline}.</b></p>'
     if comparison is not None:
         sentences.append(f"Next: <code>{escape(comparison.next_step(run.folder))}</code>.")
-    return cards_of([*cards, *costs]) + gained + "".join(f"<p>{s}</p>" for s in sentences)
-
-
-def _label_of(comparison: Comparison) -> str:
-    if comparison.peers == 1:
-        return "top-1, random architecture of equal cost"
-    return f"mean top-1 of {comparison.peers} random architectures of equal cost"
+    return html_cards([*cards, *costs]) + gained + "".join(f"<p>{s}</p>" for s in sentences)
 
 
 def _strip(run: RunFiles) -> str:
@@ -171,12 +169,12 @@ def _choices(space: SearchSpace) -> str:
     for i, layer in enumerate(space.layers):
         layers.setdefault(tuple((choice, layer.label(choice)) for choice in layer.options), []).append(i)
     rows = [
-        [_ranges(places) if j == 0 else "", choice, label]
-        for options, places in layers.items()
+        [_ranges(numbers) if j == 0 else "", choice, label]
+        for options, numbers in layers.items()
         for j, (choice, label) in enumerate(options)
     ]
-    table = table_of(["layers", "number", "candidate"], rows, text_columns=(0, 2))
-    return f'<p class="soft">{_LEGEND}</p>' + folded("What each number of an architecture stands for", table)
+    table = html_table(["layers", "number", "candidate"], rows, text_columns=(0, 2))
+    return f'<p class="soft">{_LEGEND}</p>' + html_details("What each number of an architecture stands for", table)
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -194,26 +192,25 @@ def _top_k(run: RunFiles) -> str:
         rows.append([place, f"{c.score:.6g}", *costs, format_arch(c.arch), proof])
     note = (
         "Highest score: no architecture within the limits scores higher, except those listed above it. The gap is the "
-        f"distance between its score and the proven bound. {worth_of_score(run.folder)}"
+        f"distance between its score and the proven bound. {score_verdict(run.folder)}"
     )
     costs = ["MACs", "parameters", *(f"{t.quantity}, {t.unit}" for t in tables)]
     header = ["#", "score", *costs, "architecture", "proof"]
-    return table_of(header, rows, text_columns=range(len(costs) + 2, len(header)), note=note)
+    return html_table(header, rows, text_columns=range(len(costs) + 2, len(header)), note=note)
 
 
-def _needs_indicators(build: Callable[[RunFiles], str]) -> Callable[[RunFiles], str]:
+def _needs_indicators(section: Callable[[RunFiles], str]) -> Callable[[RunFiles], str]:
     """A section that says so if the run's score gives no table of indicators."""
 
-    def section(run: RunFiles) -> str:
-        if not (run.folder / TABLE_FILE).exists() and (run.folder / "config.yaml").exists():
-            form = load_yaml(run.folder / "config.yaml")
-            score = form.get("score", {})
+    def checked(run: RunFiles) -> str:
+        if not (run.folder / TABLE_FILE).exists() and (run.folder / CONFIG_FILE).exists():
+            score = load_yaml(run.folder / CONFIG_FILE).get("score", {})
             if score.get("distill") is False:
                 name = escape(str(score["name"]))
                 return f"<p>There is no table of scores: {name} scores whole paths during the search.</p>"
-        return build(run)
+        return section(run)
 
-    return section
+    return checked
 
 
 @_needs_indicators
@@ -234,17 +231,17 @@ def _pareto(run: RunFiles) -> str:
     html = _figure(run, "pareto", figure, caption)
     for i, cost in enumerate(result.tables):
         if cost.pareto:
-            points, found = ([(p.values[i], p.score) for p in ps] for ps in (cost.pareto, result.candidates))
-            figure = plots.score_cost(points, [], found, label=f"{cost.quantity} ({cost.unit})", limit=cost.maximum)
-            where = f" {cost.quantity}: {cost.about}" if cost.about else ""
-            html += _figure(run, f"pareto_{i}", figure, caption + where)
+            points, best = ([(p.values[i], p.score) for p in ps] for ps in (cost.pareto, result.candidates))
+            figure = plots.score_cost(points, [], best, label=f"{cost.quantity} ({cost.unit})", limit=cost.maximum)
+            origin = f" {cost.quantity}: {cost.about}" if cost.about else ""
+            html += _figure(run, f"pareto_{i}", figure, caption + origin)
     return html
 
 
 @_needs_indicators
 def _heatmap(run: RunFiles) -> str:
     table = run.table
-    arch = run.result.candidates[0].arch if (run.folder / "archs.json").exists() else None
+    arch = run.result.candidates[0].arch if (run.folder / ARCHS_FILE).exists() else None
     caption = "Scores of the candidates and of the layer indicators. Grey: not a candidate of that layer."
     return _figure(run, "indicators", plots.indicator_heatmap(table, arch), caption)
 
@@ -252,7 +249,7 @@ def _heatmap(run: RunFiles) -> str:
 def _supernet_curves(run: RunFiles) -> str:
     curves = _curves(run, "supernet", ["supernet"], "nasfast supernet")
     top1 = training_top1(run.metrics)
-    if top1 is None or not (run.folder / "space.yaml").exists():
+    if top1 is None or not (run.folder / SPACE_FILE).exists():
         return curves
     return f'<p class="note">{_AT_CHANCE}</p>{curves}' if at_chance(top1, run.space.num_classes) else curves
 
@@ -278,8 +275,8 @@ def _retrain(run: RunFiles) -> str:
     stages = [s for s in dict.fromkeys(m["stage"] for m in run.metrics) if s.startswith("retrain/")]
     if not results and not stages:
         raise NotRun("`nasfast retrain` writes retrain/*/result.json")
-    table = table_of(header, rows, text_columns=(0, len(header) - 1)) if rows else ""
-    if "best" in results and (run.folder / "archs.json").exists():
+    table = html_table(header, rows, text_columns=(0, len(header) - 1)) if rows else ""
+    if "best" in results and (run.folder / ARCHS_FILE).exists():
         # the summary reports a damaged archs.json
         try:
             current = results["best"]["arch"] == list(run.result.candidates[0].arch)
@@ -318,24 +315,24 @@ def _use(run: RunFiles) -> str:
 
 def _stability(run: RunFiles) -> str:
     folder = run.folder.resolve()
-    parent = folder.parent / "stability.json"
+    parent = folder.parent / STABILITY_FILE
     if not (re.fullmatch(r"seed-\d+", folder.name) and parent.exists()):
-        run.text("config.yaml", "nasfast run")
+        run.read_text(CONFIG_FILE, "nasfast run")
         return (
             "<p>This is one seed, so whether others find the same is not known: <code>nasfast run --seeds 3</code> "
             "says so, with another --out, where <code>--seeds</code> takes the settings.</p>"
         )
-    form = json.loads(parent.read_text(encoding="utf-8"))
-    found = form["agreement"]
+    stability = json.loads(parent.read_text(encoding="utf-8"))
+    agreement = stability["agreement"]
     page = '<a href="../report.html">The page of all seeds</a>'
-    if found is None:
-        return f"<p>This is one of {form['seeds']} seeds; too few of them are scored to compare. {page}.</p>"
-    tau, without = found["tau"], ""
-    if found["learned"] is not None:
-        tau, without = found["learned"], " without the structural baseline"
+    if agreement is None:
+        return f"<p>This is one of {stability['seeds']} seeds; too few of them are scored to compare. {page}.</p>"
+    tau, without = format_interval(agreement["tau"]), ""
+    if agreement["learned"] is not None:
+        tau, without = format_interval(agreement["learned"]), " without the structural baseline"
     return (
-        f"<p>This is one of {form['seeds']} seeds. Kendall's tau between two seeds is {interval_of(tau)}{without}: the "
-        f"ranking is {'stable' if found['stable'] else 'not stable'}. {page} has the rest.</p>"
+        f"<p>This is one of {stability['seeds']} seeds. Kendall's tau between two seeds is {tau}{without}: the "
+        f"ranking is {'stable' if agreement['stable'] else 'not stable'}. {page} has the rest.</p>"
     )
 
 
@@ -345,49 +342,44 @@ def _curves(run: RunFiles, name: str, stages: Sequence[str], command: str) -> st
         raise NotRun(f"`{command}` adds its lines to metrics.jsonl")
     caption = "Solid: training batches, averaged in windows. Dashed: validation."
     figure = _figure(run, name, plots.training_curves(metrics, stages), caption)
-    speeds = [m["images_per_s"] for m in metrics if m["stage"] in stages and m.get("images_per_s")]
-    # not in the caption, which is in the figure's file: files of equal results are equal
-    speed = (
-        f"Median speed: {sorted(speeds)[len(speeds) // 2]:,.0f} images per second{_in(run, name)}." if speeds else ""
-    )
-    return figure + (f'<p class="soft">{speed}</p>' if speed else "")
-
-
-def _in(run: RunFiles, name: str) -> str:
-    """The number type of a training, `supernet` or `retrain`; empty where config.yaml does not say it."""
-    try:
+    speeds = sorted(m["images_per_s"] for m in metrics if m["stage"] in stages and m.get("images_per_s"))
+    if not speeds:
+        return figure
+    settings: dict[str, Any] = {}
+    with contextlib.suppress(ConfigError):
         settings = flatten(load_yaml(run.folder / CONFIG_FILE))
-    except ConfigError:
-        return ""
     precision = settings.get("train.precision" if name == "supernet" else "retrain.train.precision")
-    return {"fp32": " in float32", "bf16": " in bfloat16 autocast"}.get(str(precision), "")
+    number_type = {"fp32": " in float32", "bf16": " in bfloat16 autocast"}.get(str(precision), "")
+    # not in the caption, which is in the figure's file: files of equal results are equal
+    speed = f"Median speed: {speeds[len(speeds) // 2]:,.0f} images per second{number_type}."
+    return f'{figure}<p class="soft">{speed}</p>'
 
 
 def _rank(run: RunFiles) -> str:
-    form = run.form("rank.json", "nasfast rank")
-    predictors = (form["predictor"], *form["baselines"])
+    report = run.read_json("rank.json", "nasfast rank")
+    predictors = (report["predictor"], *report["baselines"])
     rows = []
     for row in predictors:
-        estimates = [interval_of(row[key]) for key in ("kendall", "spearman", "kendall_within_depth")]
-        above = form["above"].get(row["name"])
+        estimates = [format_interval(row[key]) for key in ("kendall", "spearman", "kendall_within_depth")]
+        above = report["above"].get(row["name"])
         rows.append(
-            [row["name"], *estimates, interval_of(above) if above else "", *(f"{r:.2f}" for r in row["regret"])]
+            [row["name"], *estimates, format_interval(above) if above else "", *(f"{r:.2f}" for r in row["regret"])]
         )
-    budgets = [f"regret, {millions(b)}" for b in form["budgets"]]
+    budgets = [f"regret, {millions(b)}" for b in report["budgets"]]
     header = ["", "Kendall tau-b", "Spearman rho", "tau within equal depth", "predictor's tau minus it", *budgets]
     note = (
-        f"{form['architectures']} architectures; 95 % intervals from {form['resamples']} bootstrap resamples. "
+        f"{report['architectures']} architectures; 95 % intervals from {report['resamples']} bootstrap resamples. "
         "Regret: accuracy lost by taking the predictor's favourite under that many MACs."
     )
     note += "".join(f" {row['name']}: {row['undefined']}." for row in predictors if row.get("undefined"))
-    return f"<p>{escape(form['verdict'])}</p>" + table_of(header, rows, text_columns=(0,), note=note)
+    return f"<p>{escape(report['verdict'])}</p>" + html_table(header, rows, text_columns=(0,), note=note)
 
 
 def _config(run: RunFiles) -> str:
-    return folded("All settings", f"<pre>{escape(run.text('config.yaml', 'nasfast run'))}</pre>")
+    return html_details("All settings", f"<pre>{escape(run.read_text(CONFIG_FILE, 'nasfast run'))}</pre>")
 
 
 def _environment(run: RunFiles) -> str:
-    form = run.form("environment.json", "nasfast run")
-    rows = [[key, "; ".join(value) if isinstance(value, list) else str(value)] for key, value in form.items()]
-    return folded("Versions and machine", table_of(["", ""], rows, text_columns=(0, 1)))
+    versions = run.read_json("environment.json", "nasfast run")
+    rows = [[key, "; ".join(value) if isinstance(value, list) else str(value)] for key, value in versions.items()]
+    return html_details("Versions and machine", html_table(["", ""], rows, text_columns=(0, 1)))

@@ -1,4 +1,4 @@
-"""Parts that all pages share: tables, commands, embedded figures and the frame."""
+"""Parts that all pages share: tables, figures and the frame."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHORT = 10
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
 
-def page_of(name: str, kind: str, sections: Sequence[tuple[str, str, str]]) -> str:
+def html_page(name: str, kind: str, sections: Sequence[tuple[str, str, str]]) -> str:
     """A self-contained page, which loads nothing and has no script.
 
     `kind` is that of the page, for the title; `sections` are (key, title, body), where title and body are HTML.
@@ -37,14 +37,14 @@ def page_of(name: str, kind: str, sections: Sequence[tuple[str, str, str]]) -> s
     )
 
 
-def embedded(figure: Figure, caption: str, path: Path) -> str:
+def write_figure(figure: Figure, caption: str, path: Path) -> str:
     """Write a figure to `path` as SVG, and return the HTML that shows it in a page."""
-    svg = svg_of(figure, path.stem, caption)
+    svg = svg_text(figure, path.stem, caption)
     write_atomic(path, svg.encode())
-    return figure_of(svg, caption)
+    return html_figure(svg, caption)
 
 
-def svg_of(figure: Figure, name: str, caption: str) -> str:
+def svg_text(figure: Figure, name: str, caption: str) -> str:
     """The figure as an SVG element for a page, which is a file of its own too; equal figures give equal text.
 
     Args:
@@ -60,25 +60,25 @@ def svg_of(figure: Figure, name: str, caption: str) -> str:
     return text[text.index("<svg ") :].replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
 
 
-def figure_of(svg: str, caption: str) -> str:
+def html_figure(svg: str, caption: str) -> str:
     """HTML that shows a figure, given as SVG, in a page."""
     # only a file needs the names of its namespaces
     svg = re.sub(r' xmlns(:\w+)?="[^"]*"', "", svg, count=2)
     return f"<figure>{svg}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def folded(summary: str, body: str) -> str:
+def html_details(summary: str, body: str) -> str:
     """HTML of a part that is shown when the reader opens it; `body` is HTML."""
     return f"<details><summary>{escape(summary)}</summary>{body}</details>"
 
 
-def cards_of(cards: Sequence[tuple[str, str]]) -> str:
+def html_cards(cards: Sequence[tuple[str, str]]) -> str:
     """HTML of the key figures at the top of a page: (value, what it is) of each."""
     text = "".join(f'<div class="card"><b>{escape(v)}</b><span>{escape(k)}</span></div>' for v, k in cards)
     return f'<div class="cards">{text}</div>'
 
 
-def table_of(
+def html_table(
     header: Sequence[str], rows: Sequence[Sequence[Any]], *, text_columns: Sequence[int], note: str = ""
 ) -> str:
     """HTML of a table with a note below; all of it is escaped. `text_columns` are aligned left, the others right."""
@@ -113,10 +113,11 @@ def percent(fraction: float) -> str:
     return f"{100 * fraction:.2f} %"
 
 
-def interval_of(form: Mapping[str, float | None]) -> str:
+def format_interval(estimate: Mapping[str, float | None]) -> str:
     """An estimate with its interval, as `rank.json` has it."""
-    if form["value"] is None:
+    value, low, high = (estimate[key] for key in ("value", "low", "high"))
+    if value is None:
         return "undefined"
-    if form["low"] == form["high"]:  # one observation, such as the only pair of two seeds, has no interval
-        return f"{form['value']:+.3f}"
-    return f"{form['value']:+.3f} [{form['low']:+.3f}, {form['high']:+.3f}]"
+    if low == high:  # one observation, such as the only pair of two seeds, has no interval
+        return f"{value:+.3f}"
+    return f"{value:+.3f} [{low:+.3f}, {high:+.3f}]"

@@ -44,13 +44,13 @@ def training_curves(metrics: Sequence[Mapping[str, Any]], stages: Sequence[str])
     for i, (stage, name) in enumerate(zip(stages, series, strict=True)):
         lines, colour = [m for m in metrics if m["stage"] == stage], colours[name]
         # the legend leaves out what begins with "_"
-        shown = f"_{stage}" if name in series[:i] else literal(name)
+        label = f"_{stage}" if name in series[:i] else literal(name)
         steps, values = _smoothed(lines, "loss")
-        loss.plot(steps, values, color=colour, label=f"{shown}, training")
-        _plot_evaluation(loss, lines, "eval_loss", colour, f"{shown}, validation")
+        loss.plot(steps, values, color=colour, label=f"{label}, training")
+        _plot_evaluation(loss, lines, "eval_loss", colour, f"{label}, validation")
         steps, values = _smoothed(lines, "top1")
-        accuracy.plot(steps, 100 * values, color=colour, alpha=0.6, lw=1.2, label=f"{shown}, training")
-        _plot_evaluation(accuracy, lines, "eval_top1", colour, f"{shown}, validation", scale=100)
+        accuracy.plot(steps, 100 * values, color=colour, alpha=0.6, lw=1.2, label=f"{label}, training")
+        _plot_evaluation(accuracy, lines, "eval_top1", colour, f"{label}, validation", scale=100)
     loss.set(xlabel="step", ylabel="cross-entropy (nats)", title="Loss")
     accuracy.set(xlabel="step", ylabel="top-1 (%)", title="Accuracy")
     for ax in (loss, accuracy):
@@ -96,8 +96,8 @@ def indicator_heatmap(table: IndicatorTable, arch: Arch | None = None) -> Figure
         axes[1].set_xticks([0], ["layer"], fontsize=9)
     for i, choice in enumerate(arch or ()):
         if choice != SKIP:
-            at = labels.index(layers[i].label(choice))
-            axes[0].add_patch(Rectangle((at - 0.47, i - 0.44), 0.94, 0.88, fill=False, ec=_RED, lw=2))
+            x = labels.index(layers[i].label(choice))
+            axes[0].add_patch(Rectangle((x - 0.47, i - 0.44), 0.94, 0.88, fill=False, ec=_RED, lw=2))
     if arch:
         axes[0].set_xlabel("framed: the best architecture", fontsize=9)
     return figure
@@ -153,7 +153,7 @@ def architecture_strip(space: SearchSpace, arch: Arch) -> Figure:
     figure, (strip, bars) = new_figure(width, 4.6, rows=2, sharex=True, height_ratios=[2.1, 1])
     macs = [layer.cost(choice).macs / 1e6 for layer, choice in layers]
     widest = math.sqrt(max(layer.out_channels for layer, _ in layers))
-    shown: dict[str, str] = {}
+    colours: dict[str, str] = {}
     for i, (layer, choice) in enumerate(layers):
         height = math.sqrt(layer.out_channels) / widest
         skipped = choice == SKIP or (layer.choices[choice].kind == "identity" and layer.normal)
@@ -171,12 +171,12 @@ def architecture_strip(space: SearchSpace, arch: Arch) -> Figure:
         if first:
             strip.text(i - 0.4, -height / 2 - 0.04, f"{layer.out_channels} ch", fontsize=8, va="top")
         if not skipped:
-            shown.setdefault(text, colour)
+            colours.setdefault(text, colour)
     strip.set(ylim=(-0.68, 0.74), xlim=(-0.8, len(layers) - 0.2))
     strip.axis("off")
     cost = space.fixed_cost + sum((layer.cost(c) for layer, c in layers), type(space.fixed_cost)())
     strip.set_title(f"{literal(space.name)}: {cost.macs / 1e6:,.1f} M MACs, {cost.params / 1e6:,.2f} M parameters")
-    handles = [Patch(fc=shown[text], ec=INK, lw=0.6, label=literal(text)) for text in sorted(shown)]
+    handles = [Patch(fc=colours[text], ec=INK, lw=0.6, label=literal(text)) for text in sorted(colours)]
     figure.legend(handles=handles, ncols=max(1, len(handles)), fontsize=8, frameon=False, loc="outside lower center")
     bars.bar(range(len(layers)), macs, width=0.8, color=GREY)
     bars.set(ylabel="M MACs", xlabel="layer", xticks=range(len(layers)))

@@ -12,6 +12,8 @@ from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable
 from nasfast.report.page import escape, millions
 from nasfast.runtime.files import read_metrics
 from nasfast.search import SearchResult, load_candidates
+from nasfast.search.candidate import ARCHS_FILE
+from nasfast.settings import SPACE_FILE
 from nasfast.spaces import SearchSpace, get_space
 
 
@@ -25,7 +27,8 @@ class RunFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def text(self, name: str, command: str) -> str:
+    def read_text(self, name: str, command: str) -> str:
+        """A file that `command` writes; ValueError where it cannot be read."""
         path = self.folder / name
         if not path.exists():
             raise NotRun(f"`{command}` writes {name}")
@@ -34,32 +37,33 @@ class RunFiles:
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read {name}: {error}") from error
 
-    def form(self, name: str, command: str) -> dict[str, Any]:
-        text = self.text(name, command)
+    def read_json(self, name: str, command: str) -> dict[str, Any]:
+        """The mapping in a file that `command` writes; ValueError where it has none."""
+        text = self.read_text(name, command)
         try:
-            form = json.loads(text)
+            mapping = json.loads(text)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
-        if not isinstance(form, dict):
-            raise ValueError(f"expected a mapping in {name}, got {type(form).__name__}")
-        return form
+        if not isinstance(mapping, dict):
+            raise ValueError(f"expected a mapping in {name}, got {type(mapping).__name__}")
+        return mapping
 
     @cached_property
     def space(self) -> SearchSpace:
-        self.text("space.yaml", "nasfast supernet")
-        return get_space(str(self.folder / "space.yaml"))
+        self.read_text(SPACE_FILE, "nasfast supernet")
+        return get_space(str(self.folder / SPACE_FILE))
 
     @cached_property
     def result(self) -> SearchResult:
-        self.text("archs.json", "nasfast search")
-        space = self.space if (self.folder / "space.yaml").exists() else None
-        return load_candidates(self.folder / "archs.json", space)
+        self.read_text(ARCHS_FILE, "nasfast search")
+        space = self.space if (self.folder / SPACE_FILE).exists() else None
+        return load_candidates(self.folder / ARCHS_FILE, space)
 
     @cached_property
     def table(self) -> IndicatorTable:
         """The table that was searched."""
         refined = (self.folder / REFINED_FILE).exists()
-        return IndicatorTable.from_json(self.text(REFINED_FILE if refined else TABLE_FILE, "nasfast score"))
+        return IndicatorTable.from_json(self.read_text(REFINED_FILE if refined else TABLE_FILE, "nasfast score"))
 
     def check(self) -> None:
         """Refuse a file that is there and cannot be read; ValueError names it."""
@@ -78,23 +82,23 @@ class RunFiles:
     @cached_property
     def retrained(self) -> dict[str, dict[str, Any]]:
         """Name -> result.json of every retrained network, `best` first."""
-        files = sorted(
-            self.folder.glob("retrain/*/result.json"), key=lambda p: (p.parent.name != "best", p.parent.name)
+        names = sorted(
+            (path.parent.name for path in self.folder.glob("retrain/*/result.json")), key=lambda n: (n != "best", n)
         )
-        return {path.parent.name: self.form(str(path.relative_to(self.folder)), "nasfast retrain") for path in files}
+        return {name: self.read_json(f"retrain/{name}/result.json", "nasfast retrain") for name in names}
 
 
-def limits_of(result: SearchResult) -> str:
+def format_limits(result: SearchResult) -> str:
     """The limits of a search, such as `475.00 M MACs and 7.5 ms of latency`."""
     limits = [f"{millions(v)} {u}" for v, u in ((result.max_macs, "MACs"), (result.max_params, "parameters")) if v]
     limits += [f"{t.maximum:g} {t.unit} of {t.quantity}" for t in result.tables if t.maximum is not None]
     return " and ".join(limits) or "none"
 
 
-def body_of(build: Callable[[], str]) -> str:
-    """The HTML of a part of a page, or a sentence that says why there is none."""
+def section_body(write: Callable[[], str]) -> str:
+    """The HTML of a section of a page, or a sentence that says why there is none."""
     try:
-        return build()
+        return write()
     except NotRun as missing:
         return f'<p class="soft">Not run yet: {escape(missing)}.</p>'
     # damaged JSON may raise any of these but the first

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from nasfast.report import plots, write_report
-from nasfast.report.page import embedded, svg_of
+from nasfast.report.page import svg_text, write_figure
 from nasfast.spaces import digits_mini, mobilenet_v2, nas_bench_macro, parse_arch, shufflenet_v2
 
 HOSTILE = '<script>alert("x")</script> $\\frac{$ & \'"'
@@ -228,7 +228,7 @@ def test_seeds_and_random_networks_share_entries_of_the_legend():
 def test_text_of_any_kind_is_shown_not_obeyed(tmp_path):
     figure, (ax,) = plots.new_figure(4, 2)
     ax.set_title(plots.literal("<script>\x01 & $x"))
-    text = embedded(figure, "a <caption>\x03", tmp_path / "figure.svg")
+    text = write_figure(figure, "a <caption>\x03", tmp_path / "figure.svg")
     assert "<script" not in text and "&lt;script&gt;" in text
     assert "a &lt;caption&gt;" in text
     ElementTree.parse(tmp_path / "figure.svg")
@@ -238,7 +238,7 @@ def test_a_figure_is_the_same_every_time_and_has_identifiers_of_its_own():
     def draw(name):
         figure, (ax,) = plots.new_figure(4, 2)
         ax.plot([0, 1], [0, 1], marker="o")
-        return svg_of(figure, name, "caption")
+        return svg_text(figure, name, "caption")
 
     def identities(text):
         return set(re.findall(r' id="([^"]*)"', text))

@@ -13,7 +13,7 @@ import numpy as np
 
 from nasfast.config import ConfigBase
 from nasfast.display import text_table
-from nasfast.report.page import cards_of, embedded, escape, folded, page_of, table_of
+from nasfast.report.page import escape, html_cards, html_details, html_page, html_table, write_figure
 from nasfast.research.analysis.moments.detect import Verdict
 from nasfast.research.studies.draw import Figure
 from nasfast.runtime.files import write_atomic
@@ -87,8 +87,8 @@ class Table:
         """The table for a page; a long one is folded. A column without any number holds text."""
         digits = set("+-.0123456789")
         text = [0, *(j for j in range(1, len(self.header)) if not any(row[j][:1] in digits for row in self.rows))]
-        table = table_of(self.header, self.rows, text_columns=text)
-        return table if len(self.rows) <= _FOLDED else folded(f"All {len(self.rows)} rows", table)
+        table = html_table(self.header, self.rows, text_columns=text)
+        return table if len(self.rows) <= _FOLDED else html_details(f"All {len(self.rows)} rows", table)
 
 
 def number(value: Any, digits: str = ".4g") -> str:
@@ -179,7 +179,7 @@ class StudyReport:
         folder = Path(folder)
         write_atomic(folder / f"{self.name}.json", (json.dumps(self.to_dict(), indent=1) + "\n").encode())
         path = folder / f"{self.name}.html"
-        write_atomic(path, page_of(f"nasfast {self.name}", "study", self._sections(folder / self.name)).encode())
+        write_atomic(path, html_page(f"nasfast {self.name}", "study", self._sections(folder / self.name)).encode())
         return path
 
     def _sections(self, folder: Path) -> list[tuple[str, str, str]]:
@@ -187,11 +187,11 @@ class StudyReport:
         sections = [("summary", "Summary", self._summary())]
         if self.claims:
             rows = [[c.claim, f"{c.measured}.", c.verdict] for c in self.claims]
-            claims = table_of(["claim", "measured", "verdict"], rows, text_columns=(0, 1, 2))
+            claims = html_table(["claim", "measured", "verdict"], rows, text_columns=(0, 1, 2))
             sections.append(("claims", "What the paper says, and what was measured", claims))
         for i, figure in enumerate(self.figures, 1):
             file = "".join(c if c.isalnum() else "_" for c in figure.title)
-            image = embedded(figure.drawing(), figure.caption, folder / f"{i}_{file}.svg")
+            image = write_figure(figure.drawing(), figure.caption, folder / f"{i}_{file}.svg")
             sections.append((f"figure{i}", escape(figure.title), image))
         tables = [*self.tables, marks_table(self.checks)] if self.checks else self.tables
         return [*sections, *((f"table{i}", escape(table.title), table.html()) for i, table in enumerate(tables, 1))]
@@ -202,9 +202,9 @@ class StudyReport:
             cards.insert(0, (f"{len(self.checks) - len(self.missed)} of {len(self.checks)}", "pass marks met"))
         verdicts = [[name, str(verdict)] for name, verdict in self.verdicts.items()]
         return (
-            f"{cards_of(cards)}<p>{escape(self.subject)}.</p>"
+            f"{html_cards(cards)}<p>{escape(self.subject)}.</p>"
             + (f"<p>{escape(self.explanation)}</p>" if self.explanation else "")
-            + (table_of(["", "verdict"], verdicts, text_columns=(0, 1)) if verdicts else "")
+            + (html_table(["", "verdict"], verdicts, text_columns=(0, 1)) if verdicts else "")
             + "".join(f'<p class="soft">{escape(note)}.</p>' for note in self.notes)
         )
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from nasfast.report.evidence import compare, worth_of_score
+from nasfast.report.findings import compare, score_verdict
 
 
 def form(right, *, macs=1000, epochs=5, ranks=1):
@@ -79,16 +79,16 @@ def test_results_on_other_terms_are_left_out(changes):
 
 
 def test_the_proof_stands_beside_what_the_score_is_worth(tmp_path):
-    assert "was not measured in this run" in worth_of_score(tmp_path)
+    assert "was not measured in this run" in score_verdict(tmp_path)
     (tmp_path / "rank.json").write_text(json.dumps({"verdict": "It ranks nothing."}))
-    assert worth_of_score(tmp_path).startswith("The proof is about the score only.")
-    assert worth_of_score(tmp_path).endswith("It ranks nothing.")
+    assert score_verdict(tmp_path).startswith("The proof is about the score only.")
+    assert score_verdict(tmp_path).endswith("It ranks nothing.")
     for damaged in ("{", "[]", "{}", '{"verdict": 3}'):
         (tmp_path / "rank.json").write_text(damaged)
-        assert "was not measured in this run" in worth_of_score(tmp_path)
+        assert "was not measured in this run" in score_verdict(tmp_path)
 
 
 @pytest.mark.parametrize(("fit", "noise"), [(0.25, True), (0.8, False), (None, False)])
 def test_a_table_that_predicts_few_losses_is_said_to_be_noise(tmp_path, fit, noise):
     (tmp_path / "indicators.json").write_text(json.dumps({"meta": {"cross_validated_tau": fit}}))
-    assert ("is noise: its table predicts" in worth_of_score(tmp_path)) == noise
+    assert ("is noise: its table predicts" in score_verdict(tmp_path)) == noise

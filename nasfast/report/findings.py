@@ -86,7 +86,7 @@ class Comparison:
         """
         single = rival is None and self.peers == 1
         mean = "one random architecture" if single else f"the mean of {self.peers} random architectures"
-        where = "above" if self.gain > 0 else "below" if self.gain < 0 else "away from"
+        side = "above" if self.gain > 0 else "below" if self.gain < 0 else "away from"
         parts = [f"{self.images:,} images"]
         if self.runs > 1:
             parts.append("the seeds of the answer")
@@ -94,7 +94,7 @@ class Comparison:
             parts.append("the random architectures" if rival is None else "the seeds of the baseline")
         covers = " and ".join(filter(None, (", ".join(parts[:-1]), parts[-1])))
         text = (
-            f"{subject} is {abs(self.gain):.2f} percentage points {where} {rival or f'{mean} of equal cost'} "
+            f"{subject} is {abs(self.gain):.2f} percentage points {side} {rival or f'{mean} of equal cost'} "
             f"(95 % interval {self.low:+.2f} to {self.high:+.2f}, over {covers})"
         )
         if not self.significant:
@@ -133,7 +133,7 @@ def compare_runs(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str
     from scipy import stats  # takes half a second
 
     right = [
-        np.array([answers_from_hex(form["correct"], form["images"]) for form in group], dtype=float)
+        np.array([answers_from_hex(result["correct"], result["images"]) for result in group], dtype=float)
         for group in (ours, theirs)
     ]
     difference = right[0].mean(axis=0) - right[1].mean(axis=0)
@@ -154,11 +154,13 @@ def same_terms(best: Mapping[str, Any], peer: Mapping[str, Any]) -> bool:
     return near and all(peer[key] == best[key] for key in ("epochs", "images", "ranks"))
 
 
-def repeats_of(name: str, retrained: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def other_seeds(name: str, retrained: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The results of the same architecture as that of `name`, trained with other seeds: `NAME-seed-1`, ..."""
     arch = list(retrained[name]["arch"])
     return [
-        form for other, form in retrained.items() if other.startswith(f"{name}-seed-") and list(form["arch"]) == arch
+        result
+        for other, result in retrained.items()
+        if other.startswith(f"{name}-seed-") and list(result["arch"]) == arch
     ]
 
 
@@ -167,19 +169,19 @@ def is_peer(name: str) -> bool:
     return name == "random" or name.startswith("random-")
 
 
-def worth_of_score(run_dir: str | Path) -> str:
+def score_verdict(run_dir: str | Path) -> str:
     """What is known about the score that the search maximised: what refined it, or the verdict of `nasfast rank`."""
-    refinement = _value_in(str, Path(run_dir) / REFINED_FILE, "meta", "refinement")
+    refinement = _read_value(str, Path(run_dir) / REFINED_FILE, "meta", "refinement")
     if refinement is not None:
         return f"The proof is about the score only. {refinement}"
-    verdict = _value_in(str, Path(run_dir) / "rank.json", "verdict")
+    verdict = _read_value(str, Path(run_dir) / "rank.json", "verdict")
     if verdict is not None:
         return f"The proof is about the score only. How well the score ranks trained accuracies: {verdict}"
     text = (
         "The proof is about the score only. How well the score ranks trained accuracies was not measured in this "
         "run (nasfast rank measures it, docs/ranking.md says what to expect)."
     )
-    fit = _value_in(float, Path(run_dir) / TABLE_FILE, "meta", "cross_validated_tau")
+    fit = _read_value(float, Path(run_dir) / TABLE_FILE, "meta", "cross_validated_tau")
     if fit is not None and fit < _NOISE:
         text += (
             f" Much of this score is noise: its table predicts the scores of paths that it was not fitted to with a "
@@ -188,21 +190,21 @@ def worth_of_score(run_dir: str | Path) -> str:
     return text
 
 
-def _value_in(kind: type[Value], path: Path, *keys: str) -> Value | None:
+def _read_value(kind: type[Value], path: Path, *keys: str) -> Value | None:
     """A value in a JSON file, or None if the file or the value is missing, damaged, or of another type."""
     try:
-        form = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
         for key in keys:
-            form = form[key]
+            value = value[key]
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    return form if isinstance(form, kind) else None
+    return value if isinstance(value, kind) else None
 
 
 def training_top1(metrics: Sequence[Mapping[str, Any]]) -> float | None:
     """The supernet's last training accuracy, from 0 to 1, in lines of metrics.jsonl; None if there is none yet."""
-    found = [m["top1"] for m in metrics if m["stage"] == "supernet" and m.get("top1") is not None]
-    return found[-1] if found else None
+    accuracies = [m["top1"] for m in metrics if m["stage"] == "supernet" and m.get("top1") is not None]
+    return accuracies[-1] if accuracies else None
 
 
 def at_chance(top1: float, num_classes: int) -> bool:
