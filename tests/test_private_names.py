@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import re
 from pathlib import Path
@@ -85,7 +86,8 @@ NEEDED = {
     ],
     "the buffers of a graph engine (engine/graphs.py)": lambda: [torch._subclasses.fake_tensor.FakeTensorMode],
     "ending a failed capture (engine/capture.py)": lambda: [torch.cuda.memory._cuda_endAllocateToPool],
-    "the nearest flag in an error (cli/flags.py)": lambda: [
+    "the help of all flags, and the nearest flag in an error (cli/flags.py)": lambda: [
+        issubclass(argparse._HelpAction, argparse.Action),
         "--help" in jsonargparse.ArgumentParser()._option_string_actions,
         jsonargparse.ArgumentParser()._subcommands_action is None,
     ],

@@ -107,6 +107,6 @@ def bench_step_command(bench: Bench, dtype: str) -> None:
         space = "mobilenet_v2" if bench.on_gpu else str(Path(folder) / "space.yaml")
         settings = {"space": space, "batch": bench.batch, "dtype": dtype, "device": bench.device}
         cfg = StepTimesConfig(**settings, rounds=10 if bench.on_gpu else 1)  # type: ignore[arg-type]  # by its fields
-        report = step_times(cfg, seen=lambda row: bench.row("first_step", **row))
+        report = step_times(cfg, callback=lambda row: bench.row("first_step", **row))
     for row in report.rows:
         bench.row("step", name=row.name, **row.times["step"])

@@ -50,10 +50,20 @@ class _ConfigFile(jsonargparse.ActionConfigFile):
         super().__call__(parser, cfg, str(path), option_string)
 
 
-class Parser(jsonargparse.ArgumentParser):
-    """jsonargparse's parser, whose errors are short and name the nearest flag or command; `argv` is what is parsed."""
+class _WrongFlags(Exception):
+    """What a parser has against a command line."""
 
-    argv: Sequence[str] = ()
+
+class _FullHelp(argparse._HelpAction):
+    """`--help_all`: all flags, of which `--help` shows a few for commands with all settings."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        print(jsonargparse.ArgumentParser.format_help(parser), end="")
+        parser.exit()
+
+
+class Parser(jsonargparse.ArgumentParser):
+    """jsonargparse's parser; its errors are for `parse`, which knows the whole command line."""
 
     @property
     def subcommands(self) -> dict[str, Parser]:
@@ -65,9 +75,9 @@ class Parser(jsonargparse.ArgumentParser):
         super().__init__(default_env=False, allow_abbrev=False, **{"usage": "%(prog)s [FLAGS]", **options})
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
-        """Of commands with all settings, a few flags and an example, unless --help_all asks for all."""
+        """Of commands with all settings, a few flags and an example."""
         command = self.prog.rpartition(" ")[2]
-        if command not in STAGES or "--help_all" in Parser.argv:
+        if command not in STAGES:
             return super().format_help(*args, **kwargs)
         rows = [
             [flag, " ".join((action.help or "").replace("%%", "%").split())]
@@ -90,40 +100,46 @@ class Parser(jsonargparse.ArgumentParser):
         text = f"YAML file with any of the settings below, or a recipe ({recipes}); of files and flags, later ones win"
         self.add_argument("--config", action=_ConfigFile, metavar="FILE", help=text)
         text = "import this first: a module, or FILE.py, which has e.g. block kinds of your own; may be repeated"
-        self.add_argument("--help_all", action="help", help="show all flags and end")
+        self.add_argument("--help_all", action=_FullHelp, help="show all flags and end")
         self.add_argument("--import", action="append", metavar="MODULE", help=text)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        parser = self
-        for word in Parser.argv[len(self.prog.split()) - 1 :]:
-            if word.startswith("-") or not parser.subcommands:
-                break
-            if word not in parser.subcommands:
-                message += _near(word, parser.subcommands)
-                break
-            parser = parser.subcommands[word]
-        for flag in (word.partition("=")[0] for word in Parser.argv if word.startswith("--")):
-            if flag not in parser._option_string_actions:
-                message += _near(flag, parser._option_string_actions)
-        if match := re.search(r'Parser key "([\w.]+)"', message):
-            message = parser._wrong_value(match[1]) or message
-        text = " ".join(message.split())
-        everything = "--help_all" if "--help_all" in parser._option_string_actions else "--help"
-        print(f"{parser.prog}: {text}\nall flags: {parser.prog} {everything}", file=sys.stderr)
-        sys.exit(2)
+        raise _WrongFlags(message) from ex
 
-    def _wrong_value(self, key: str) -> str | None:
-        """What a flag got and what it takes, in one sentence; None where it is not on the command line."""
-        given = None
-        for word, after in zip(Parser.argv, [*Parser.argv[1:], ""], strict=True):
-            flag, sign, value = word.partition("=")
-            if flag == f"--{key}":
-                given = value if sign else after
-        hint = getattr(self._option_string_actions.get(f"--{key}"), "_typehint", None)
-        if given is None or hint is None:
-            return None
-        words = [word for option in (hint, *typing.get_args(hint)) for word in typing.get_args(option)]
-        return f"--{key} takes {expected(hint)}, got {given!r}{_near(given, [w for w in words if isinstance(w, str)])}"
+
+def _refuse(root: Parser, argv: Sequence[str], message: str) -> NoReturn:
+    """Say briefly what is wrong with a command line, with the nearest flag or command, and end the process."""
+    parser = root
+    for word in argv:
+        if word.startswith("-") or not parser.subcommands:
+            break
+        if word not in parser.subcommands:
+            message += _near(word, parser.subcommands)
+            break
+        parser = parser.subcommands[word]
+    for flag in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        if flag not in parser._option_string_actions:
+            message += _near(flag, parser._option_string_actions)
+    if match := re.search(r'Parser key "([\w.]+)"', message):
+        message = _wrong_value(parser, argv, match[1]) or message
+    text = " ".join(message.split())
+    everything = "--help_all" if "--help_all" in parser._option_string_actions else "--help"
+    print(f"{parser.prog}: {text}\nall flags: {parser.prog} {everything}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _wrong_value(parser: Parser, argv: Sequence[str], key: str) -> str | None:
+    """What a flag got and what it takes, in one sentence; None where it is not on the command line."""
+    text = None
+    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+        flag, sign, value = word.partition("=")
+        if flag == f"--{key}":
+            text = value if sign else after
+    hint = getattr(parser._option_string_actions.get(f"--{key}"), "_typehint", None)
+    if text is None or hint is None:
+        return None
+    words = [word for option in (hint, *typing.get_args(hint)) for word in typing.get_args(option)]
+    return f"--{key} takes {expected(hint)}, got {text!r}{_near(text, [w for w in words if isinstance(w, str)])}"
 
 
 def _near(word: str, valid: Iterable[str]) -> str:
@@ -293,10 +309,12 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], Parser]:
     root = _parser(command)
     if command in STAGES:
         argv = [_SHORT.get(flag, flag) + sign + value for flag, sign, value in (word.partition("=") for word in argv)]
-    Parser.argv = argv
     # defaults are only for the eye: a stage that continues a run takes the saved settings in their place
     prints = any(word.startswith("--print_config") for word in argv)
-    values = root.parse_args(list(argv) or ["--help"], defaults=prints).as_dict()
+    try:
+        values = root.parse_args(list(argv) or ["--help"], defaults=prints).as_dict()
+    except _WrongFlags as error:
+        _refuse(root, argv, str(error))
     path, leaf = [], root
     while values.get("command"):
         path.append(values["command"])
@@ -337,37 +355,37 @@ def _declare(parser: Parser, command: str) -> None:
             action.help, action.metavar = f"short for {_SHORT[short]}", "NAME"  # `parse` writes it out
 
 
-def run_config(command: str, given: dict[str, Any]) -> tuple[RunConfig, dict[str, Any]]:
+def run_config(command: str, values: dict[str, Any]) -> tuple[RunConfig, dict[str, Any]]:
     """The resolved settings of a stage, and the values of its other flags.
 
-    Values come from RunConfig, then from the run directory's config.yaml if the command continues a run, then from what
-    was given.
+    Settings come from RunConfig, then from the run directory's config.yaml if the command continues a run, then from
+    `values`.
     """
-    settings = {field.name for field in dataclasses.fields(RunConfig)}
-    others = {name: value for name, value in given.items() if name not in settings}
-    saved = Path(given.get("out", RunConfig.out)) / CONFIG_FILE
-    form: dict[str, Any] = {}
-    if (others.get("resume") or command not in ("run", "supernet")) and saved.exists():
-        form = load_yaml(saved)
-        before, score = form.get("score", {}), given.get("score", {}).get("name")
+    names = {field.name for field in dataclasses.fields(RunConfig)}
+    options = {name: value for name, value in values.items() if name not in names}
+    path = Path(values.get("out", RunConfig.out)) / CONFIG_FILE
+    saved: dict[str, Any] = {}
+    if (options.get("resume") or command not in ("run", "supernet")) and path.exists():
+        saved = load_yaml(path)
+        before, score = saved.get("score", {}), values.get("score", {}).get("name")
         if score not in (None, before.get("name")):  # what was resolved for the score of the run is not for this one
-            form["score"] = {**before, "distill": None, "structure": None}
+            saved["score"] = {**before, "distill": None, "structure": None}
     try:
-        cfg = RunConfig.from_dict(merge(form, {name: value for name, value in given.items() if name in settings}))
+        cfg = RunConfig.from_dict(merge(saved, {name: value for name, value in values.items() if name in names}))
     except ConfigError as error:
-        raise ConfigError(f"{error} (with {saved})" if form else str(error)) from error
-    return cfg.resolved(), others
+        raise ConfigError(f"{error} (with {path})" if saved else str(error)) from error
+    return cfg.resolved(), options
 
 
-def take_tasks(given: dict[str, Any]) -> TaskSettings:
-    """Take the flags of tasks out of `given`."""
+def take_tasks(values: dict[str, Any]) -> TaskSettings:
+    """Take the flags of tasks out of `values`."""
     names = [field.name for field in dataclasses.fields(TaskSettings)]
-    return TaskSettings.from_dict({name: given.pop(name) for name in names if name in given})
+    return TaskSettings.from_dict({name: values.pop(name) for name in names if name in values})
 
 
-def with_defaults(given: dict[str, Any], parser: Parser) -> argparse.Namespace:
-    """The values of flags, with the defaults of those that are not given."""
-    return argparse.Namespace(**parser.get_defaults().as_dict() | given)
+def with_defaults(values: dict[str, Any], parser: Parser) -> argparse.Namespace:
+    """The values of flags, with the defaults of those that were left out."""
+    return argparse.Namespace(**parser.get_defaults().as_dict() | values)
 
 
 class FlagError(ValueError):

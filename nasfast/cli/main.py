@@ -73,9 +73,9 @@ def _run(argv: list[str]) -> int:
             logging.getLogger("nasfast").setLevel(logging.WARNING)
         with raised():
             # jsonargparse takes half a second, and torch seconds, for which help must not wait
-            name, given, parser = importlib.import_module("nasfast.cli.flags").parse(argv)
-            dry_run = bool(given.get("dry_run"))
-            importlib.import_module("nasfast.cli.start").execute(name, given, parser)
+            name, values, parser = importlib.import_module("nasfast.cli.flags").parse(argv)
+            dry_run = bool(values.get("dry_run"))
+            importlib.import_module("nasfast.cli.start").execute(name, values, parser)
     except Terminated as stopped:
         _say_stopped(command, stopped.reason, stopped.saved, dry_run=dry_run)
         return stopped.code

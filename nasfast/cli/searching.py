@@ -11,7 +11,7 @@ from nasfast.display import text_table
 from nasfast.pipeline.run import Run
 from nasfast.pipeline.searching import score_untrained, search
 from nasfast.report.findings import PROVEN, PROVEN_NEXT, score_verdict
-from nasfast.search import load_candidates
+from nasfast.search import Candidate, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.search.limits import layer_costs
 from nasfast.settings import RunConfig, TaskSettings
@@ -30,9 +30,9 @@ def _search(cfg: RunConfig, tasks: TaskSettings, *, num_classes: int | None = No
         _show_candidates(run, search(run))
 
 
-def _show_candidates(run: Run, found: list[Any]) -> None:
+def _show_candidates(run: Run, candidates: list[Candidate]) -> None:
     tables, space = load_candidates(run.dir / ARCHS_FILE).tables, run.space
-    for place, c in enumerate(found, start=1):
+    for place, c in enumerate(candidates, start=1):
         costs = [f"{c.macs:,} MACs", f"{c.params:,} params"]
         costs += [f"{value:.4g} {t.unit} {t.quantity}" for t, value in zip(tables, c.values, strict=True)]
         proof = (PROVEN if place == 1 else PROVEN_NEXT) if c.optimal else c.status
@@ -42,15 +42,15 @@ def _show_candidates(run: Run, found: list[Any]) -> None:
         )
     for table in tables:
         print(f"{table.quantity}: {table.about or 'a table of your own'}")
-    if any(c.optimal for c in found):
+    if any(c.optimal for c in candidates):
         print(score_verdict(run.dir))
     print(f"written: {run.dir / ARCHS_FILE}")
     print(f"next: nasfast retrain --out {run.cfg.out} trains the first one, and random ones of its cost to judge it by")
 
 
-def _spaces(given: dict[str, Any], parser: Parser) -> None:
+def _spaces(values: dict[str, Any], parser: Parser) -> None:
     """Every built-in space of layers, with its range of MACs and parameters."""
-    args = with_defaults(given, parser)
+    args = with_defaults(values, parser)
     changes = {key: value for key in ("resolution", "num_classes") if (value := getattr(args, key)) is not None}
     rows, cells = [["space", "pixels", "classes", "layers", "architectures", "MACs", "parameters"]], []
     for name in BUILDERS:

@@ -91,7 +91,7 @@ class StepTimesRow:
 class StepTimesReport:
     """The rows, the step that was measured, and the machine; `str` of a report is a table.
 
-    `first_steps` are what `step_times` gives to `seen`.
+    `first_steps` are what `step_times` gives to `callback`.
     """
 
     config: StepTimesConfig
@@ -161,7 +161,7 @@ class StepTimesReport:
 
 
 def step_times(
-    cfg: StepTimesConfig = StepTimesConfig(), *, seen: Callable[[dict[str, Any]], object] | None = None
+    cfg: StepTimesConfig = StepTimesConfig(), *, callback: Callable[[dict[str, Any]], object] | None = None
 ) -> StepTimesReport:
     """Time one training step of SPOS, BN-NAS and DI-NAS on plain PyTorch, and of DI-NAS on the operators of nasfast.
 
@@ -174,8 +174,8 @@ def step_times(
 
     Args:
         cfg: which step, and how often.
-        seen: called with each row as soon as it has run twice: `name`, `first_s` until its first step had ended, with
-            network, captures and choice of algorithms, and `second_ms`. The log says the same.
+        callback: called with each row as soon as it has run twice: `name`, `first_s` until its first step had ended,
+            with network, captures and choice of algorithms, and `second_ms`. The log says the same.
 
     Raises:
         ConfigError: the space is unknown or the device does not exist.
@@ -203,8 +203,8 @@ def step_times(
             row = {"name": name, "first_s": first, "second_ms": 1e3 * steps[name]()["step"]}
             _LOG.info("%(name)s: first step after %(first_s).1f s, the second took %(second_ms).1f ms", row)
             first_steps.append(row)
-            if seen is not None:
-                seen(row)
+            if callback is not None:
+                callback(row)
         _LOG.info("timing %d rows, %d rounds", len(steps), cfg.rounds)
         times = measure(steps, rounds=cfg.rounds, warmup=0, stage="step")
         measured_on = {"device": str(images.device), **machine()}

@@ -60,7 +60,7 @@ def test_a_row_is_seen_as_soon_as_it_has_run_twice(cfg, monkeypatch, tmp_path, c
 
     monkeypatch.setattr(module, "_step_of", fails_at_the_last)
     with caplog.at_level(logging.INFO, logger=module.__name__), pytest.raises(RuntimeError, match="no such kernel"):
-        step_times(cfg, seen=rows.append)
+        step_times(cfg, callback=rows.append)
     assert [row["name"] for row in rows] == ["SPOS", "BNNAS", "DI-NAS, reference ops"]
     assert all(row["first_s"] > 0 and row["second_ms"] > 0 for row in rows)
     assert [record.message.partition(":")[0] for record in caplog.records] == [row["name"] for row in rows]

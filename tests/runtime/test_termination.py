@@ -97,7 +97,7 @@ def test_other_threads_have_no_handlers():
 
 
 def test_the_end_of_the_time_does_not_hide_an_error(monkeypatch):
-    with pytest.raises(Terminated) as stopped, raised(), commands.at_most(1.0), noticed():
+    with pytest.raises(Terminated) as stopped, raised(), commands.time_limit(1.0), noticed():
         later = time.time() + 3600
         monkeypatch.setattr(time, "time", lambda: later)
         send()

@@ -111,7 +111,7 @@ def _study_flags(parser: Parser, study: Study) -> None:
 def run(command: str, given: dict[str, Any]) -> None:
     """Print the report of a command's study, save it, and raise where a mark is missed; `given` are its flags."""
     # imported here, because they import torch, and help must not wait for that
-    from nasfast.cli.commands import at_most
+    from nasfast.cli.commands import time_limit
     from nasfast.pipeline.run import check_one_process
     from nasfast.research.studies.run import run_study
     from nasfast.runtime.launcher import environment_size
@@ -120,7 +120,7 @@ def run(command: str, given: dict[str, Any]) -> None:
     tasks = take_tasks(given) if study.tasks else TaskSettings()
     cfg = study.load("config").from_dict(given)
     check_one_process(tasks.executor_settings, environment_size())
-    with at_most(tasks.max_hours):
+    with time_limit(tasks.max_hours):
         report = run_study(study.name, cfg, out=out, tasks=tasks.executor_settings)
     print(report)
     if out is not None:
