@@ -32,7 +32,10 @@ class DataError(ValueError):
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """The image with 8 bits per channel: red, green and blue."""
+    """The image with 8 bits per channel: red, green and blue; itself if it has these."""
+    if image.mode == "RGB":
+        image.load()  # a file that is opened, but not read yet
+        return image
     # convert() clamps at 255 and does not scale: 16-bit grey would become white
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in _SIXTEEN_BIT_FORMATS):
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
