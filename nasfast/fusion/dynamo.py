@@ -24,8 +24,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from nasfast.fusion import rule
 from nasfast.fusion.excite import ExcitationCall, find_excitations
 from nasfast.fusion.match import FusedChain, GraphChain, Matcher, path_of, tensor_of
-from nasfast.fusion.stages import SERVED, plain_stages, result_dtype, run_stages
+from nasfast.fusion.stages import SERVED, plain_stages, run_stages
 from nasfast.ops.autograd import transformed
+from nasfast.ops.plan import storage_dtype
 from nasfast.ops.reference import ConvBNParams, Stage
 
 log = logging.getLogger(__name__)
@@ -180,7 +181,7 @@ class ChainCall(nn.Module):
         SERVED.gain += gain
         y = run_stages(x, stages, residual, self._checked)
         if self._in_place:
-            y = y.to(result_dtype(x))
+            y = y.to(storage_dtype(x))
         return y.contiguous() if self.contiguous else y
 
 

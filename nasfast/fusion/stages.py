@@ -77,15 +77,6 @@ def plain_stages(x: Tensor, stages: Sequence[Stage]) -> Tensor:
     return x
 
 
-def result_dtype(x: Tensor) -> torch.dtype:
-    """Type of the result of convolution and BatchNorm on x."""
-    device = "cpu" if x.is_cpu else x.device.type
-    # autocast does not convert float64
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return torch.get_autocast_dtype(device)
-    return x.dtype
-
-
 def _norm_in_float32(stage: Stage) -> Stage:
     """The stage with its BatchNorm in float32, which the operator needs."""
     params = stage.params

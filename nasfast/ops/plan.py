@@ -189,8 +189,8 @@ def autocasts(x: Tensor) -> bool:
 
 
 def storage_dtype(x: Tensor) -> torch.dtype:
-    """The type in which a convolution of x computes: that of autocast where it is on."""
-    return torch.get_autocast_dtype(x.device.type) if autocasts(x) else x.dtype
+    """The type in which a convolution of x computes: that of autocast where it is on, which leaves float64 as it is."""
+    return torch.get_autocast_dtype(x.device.type) if x.dtype != torch.float64 and autocasts(x) else x.dtype
 
 
 def stage_kind(weight: tuple[int, ...], stride: int, padding: int, groups: int) -> Kind | None:
