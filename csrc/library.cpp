@@ -93,22 +93,22 @@ STABLE_TORCH_LIBRARY_FRAGMENT(nasfast, m) {
   // Behind mean and variance, statistics has the coefficients of forward (csrc/gpu/call.cpp).
   //   counters: as many zeros as conv_bn_act_chain_gpu_counters says, int32; they are zeros again after the launches.
   //   added: is added to the result, or null.
-  //   before: empty if x is there. Otherwise the output of the convolution before x and its fold (channels, 2), float32,
-  //     from which x is made and written, x = fold[:, 0] y + fold[:, 1], and perhaps a tensor that is added to it.
-  //   left: empty if y is wanted. Otherwise the seven tensors of DeferredNorm in nasfast/ops/cuda/deferred.py,
-  //     of which all but the last two are written. `saved` then ends before the output of the last convolution.
+  //   before: empty if x is there. Otherwise the tensors of DeferredResult in nasfast/ops/cuda/deferred.py, from which
+  //     x is computed and written.
+  //   left: empty if y is wanted. Otherwise the fields of DeferredNorm there, of which all but the last two are
+  //     written. `saved` then ends before the output of the last convolution.
   m.def("conv_bn_act_chain_gpu_counters(Tensor x, int[] plan) -> int");
   m.def(
       "conv_bn_act_chain_gpu_fwd(Tensor(e!) x, Tensor[] conv_weights, Tensor[] bn_weights, Tensor[] bn_biases, "
       "Tensor? added, Tensor(a!) y, Tensor(b!) saved, Tensor(c!) statistics, Tensor(d!) counters, Tensor[] before, "
       "Tensor(f!)[] left, int[] plan, float[] eps) -> ()");
-  // Makes x by itself.
+  // Writes x by itself.
   m.def("conv_bn_act_chain_gpu_make(Tensor(a!) x, Tensor[] before) -> ()");
-  // Begins the backward of what a chain has left: writes the last two of the seven tensors from the others and grad, the
-  // gradient of the result. It needs as many counters as conv_bn_act_chain_gpu_counters says of grad and an empty plan.
+  // Writes the last two fields of a DeferredNorm from the others and grad, the gradient of the result. It needs as many
+  // counters as conv_bn_act_chain_gpu_counters says of grad and an empty plan.
   m.def("conv_bn_act_chain_gpu_reduce(Tensor grad, Tensor(a!)[] before, Tensor(b!) counters) -> ()");
-  // Without dx, dweights and dbiases that are empty, their gradients are not wanted. before: empty, or what the chain
-  // before has left; this call then begins its backward, too. left: what this chain has left, or empty.
+  // Without dx, dweights and dbiases that are empty, their gradients are not wanted. before: empty, or the DeferredNorm
+  // in front of x, whose last two fields this call then writes. left: the DeferredNorm of this chain, or empty.
   m.def(
       "conv_bn_act_chain_gpu_bwd(Tensor grad, Tensor saved, Tensor statistics, Tensor[] conv_weights, "
       "Tensor[] bn_weights, bool add_input, Tensor(a!)? dx, Tensor(b!)[] dweights, Tensor(c!)[] dbiases, "

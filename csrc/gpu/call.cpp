@@ -29,7 +29,7 @@ bool is_stem(const ChainPlan& plan, size_t i) {
 }
 
 // Refuses what the kernels cannot do. nasfast/ops/plan.py says the same before, with explanations for the user.
-ChainPlan read(const std::vector<int64_t>& numbers) {
+ChainPlan read_plan(const std::vector<int64_t>& numbers) {
   ChainPlan plan(numbers);
   STD_TORCH_CHECK(!plan.shuffle, kConvOp, ": the CUDA kernels do not shuffle");
   const int64_t most = std::numeric_limits<int>::max() / 2;
@@ -81,19 +81,20 @@ uint16_t* bits(const Tensor& tensor) { return static_cast<uint16_t*>(tensor.muta
 // The output of a stage.
 uint16_t* output_of(const Tensor& saved, const StagePlan& stage) { return bits(saved) + stage.saved_at; }
 
-// What a chain leaves of its result to the chain behind, in the order of DeferredNorm in nasfast/ops/cuda/deferred.py.
-struct Left {
-  uint16_t* y;  // output of the last convolution
+// The last BatchNorm of a chain where it is deferred to the chain that reads the result: the fields of DeferredNorm in
+// nasfast/ops/cuda/deferred.py, which says what they are.
+struct DeferredNorm {
+  uint16_t* y;
   Fold* fold;
   Interval* interval;
   double* statistics;
-  float* gamma;
+  float* weight;
   Back* back;
-  float* gradients;  // [2][channels]: of gamma and beta
+  float* gradients;
 
   NormGradient gradient(int64_t rows, int64_t channels) const {
     NormGradient g{};
-    g.gamma = gamma;
+    g.gamma = weight;
     g.statistics = statistics;
     g.back = back;
     g.dgamma = gradients;
@@ -130,22 +131,25 @@ struct TensorChecks {
     vector("fold", tensor, 2 * channels, ScalarType::Float);
     return static_cast<Fold*>(tensor.mutable_data_ptr());
   }
-  Left left(const std::vector<Tensor>& tensors, int64_t n, int64_t c, int64_t h, int64_t w) const {
-    STD_TORCH_CHECK(tensors.size() == 7, kConvOp, ": what a chain leaves are 7 tensors, got ", tensors.size());
-    image("the output that is left", tensors[0], n, c, h, w);
+  // n, c, h, w: shape of the result whose BatchNorm is deferred.
+  DeferredNorm deferred_norm(const std::vector<Tensor>& fields, int64_t n, int64_t c, int64_t h, int64_t w) const {
+    STD_TORCH_CHECK(fields.size() == 7, kConvOp, ": a deferred BatchNorm is 7 tensors, got ", fields.size());
+    const Tensor &y = fields[0], &fold = fields[1], &interval = fields[2], &statistics = fields[3], &weight = fields[4],
+                 &back = fields[5], &gradients = fields[6];
+    image("y of a deferred BatchNorm", y, n, c, h, w);
     const auto numbers = [&](const char* name, const Tensor& tensor, int64_t each) {
       vector(name, tensor, each * c, ScalarType::Float);
       aligned(name, tensor);
       return tensor.mutable_data_ptr();
     };
-    vector("statistics", tensors[3], 2 * c, ScalarType::Double);
-    return {bits(tensors[0]),
-            fold(tensors[1], c),
-            static_cast<Interval*>(numbers("interval", tensors[2], 4)),
-            static_cast<double*>(tensors[3].mutable_data_ptr()),
-            static_cast<float*>(numbers("weight", tensors[4], 1)),
-            static_cast<Back*>(numbers("back", tensors[5], 4)),
-            static_cast<float*>(numbers("gradients", tensors[6], 2))};
+    vector("statistics", statistics, 2 * c, ScalarType::Double);
+    return {bits(y),
+            this->fold(fold, c),
+            static_cast<Interval*>(numbers("interval", interval, 4)),
+            static_cast<double*>(statistics.mutable_data_ptr()),
+            static_cast<float*>(numbers("weight", weight, 1)),
+            static_cast<Back*>(numbers("back", back, 4)),
+            static_cast<float*>(numbers("gradients", gradients, 2))};
   }
   // The kernels read 16 bytes at a time; only a slice of a larger tensor can begin in between.
   static void aligned(const char* name, const Tensor& tensor) {
@@ -167,19 +171,27 @@ struct Checks : TensorChecks {
     const StagePlan& last = plan.stages.back();
     image(name, tensor, plan.batch, last.out_channels, last.out_height, last.out_width);
   }
-  // left: whether the output of the last convolution, which is at the end, is elsewhere.
-  void saved(const Tensor& tensor, bool left) const {
-    vector("saved", tensor, left ? plan.stages.back().saved_at : plan.saved_size, first.scalar_type());
+  // defers: whether the output of the last convolution, which is at the end, is in a deferred BatchNorm instead.
+  void saved(const Tensor& tensor, bool defers) const {
+    vector("saved", tensor, defers ? plan.stages.back().saved_at : plan.saved_size, first.scalar_type());
     aligned("saved", tensor);
   }
-  // What this chain leaves to the next one.
-  Left left(const std::vector<Tensor>& tensors) const {
+  // The last BatchNorm of this chain, if it is deferred; otherwise nulls.
+  DeferredNorm own_norm(const std::vector<Tensor>& fields) const {
+    if (fields.empty()) return {};
     const StagePlan& last = plan.stages.back();
-    return TensorChecks::left(tensors, plan.batch, last.out_channels, last.out_height, last.out_width);
+    return deferred_norm(fields, plan.batch, last.out_channels, last.out_height, last.out_width);
   }
-  // What the chain before has left.
-  Left before(const std::vector<Tensor>& tensors) const {
-    return TensorChecks::left(tensors, plan.batch, plan.channels, plan.height, plan.width);
+  // The BatchNorm in front of x, which the chain with the result x has deferred.
+  DeferredNorm input_norm(const std::vector<Tensor>& fields) const {
+    return deferred_norm(fields, plan.batch, plan.channels, plan.height, plan.width);
+  }
+  void gradients(const Tensor& grad, const std::optional<Tensor>& dx, bool add_input) const {
+    result("grad", grad);
+    if (dx) input("dx", *dx);
+    if (dx && add_input) input("grad, to be added,", grad);
+    STD_TORCH_CHECK(!dx || plan.stages[0].kind != cpu::Kind::kDense, kConvOp,
+                    ": the CUDA kernels have no input gradient of a dense stage");
   }
   Weight weight(const StagePlan& stage, const Tensor& tensor) const {
     const int64_t inner = stage.kind == cpu::Kind::kDepthwise ? 1 : stage.in_channels;
@@ -190,9 +202,9 @@ struct Checks : TensorChecks {
     return {tensor.const_data_ptr(), is_float};
   }
   // Lists have one entry per stage, and the statistics have room for the coefficients of BatchNorm.
-  void lists(size_t conv_weights, size_t bn_weights, size_t others, size_t eps, const Tensor& statistics) const {
+  void lists(size_t conv_weights, size_t bn_weights, size_t bn_biases, size_t eps, const Tensor& statistics) const {
     const size_t count = plan.stages.size();
-    STD_TORCH_CHECK(conv_weights == count && bn_weights == count && others == count && eps == count, kConvOp,
+    STD_TORCH_CHECK(conv_weights == count && bn_weights == count && bn_biases == count && eps == count, kConvOp,
                     ": every stage of the plan needs one of each tensor and eps");
     const int64_t doubles = (2 * sizeof(double) + sizeof(Fold) + sizeof(Interval)) / sizeof(double);
     vector("statistics", statistics, plan.statistics_size / 2 * doubles, ScalarType::Double);
@@ -206,9 +218,9 @@ ApplyArgs apply_args(const uint16_t* y, const Fold* fold, Act act, const uint16_
   return {y, fold, added, out, rows, narrow, act, lanes_of(narrow)};
 }
 
-ReduceArgs reduce_args(const uint16_t* grad, const Left& left, int64_t rows, int64_t channels) {
+ReduceArgs reduce_args(const uint16_t* grad, const DeferredNorm& norm, int64_t rows, int64_t channels) {
   const int narrow = static_cast<int>(channels);
-  return {grad, left.y, left.interval, rows, narrow, lanes_of(narrow), left.gradient(rows, channels)};
+  return {grad, norm.y, norm.interval, rows, narrow, lanes_of(narrow), norm.gradient(rows, channels)};
 }
 
 // The BatchNorm of a stage, without what a launch knows.
@@ -260,91 +272,83 @@ struct NormsBackward {
   }
 };
 
-// Lets the kernel of the first stage begin the backward of what the chain before has left, where it can.
-bool begins(const Left& before, BackwardStage* stage) {
-  const Geometry& g = stage->geometry;
-  // the registers of a depthwise kernel have no room for rows of two tensors
-  if (g.kernel > 1 && stage->added != nullptr) return false;
-  stage->before = before.y;
-  stage->interval = before.interval;
-  stage->gradient = before.gradient(g.in_rows(), g.in_channels);
-  return true;
-}
-
 // Two buffers of 16-bit numbers, used in turn: a stage reads what the stage before it wrote.
-struct Turns {
+struct DoubleBuffer {
   Tensor buffers[2];
 
   template <class Elements>
-  Turns(const Tensor& like, const ChainPlan& plan, const Elements& elements, std::vector<Tensor>* memory) {
+  // elements(stage, i): numbers that stage i writes.
+  DoubleBuffer(const Tensor& like, const ChainPlan& plan, const Elements& elements, std::vector<Tensor>* memory) {
     int64_t most[2] = {0, 0};
     for (size_t i = 0; i < plan.stages.size(); ++i) most[i % 2] = std::max(most[i % 2], elements(plan.stages[i], i));
-    for (int turn = 0; turn < 2; ++turn) {
-      buffers[turn] = torch::stable::new_empty(like, {most[turn]});
-      memory->push_back(buffers[turn]);
+    for (int i = 0; i < 2; ++i) {
+      buffers[i] = torch::stable::new_empty(like, {most[i]});
+      memory->push_back(buffers[i]);
     }
   }
-  uint16_t* of(size_t i_stage) const { return bits(buffers[i_stage % 2]); }
+  uint16_t* written_by(size_t i_stage) const { return bits(buffers[i_stage % 2]); }
 };
 
 }  // namespace
 
 Shapes::Shapes(const std::vector<int64_t>& numbers) {
-  const ChainPlan plan = read(numbers);
+  const ChainPlan plan = read_plan(numbers);
   for (const StagePlan& stage : plan.stages) stages.push_back(geometry_of(plan, stage));
 }
 
-ApplyArgs making(const Tensor& x, const std::vector<Tensor>& before) {
-  STD_TORCH_CHECK(x.dim() == 4 && x.numel() > 0 && x.size(1) % 8 == 0 && (before.size() == 2 || before.size() == 3),
-                  kConvOp,
-                  ": x of channels in multiples of 8 is made from y, its fold and perhaps a tensor to add, got ",
-                  before.size(), " tensors");
+ApplyArgs apply_args(const Tensor& x, const std::vector<Tensor>& deferred_input) {
+  const size_t count = deferred_input.size();
+  STD_TORCH_CHECK(x.dim() == 4 && x.numel() > 0 && x.size(1) % 8 == 0 && (count == 2 || count == 3), kConvOp,
+                  ": x of channels in multiples of 8 is made from y, its fold and perhaps a tensor to add, got ", count,
+                  " tensors");
+  const Tensor &y = deferred_input[0], &fold = deferred_input[1];
   const int64_t channels = x.size(1);
   const TensorChecks check(x);
   const auto image = [&](const char* name, const Tensor& tensor) {
     check.image(name, tensor, x.size(0), channels, x.size(2), x.size(3));
     return bits(tensor);
   };
-  const uint16_t* const added = before.size() > 2 ? image("what is added", before[2]) : nullptr;
-  return apply_args(image("y", before[0]), check.fold(before[1], channels), Act::kIdentity, added, image("x", x),
+  const uint16_t* const added = count == 3 ? image("what is added", deferred_input[2]) : nullptr;
+  return apply_args(image("y", y), check.fold(fold, channels), Act::kIdentity, added, image("x", x),
                     x.numel() / channels, channels);
 }
 
-ReduceArgs beginning(const Tensor& grad, const std::vector<Tensor>& before) {
+ReduceArgs reduce_args(const Tensor& grad, const std::vector<Tensor>& deferred_norm) {
   STD_TORCH_CHECK(grad.dim() == 4 && grad.numel() > 0 && grad.size(1) % 8 == 0, kConvOp,
                   ": a backward begins with a gradient of channels in multiples of 8");
   const int64_t channels = grad.size(1), rows = grad.numel() / channels;
   const TensorChecks check(grad);
   check.image("grad", grad, grad.size(0), channels, grad.size(2), grad.size(3));
-  const Left left = check.left(before, grad.size(0), channels, grad.size(2), grad.size(3));
-  return reduce_args(bits(grad), left, rows, channels);
+  const DeferredNorm norm = check.deferred_norm(deferred_norm, grad.size(0), channels, grad.size(2), grad.size(3));
+  return reduce_args(bits(grad), norm, rows, channels);
 }
 
 ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weights,
                          const std::vector<Tensor>& bn_weights, const std::vector<Tensor>& bn_biases,
                          const std::optional<Tensor>& added, const Tensor& y, const Tensor& saved,
-                         const Tensor& statistics, const std::vector<Tensor>& before, const std::vector<Tensor>& left,
-                         const std::vector<int64_t>& numbers, const std::vector<double>& eps)
-    : bfloat16(x.scalar_type() == ScalarType::BFloat16), begin{} {
-  const ChainPlan plan = read(numbers);
+                         const Tensor& statistics, const std::vector<Tensor>& deferred_input,
+                         const std::vector<Tensor>& deferred_norm, const std::vector<int64_t>& numbers,
+                         const std::vector<double>& eps)
+    : bfloat16(x.scalar_type() == ScalarType::BFloat16), input{} {
+  const ChainPlan plan = read_plan(numbers);
   const Checks check(x, plan);
   check.lists(conv_weights.size(), bn_weights.size(), bn_biases.size(), eps.size(), statistics);
   check.input("x", x);
   check.result("y", y);
   if (added) check.result("what is added", *added);
   const StagePlan& last = plan.stages.back();
-  const bool leaves = !left.empty();
-  STD_TORCH_CHECK(!leaves || (!added && last.act == cpu::Act::kIdentity), kConvOp,
-                  ": a chain leaves the output of its last convolution without activation and with nothing to add");
-  const Left to = leaves ? check.left(left) : Left{};
+  const bool defers = !deferred_norm.empty();
+  STD_TORCH_CHECK(!defers || (!added && last.act == cpu::Act::kIdentity), kConvOp,
+                  ": a chain defers a BatchNorm without an activation behind it and with nothing to add");
+  const DeferredNorm own = check.own_norm(deferred_norm);
   const bool keep = saved.numel() > 0;
-  if (keep) check.saved(saved, leaves);
-  if (!before.empty()) begin = making(x, before);
+  if (keep) check.saved(saved, defers);
+  if (!deferred_input.empty()) input = apply_args(x, deferred_input);
   // where they are not kept, outputs are only there until the next stage has read them
   const auto output = [&](const StagePlan& s, size_t) { return keep ? 0 : s.rows * s.out_channels; };
-  const Turns turns(x, plan, output, &memory);
+  const DoubleBuffer outputs(x, plan, output, &memory);
 
-  const uint16_t* given = bits(x);
+  const uint16_t* stage_input = bits(x);
   const Fold* fold = nullptr;
   Act act = Act::kIdentity;
   for (size_t i = 0; i < plan.stages.size(); ++i) {
@@ -354,46 +358,42 @@ ForwardCall::ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weight
     check.vector("bn_bias", bn_biases[i], s.out_channels, ScalarType::Float);
     ForwardStage stage{};
     stage.geometry = geometry_of(plan, s);
-    stage.x = given;
+    stage.x = stage_input;
     stage.fold = fold;
     stage.act = act;
     stage.weight = check.weight(s, conv_weights[i]);
-    const bool here = leaves && i + 1 == plan.stages.size();
-    stage.y = here ? to.y : keep ? output_of(saved, s) : turns.of(i);
+    const bool deferred = defers && i + 1 == plan.stages.size();
+    stage.y = deferred ? own.y : keep ? output_of(saved, s) : outputs.written_by(i);
     stage.norm = norm_of(s, statistics, coefficients, bn_weights[i], bn_biases[i], eps[i]);
-    if (here) {
-      stage.norm.fold = to.fold;
-      stage.norm.interval = to.interval;
-      stage.norm.left_statistics = to.statistics;
-      stage.norm.left_gamma = to.gamma;
+    if (deferred) {
+      stage.norm.fold = own.fold;
+      stage.norm.interval = own.interval;
+      stage.norm.deferred_statistics = own.statistics;
+      stage.norm.deferred_gamma = own.weight;
     }
-    given = stage.y;
+    stage_input = stage.y;
     fold = coefficients.fold;
     act = stage.norm.act;
     stages.push_back(stage);
   }
-  result = apply_args(leaves ? nullptr : given, fold, act, added ? bits(*added) : nullptr, bits(y), last.rows,
+  result = apply_args(defers ? nullptr : stage_input, fold, act, added ? bits(*added) : nullptr, bits(y), last.rows,
                       last.out_channels);
 }
 
 BackwardCall::BackwardCall(const Tensor& grad, const Tensor& saved, const Tensor& statistics,
                            const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights,
                            bool add_input, const std::optional<Tensor>& dx, const std::vector<Tensor>& dweights,
-                           const std::vector<Tensor>& dbiases, const std::vector<Tensor>& before,
-                           const std::vector<Tensor>& left, const std::vector<int64_t>& numbers,
+                           const std::vector<Tensor>& dbiases, const std::vector<Tensor>& input_norm,
+                           const std::vector<Tensor>& deferred_norm, const std::vector<int64_t>& numbers,
                            const std::vector<double>& eps)
-    : bfloat16(grad.scalar_type() == ScalarType::BFloat16), begin{}, end{} {
-  const ChainPlan plan = read(numbers);
+    : bfloat16(grad.scalar_type() == ScalarType::BFloat16), result_sums{}, input_sums{} {
+  const ChainPlan plan = read_plan(numbers);
   const Checks check(grad, plan);
   check.lists(conv_weights.size(), bn_weights.size(), dweights.size(), eps.size(), statistics);
   STD_TORCH_CHECK(dbiases.size() == dweights.size(), kConvOp, ": every stage needs a dbias, empty if not wanted");
-  check.result("grad", grad);
-  if (dx) check.input("dx", *dx);
-  if (dx && add_input) check.input("grad, to be added,", grad);
-  STD_TORCH_CHECK(!dx || plan.stages[0].kind != cpu::Kind::kDense, kConvOp,
-                  ": the CUDA kernels have no input gradient of a dense stage");
-  const bool has_left = !left.empty();
-  check.saved(saved, has_left);
+  check.gradients(grad, dx, add_input);
+  const bool defers = !deferred_norm.empty();
+  check.saved(saved, defers);
   const size_t count = plan.stages.size();
   const Tensor backs =
       torch::stable::new_empty(grad, {plan.statistics_size / 2 * int64_t{sizeof(Back)}}, ScalarType::Byte);
@@ -402,19 +402,19 @@ BackwardCall::BackwardCall(const Tensor& grad, const Tensor& saved, const Tensor
                       static_cast<Back*>(backs.mutable_data_ptr()));
   const StagePlan& last = plan.stages.back();
   const int channels = static_cast<int>(last.out_channels);
-  const Left mine = has_left ? check.left(left) : Left{};
-  if (has_left) norms.intervals.back() = mine.interval;
-  const uint16_t* const y = has_left ? mine.y : output_of(saved, last);
-  // the kernel of a stage makes dz of the stage before it
+  const DeferredNorm own = check.own_norm(deferred_norm);
+  if (defers) norms.intervals.back() = own.interval;
+  const uint16_t* const y = defers ? own.y : output_of(saved, last);
+  // the kernel of a stage computes dz of the stage before it
   const size_t first = dx ? 0 : std::min(norms.stop, count - 1) + 1;
-  // whether a kernel takes what the chain behind has begun
-  const bool begun = has_left && first < count && last.kind == cpu::Kind::kPointwise;
-  Handed handed{};
-  if (begun) {
-    handed = {mine.gradients, norms.gradients.back().dgamma, norms.gradients.back().dbeta};
-    norms.gradients.back().back = mine.back;
+  PrecomputedGradients precomputed{};
+  // whether there is a kernel that takes the gradients that the chain that reads the result has computed
+  if (defers && first < count && last.kind == cpu::Kind::kPointwise) {
+    precomputed = {own.gradients, norms.gradients.back().dgamma, norms.gradients.back().dbeta};
+    norms.gradients.back().back = own.back;
   } else {
-    begin = {bits(grad), y, norms.intervals.back(), last.rows, channels, lanes_of(channels), norms.gradients.back()};
+    result_sums = {
+        bits(grad), y, norms.intervals.back(), last.rows, channels, lanes_of(channels), norms.gradients.back()};
   }
   // Whether stage i writes dz of the stage before: where that is the first one with a kernel, only its sums are wanted.
   // A depthwise kernel can leave the rest away; in the others each write would take longer.
@@ -424,7 +424,7 @@ BackwardCall::BackwardCall(const Tensor& grad, const Tensor& saved, const Tensor
   const auto size = [&](const StagePlan& s, size_t i) {
     return i > 0 && is_read(s, i) ? plan.batch * s.height * s.width * s.in_channels : 0;
   };
-  const Turns turns(grad, plan, size, &memory);
+  const DoubleBuffer gradients(grad, plan, size, &memory);
   const uint16_t* dz = bits(grad);
   for (size_t i = count; i-- > first;) {
     const StagePlan& s = plan.stages[i];
@@ -433,33 +433,40 @@ BackwardCall::BackwardCall(const Tensor& grad, const Tensor& saved, const Tensor
     stage.grad = dz;
     stage.mask = i + 1 == count && s.act != cpu::Act::kIdentity ? norms.intervals[i] : nullptr;
     stage.y = i + 1 == count ? y : output_of(saved, s);
-    if (i + 1 == count) stage.handed = handed;
+    if (i + 1 == count) stage.precomputed = precomputed;
     stage.back = norms.gradients[i].back;
     stage.weight = check.weight(s, conv_weights[i]);
-    stage.dx = i == 0 ? bits(*dx) : is_read(s, i) ? turns.of(i) : nullptr;
+    stage.dx = i == 0 ? bits(*dx) : is_read(s, i) ? gradients.written_by(i) : nullptr;
     if (i > 0) {
-      stage.before = output_of(saved, plan.stages[i - 1]);
+      stage.previous_y = output_of(saved, plan.stages[i - 1]);
       stage.interval = norms.intervals[i - 1];
       stage.gradient = norms.gradients[i - 1];
     } else if (add_input) {
       stage.added = bits(grad);
     }
-    if (i == 0 && !before.empty()) {
-      const Left theirs = check.before(before);
-      if (!begins(theirs, &stage)) end = reduce_args(stage.dx, theirs, stage.geometry.in_rows(), s.in_channels);
+    if (i == 0 && !input_norm.empty()) {
+      const DeferredNorm previous = check.input_norm(input_norm);
+      const int64_t rows = stage.geometry.in_rows();
+      if (s.kernel > 1 && add_input) {  // the registers of a depthwise kernel have no room for rows of two tensors
+        input_sums = reduce_args(stage.dx, previous, rows, s.in_channels);
+      } else {
+        stage.previous_y = previous.y;
+        stage.interval = previous.interval;
+        stage.gradient = previous.gradient(rows, s.in_channels);
+      }
     }
     dz = stage.dx;
     stages.push_back(stage);
   }
 }
 
-Workspace::Workspace(const Tensor& like, int64_t pairs, const Tensor& given, int64_t needed)
+Workspace::Workspace(const Tensor& like, int64_t pairs, const Tensor& zeros, int64_t needed)
     : partial(torch::stable::new_empty(like, {pairs * int64_t{sizeof(Vec2)}}, ScalarType::Byte)),
-      counters(static_cast<int*>(given.mutable_data_ptr())) {
-  STD_TORCH_CHECK(given.scalar_type() == ScalarType::Int && given.is_contiguous() && given.numel() >= needed &&
-                      given.device() == like.device(),
+      counters(static_cast<int*>(zeros.mutable_data_ptr())) {
+  STD_TORCH_CHECK(zeros.scalar_type() == ScalarType::Int && zeros.is_contiguous() && zeros.numel() >= needed &&
+                      zeros.device() == like.device(),
                   kConvOp, ": needs ", needed, " counters, int32 zeros on the device of the input, got ",
-                  given.numel());
+                  zeros.numel());
 }
 
 Reduction Workspace::reduction(const Grid& grid, int channels) const {

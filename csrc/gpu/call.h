@@ -20,48 +20,52 @@ struct Shapes {
   explicit Shapes(const std::vector<int64_t>& plan);
 };
 
-// How x is made from what the chain before has left: y and the fold of its last convolution, and perhaps a tensor to add.
-ApplyArgs making(const Tensor& x, const std::vector<Tensor>& before);
+// Applies the BatchNorm that a chain with the result x has deferred, and so writes x. deferred_input: the tensors of
+// DeferredResult in nasfast/ops/cuda/deferred.py, which are the BatchNorm's y and fold, and perhaps a tensor to add.
+ApplyArgs apply_args(const Tensor& x, const std::vector<Tensor>& deferred_input);
 
-// The sums with which the backward of what a chain has left begins, without `reduction`; before: see Left of call.cpp.
-ReduceArgs beginning(const Tensor& grad, const std::vector<Tensor>& before);
+// Reduces the gradient of a result to the sums of its deferred BatchNorm; without `reduction`. deferred_norm: the
+// fields of DeferredNorm there.
+ReduceArgs reduce_args(const Tensor& grad, const std::vector<Tensor>& deferred_norm);
 
 // What a launch does not know before its grid: `reduction` of every stage, except its channels.
 struct ForwardCall {
   bool bfloat16;
-  ApplyArgs begin;  // makes x; y is null if x is there
+  ApplyArgs input;  // writes x where it is deferred; otherwise y is null
   std::vector<ForwardStage> stages;
-  ApplyArgs result;            // y is null if this is left to the chain that reads it
+  ApplyArgs result;            // y is null if the last BatchNorm is deferred
   std::vector<Tensor> memory;  // holds the outputs that are not kept for backward
 
   ForwardCall(const Tensor& x, const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights,
               const std::vector<Tensor>& bn_biases, const std::optional<Tensor>& added, const Tensor& y,
-              const Tensor& saved, const Tensor& statistics, const std::vector<Tensor>& before,
-              const std::vector<Tensor>& left, const std::vector<int64_t>& plan, const std::vector<double>& eps);
+              const Tensor& saved, const Tensor& statistics, const std::vector<Tensor>& deferred_input,
+              const std::vector<Tensor>& deferred_norm, const std::vector<int64_t>& plan,
+              const std::vector<double>& eps);
 };
 
 struct BackwardCall {
   bool bfloat16;
-  ReduceArgs begin;                   // grad is null if the chain behind has begun
+  ReduceArgs result_sums;  // of the last BatchNorm; grad is null if the chain that reads the result has computed them
   std::vector<BackwardStage> stages;  // in the order in which they run, the last stage of the chain first
-  ReduceArgs end;                     // begins for the chain before; grad is null if no launch of its own has to
-  std::vector<Tensor> memory;         // holds dz between the stages, and the coefficients of BatchNorm
+  ReduceArgs input_sums;       // of a deferred BatchNorm in front of x; grad is null if there is none, or a stage sums
+  std::vector<Tensor> memory;  // holds dz between the stages, and the coefficients of BatchNorm
 
-  // before: what the chain before has left, if its backward has to be begun. left: what this chain has left.
+  // input_norm: a deferred BatchNorm in front of x, if its sums are wanted. deferred_norm: that of this chain. Both may
+  // be empty.
   BackwardCall(const Tensor& grad, const Tensor& saved, const Tensor& statistics,
                const std::vector<Tensor>& conv_weights, const std::vector<Tensor>& bn_weights, bool add_input,
                const std::optional<Tensor>& dx, const std::vector<Tensor>& dweights, const std::vector<Tensor>& dbiases,
-               const std::vector<Tensor>& before, const std::vector<Tensor>& left, const std::vector<int64_t>& plan,
-               const std::vector<double>& eps);
+               const std::vector<Tensor>& input_norm, const std::vector<Tensor>& deferred_norm,
+               const std::vector<int64_t>& plan, const std::vector<double>& eps);
 };
 
-// Memory for partial results, and the counters, which the caller has made.
+// Memory for partial results, and the counters of the caller.
 struct Workspace {
   Tensor partial;
   int* counters;
 
-  // counters: of which there must be so many.
-  Workspace(const Tensor& like, int64_t pairs, const Tensor& counters, int64_t needed);
+  // zeros: the counters, of which so many are needed.
+  Workspace(const Tensor& like, int64_t pairs, const Tensor& zeros, int64_t needed);
   Reduction reduction(const Grid& grid, int channels) const;
 };
 

@@ -1,7 +1,8 @@
-// Runs a chain of convolutions, BatchNorms and activations: forward a kernel for every stage and one for the result,
-// backward one that begins and then a kernel for every stage, last to first. A chain may leave its result to the chain
-// that reads it, whose first kernel makes it if it is pointwise. That chain also begins the backward of what was left:
-// its last kernel finishes the sums if it can. No launch waits for the host, so a chain can be captured in a CUDA graph.
+// Runs a chain of convolutions, BatchNorms and activations: forward a kernel for every stage and one that applies the
+// last BatchNorm, backward one that reduces the gradient to the sums of this BatchNorm and then a kernel for every
+// stage, last to first. A chain may defer its last BatchNorm to the chain that reads the result, whose first kernel
+// applies it if it is pointwise, and whose last kernel of backward completes its sums if it can. No launch waits for
+// the host, so a chain can be captured in a CUDA graph.
 #pragma once
 
 #include <algorithm>
@@ -23,11 +24,11 @@ Grid backward_grid(const Shapes& chain, size_t i, const Machine& machine) {
   return geometry.kernel == 1 ? pointwise_backward_grid(geometry, machine) : depthwise_backward_grid(geometry, machine);
 }
 
-// The grids of the stages of a chain in one direction, and the most that one of its launches needs, which come one after
+// The grids of the stages of a chain in one direction, and the most that one of its launches needs: they run one after
 // the other.
 struct Grids {
   std::vector<Grid> stages;
-  Grid begin{}, end{};  // of backward: of the launches of `reduce` before and behind those of the stages
+  Grid result_sums{}, input_sums{};  // of the launches of `reduce` before and behind those of the stages of backward
   int64_t pairs = 0, counters = 0;
 
   const Grid& add(const Grid& grid, int channels) {
@@ -50,13 +51,13 @@ template <class Machine>
 Grids backward_grids(const Shapes& chain, const Machine& machine) {
   Grids grids;
   const Geometry &first = chain.stages[0], &last = chain.stages.back();
-  grids.begin = grids.add(reduce_grid(last.out_rows(), last.out_channels, machine), last.out_channels);
+  grids.result_sums = grids.add(reduce_grid(last.out_rows(), last.out_channels, machine), last.out_channels);
   for (size_t i = 0; i < chain.stages.size(); ++i) {
     const Geometry& g = chain.stages[i];
     grids.stages.push_back(g.dense() ? Grid{} : grids.add(backward_grid(chain, i, machine), g.in_channels));
   }
   if (first.dense()) return grids;
-  grids.end = grids.add(reduce_grid(first.in_rows(), first.in_channels, machine), first.in_channels);
+  grids.input_sums = grids.add(reduce_grid(first.in_rows(), first.in_channels, machine), first.in_channels);
   return grids;
 }
 
@@ -65,11 +66,11 @@ template <class Machine>
 Grids reduce_grids(const Tensor& grad, const Machine& machine) {
   Grids grids;
   const int channels = static_cast<int>(grad.size(1));
-  grids.begin = grids.add(reduce_grid(grad.numel() / channels, channels, machine), channels);
+  grids.result_sums = grids.add(reduce_grid(grad.numel() / channels, channels, machine), channels);
   return grids;
 }
 
-// Counters that a chain needs in forward or in backward, whichever needs more; without a plan, those that `reduce` needs.
+// Counters that a chain needs in forward or in backward, whichever needs more; without a plan, those of `reduce`.
 template <class Machine>
 int64_t count_counters(const Tensor& x, const std::vector<int64_t>& plan, const Machine& machine) {
   if (plan.empty()) return reduce_grids(x, machine).counters;
@@ -96,11 +97,10 @@ void run_reduce(const Machine& machine, ReduceArgs args, const Workspace& worksp
 
 template <class Format, class Machine>
 void run_forward(const Machine& machine, const ForwardCall& call, const Workspace& workspace, const Grids& grids) {
-  const ApplyArgs* making = call.begin.y != nullptr ? &call.begin : nullptr;
-  if (making != nullptr && call.stages[0].geometry.kernel != 1) {
-    apply<Format>(machine, *making);
+  const bool deferred_input = call.input.y != nullptr;
+  if (deferred_input && call.stages[0].geometry.kernel != 1) {
+    apply<Format>(machine, call.input);
     machine.launched("apply", map_of(call.stages[0].geometry));
-    making = nullptr;
   }
   for (size_t i = 0; i < call.stages.size(); ++i) {
     ForwardStage stage = call.stages[i];
@@ -111,8 +111,8 @@ void run_forward(const Machine& machine, const ForwardCall& call, const Workspac
       dense_forward<Format>(machine, grid, stage);
       machine.launched("dense_forward", g);
     } else if (g.kernel == 1) {
-      if (i == 0 && making != nullptr) {
-        pointwise_making<Format>(machine, grid, stage, *making);
+      if (i == 0 && deferred_input) {
+        pointwise_forward_deferred<Format>(machine, grid, stage, call.input);
       } else {
         pointwise_forward<Format>(machine, grid, stage);
       }
@@ -130,8 +130,8 @@ void run_forward(const Machine& machine, const ForwardCall& call, const Workspac
 template <class Format, class Machine>
 void run_backward(const Machine& machine, const BackwardCall& call, const Workspace& workspace, const Shapes& chain,
                   const Grids& grids) {
-  if (call.begin.grad != nullptr) {
-    run_reduce<Format>(machine, call.begin, workspace, grids.begin, chain.stages.back());
+  if (call.result_sums.grad != nullptr) {
+    run_reduce<Format>(machine, call.result_sums, workspace, grids.result_sums, chain.stages.back());
   }
   size_t i = chain.stages.size();
   for (BackwardStage stage : call.stages) {
@@ -147,8 +147,8 @@ void run_backward(const Machine& machine, const BackwardCall& call, const Worksp
       machine.launched("depthwise_backward", g);
     }
   }
-  if (call.end.grad != nullptr) {
-    run_reduce<Format>(machine, call.end, workspace, grids.end, map_of(chain.stages[0]));
+  if (call.input_sums.grad != nullptr) {
+    run_reduce<Format>(machine, call.input_sums, workspace, grids.input_sums, map_of(chain.stages[0]));
   }
 }
 
@@ -159,11 +159,11 @@ struct ChainOperators {
 
   static void forward(const Tensor& x, std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights,
                       std::vector<Tensor> bn_biases, std::optional<Tensor> added, Tensor y, Tensor saved,
-                      Tensor statistics, Tensor counters, std::vector<Tensor> before, std::vector<Tensor> left,
-                      std::vector<int64_t> plan, std::vector<double> eps) {
+                      Tensor statistics, Tensor counters, std::vector<Tensor> deferred_input,
+                      std::vector<Tensor> deferred_norm, std::vector<int64_t> plan, std::vector<double> eps) {
     const auto& machine = machine_of(x);
-    const ForwardCall call(x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, before, left, plan,
-                           eps);
+    const ForwardCall call(x, conv_weights, bn_weights, bn_biases, added, y, saved, statistics, deferred_input,
+                           deferred_norm, plan, eps);
     const Shapes chain(plan);
     const Grids grids = forward_grids(chain, machine);
     const Workspace workspace(x, grids.pairs, counters, grids.counters);
@@ -171,32 +171,34 @@ struct ChainOperators {
                   : run_forward<Fp16>(machine, call, workspace, grids);
   }
 
-  static void make(const Tensor& x, std::vector<Tensor> before) {
+  // Writes x by itself.
+  static void apply(const Tensor& x, std::vector<Tensor> deferred_input) {
     const auto& machine = machine_of(x);
-    const ApplyArgs args = making(x, before);
-    x.scalar_type() == torch::headeronly::ScalarType::BFloat16 ? apply<Bf16>(machine, args)
-                                                               : apply<Fp16>(machine, args);
+    const ApplyArgs args = apply_args(x, deferred_input);
+    x.scalar_type() == torch::headeronly::ScalarType::BFloat16 ? gpu::apply<Bf16>(machine, args)
+                                                               : gpu::apply<Fp16>(machine, args);
     machine.launched("apply", map_of(x));
   }
 
-  static void reduce(const Tensor& grad, std::vector<Tensor> before, Tensor counters) {
+  // Computes the gradients of a deferred BatchNorm by itself.
+  static void reduce(const Tensor& grad, std::vector<Tensor> deferred_norm, Tensor counters) {
     const auto& machine = machine_of(grad);
-    const ReduceArgs args = beginning(grad, before);
+    const ReduceArgs args = reduce_args(grad, deferred_norm);
     const Grids grids = reduce_grids(grad, machine);
     const Workspace workspace(grad, grids.pairs, counters, grids.counters);
     grad.scalar_type() == torch::headeronly::ScalarType::BFloat16
-        ? run_reduce<Bf16>(machine, args, workspace, grids.begin, map_of(grad))
-        : run_reduce<Fp16>(machine, args, workspace, grids.begin, map_of(grad));
+        ? run_reduce<Bf16>(machine, args, workspace, grids.result_sums, map_of(grad))
+        : run_reduce<Fp16>(machine, args, workspace, grids.result_sums, map_of(grad));
   }
 
   static void backward(const Tensor& grad, const Tensor& saved, const Tensor& statistics,
                        std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, bool add_input,
                        std::optional<Tensor> dx, std::vector<Tensor> dweights, std::vector<Tensor> dbiases,
-                       Tensor counters, std::vector<Tensor> before, std::vector<Tensor> left, std::vector<int64_t> plan,
-                       std::vector<double> eps) {
+                       Tensor counters, std::vector<Tensor> input_norm, std::vector<Tensor> deferred_norm,
+                       std::vector<int64_t> plan, std::vector<double> eps) {
     const auto& machine = machine_of(grad);
-    const BackwardCall call(grad, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases, before,
-                            left, plan, eps);
+    const BackwardCall call(grad, saved, statistics, conv_weights, bn_weights, add_input, dx, dweights, dbiases,
+                            input_norm, deferred_norm, plan, eps);
     const Shapes chain(plan);
     const Grids grids = backward_grids(chain, machine);
     const Workspace workspace(grad, grids.pairs, counters, grids.counters);

@@ -32,7 +32,7 @@ struct Bands {
   };
 
   NASFAST_ANYWHERE int count() const { return images * down.by * across.by; }
-  NASFAST_ANYWHERE int blocks() const { return ceil_div(count(), turns); }
+  NASFAST_ANYWHERE int blocks() const { return divide_up(count(), turns); }
 
   NASFAST_DEVICE Band band(int index) const {
     const int line = across(index), image = down(line), begin = (line - image * down.by) * rows;
@@ -53,14 +53,15 @@ struct Bands {
 
 inline Bands bands_of(const Geometry& g) {
   constexpr int kMostColumns = 128, kTilesOfBand = 28, kEnoughBlocks = 1024;
-  const int parts = ceil_div(g.out_width, kMostColumns);
-  const int tiles = ceil_div(ceil_div(g.out_width, parts), 16), columns = 16 * tiles;
-  const int segments = ceil_div(g.out_height, larger(1, kTilesOfBand / tiles)), rows = ceil_div(g.out_height, segments);
-  Bands bands{g.images, g.out_height, g.out_width, rows, columns, 1, Divisor(ceil_div(g.out_height, rows)),
-              Divisor(ceil_div(g.out_width, columns)), Divisor(tiles), g.stride * (rows - 1) + 3,
+  const int parts = divide_up(g.out_width, kMostColumns);
+  const int tiles = divide_up(divide_up(g.out_width, parts), 16), columns = 16 * tiles;
+  const int segments = divide_up(g.out_height, larger(1, kTilesOfBand / tiles)),
+            rows = divide_up(g.out_height, segments);
+  Bands bands{g.images, g.out_height, g.out_width, rows, columns, 1, Divisor(divide_up(g.out_height, rows)),
+              Divisor(divide_up(g.out_width, columns)), Divisor(tiles), g.stride * (rows - 1) + 3,
               // 8 numbers in front of the first column, of which the last ones are the column before it
-              8 + ceil_div((g.stride * (columns - 1) + 2) * g.in_channels, 8) * 8};
-  bands.turns = ceil_div(bands.count(), kEnoughBlocks);
+              8 + divide_up((g.stride * (columns - 1) + 2) * g.in_channels, 8) * 8};
+  bands.turns = divide_up(bands.count(), kEnoughBlocks);
   return bands;
 }
 
@@ -92,10 +93,11 @@ struct DenseForward {
   template <class Block>
   static NASFAST_DEVICE void run(const Block& block, const Args& args, unsigned char* shared) {
     const Bands& bands = args.bands;
-    const int first = kDenseGroup * block.y, mine = smaller(kDenseGroup, args.stage.geometry.out_channels - first);
+    const int first = kDenseGroup * block.y,
+              channel_count = smaller(kDenseGroup, args.stage.geometry.out_channels - first);
     auto* weights = reinterpret_cast<uint16_t*>(shared);
     auto* input = reinterpret_cast<uint16_t*>(shared + kWeights);
-    share_weights(block, args.stage, first, mine, weights);
+    share_weights(block, args.stage, first, channel_count, weights);
     block.wait_for_kernels();
     Local<DenseLane> lanes(block);
     block.each([&](int thread) { begin(args.stage.geometry.in_channels, bands.pitch, thread % 4, lanes[thread]); });
@@ -105,11 +107,11 @@ struct DenseForward {
       if (index >= bands.count()) break;
       const Bands::Band band = bands.band(index);
       load(block, args, band, input);
-      multiply(block, args, band, first, mine, weights, input, lanes);
+      multiply(block, args, band, first, channel_count, weights, input, lanes);
       block.sync();
     }
-    leave(block, args.stage.norm.reduction, first, mine, lanes, reinterpret_cast<Share*>(input));
-    finish_norm<kThreads>(block, args.stage.norm, block.x, block.y, first, mine,
+    leave(block, args.stage.norm.reduction, first, channel_count, lanes, reinterpret_cast<Share*>(input));
+    finish_norm<kThreads>(block, args.stage.norm, block.x, block.y, first, channel_count,
                           [&](int row) { return bands.numbers(row); });
   }
 
@@ -117,7 +119,7 @@ struct DenseForward {
   // [column of the product][place of the depth]; column n of tile j is channel 8 (n / 2) + 2 j + n % 2, or 32 + n in
   // the last tile. So a lane has neighbouring channels. Places without a number are 0.
   template <class Block>
-  static NASFAST_DEVICE void share_weights(const Block& block, const ForwardStage& stage, int first, int mine,
+  static NASFAST_DEVICE void share_weights(const Block& block, const ForwardStage& stage, int first, int channel_count,
                                            uint16_t* to) {
     static_assert(kWarps == 4, "a warp has two columns of each tile");
     constexpr int kEach = 2 * kDenseTiles;
@@ -131,7 +133,7 @@ struct DenseForward {
         NASFAST_UNROLL
         for (int i = 0; i < kEach; ++i) {  // column 4 (i % 2) + warp of tile i / 2
           const int channel = i < 8 ? 16 * (i % 2) + i / 2 * 2 + warp / 2 * 8 + warp % 2 : 4 * i + warp;
-          w[i] = k < 9 * channels && channel < mine ? load((first + channel) * 9 * channels + tap) : 0;
+          w[i] = k < 9 * channels && channel < channel_count ? load((first + channel) * 9 * channels + tap) : 0;
         }
         NASFAST_UNROLL
         for (int i = 0; i < kEach; ++i) to[(4 * i + warp) * kDensePitch + k] = static_cast<uint16_t>(w[i]);
@@ -181,7 +183,7 @@ struct DenseForward {
 
   template <class Block>
   static NASFAST_DEVICE void multiply(const Block& block, const Args& args, const Bands::Band& band, int first,
-                                      int mine, const uint16_t* weights, const uint16_t* input,
+                                      int channel_count, const uint16_t* weights, const uint16_t* input,
                                       Local<DenseLane>& lanes) {
     const Geometry& g = args.stage.geometry;
     const Bands& bands = args.bands;
@@ -191,12 +193,14 @@ struct DenseForward {
       bool fresh = true;  // whether this is the first tile of the warp in the band
       NASFAST_NO_UNROLL
       for (int tile = warp.index; tile < (band.end - band.begin) * bands.tiles.by; tile += kWarps) {
-        const int row = bands.tiles(tile), column = 16 * (tile - row * bands.tiles.by), left = band.width - column;
-        if (left <= 0) continue;
+        const int row = bands.tiles(tile), column = 16 * (tile - row * bands.tiles.by),
+                  columns_left = band.width - column;
+        if (columns_left <= 0) continue;
         const uint16_t* at =
             input + g.stride * row * bands.pitch + 8 - g.in_channels + g.stride * g.in_channels * column;
-        const TileOfMap here{y + (row * g.out_width + column) * g.out_channels, at, weights, mine, left, fresh};
-        left >= 16 ? multiply_tile<true>(warp, g, here, lanes) : multiply_tile<false>(warp, g, here, lanes);
+        const TileOfMap here{
+            y + (row * g.out_width + column) * g.out_channels, at, weights, channel_count, columns_left, fresh};
+        columns_left >= 16 ? multiply_tile<true>(warp, g, here, lanes) : multiply_tile<false>(warp, g, here, lanes);
         fresh = false;
       }
     });
@@ -206,7 +210,7 @@ struct DenseForward {
   struct TileOfMap {
     uint16_t* y;
     const uint16_t *input, *weights;  // the first patch; the product's right side
-    int mine, left;                   // channels of the block; columns that are there
+    int channel_count, columns_left;  // channels of the block; columns that are there
     bool fresh;
   };
 
@@ -214,7 +218,7 @@ struct DenseForward {
   template <bool kFull>
   static NASFAST_DEVICE void multiply_tile(const Warp& warp, const Geometry& g, const TileOfMap& tile,
                                            Local<DenseLane>& lanes) {
-    const auto mine_of = [&](int lane) -> auto& { return lanes[32 * warp.index + lane]; };
+    const auto state_of = [&](int lane) -> auto& { return lanes[32 * warp.index + lane]; };
     const int step = g.stride * g.in_channels;  // from the patch of a column to that of the next
     Local<uint32_t[2][4]> patches(warp), packed(warp);
     warp.each([&](int lane) {
@@ -222,14 +226,14 @@ struct DenseForward {
       NASFAST_UNROLL
       for (int i = 0; i < 8; ++i) {  // of both columns the pairs at 2 t, 2 t + 8, ...
         const auto number = [&](int e) {
-          return *reinterpret_cast<const uint16_t*>(at + i % 2 * 16 * step + mine_of(lane).offset[i / 2 * 2 + e]);
+          return *reinterpret_cast<const uint16_t*>(at + i % 2 * 16 * step + state_of(lane).offset[i / 2 * 2 + e]);
         };
         patches[lane][i / 4][i % 4] = number(0) | uint32_t{number(1)} << 16;
       }
     });
     NASFAST_UNROLL
     for (int j = 0; j < kDenseTiles; ++j) {
-      if (j == 4 && tile.mine <= 32) break;
+      if (j == 4 && tile.channel_count <= 32) break;
       Local<uint32_t[4]> b(warp);
       Local<float[4]> acc(warp);
       warp.load_matrices([&](int lane) -> auto& { return b[lane]; },
@@ -244,25 +248,26 @@ struct DenseForward {
                                           [&](int lane) -> auto& { return patches[lane][k]; },
                                           [&](int lane) { return b[lane] + 2 * k; });
       }
-      if (tile.fresh) choose_pivots(warp, j, acc, mine_of);
+      if (tile.fresh) choose_pivots(warp, j, acc, state_of);
       warp.each([&](int lane) {
-        const int left = kFull ? 16 : tile.left - lane / 4;
-        add(acc[lane], j, left, mine_of(lane), packed[lane]);
+        const int columns_left = kFull ? 16 : tile.columns_left - lane / 4;
+        add(acc[lane], j, columns_left, state_of(lane), packed[lane]);
         if (j < 3) return;
-        store(tile.y + lane / 4 * g.out_channels, g.out_channels, j, lane % 4, left, tile.mine, packed[lane]);
+        store(tile.y + lane / 4 * g.out_channels, g.out_channels, j, lane % 4, columns_left, tile.channel_count,
+              packed[lane]);
       });
     }
-    warp.each([&](int lane) { mine_of(lane).count += kFull ? 16 : tile.left; });
+    warp.each([&](int lane) { state_of(lane).count += kFull ? 16 : tile.columns_left; });
   }
 
   // Stores what a lane has of the channels of the first four tiles, or of the last tile.
-  static NASFAST_DEVICE void store(uint16_t* y, int channels, int j, int t, int left, int mine,
+  static NASFAST_DEVICE void store(uint16_t* y, int channels, int j, int t, int columns_left, int channel_count,
                                    const uint32_t (&packed)[2][4]) {
     const int channel = j == 3 ? 8 * t : 32 + 2 * t;
-    if (channel >= mine) return;
+    if (channel >= channel_count) return;
     NASFAST_UNROLL
     for (int h = 0; h < 2; ++h) {
-      if (8 * h >= left) continue;
+      if (8 * h >= columns_left) continue;
       uint16_t* to = y + 8 * h * channels + channel;
       if (j == 3) {
         store_vector(to, {packed[h][0], packed[h][1], packed[h][2], packed[h][3]});
@@ -273,29 +278,30 @@ struct DenseForward {
   }
 
   // The pivots of a warp are the first column that it has, as it is stored.
-  template <class Acc, class Mine>
-  static NASFAST_DEVICE void choose_pivots(const Warp& warp, int j, Acc& acc, const Mine& mine_of) {
+  template <class Acc, class State>
+  static NASFAST_DEVICE void choose_pivots(const Warp& warp, int j, Acc& acc, const State& state_of) {
     Local<bool> fresh(warp);
-    warp.each([&](int lane) { fresh[lane] = mine_of(lane).count == 0; });
+    warp.each([&](int lane) { fresh[lane] = state_of(lane).count == 0; });
     NASFAST_UNROLL
     for (int e = 0; e < 2; ++e) {
       Local<float> pivot(warp);
       warp.each([&](int lane) { pivot[lane] = Format::first(Format::pack(acc[lane][e], 0)); });
       warp.from_lane([&](int lane) -> float& { return pivot[lane]; }, [](int lane) { return lane % 4; });
       warp.each([&](int lane) {
-        if (fresh[lane]) mine_of(lane).pivot[2 * j + e] = pivot[lane];
+        if (fresh[lane]) state_of(lane).pivot[2 * j + e] = pivot[lane];
       });
     }
   }
 
-  // Packs the results of a tile of channels, and adds those of the columns that are there. left: such columns from that
-  // of the lane on.
-  static NASFAST_DEVICE void add(const float (&acc)[4], int j, int left, DenseLane& lane, uint32_t (&packed)[2][4]) {
+  // Packs the results of a tile of channels, and adds those of the columns that are there. columns_left: such columns
+  // from that of the lane on.
+  static NASFAST_DEVICE void add(const float (&acc)[4], int j, int columns_left, DenseLane& lane,
+                                 uint32_t (&packed)[2][4]) {
     NASFAST_UNROLL
     for (int h = 0; h < 2; ++h) {
       const uint32_t pair = Format::pack(acc[2 * h], acc[2 * h + 1]);
       packed[h][j % 4] = pair;
-      if (8 * h >= left) continue;
+      if (8 * h >= columns_left) continue;
       NASFAST_UNROLL
       for (int e = 0; e < 2; ++e) {
         const float distance = (e == 0 ? Format::first(pair) : Format::second(pair)) - lane.pivot[2 * j + e];
@@ -313,18 +319,18 @@ struct DenseForward {
 
   // Writes the moments of a block's channels.
   template <class Block>
-  static NASFAST_DEVICE void leave(const Block& block, const Reduction& reduction, int first, int mine,
+  static NASFAST_DEVICE void leave(const Block& block, const Reduction& reduction, int first, int channel_count,
                                    Local<DenseLane>& lanes, Share* table) {
     block.warps([&](const Warp& warp) {
-      const auto mine_of = [&](int lane) -> auto& { return lanes[32 * warp.index + lane]; };
+      const auto state_of = [&](int lane) -> auto& { return lanes[32 * warp.index + lane]; };
       NASFAST_UNROLL
       for (int j = 0; j < DenseLane::kChannels; ++j) {
-        warp.add_lanes([&](int lane) -> float& { return mine_of(lane).sum[j]; }, 4);
-        warp.add_lanes([&](int lane) -> float& { return mine_of(lane).square[j]; }, 4);
+        warp.add_lanes([&](int lane) -> float& { return state_of(lane).sum[j]; }, 4);
+        warp.add_lanes([&](int lane) -> float& { return state_of(lane).square[j]; }, 4);
       }
       warp.each([&](int lane) {
         if (lane >= 4) return;
-        const DenseLane& own = mine_of(lane);
+        const DenseLane& own = state_of(lane);
         NASFAST_UNROLL
         for (int j = 0; j < DenseLane::kChannels; ++j) {
           table[warp.index * kDenseGroup + DenseLane::channel(lane, j)] = {
@@ -334,7 +340,7 @@ struct DenseForward {
     });
     block.sync();
     block.each([&](int thread) {
-      if (thread >= mine) return;
+      if (thread >= channel_count) return;
       Moments all{0, 0, 0};
       for (int warp = 0; warp < kWarps; ++warp) {
         const Share& share = table[warp * kDenseGroup + thread];
@@ -348,7 +354,7 @@ struct DenseForward {
 template <class Machine>
 Grid dense_forward_grid(const Geometry& g, const Machine&) {
   const Bands bands = bands_of(g);
-  return {bands.blocks(), ceil_div(g.out_channels, kDenseGroup), DenseForward<Bf16>::shared(bands)};
+  return {bands.blocks(), divide_up(g.out_channels, kDenseGroup), DenseForward<Bf16>::shared(bands)};
 }
 
 template <class Format, class Machine>

@@ -37,9 +37,9 @@ struct GradientRows {
 
  private:
   NASFAST_DEVICE void load() {
-    inside.each([&](int j, bool there) {
+    inside.each([&](int j, bool in_image) {
       ahead_grad[j] = ahead_y[j] = 0;
-      if (there) ahead_grad[j] = grad[j * step], ahead_y[j] = y[j * step];
+      if (in_image) ahead_grad[j] = grad[j * step], ahead_y[j] = y[j * step];
     });
     grad += stage.geometry.out_width * step;
     y += stage.geometry.out_width * step;
@@ -60,8 +60,8 @@ struct GradientRows {
       }
     }
     if (inside.ragged) {
-      inside.each([&](int j, bool there) {
-        if (!there) to[j][0] = to[j][1] = 0;
+      inside.each([&](int j, bool in_image) {
+        if (!in_image) to[j][0] = to[j][1] = 0;
       });
     }
   }
@@ -97,7 +97,7 @@ struct ResultRows {
     column = first;
     const int64_t at = ((int64_t{image} * g.height + row) * g.width + first) * step + channel / 2;
     if (stage.dx != nullptr) dx = reinterpret_cast<uint32_t*>(stage.dx) + at;
-    const uint16_t* from = stage.before != nullptr ? stage.before : stage.added;
+    const uint16_t* from = stage.previous_y != nullptr ? stage.previous_y : stage.added;
     beside = from == nullptr ? nullptr : reinterpret_cast<const uint32_t*>(from) + at;
   }
 
@@ -108,7 +108,7 @@ struct ResultRows {
   }
 
   NASFAST_DEVICE void finish(const float (&out)[kColumns][2]) {
-    if (stage.before != nullptr) {
+    if (stage.previous_y != nullptr) {
       // read again for every row, because registers are short
       const Interval interval[2] = {stage.interval[channel], stage.interval[channel + 1]};
       each_column<kColumns>(stage.geometry.width - column, [&](int t) {
@@ -153,15 +153,15 @@ struct DepthwiseBackward {
   static NASFAST_DEVICE void run(const Block& block, const Args& args, unsigned char* shared) {
     constexpr int kTaps = kKernel * kKernel;
     const Jobs& jobs = args.jobs;
-    const int first = 2 * jobs.pairs * block.x, mine = smaller(2 * jobs.pairs, jobs.channels - first);
+    const int first = 2 * jobs.pairs * block.x, channel_count = smaller(2 * jobs.pairs, jobs.channels - first);
     auto* weights = reinterpret_cast<float*>(shared);
-    share_weights<Format, kTaps>(block, args.stage.weight, first, mine, kStride == 1, 1, weights);
+    share_weights<Format, kTaps>(block, args.stage.weight, first, channel_count, kStride == 1, 1, weights);
     block.wait_for_kernels();
     block.sync();
     Local<PairSums> sums(block);
     block.each([&](int thread) {
       const int pair = thread % jobs.pairs, slot = thread / jobs.pairs;
-      if (2 * pair >= mine || slot >= jobs.slots) return;
+      if (2 * pair >= channel_count || slot >= jobs.slots) return;
       const Weights taps(weights + 2 * kTaps * pair);
       ResultRows<Format, kStride * kStrip> result(args.stage, first + 2 * pair);
       const int begin = block.y * jobs.slots * jobs.turns + slot;
@@ -177,7 +177,7 @@ struct DepthwiseBackward {
       }
       sums[thread].of[0] = result.sums[0], sums[thread].of[1] = result.sums[1];
     });
-    if (args.stage.before == nullptr) return;
+    if (args.stage.previous_y == nullptr) return;
     block.sync();
     auto* table = reinterpret_cast<PairSums*>(shared);  // [slots][pairs], where the weights were
     block.each([&](int thread) {
@@ -186,7 +186,7 @@ struct DepthwiseBackward {
     block.sync();
     const NormGradient& gradient = args.stage.gradient;
     block.each([&](int thread) {
-      for (int c = thread; c < mine; c += kThreads) {
+      for (int c = thread; c < channel_count; c += kThreads) {
         GradientSums total = table[c / 2].of[c % 2];
         for (int slot = 1; slot < jobs.slots; ++slot) {
           const GradientSums& other = table[slot * jobs.pairs + c / 2].of[c % 2];
@@ -196,7 +196,7 @@ struct DepthwiseBackward {
                                                                                     as_bits(total.product)};
       }
     });
-    finish_gradient<kThreads>(block, gradient, block.y, block.x, first, mine);
+    finish_gradient<kThreads>(block, gradient, block.y, block.x, first, channel_count);
   }
 
  private:

@@ -45,9 +45,9 @@ struct ForwardThread {
   }
 
   NASFAST_DEVICE void load() {
-    inside.each([&](int j, bool there) {
+    inside.each([&](int j, bool in_image) {
       ahead[j] = outside;
-      if (there) ahead[j] = x[j * step];
+      if (in_image) ahead[j] = x[j * step];
     });
     x += stage.geometry.width * step;
   }
@@ -62,8 +62,8 @@ struct ForwardThread {
       }
     }
     if (!kSaturate) {
-      inside.each([&](int j, bool there) {
-        if (!there || empty) to[j][0] = to[j][1] = 0;
+      inside.each([&](int j, bool in_image) {
+        if (!in_image || empty) to[j][0] = to[j][1] = 0;
       });
     }
   }
@@ -150,14 +150,14 @@ struct ForwardThread {
     }
   }
 
-  NASFAST_DEVICE void load_or_empty(bool there) {
-    if (there) {
+  NASFAST_DEVICE void load_or_empty(bool has_row) {
+    if (has_row) {
       load();
     } else {
       NASFAST_UNROLL
       for (int j = 0; j < kIn; ++j) ahead[j] = outside;
     }
-    if (!kSaturate) empty = !there;
+    if (!kSaturate) empty = !has_row;
   }
 };
 
@@ -179,15 +179,15 @@ struct DepthwiseForward {
   static NASFAST_DEVICE void run(const Block& block, const Args& args, unsigned char* shared) {
     constexpr int kTaps = kKernel * kKernel;
     const Jobs& jobs = args.jobs;
-    const int first = 2 * jobs.pairs * block.x, mine = smaller(2 * jobs.pairs, jobs.channels - first);
+    const int first = 2 * jobs.pairs * block.x, channel_count = smaller(2 * jobs.pairs, jobs.channels - first);
     auto* weights = reinterpret_cast<float*>(shared);
-    share_weights<Format, kTaps>(block, args.stage.weight, first, mine, false, kSaturate ? 6 : 1, weights);
+    share_weights<Format, kTaps>(block, args.stage.weight, first, channel_count, false, kSaturate ? 6 : 1, weights);
     block.wait_for_kernels();
     block.sync();
     Local<PairMoments> moments(block);
     block.each([&](int thread) {
       const int pair = thread % jobs.pairs, slot = thread / jobs.pairs;
-      if (2 * pair >= mine || slot >= jobs.slots) return;
+      if (2 * pair >= channel_count || slot >= jobs.slots) return;
       ForwardThread<Format, kKernel, kStride, kSaturate> own(args.stage, first + 2 * pair, weights + 2 * kTaps * pair);
       const int begin = block.y * jobs.slots * jobs.turns + slot;
       NASFAST_NO_UNROLL
@@ -205,13 +205,14 @@ struct DepthwiseForward {
     block.sync();
     const Norm& norm = args.stage.norm;
     block.each([&](int thread) {
-      for (int c = thread; c < mine; c += kThreads) {
+      for (int c = thread; c < channel_count; c += kThreads) {
         Moments total = table[c / 2].of[c % 2];
         for (int slot = 1; slot < jobs.slots; ++slot) total.merge(table[slot * jobs.pairs + c / 2].of[c % 2]);
         norm.reduction.partial[int64_t{block.y} * jobs.channels + first + c] = {as_bits(total.mean), as_bits(total.m2)};
       }
     });
-    finish_norm<kThreads>(block, norm, block.y, block.x, first, mine, [&](int row) { return jobs.numbers(row); });
+    finish_norm<kThreads>(block, norm, block.y, block.x, first, channel_count,
+                          [&](int row) { return jobs.numbers(row); });
   }
 };
 

@@ -11,10 +11,6 @@ namespace nasfast::gpu {
 
 constexpr int kDepthwiseThreads = 128;
 
-NASFAST_ANYWHERE int ceil_div(int a, int b) { return (a + b - 1) / b; }
-NASFAST_ANYWHERE int smaller(int a, int b) { return a < b ? a : b; }
-NASFAST_ANYWHERE int larger(int a, int b) { return a > b ? a : b; }
-
 // Division by a number that the host knows, without a division.
 struct Divisor {
   int by = 1;
@@ -43,8 +39,8 @@ struct Jobs {
   int height;                           // rows per segment
 
   NASFAST_ANYWHERE int count() const { return images * segments.by * strips.by; }
-  NASFAST_ANYWHERE int blocks() const { return ceil_div(count(), slots * turns); }  // that share channels
-  NASFAST_ANYWHERE int groups() const { return ceil_div(channels, 2 * pairs); }
+  NASFAST_ANYWHERE int blocks() const { return divide_up(count(), slots * turns); }  // that share channels
+  NASFAST_ANYWHERE int groups() const { return divide_up(channels, 2 * pairs); }
 
   NASFAST_DEVICE Job job(int index) const {
     const int line = strips(index), image = segments(line), begin = (line - image * segments.by) * height;
@@ -70,7 +66,7 @@ struct Jobs {
 // Lanes that work, as a share of those that there are, for blocks of `pairs` of the pairs of channels. Short runs of
 // neighbouring channels share sectors of memory with other blocks.
 inline double lanes_used(int all, int pairs) {
-  const double shares = static_cast<double>(all) / (ceil_div(all, pairs) * pairs);
+  const double shares = static_cast<double>(all) / (divide_up(all, pairs) * pairs);
   const double lanes = static_cast<double>(kDepthwiseThreads / pairs * pairs) / kDepthwiseThreads;
   return shares * lanes * (pairs == all ? 1 : pairs / (pairs + 2.));
 }
@@ -81,7 +77,7 @@ inline Jobs divide(const Geometry& g, int extra, int resident, int multiprocesso
   constexpr int kMostPairs = 64, kEnoughRows = 1024;
   constexpr int kPrologue = 3;   // the cost of starting a job, in rows
   constexpr double kFewest = 3;  // with fewer warps per scheduler, the time is that of a single warp
-  Jobs best{g.images, g.out_height, g.out_width, g.out_channels, 4, 0, 1, Divisor(ceil_div(g.out_width, kStrip)), {},
+  Jobs best{g.images, g.out_height, g.out_width, g.out_channels, 4, 0, 1, Divisor(divide_up(g.out_width, kStrip)), {},
             0};
   const int all = g.out_channels / 2;
   for (int pairs = 8; pairs <= smaller(all, kMostPairs); pairs += 4) {
@@ -91,14 +87,14 @@ inline Jobs divide(const Geometry& g, int extra, int resident, int multiprocesso
   double least = INFINITY;
   for (int segments = 1; segments <= g.out_height; ++segments) {
     Jobs jobs = best;
-    jobs.height = ceil_div(g.out_height, segments);
-    jobs.segments = Divisor(ceil_div(g.out_height, jobs.height));
+    jobs.height = divide_up(g.out_height, segments);
+    jobs.segments = Divisor(divide_up(g.out_height, jobs.height));
     const int length = smaller(g.out_height, jobs.height + extra) + kPrologue;
     for (jobs.slots = smaller(most, jobs.count()); jobs.slots > 0; --jobs.slots) {
-      jobs.turns = ceil_div(jobs.count(), jobs.slots * kEnoughRows);
-      const int blocks = ceil_div(jobs.blocks() * jobs.groups(), multiprocessors);  // on the busiest multiprocessor
+      jobs.turns = divide_up(jobs.count(), jobs.slots * kEnoughRows);
+      const int blocks = divide_up(jobs.blocks() * jobs.groups(), multiprocessors);  // on the busiest multiprocessor
       const auto time = [&](int together) {  // the time of blocks that run at once
-        const double warps = together * ceil_div(jobs.slots * jobs.pairs, 32) / 4.;
+        const double warps = together * divide_up(jobs.slots * jobs.pairs, 32) / 4.;
         return together == 0 ? 0 : warps > kFewest ? warps : kFewest;
       };
       const double cost = length * jobs.turns * (blocks / resident * time(resident) + time(blocks % resident));
@@ -150,13 +146,13 @@ NASFAST_DEVICE void each_column(int count, const F& f) {
   }
 }
 
-// Brings the weights of `mine` channels to shared memory: [pair][tap][2]. The odd number of taps keeps lanes with
-// different pairs on different banks.
+// Brings the weights of channel_count channels to shared memory: [pair][tap][2]. The odd number of taps keeps lanes
+// with different pairs on different banks.
 template <class Format, int kTaps, class Block>
-NASFAST_DEVICE void share_weights(const Block& block, const Weight& weight, int first, int mine, bool flipped,
+NASFAST_DEVICE void share_weights(const Block& block, const Weight& weight, int first, int channel_count, bool flipped,
                                   float factor, float* to) {
   block.each([&](int thread) {
-    for (int i = thread; i < mine * kTaps; i += kDepthwiseThreads) {
+    for (int i = thread; i < channel_count * kTaps; i += kDepthwiseThreads) {
       const int64_t at = int64_t{first} * kTaps + i;
       const float w = weight.is_float ? static_cast<const float*>(weight.data)[at]
                                       : Format::first(static_cast<const uint16_t*>(weight.data)[at]);

@@ -54,8 +54,8 @@ struct Units {
   Divisor segments;  // units of a picture
 
   NASFAST_ANYWHERE int count() const { return pictures * segments.by; }
-  NASFAST_ANYWHERE int blocks() const { return ceil_div(count(), each); }  // that share channels
-  NASFAST_ANYWHERE int groups() const { return ceil_div(channels, kSlots); }
+  NASFAST_ANYWHERE int blocks() const { return divide_up(count(), each); }  // that share channels
+  NASFAST_ANYWHERE int groups() const { return divide_up(channels, kSlots); }
   // pair: whether a picture is two images; then it is one unit.
   NASFAST_DEVICE Unit unit(int index, bool pair) const {
     if (pair) return {index, 0, smaller(height, all - index * height)};
@@ -105,16 +105,16 @@ struct Panel {
   }
 };
 
-// Brings the filters of `mine` channels to shared memory, rounded to the type of the tensors.
+// Brings the filters of `channel_count` channels to shared memory, rounded to the type of the tensors.
 template <class Format, class Panel, class Block>
-NASFAST_DEVICE void share_bands(const Block& block, const Weight& weight, int first, int mine, bool flipped,
+NASFAST_DEVICE void share_bands(const Block& block, const Weight& weight, int first, int channel_count, bool flipped,
                                 uint32_t* to) {
   constexpr int kKernel = Panel::kKernel, kTaps = kKernel * kKernel;
   block.each([&](int thread) {
     for (int i = thread; i < kSlots * kKernel; i += kMatrixThreads) {
       const int ky = i % kKernel, c = channel_of_slot(i / kKernel);
       float row[8] = {0, 0, 0, 0, 0, 0, 0, 0};
-      if (c < mine) {
+      if (c < channel_count) {
         NASFAST_UNROLL
         for (int kx = 0; kx < kKernel; ++kx) {
           const int tap = kKernel * ky + kx;
@@ -204,15 +204,15 @@ inline Units divide_units(const Geometry& g, bool pair, int resident, int multip
   const double prologue = pair ? 6 : 25;  // what a block costs besides its panels, in results of a thread
   constexpr double kFewest = 3;           // with fewer warps per scheduler, the time is that of a single warp
   const int height = pair ? 2 * g.out_height : g.out_height, all = g.images * g.out_height;
-  Units best{ceil_div(all, height), height, g.out_width, g.out_channels, all, 0, 0, {}};
-  best.rows = ceil_div(height, ceil_div(height, kPanelRows));
-  best.segments = Divisor(ceil_div(height, best.rows));
+  Units best{divide_up(all, height), height, g.out_width, g.out_channels, all, 0, 0, {}};
+  best.rows = divide_up(height, divide_up(height, kPanelRows));
+  best.segments = Divisor(divide_up(height, best.rows));
   const double panel = static_cast<double>(best.rows) * g.out_width * kSlots / kMatrixThreads;
   double least = INFINITY;
-  for (int each = ceil_div(best.count(), kEnoughRows); each <= best.count(); ++each) {
+  for (int each = divide_up(best.count(), kEnoughRows); each <= best.count(); ++each) {
     Units units = best;
     units.each = each;
-    const int blocks = ceil_div(units.blocks() * units.groups(), multiprocessors);  // on the busiest multiprocessor
+    const int blocks = divide_up(units.blocks() * units.groups(), multiprocessors);  // on the busiest multiprocessor
     const auto time = [](int together) {  // the time of blocks that run at once
       const double warps = together * kMatrixWarps / 4.;
       return together == 0 ? 0 : warps > kFewest ? warps : kFewest;
@@ -227,14 +227,14 @@ inline Units divide_units(const Geometry& g, bool pair, int resident, int multip
 template <class Format, class Panel, class Source>
 struct Panels {
   const Units& units;
-  int first, mine;  // channels of the block
+  int first, channel_count;  // channels of the block
   uint16_t* pixels;
   uint32_t* bands;
 
   NASFAST_DEVICE Panels(const Units& units, int group, unsigned char* shared)
       : units(units),
         first(group * kSlots),
-        mine(smaller(kSlots, units.channels - group * kSlots)),
+        channel_count(smaller(kSlots, units.channels - group * kSlots)),
         pixels(reinterpret_cast<uint16_t*>(shared)),
         bands(reinterpret_cast<uint32_t*>(shared + sizeof(uint16_t) * kSlots * Panel::kChannel)) {}
 
@@ -242,7 +242,7 @@ struct Panels {
   // lines outside of it.
   template <class Block>
   NASFAST_DEVICE void begin(const Block& block, const Weight& weight, bool flipped) const {
-    share_bands<Format, Panel>(block, weight, first, mine, flipped, bands);
+    share_bands<Format, Panel>(block, weight, first, channel_count, flipped, bands);
     block.each([&](int thread) {
       for (int i = thread; i < kSlots * Panel::kChannel / 8; i += kMatrixThreads) {
         reinterpret_cast<Vec4*>(pixels)[i] = Vec4{0, 0, 0, 0};
@@ -250,9 +250,10 @@ struct Panels {
     });
   }
 
-  // Goes over the panels of a block. begun(): is called behind the products of the first one.
-  template <class Block, class Begun, class State>
-  NASFAST_DEVICE void run(const Block& block, const Source& source, const Begun& begun, State& state) const {
+  // Goes over the panels of a block. prepare_results() is called behind the products of the first one.
+  template <class Block, class PrepareResults, class State>
+  NASFAST_DEVICE void run(const Block& block, const Source& source, const PrepareResults& prepare_results,
+                          State& state) const {
     const int begin = block.y * units.each, end = smaller(units.count(), begin + units.each);
     NASFAST_NO_UNROLL
     for (int index = begin; index < end; ++index) {
@@ -264,14 +265,14 @@ struct Panels {
       block.warps([&](const Warp& warp) {
         NASFAST_NO_UNROLL
         for (int slot = warp.index; slot < kSlots; slot += kMatrixWarps) {
-          if (channel_of_slot(slot) >= mine) continue;
+          if (channel_of_slot(slot) >= channel_count) continue;
           convolve_channel<Format, Panel>(warp, pixels + slot * Panel::kChannel,
                                           bands + slot * Panel::kKernel * Panel::kBand, Panel::kPair ? height() : 8,
                                           unit.rows);
         }
       });
       block.sync();
-      if (index == begin) begun();
+      if (index == begin) prepare_results();
       source.sums() ? leave<true>(block, source, unit, state) : leave<false>(block, source, unit, state);
       block.sync();
     }
@@ -317,13 +318,13 @@ struct Panels {
   // What a lane moves: from the piece at `at` on, every kStep-th row. The pieces are `step` apart.
   struct Column {
     int64_t at, step;
-    bool there;
+    bool in_image;
   };
   NASFAST_DEVICE Column column(int lane, int tile, const Unit& unit, int row) const {
     const int column = 8 * tile + lane / 4, c = 8 * (lane % 4);
     const int64_t pixel = (int64_t{unit.picture} * units.height + row) * units.width + column;
     return {pixel * units.channels + first + c, int64_t{Panel::kStep} * units.width * units.channels,
-            column < units.width && c < mine};
+            column < units.width && c < channel_count};
   }
 
   // Brings the pixels of a unit, and those around it, to shared memory.
@@ -350,13 +351,13 @@ struct Panels {
           Column& own = columns[lane];
           NASFAST_UNROLL
           for (int n = 0; n < kAhead; ++n) {
-            if (own.there && row + n * kStep < end) source.load(own.at, raw[lane][n]);
+            if (own.in_image && row + n * kStep < end) source.load(own.at, raw[lane][n]);
             own.at += own.step;
           }
           NASFAST_UNROLL
           for (int n = 0; n < kAhead; ++n) {
             made[lane][n] = Vec4{0, 0, 0, 0};
-            if (own.there) made[lane][n] = source.template convert<kSimple>(constants[lane], raw[lane][n]);
+            if (own.in_image) made[lane][n] = source.template convert<kSimple>(constants[lane], raw[lane][n]);
           }
         });
         NASFAST_UNROLL
@@ -400,7 +401,7 @@ struct Panels {
           const Column& own = columns[lane];
           NASFAST_UNROLL
           for (int n = 0; n < kAhead; ++n) {
-            if (own.there && row + n * kStep < unit.rows) source.load_beside(own.at + n * own.step, more[lane][n]);
+            if (own.in_image && row + n * kStep < unit.rows) source.load_beside(own.at + n * own.step, more[lane][n]);
           }
         });
         NASFAST_UNROLL
@@ -414,7 +415,7 @@ struct Panels {
                                });
           warp.each([&](int lane) {
             Column& own = columns[lane];
-            if (own.there) {
+            if (own.in_image) {
               source.template take<kSums>(own.at, result[lane], more[lane][n], beside[lane],
                                           state[32 * warp.index + lane]);
             }

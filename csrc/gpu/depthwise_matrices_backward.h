@@ -68,11 +68,11 @@ struct MatrixBackwardSource {
     }
   }
   NASFAST_DEVICE void load_beside(int64_t at, Vec4& to) const {
-    const uint16_t* const from = stage.before != nullptr ? stage.before : stage.added;
+    const uint16_t* const from = stage.previous_y != nullptr ? stage.previous_y : stage.added;
     if (from != nullptr) to = *reinterpret_cast<const Vec4*>(from + at);
   }
   // Whether there is a BatchNorm before, whose sums are wanted.
-  NASFAST_DEVICE bool sums() const { return stage.before != nullptr; }
+  NASFAST_DEVICE bool sums() const { return stage.previous_y != nullptr; }
   template <bool kSums>
   NASFAST_DEVICE void take(int64_t at, const uint32_t (&result)[4], const Vec4& more, const Beside& beside,
                            ChannelSums& sums) const {
@@ -117,31 +117,31 @@ struct DepthwiseBackwardMatrices {
     Interval* const mask = reinterpret_cast<Interval*>(back + kSlots);
     Interval* const interval = mask + kSlots;
     const Panels<Format, Shape, Source> panels(args.units, block.x, shared);
-    const int first = panels.first, mine = panels.mine;
+    const int first = panels.first, channel_count = panels.channel_count;
     panels.begin(block, stage.weight, true);
     block.wait_for_kernels();
     Local<ChannelSums> sums(block);
     block.each([&](int thread) {
       sums[thread] = {};
-      if (thread >= mine) return;
+      if (thread >= channel_count) return;
       back[thread] = stage.back[first + thread];
       if (stage.mask != nullptr) mask[thread] = stage.mask[first + thread];
-      if (stage.before != nullptr) interval[thread] = stage.interval[first + thread];
+      if (stage.previous_y != nullptr) interval[thread] = stage.interval[first + thread];
     });
     block.sync();
     panels.run(block, Source{stage, back, mask, interval}, [] {}, sums);
-    if (stage.before == nullptr) return;
+    if (stage.previous_y == nullptr) return;
 
     Vec2* const parts = reinterpret_cast<Vec2*>(shared);
     gather_by_warp(block, sums, parts);
     const NormGradient& gradient = stage.gradient;
     block.each([&](int thread) {
-      if (thread >= mine) return;
+      if (thread >= channel_count) return;
       const GradientSums total = over_warps(parts, thread);
       gradient.reduction.partial[int64_t{block.y} * args.units.channels + first + thread] = {as_bits(total.sum),
                                                                                              as_bits(total.product)};
     });
-    finish_gradient<kThreads>(block, gradient, block.y, block.x, first, mine);
+    finish_gradient<kThreads>(block, gradient, block.y, block.x, first, channel_count);
   }
 };
 

@@ -81,19 +81,19 @@ struct DepthwiseForwardMatrices {
     const ForwardStage& stage = args.stage;
     float* const planes = reinterpret_cast<float*>(shared + Shape::kBytes);
     const Panels<Format, Shape, Source> panels(args.units, block.x, shared);
-    const int first = panels.first, mine = panels.mine;
+    const int first = panels.first, channel_count = panels.channel_count;
     panels.begin(block, stage.weight, false);
     block.wait_for_kernels();
     Local<ChannelSums> sums(block);
     block.each([&](int thread) {
       sums[thread] = {};
-      if (thread >= mine) return;
+      if (thread >= channel_count) return;
       const Fold fold = stage.fold == nullptr ? Fold{1, 0} : stage.fold[first + thread];
       planes[thread] = fold.scale, planes[kSlots + thread] = fold.shift;
     });
     block.sync();
     // the pivot is the first number of the block, as it is stored
-    const auto begun = [&] {
+    const auto prepare_results = [&] {
       block.each([&](int thread) {
         if (thread < kSlots) {
           const uint16_t* const at = panels.pixels + slot_of_channel(thread) * Shape::kChannel + Shape::line(0);
@@ -102,20 +102,21 @@ struct DepthwiseForwardMatrices {
       });
       block.sync();
     };
-    panels.run(block, Source{stage, planes}, begun, sums);
+    panels.run(block, Source{stage, planes}, prepare_results, sums);
 
     Vec2* const parts = reinterpret_cast<Vec2*>(shared);
     gather_by_warp(block, sums, parts);
     const Norm& norm = stage.norm;
     const float count = args.units.numbers(block.y);
     block.each([&](int thread) {
-      if (thread >= mine) return;
+      if (thread >= channel_count) return;
       const GradientSums total = over_warps(parts, thread);
       const Moments m = Sums{total.sum, total.product}.moments(planes[2 * kSlots + thread], count);
       norm.reduction.partial[int64_t{block.y} * args.units.channels + first + thread] = {as_bits(m.mean),
                                                                                          as_bits(m.m2)};
     });
-    finish_norm<kThreads>(block, norm, block.y, block.x, first, mine, [&](int row) { return args.units.numbers(row); });
+    finish_norm<kThreads>(block, norm, block.y, block.x, first, channel_count,
+                          [&](int row) { return args.units.numbers(row); });
   }
 };
 

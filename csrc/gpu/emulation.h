@@ -25,13 +25,13 @@ struct Emulation {
     if (block_order == 1) std::reverse(order.begin(), order.end());
     if (block_order > 1) std::shuffle(order.begin(), order.end(), std::mt19937_64(block_order));
     static_assert(K::kThreads % 32 == 0, "blocks are whole warps");
-    Meeting meeting(K::kThreads / 32, backwards);
+    WarpScheduler scheduler(K::kThreads / 32, backwards);
     for (const int i : order) {
       // of the exact size, so that a sanitizer sees every access outside; every float in it is NaN
       std::vector<Vec4> memory((shared + sizeof(Vec4) - 1) / sizeof(Vec4));
       if (!memory.empty()) memset(static_cast<void*>(memory.data()), 0xff, memory.size() * sizeof(Vec4));
-      meeting.run([&](int warp) {
-        const Block block{i % count_x, i / count_x, count_x, count_y, {warp, backwards}, &meeting};
+      scheduler.run([&](int warp) {
+        const Block block{i % count_x, i / count_x, count_x, count_y, {warp, backwards}, &scheduler};
         K::run(block, args, reinterpret_cast<unsigned char*>(memory.data()));
       });
     }

@@ -109,7 +109,7 @@ struct ReduceKernel {
     block.wait_for_kernels();
     const Lanes& lanes = args.lanes;
     const int width = 8 * lanes.vectors, begin = block.y * width;
-    const int mine = args.channels - begin < width ? args.channels - begin : width;
+    const int channel_count = args.channels - begin < width ? args.channels - begin : width;
     GradientSums* sums = reinterpret_cast<GradientSums*>(shared);  // [rows at once][width]
     block.each([&](int thread) {
       const Share share(lanes, thread, block.x, block.count_x, block.y, args.channels);
@@ -121,7 +121,7 @@ struct ReduceKernel {
     });
     block.sync();
     block.each([&](int thread) {
-      for (int c = thread; c < mine; c += kThreads) {
+      for (int c = thread; c < channel_count; c += kThreads) {
         GradientSums total;
         for (int row = 0; row < lanes.rows; ++row) {
           total.sum += sums[row * width + c].sum;
@@ -131,7 +131,7 @@ struct ReduceKernel {
                                                                                          as_bits(total.product)};
       }
     });
-    finish_gradient<kThreads>(block, args.gradient, block.x, block.y, begin, mine);
+    finish_gradient<kThreads>(block, args.gradient, block.x, block.y, begin, channel_count);
   }
 
  private:

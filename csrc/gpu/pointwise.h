@@ -101,12 +101,12 @@ using ForwardTiles = TileList<TileSmallDeep, TileFlat, TileSquare, TileTall, Til
 using BackwardTiles =
     TileList<TileSmall, TileSmallDeep, TileFlat, TileFlatDeep, TileLow, TileTall, TileWide, TileWidest>;
 
-static_assert(MakingSource::kPlanes == ForwardSource::kPlanes,
-              "a stage has one grid, whether it makes its input or not");
+static_assert(DeferredSource::kPlanes == ForwardSource::kPlanes,
+              "a stage has one grid, whether it writes its input or not");
 template <class Format, class Tile>
 using ReadingForward = PointwiseForward<Format, Tile, ForwardSource>;
 template <class Format, class Tile>
-using MakingForward = PointwiseForward<Format, Tile, MakingSource>;
+using DeferredForward = PointwiseForward<Format, Tile, DeferredSource>;
 
 inline ProductShape forward_shape(const Geometry& g) { return {g.out_rows(), g.in_channels, g.out_channels, false}; }
 inline ProductShape backward_shape(const Geometry& g) { return {g.out_rows(), g.out_channels, g.in_channels, true}; }
@@ -133,13 +133,14 @@ void pointwise_forward(const Machine& machine, const Grid& grid, const ForwardSt
 }
 
 template <class Format, class Machine>
-void pointwise_making(const Machine& machine, const Grid& grid, const ForwardStage& stage, const ApplyArgs& making) {
+void pointwise_forward_deferred(const Machine& machine, const Grid& grid, const ForwardStage& stage,
+                                const ApplyArgs& input) {
   using namespace pointwise;
   const ProductShape shape = forward_shape(stage.geometry);
   const Factor factor{shape.rows, shape.depth, shape.columns, stage.weight};
-  const MakingSource source{{making.y, making.added}, making.fold, making.out};
-  const ForwardArgs<MakingSource> args{factor, source, stage.y, stage.norm};
-  ForwardTiles::launch<MakingForward, Format>(machine, shape, grid, args);
+  const DeferredSource source{{input.y, input.added}, input.fold, input.out};
+  const ForwardArgs<DeferredSource> args{factor, source, stage.y, stage.norm};
+  ForwardTiles::launch<DeferredForward, Format>(machine, shape, grid, args);
 }
 
 template <class Format, class Machine>
@@ -147,9 +148,9 @@ void pointwise_backward(const Machine& machine, const Grid& grid, const Backward
   const pointwise::ProductShape shape = pointwise::backward_shape(stage.geometry);
   const pointwise::Factor factor{shape.rows, shape.depth, shape.columns, stage.weight};
   const pointwise::BackwardArgs args{factor,         {{stage.grad, stage.y}, stage.mask, stage.back},
-                                     stage.dx,       stage.before,
+                                     stage.dx,       stage.previous_y,
                                      stage.interval, stage.gradient,
-                                     stage.added,    stage.handed};
+                                     stage.added,    stage.precomputed};
   pointwise::BackwardTiles::launch<pointwise::PointwiseBackward, Format>(machine, shape, grid, args);
 }
 

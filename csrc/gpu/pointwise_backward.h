@@ -1,5 +1,5 @@
 // Backward of a pointwise stage: `in` is dy = a dz + b y + c, and the result is dz of the stage before, or of the chain
-// before, with its two sums; or only the gradient of the chain's input.
+// before it, with its two sums; or only the gradient of the chain's input.
 #pragma once
 
 #include "product_result.h"
@@ -8,7 +8,7 @@ namespace nasfast::gpu::pointwise {
 
 struct BackwardSource {
   static constexpr int kInputs = 2, kPlanes = 5;
-  static constexpr bool kMakes = false;
+  static constexpr bool kWritesInput = false;
   const uint16_t* in[kInputs];  // grad and y
   const Interval* mask;
   const Back* back;
@@ -68,11 +68,11 @@ struct BackwardArgs {
   Factor factor;
   BackwardSource source;
   uint16_t* dx;
-  const uint16_t* before;
+  const uint16_t* previous_y;
   const Interval* interval;
   NormGradient gradient;
   const uint16_t* added;
-  Handed handed;
+  PrecomputedGradients precomputed;
 };
 
 template <class Format, class Tile>
@@ -88,15 +88,15 @@ struct PointwiseBackward {
     const Result<Tile> result(factor, block.y * Tile::kColumns, block.count_x);
     const Shared memory(factor.depth, BackwardSource::kPlanes, kColumnPlanes);
     float* planes = reinterpret_cast<float*>(shared + memory.columns_at);
-    const int left = factor.columns - result.first_column, mine = left < Tile::kColumns ? left : Tile::kColumns;
+    const int channel_count = smaller(Tile::kColumns, factor.columns - result.first_column);
     Local<ChannelSums> sums(block);
-    Local<Vec4[2 * Tile::kTiles]> other(block);  // rows of `before` or of `added`
-    const auto begun = [&] {
-      if (block.x == 0 && block.y == 0) args.handed.template copy<kThreads>(block, factor.depth);
+    Local<Vec4[2 * Tile::kTiles]> other(block);  // rows of `previous_y` or of `added`
+    const auto prepare_results = [&] {
+      if (block.x == 0 && block.y == 0) args.precomputed.template copy<kThreads>(block, factor.depth);
       block.each([&](int thread) {
         sums[thread] = {};
-        if (args.before == nullptr) return;
-        for (int c = thread; c < mine; c += kThreads) {
+        if (args.previous_y == nullptr) return;
+        for (int c = thread; c < channel_count; c += kThreads) {
           const Interval f = args.interval[result.first_column + c];
           planes[c] = f.low;
           planes[Tile::kColumns + c] = f.high;
@@ -105,7 +105,7 @@ struct PointwiseBackward {
       });
     };
     const auto ahead = [&](int tile, int rows) {
-      const uint16_t* from = args.before != nullptr ? args.before : args.added;
+      const uint16_t* from = args.previous_y != nullptr ? args.previous_y : args.added;
       if (from == nullptr) return;
       const uint16_t* tile_from = from + result.from(tile);
       block.each([&](int thread) {
@@ -118,7 +118,7 @@ struct PointwiseBackward {
       uint16_t* dx = args.dx + result.from(tile);
       warp.each([&](int lane) {
         const int thread = 32 * warp.index + lane;
-        if (args.before != nullptr) {
+        if (args.previous_y != nullptr) {
           if (args.added != nullptr)
             add_to(acc[thread], args.added + result.from(tile), result, warp.index, lane, rows);
           mask(result, planes, warp.index, lane, rows, acc[thread], other[thread], sums[thread], dx);
@@ -129,8 +129,8 @@ struct PointwiseBackward {
     };
     const RowProduct<Format, Tile, true, BackwardSource> product{
         factor, args.source, memory, shared, {factor, result.first_column}};
-    product.run(block, begun, ahead, write);
-    if (args.before == nullptr) return;
+    product.run(block, prepare_results, ahead, write);
+    if (args.previous_y == nullptr) return;
 
     Vec2* parts = reinterpret_cast<Vec2*>(shared);
     gather(block, sums, [&](int warp, int lane, int j, float sum, float product) {
@@ -138,7 +138,7 @@ struct PointwiseBackward {
     });
     const Reduction& reduction = args.gradient.reduction;
     block.each([&](int thread) {
-      for (int c = thread; c < mine; c += kThreads) {
+      for (int c = thread; c < channel_count; c += kThreads) {
         float sum = 0, product = 0;
         for (int w = 0; w < Tile::kRowWarps; ++w) {
           const Vec2 part = parts[w * Tile::kColumns + c];
@@ -149,7 +149,7 @@ struct PointwiseBackward {
                                                                                               as_bits(product)};
       }
     });
-    finish_gradient<kThreads>(block, args.gradient, block.x, block.y, result.first_column, mine);
+    finish_gradient<kThreads>(block, args.gradient, block.x, block.y, result.first_column, channel_count);
   }
 
  private:

@@ -1,5 +1,6 @@
 // Forward of a pointwise stage: `in` is x, through BatchNorm and activation if the stage before has them, and the
-// result is y with its moments. The first stage of a chain may also make x, where the chain before has left that to it.
+// result is y with its moments. The first stage of a chain may also write x, where
+// the chain in front has deferred its last BatchNorm.
 #pragma once
 
 #include "product_result.h"
@@ -36,7 +37,7 @@ NASFAST_DEVICE void apply_fold(Vec4 (&raw)[kPieces][kInputs], const float* plane
 
 struct ForwardSource {
   static constexpr int kInputs = 1, kPlanes = 2;
-  static constexpr bool kMakes = false;
+  static constexpr bool kWritesInput = false;
   const uint16_t* in[kInputs];  // x
   const Fold* fold;
   Act act;
@@ -60,10 +61,10 @@ struct ForwardSource {
   }
 };
 
-// x = scale y + shift + added, as ApplyKernel makes it.
-struct MakingSource {
+// x = scale y + shift + added, as ApplyKernel computes it: the input that the chain in front has deferred.
+struct DeferredSource {
   static constexpr int kInputs = 2, kPlanes = 2;
-  static constexpr bool kMakes = true;
+  static constexpr bool kWritesInput = true;
   const uint16_t* in[kInputs];  // y and added, which may be null
   const Fold* fold;
   uint16_t* x;
@@ -76,16 +77,16 @@ struct MakingSource {
   // Converts pieces in place, of channels c to c + 7.
   template <class Format, int kPieces>
   NASFAST_DEVICE void convert(Vec4 (&raw)[kPieces][2], const float* planes, int depth, int c) const {
-    const auto make = [&](const auto& added) {
+    const auto apply = [&](const auto& added) {
       apply_fold<Format>(raw, planes, depth, c, [&](float a, float b, int piece, int word) {
         const uint32_t more = added(piece, word);
         return Format::pack(a + Format::first(more), b + Format::second(more));
       });
     };
     if (has(1)) {
-      make([&](int piece, int word) { return raw[piece][1].v[word]; });
+      apply([&](int piece, int word) { return raw[piece][1].v[word]; });
     } else {
-      make([](int, int) { return 0u; });  // + 0 makes 0 of -0, as in ApplyKernel
+      apply([](int, int) { return 0u; });  // + 0 makes 0 of -0, as in ApplyKernel
     }
   }
 };
@@ -158,10 +159,10 @@ struct PointwiseForward {
       const Moments m = Sums{sum, square}.moments(count > 0 ? pivot_of(warp, lane)[j] : 0, count);
       parts[result.part(warp, lane) + j] = {as_bits(m.mean), as_bits(m.m2)};
     });
-    const int left = factor.columns - result.first_column, mine = left < Tile::kColumns ? left : Tile::kColumns;
+    const int channel_count = smaller(Tile::kColumns, factor.columns - result.first_column);
     const Reduction& reduction = args.norm.reduction;
     block.each([&](int thread) {
-      for (int c = thread; c < mine; c += kThreads) {
+      for (int c = thread; c < channel_count; c += kThreads) {
         Moments all{0, 0, 0};
         for (int w = 0; w < Tile::kRowWarps; ++w) {
           const Vec2 part = parts[w * Tile::kColumns + c];
@@ -171,7 +172,7 @@ struct PointwiseForward {
                                                                                               as_bits(all.m2)};
       }
     });
-    finish_norm<kThreads>(block, args.norm, block.x, block.y, result.first_column, mine,
+    finish_norm<kThreads>(block, args.norm, block.x, block.y, result.first_column, channel_count,
                           [&](int row) { return result.count(row, block.count_x, 0, true); });
   }
 

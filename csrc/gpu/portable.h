@@ -34,7 +34,7 @@
 #include <functional>
 #include <vector>
 
-#include "meeting.h"
+#include "warp_scheduler.h"
 #endif
 
 namespace nasfast::gpu {
@@ -49,6 +49,10 @@ struct alignas(16) Vec4 {
 struct alignas(8) Vec2 {
   uint32_t v[2];
 };
+
+NASFAST_ANYWHERE constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
+NASFAST_ANYWHERE constexpr int smaller(int a, int b) { return a < b ? a : b; }
+NASFAST_ANYWHERE constexpr int larger(int a, int b) { return a > b ? a : b; }
 
 #ifdef __CUDACC__
 
@@ -391,7 +395,7 @@ struct Warp {
 struct Block {  // as one of its warps sees it
   int x, y, count_x, count_y;
   Warp warp;
-  Meeting* meeting;
+  WarpScheduler* scheduler;
   mutable std::vector<std::vector<std::function<void()>>> groups = {{}};  // copies that have begun; the last is open
 
   int first() const { return 32 * warp.index; }
@@ -403,13 +407,13 @@ struct Block {  // as one of its warps sees it
   void warps(const F& f) const {
     f(warp);
   }
-  void sync() const { meeting->wait(); }
+  void sync() const { scheduler->wait(); }
   void wait_for_kernels() const {}
 
   template <int N>
   float* shared_floats() const {
-    meeting->floats.resize(N, NAN);
-    return meeting->floats.data();
+    scheduler->floats.resize(N, NAN);
+    return scheduler->floats.data();
   }
 
   void copy(void* to, const void* from, bool valid = true) const {
@@ -434,11 +438,11 @@ struct Block {  // as one of its warps sees it
   bool comes_last(int* counter, int count) const {
     sync();
     if (warp.index == 0) {
-      meeting->last = ++*counter == count;
-      if (meeting->last) *counter = 0;
+      scheduler->last = ++*counter == count;
+      if (scheduler->last) *counter = 0;
     }
     sync();
-    return meeting->last;
+    return scheduler->last;
   }
 };
 

@@ -3,7 +3,7 @@
 // A block keeps its columns and goes over tiles of rows. It takes the depth in slabs: a slab of `in` is loaded into
 // registers while the slab before it is multiplied. There it goes through BatchNorm and activation, once for all
 // columns of the block, and then, in 16 bits, to shared memory, from which the warps read fragments. Weights are
-// converted to 16 bits on the same way: once for the whole launch if they fit, otherwise slab by slab.
+// converted to 16 bits on the way: once for the whole launch if they fit, otherwise slab by slab.
 //
 // A warp has groups of 32 columns. Within a group the columns are permuted, so that the results of a lane are 8
 // neighbouring channels of a row and move as 16 bytes: column r of the j-th 8 is channel 8 (r / 2) + 2 j + r % 2.
@@ -18,7 +18,6 @@ namespace nasfast::gpu::pointwise {
 // again.
 enum class Depth { kWhole, kKept, kStreamed };
 
-NASFAST_ANYWHERE constexpr int divide_up(int a, int b) { return (a + b - 1) / b; }
 // Elements between two rows in shared memory: an odd number of 16 bytes, so that 8 rows are in different banks.
 NASFAST_ANYWHERE constexpr int odd_pitch(int elements) { return elements + (elements % 16 == 0 ? 8 : 0); }
 
@@ -106,7 +105,7 @@ struct Weights {
   }
   // Number of rows of a slab from the thread's first row on, if `deep` places of the depth are left. Columns behind the
   // last stay as they are, because nothing reads their results.
-  NASFAST_DEVICE int left(int thread, int deep) const {
+  NASFAST_DEVICE int rows_left(int thread, int deep) const {
     const int columns = factor.columns - first_column;
     const int across = kTransposed ? columns : deep, along = kTransposed ? deep : columns;
     constexpr int kAlong = kTransposed ? kDeep : Tile::kColumns;
@@ -114,20 +113,20 @@ struct Weights {
   }
   // half: which of two slabs of 16-bit weights a thread keeps at once.
   NASFAST_DEVICE void load(int thread, int deep, Thread& t, int half = 0) const {
-    const int left = this->left(thread, deep);
+    const int rows = this->rows_left(thread, deep);
     const int64_t step = int64_t{Threads::kStep * size()} * pitch();
     const char* from = t.from;
     if (factor.weight.is_float) {
       NASFAST_UNROLL
       for (int i = 0; i < Threads::kMost; ++i, from += step) {
-        if (i * Threads::kStep >= left) continue;
+        if (i * Threads::kStep >= rows) continue;
         t.raw[i][0] = reinterpret_cast<const Vec4*>(from)[0];
         t.raw[i][1] = reinterpret_cast<const Vec4*>(from)[1];
       }
     } else {
       NASFAST_UNROLL
       for (int i = 0; i < Threads::kMost; ++i, from += step) {
-        if (i * Threads::kStep < left) t.raw[i][half] = *reinterpret_cast<const Vec4*>(from);
+        if (i * Threads::kStep < rows) t.raw[i][half] = *reinterpret_cast<const Vec4*>(from);
       }
     }
   }
@@ -143,10 +142,10 @@ struct Weights {
         }
       }
     }
-    const int left = this->left(thread, deep), piece = 8 * Threads::piece(thread), row = Threads::row(thread);
+    const int rows = this->rows_left(thread, deep), piece = 8 * Threads::piece(thread), row = Threads::row(thread);
     NASFAST_UNROLL
     for (int i = 0; i < Threads::kMost; ++i) {
-      if (i * Threads::kStep >= left) continue;
+      if (i * Threads::kStep >= rows) continue;
       const Vec4& v = t.raw[i][half];
       if (kTransposed) {
         uint16_t* here = to + (row + i * Threads::kStep) * pitch + place(piece);
@@ -256,7 +255,7 @@ struct SlabProduct {
 };
 
 // Goes over the tiles of rows of a block. `source` converts `in`, of which it has kInputs tensors, and leaves out those
-// that are not there. One that kMakes also writes what it converts, as the first input of a chain.
+// that are not there. With kWritesInput it also writes what it converts, as the first input of a chain.
 template <class Format, class Tile, bool kTransposed, class Source>
 struct RowProduct {
   static constexpr int kSlab = Tile::kSlab;
@@ -286,19 +285,19 @@ struct RowProduct {
   // A slab of a tile of rows.
   struct Place {
     int tile, rows;  // of the tile
-    int deep;        // what is left of the depth
+    int deep;        // the rest of the depth
 
     NASFAST_DEVICE bool last() const { return Tile::kWhole || deep <= kSlab; }
   };
   // What is the same for all slabs of a block.
-  struct Way {
+  struct Tiling {
     int tiles, last;  // tiles of all blocks, and the rows of the last one
     int64_t to_tile;  // bytes from the last slab to the next tile of this block in `in`
     int64_t to_top;   // bytes from the last slab to the first in the weights
 
     NASFAST_DEVICE int rows(int tile) const { return tile + 1 == tiles ? last : Tile::kRows; }
   };
-  NASFAST_DEVICE Way way(int row_blocks) const {
+  NASFAST_DEVICE Tiling tiling(int row_blocks) const {
     const int tiles = static_cast<int>((factor.rows + Tile::kRows - 1) / Tile::kRows), more = slabs() - 1;
     return {tiles, static_cast<int>(factor.rows - int64_t{tiles - 1} * Tile::kRows),
             int64_t{2} * Tile::kRows * row_blocks * factor.depth - int64_t{2} * kSlab * more,
@@ -307,7 +306,7 @@ struct RowProduct {
 
   // Brings the weights that a block keeps to shared memory, or begins to load their first slab.
   template <class Block>
-  NASFAST_DEVICE void begin(const Block& block, const Way& way, const Place& at, Local<Thread>& threads) const {
+  NASFAST_DEVICE void begin(const Block& block, const Tiling& tiling, const Place& at, Local<Thread>& threads) const {
     block.each([&](int thread) {
       Thread& t = threads[thread];
       NASFAST_UNROLL
@@ -319,7 +318,7 @@ struct RowProduct {
       weights.begin(thread, t.weights);
     });
     if (Tile::kStream) {
-      load_weights(block, way, at, threads);
+      load_weights(block, tiling, at, threads);
     } else {
       // a round waits for memory once, and the registers of a float have room for two slabs of 16-bit weights
       constexpr int kDeep = Weights<Format, Tile, kTransposed>::kDeep, kHalves = Tile::kWhole ? 1 : 2;
@@ -327,17 +326,17 @@ struct RowProduct {
       NASFAST_NO_UNROLL
       for (int k = 0; k < factor.depth; k += round) {
         block.each([&](int thread) {
-          auto& mine = threads[thread].weights;
+          auto& thread_weights = threads[thread].weights;
           NASFAST_UNROLL
           for (int half = 0; half < kHalves; ++half) {
             if (half * kDeep >= round) continue;
-            weights.load(thread, factor.depth - k - half * kDeep, mine, half);
-            mine.from += weights.slab_step();
+            weights.load(thread, factor.depth - k - half * kDeep, thread_weights, half);
+            thread_weights.from += weights.slab_step();
           }
           NASFAST_UNROLL
           for (int half = 0; half < kHalves; ++half) {
             if (half * kDeep >= round) continue;
-            weights.store(thread, factor.depth - k - half * kDeep, mine, memory.pitch,
+            weights.store(thread, factor.depth - k - half * kDeep, thread_weights, memory.pitch,
                           weight_slab(0) + (k + half * kDeep) * (memory.weight_slab / kSlab), half);
           }
         });
@@ -346,30 +345,31 @@ struct RowProduct {
   }
   // Begins to load a slab of `in` into registers.
   template <class Block>
-  NASFAST_DEVICE void load_in(const Block& block, const Way& way, const Place& at, Local<Thread>& threads) const {
+  NASFAST_DEVICE void load_in(const Block& block, const Tiling& tiling, const Place& at, Local<Thread>& threads) const {
     const int64_t row_step = int64_t{2} * Threads::kStep * factor.depth;
     block.each([&](int thread) {
       Thread& t = threads[thread];
-      const int left = 8 * Threads::piece(thread) < at.deep ? at.rows - Threads::row(thread) : 0;
+      const int rows = 8 * Threads::piece(thread) < at.deep ? at.rows - Threads::row(thread) : 0;
       NASFAST_UNROLL
       for (int n = 0; n < Source::kInputs; ++n) {
         if (!source.has(n)) continue;
         const char* from = t.from[n];
         NASFAST_UNROLL
         for (int i = 0; i < Threads::kMost; ++i, from += row_step) {
-          if (i * Threads::kStep < left) t.in[i][n] = *reinterpret_cast<const Vec4*>(from);
+          if (i * Threads::kStep < rows) t.in[i][n] = *reinterpret_cast<const Vec4*>(from);
         }
-        t.from[n] += at.last() ? way.to_tile : 2 * kSlab;
+        t.from[n] += at.last() ? tiling.to_tile : 2 * kSlab;
       }
     });
   }
   // The same of the weights.
   template <class Block>
-  NASFAST_DEVICE void load_weights(const Block& block, const Way& way, const Place& at, Local<Thread>& threads) const {
+  NASFAST_DEVICE void load_weights(const Block& block, const Tiling& tiling, const Place& at,
+                                   Local<Thread>& threads) const {
     block.each([&](int thread) {
       Thread& t = threads[thread];
       weights.load(thread, at.deep, t.weights);
-      t.weights.from += at.last() ? way.to_top : weights.slab_step();
+      t.weights.from += at.last() ? tiling.to_top : weights.slab_step();
     });
   }
   // Converts what load() has loaded and stores it to shared memory.
@@ -387,7 +387,7 @@ struct RowProduct {
           *reinterpret_cast<Vec4*>(to + i * Threads::kStep * Tile::kPitch) = t.in[i][0];
         }
         // all groups of columns convert the same rows, and one of them writes
-        if constexpr (Source::kMakes) {
+        if constexpr (Source::kWritesInput) {
           if (block.y == 0) keep(at, row, factor.depth - at.deep + channel, t);
         }
       }
@@ -405,24 +405,25 @@ struct RowProduct {
     }
   }
 
-  // begun() prepares what the results need of each channel. ahead(tile, rows) loads what the results of a tile need, and
-  // write(warp, tile, rows, acc) uses them; rows: of the tile. acc[thread][i][j][2 h + e] is row 16 i + 8 h + lane / 4 of
+  // prepare_results() prepares what they need of each channel. ahead(tile, rows) loads what those of a tile need, and
+  // write(warp, tile, rows, acc) uses it; rows: of the tile. acc[thread][i][j][2 h + e] is row 16 i + 8 h + lane / 4 of
   // the warp and channel 8 (lane % 4) + 2 j + e of its group of columns.
-  template <class Block, class Begun, class Ahead, class Write>
-  NASFAST_DEVICE void run(const Block& block, const Begun& begun, const Ahead& ahead, const Write& write) const {
-    const Way way = this->way(block.count_x);
-    const auto first = [&](int tile) { return Place{tile, way.rows(tile), factor.depth}; };
+  template <class Block, class PrepareResults, class Ahead, class Write>
+  NASFAST_DEVICE void run(const Block& block, const PrepareResults& prepare_results, const Ahead& ahead,
+                          const Write& write) const {
+    const Tiling tiling = this->tiling(block.count_x);
+    const auto first = [&](int tile) { return Place{tile, tiling.rows(tile), factor.depth}; };
     Local<Thread> threads(block);
     Local<Acc> acc(block);
     const auto clear = [](Acc& sums) {
       NASFAST_UNROLL
       for (int i = 0; i < 16 * Tile::kTiles; ++i) sums[i / 16][i / 4 % 4][i % 4] = 0;
     };
-    Place now = first(block.x);
-    begin(block, way, now, threads);
+    Place current = first(block.x);
+    begin(block, tiling, current, threads);
     block.wait_for_kernels();
-    load_in(block, way, now, threads);
-    begun();  // behind the first loads, because it waits for its own
+    load_in(block, tiling, current, threads);
+    prepare_results();  // behind the first loads, because it waits for its own
     block.each([&](int thread) {
       source.template prepare<Tile::kThreads>(thread, factor.depth, planes());
       clear(acc[thread]);
@@ -431,30 +432,30 @@ struct RowProduct {
 
     int buffer = 0, slab = 0;
     NASFAST_NO_UNROLL
-    while (now.tile < way.tiles) {
-      store(block, now, buffer, threads);
+    while (current.tile < tiling.tiles) {
+      store(block, current, buffer, threads);
       // this buffer was read two turns ago, and everyone has passed the barrier of the turn between
       block.sync();
-      Place next{now.tile, now.rows, now.deep - kSlab};
-      if (now.last()) {
-        ahead(now.tile, now.rows);
-        next = first(now.tile + block.count_x);
+      Place next{current.tile, current.rows, current.deep - kSlab};
+      if (current.last()) {
+        ahead(current.tile, current.rows);
+        next = first(current.tile + block.count_x);
       }
-      if (next.tile < way.tiles) {
-        load_in(block, way, next, threads);
-        if (Tile::kStream) load_weights(block, way, next, threads);
+      if (next.tile < tiling.tiles) {
+        load_in(block, tiling, next, threads);
+        if (Tile::kStream) load_weights(block, tiling, next, threads);
       }
       block.warps([&](const Warp& warp) {
         const uint16_t* const slab_weights = weight_slab(Tile::kStream ? buffer : slab);
         SlabProduct<Format, Tile, kTransposed, Local<Acc>>{warp, in_slab(buffer), slab_weights, memory.pitch, acc}.run(
-            now.deep);
-        if (!now.last()) return;
-        write(warp, now.tile, now.rows, acc);
+            current.deep);
+        if (!current.last()) return;
+        write(warp, current.tile, current.rows, acc);
         warp.each([&](int lane) { clear(acc[32 * warp.index + lane]); });
       });
-      slab = now.last() ? 0 : slab + 1;
+      slab = current.last() ? 0 : slab + 1;
       buffer ^= 1;
-      now = next;
+      current = next;
     }
     block.sync();
   }

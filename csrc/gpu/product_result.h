@@ -28,18 +28,18 @@ struct Result {
   NASFAST_DEVICE int part(int warp, int lane) const {
     return warp / Tile::kColumnWarps * Tile::kColumns + column(warp, lane);
   }
-  // Calls f(i, h, at) for the first `left` rows of a tile that a lane has; at: their place in a tensor of the result's
+  // Calls f(i, h, at) for the first `count` rows of a tile that a lane has; at: their place in a tensor of the result's
   // shape, from this tile and these columns on.
   template <class F>
-  NASFAST_DEVICE void each_row(int warp, int lane, int left, const F& f) const {
+  NASFAST_DEVICE void each_row(int warp, int lane, int count, const F& f) const {
     const int c = column(warp, lane), first = row(warp, lane, 0, 0);
-    if (first_column + c >= columns) left = 0;
+    if (first_column + c >= columns) count = 0;
     const int64_t at = first * columns + c, step = 8 * columns;
     NASFAST_UNROLL
     for (int i = 0; i < Tile::kTiles; ++i) {
       NASFAST_UNROLL
       for (int h = 0; h < 2; ++h) {
-        if (first + 16 * i + 8 * h < left) f(i, h, at + (2 * i + h) * step);
+        if (first + 16 * i + 8 * h < count) f(i, h, at + (2 * i + h) * step);
       }
     }
   }
@@ -47,11 +47,11 @@ struct Result {
   // Rows of the tiles of one of `blocks` blocks that one of its row warps has, or all of them.
   NASFAST_DEVICE float count(int block, int blocks, int row_warp, bool all) const {
     const int first = all ? 0 : row_warp * 16 * Tile::kTiles, size = all ? Tile::kRows : 16 * Tile::kTiles;
-    const int mine = block < more ? each + 1 : each;
+    const int tiles = block < more ? each + 1 : each;
     // the last tile is that of the block before the first one with a tile less
-    if (block + 1 != (more > 0 ? more : blocks)) return static_cast<float>(mine * size);
+    if (block + 1 != (more > 0 ? more : blocks)) return static_cast<float>(tiles * size);
     const int here = last - first < 0 ? 0 : last - first < size ? last - first : size;
-    return static_cast<float>((mine - 1) * size + here);
+    return static_cast<float>((tiles - 1) * size + here);
   }
 };
 

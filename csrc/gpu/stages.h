@@ -55,9 +55,9 @@ struct ForwardStage {
   Norm norm;
 };
 
-// The gradients of a BatchNorm's gamma and beta, if the chain behind has computed them. The first kernel of backward
-// copies them to where they are wanted.
-struct Handed {
+// The gradients of a deferred BatchNorm's gamma and beta, which the chain that reads its result has computed. The first
+// kernel of backward copies them to where they are wanted.
+struct PrecomputedGradients {
   const float* from;      // [2][channels], or null
   float *dgamma, *dbeta;  // [channels], or null
 
@@ -75,8 +75,8 @@ struct Handed {
   }
 };
 
-// The first stage of a chain has no stage before, but perhaps a chain that has left it the output of its last
-// convolution. Then `before`, `interval` and `gradient` are those of that chain's last stage.
+// The first stage of a chain has no stage before, but the chain in front may have deferred its last BatchNorm. Then
+// `previous_y`, `interval` and `gradient` are those of that BatchNorm.
 struct BackwardStage {
   Geometry geometry;
   const uint16_t* grad;  // dz, or with a mask the gradient behind this stage's activation
@@ -84,12 +84,12 @@ struct BackwardStage {
   const uint16_t* y;     // the output of this stage's convolution
   const Back* back;      // this stage's: dy = a dz + b y + c
   Weight weight;
-  uint16_t* dx;            // dz of the stage before, or null if only its sums are wanted; or the gradient of the input
-  const uint16_t* before;  // the output of the convolution before, or null
-  const Interval* interval;  // the interval of the stage before
-  NormGradient gradient;     // the BatchNorm of the stage before
-  const uint16_t* added;     // what is added to dx in the first stage, or null; depthwise, only if `before` is null
-  Handed handed;             // of this stage; only the last stage of a chain has it, if it is pointwise
+  uint16_t* dx;  // dz of the stage before, or null if only its sums are wanted; or the gradient of the input
+  const uint16_t* previous_y;  // the output of the convolution before, or null
+  const Interval* interval;    // the interval of the stage before
+  NormGradient gradient;       // the BatchNorm of the stage before
+  const uint16_t* added;  // what is added to dx in the first stage, or null; depthwise, only if `previous_y` is null
+  PrecomputedGradients precomputed;  // of this stage; only the last stage of a chain has them, if it is pointwise
 };
 
 // How the 256 threads of a block share rows of channels: 8 neighbouring channels for each thread, `rows` rows at once.
@@ -128,7 +128,7 @@ struct ApplyArgs {
   Lanes lanes;
 };
 
-// Begins backward: the sums of dz and of dz (y - mean).
+// The sums of dz and of dz (y - mean), with which backward begins.
 struct ReduceArgs {
   const uint16_t* grad;  // [rows][channels]: gradient behind the activation
   const uint16_t* y;     // shape of grad
@@ -155,13 +155,14 @@ Grid dense_forward_grid(const Geometry& g, const Machine& machine);
 template <class Format, class Machine>
 void dense_forward(const Machine& machine, const Grid& grid, const ForwardStage& stage);
 
-// pointwise.h. making: how the first stage of a chain makes x on the way.
+// pointwise.h. pointwise_forward_deferred runs the first stage of a chain whose input is deferred, and writes it.
 template <class Machine>
 Grid pointwise_forward_grid(const Geometry& g, const Machine& machine);
 template <class Format, class Machine>
 void pointwise_forward(const Machine& machine, const Grid& grid, const ForwardStage& stage);
 template <class Format, class Machine>
-void pointwise_making(const Machine& machine, const Grid& grid, const ForwardStage& stage, const ApplyArgs& making);
+void pointwise_forward_deferred(const Machine& machine, const Grid& grid, const ForwardStage& stage,
+                                const ApplyArgs& input);
 template <class Machine>
 Grid pointwise_backward_grid(const Geometry& g, const Machine& machine);
 template <class Format, class Machine>

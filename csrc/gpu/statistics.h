@@ -122,9 +122,9 @@ constexpr int kNumbers = kOneLevelLanes / kFewestChannels;
 static_assert(kNumbers >= kOneLevel && kNumbers >= kMostRows / kGroup, "a number for each row of one level");
 
 // Counters that a launch needs for each of its groups of channels.
-NASFAST_ANYWHERE int counters_of(int rows) { return rows <= kOneLevel ? 1 : 1 + (rows + kGroup - 1) / kGroup; }
+NASFAST_ANYWHERE int counters_of(int rows) { return rows <= kOneLevel ? 1 : 1 + divide_up(rows, kGroup); }
 // Rows of the table of partial results, for `rows` blocks.
-NASFAST_ANYWHERE int partial_rows(int rows) { return rows <= kOneLevel ? rows : rows + (rows + kGroup - 1) / kGroup; }
+NASFAST_ANYWHERE int partial_rows(int rows) { return rows <= kOneLevel ? rows : rows + divide_up(rows, kGroup); }
 
 // What every reduction needs.
 struct Reduction {
@@ -144,12 +144,12 @@ struct Norm {
   float eps;
   Act act;
   double share;  // 1 / numbers per channel
-  // For the chain behind, if that one begins backward through this BatchNorm; otherwise null.
-  double* left_statistics;  // [2][channels]: mean, and biased variance + eps
-  float* left_gamma;        // [channels]
+  // Where this BatchNorm is deferred: for the chain that reads the result. Otherwise null.
+  double* deferred_statistics;  // [2][channels]: mean, and biased variance + eps
+  float* deferred_gamma;        // [channels]
 };
 
-// The gradient through that BatchNorm. `statistics` and eps are those of Norm, or left_statistics and 0.
+// The gradient through that BatchNorm. `statistics` and eps are those of Norm, or deferred_statistics and 0.
 struct NormGradient {
   Reduction reduction;
   const float* gamma;
@@ -214,20 +214,20 @@ NASFAST_DEVICE RowSums add_rows(const Vec2* at, int stride, const RowRange& rang
   if (kMoments) sums.pivot = as_float(load_fresh(at + int64_t{range.begin} * stride).v[0]);
   at += int64_t{range.begin + range.from} * stride;
   numbers += range.from;
-  int left = range.end - range.begin - range.from;
+  int remaining = range.end - range.begin - range.from;
   const int step = range.step * stride;
   NASFAST_NO_UNROLL
-  for (; left > 0; left -= kAhead * range.step) {
+  for (; remaining > 0; remaining -= kAhead * range.step) {
     Vec2 pair[kAhead];
     NASFAST_UNROLL
     for (int i = 0; i < kAhead; ++i) {
-      pair[i] = i * range.step < left ? load_fresh(at + i * step) : Vec2{0, 0};
+      pair[i] = i * range.step < remaining ? load_fresh(at + i * step) : Vec2{0, 0};
     }
     NASFAST_UNROLL
     for (int i = 0; i < kAhead; ++i) {
       const float a = as_float(pair[i].v[0]), b = as_float(pair[i].v[1]);
       if (kMoments) {
-        const float weight = i * range.step < left ? numbers[i * range.step] : 0.f;
+        const float weight = i * range.step < remaining ? numbers[i * range.step] : 0.f;
         const float distance = a - sums.pivot, weighted = weight * distance;
         sums.count.add(weight);
         sums.first.add(weighted);
@@ -244,48 +244,49 @@ NASFAST_DEVICE RowSums add_rows(const Vec2* at, int stride, const RowRange& rang
 }
 
 // Threads that share the rows of a channel are in one warp, which then has fewer channels: as many as this. The warps of
-// a block together have all `mine` channels, if they have so many threads.
+// a block together have all channels of the block, if they have so many threads.
 template <int kThreads>
-NASFAST_DEVICE int channels_of_warp(int mine) {
+NASFAST_DEVICE int channels_of_warp(int channel_count) {
   int channels = 32;
-  while (channels > kFewestChannels && kThreads / 32 * (channels / 2) >= mine) channels /= 2;
+  while (channels > kFewestChannels && kThreads / 32 * (channels / 2) >= channel_count) channels /= 2;
   return channels;
 }
 
-// Adds the rows [begin, end) of the `mine` channels from `first` on, and calls finish.complete() for each channel.
+// Adds the rows [begin, end) of channel_count channels from `first` on, and calls finish.complete() for each channel.
 template <int kThreads, bool kMoments, class Block, class Finish>
-NASFAST_DEVICE void add_channels(const Block& block, const Reduction& r, int first, int mine, int begin, int end,
-                                 const float* numbers, const Finish& finish) {
-  const int width = channels_of_warp<kThreads>(mine);
+NASFAST_DEVICE void add_channels(const Block& block, const Reduction& r, int first, int channel_count, int begin,
+                                 int end, const float* numbers, const Finish& finish) {
+  const int width = channels_of_warp<kThreads>(channel_count);
   block.warps([&](const Warp& warp) {
-    Local<RowSums> sums(warp), others(warp);
-    Local<typename Finish::Known> known(warp);
+    Local<RowSums> sums(warp), partner(warp);
+    Local<typename Finish::Constants> constants(warp);
     NASFAST_NO_UNROLL
-    for (int base = warp.index * width; base < mine; base += kThreads / 32 * width) {
+    for (int base = warp.index * width; base < channel_count; base += kThreads / 32 * width) {
       warp.each([&](int lane) {
         const int c = base + lane % width;
-        if (c >= mine) return;
-        known[lane] = finish.load(first + c);
+        if (c >= channel_count) return;
+        constants[lane] = finish.load(first + c);
         sums[lane] =
             add_rows<kMoments>(r.partial + first + c, r.channels, {begin, end, lane / width, 32 / width}, numbers);
       });
       NASFAST_NO_UNROLL
       for (int bit = width; bit < 32; bit *= 2) {
-        const auto other = [&](int lane) { return lane ^ bit; };
-        warp.each([&](int lane) { others[lane] = sums[lane]; });
-        warp.from_lane([&](int lane) -> float& { return others[lane].first.high; }, other);
-        warp.from_lane([&](int lane) -> float& { return others[lane].first.low; }, other);
-        warp.from_lane([&](int lane) -> float& { return others[lane].second.high; }, other);
-        warp.from_lane([&](int lane) -> float& { return others[lane].second.low; }, other);
+        const auto partner_lane = [&](int lane) { return lane ^ bit; };
+        warp.each([&](int lane) { partner[lane] = sums[lane]; });
+        warp.from_lane([&](int lane) -> float& { return partner[lane].first.high; }, partner_lane);
+        warp.from_lane([&](int lane) -> float& { return partner[lane].first.low; }, partner_lane);
+        warp.from_lane([&](int lane) -> float& { return partner[lane].second.high; }, partner_lane);
+        warp.from_lane([&](int lane) -> float& { return partner[lane].second.low; }, partner_lane);
         if (kMoments) {
-          warp.from_lane([&](int lane) -> float& { return others[lane].count.high; }, other);
-          warp.from_lane([&](int lane) -> float& { return others[lane].count.low; }, other);
+          warp.from_lane([&](int lane) -> float& { return partner[lane].count.high; }, partner_lane);
+          warp.from_lane([&](int lane) -> float& { return partner[lane].count.low; }, partner_lane);
         }
-        warp.each([&](int lane) { sums[lane].add(others[lane]); });
+        warp.each([&](int lane) { sums[lane].add(partner[lane]); });
       }
       warp.each([&](int lane) {
         const int c = base + lane;
-        if (lane < width && c < mine) finish.complete(first + c, known[lane], sums[lane].template total<kMoments>());
+        if (lane < width && c < channel_count)
+          finish.complete(first + c, constants[lane], sums[lane].template total<kMoments>());
       });
     }
   });
@@ -293,12 +294,12 @@ NASFAST_DEVICE void add_channels(const Block& block, const Reduction& r, int fir
 
 // Leaves what a group of rows adds up to in a row behind those of all blocks.
 struct GroupFinish {
-  struct Known {};
+  struct Constants {};
   const Reduction& r;
   int row;
 
-  NASFAST_DEVICE Known load(int) const { return {}; }
-  NASFAST_DEVICE void complete(int c, const Known&, const RowTotal& t) const {
+  NASFAST_DEVICE Constants load(int) const { return {}; }
+  NASFAST_DEVICE void complete(int c, const Constants&, const RowTotal& t) const {
     r.partial[int64_t{row} * r.channels + c] = {as_bits(static_cast<float>(t.first)),
                                                 as_bits(static_cast<float>(t.second))};
   }
@@ -330,81 +331,82 @@ NASFAST_DEVICE void count_groups(const Block& block, int rows, const Count& coun
   block.sync();
 }
 
-// Completes the reduction of the `mine` channels from `first` on. Every block calls it once, after it has written its row
-// to partial[row * channels + first ...]; no barrier is needed in between.
+// Completes the reduction of channel_count channels from `first` on. Every block calls it once, after it has written
+// its row to partial[row * channels + first ...]; no barrier is needed in between.
 //   group: the number of this group of channels; each group has counters of its own.
 //   count(row): how many numbers of a channel that block has, for moments.
-//   finish: for each channel, one thread of the last block calls finish.complete(channel, known, total) with what
+//   finish: for each channel, one thread of the last block calls finish.complete(channel, constants, total) with what
 //     finish.load(channel) gave to every thread of the channel while the rows were on their way.
 template <int kThreads, bool kMoments, class Block, class Count, class Finish>
-NASFAST_DEVICE void reduce_rows(const Block& block, const Reduction& r, int row, int group, int first, int mine,
-                                const Count& count, const Finish& finish) {
+NASFAST_DEVICE void reduce_rows(const Block& block, const Reduction& r, int row, int group, int first,
+                                int channel_count, const Count& count, const Finish& finish) {
   int* counters = r.counters + group * counters_of(r.rows);
   float* numbers = block.template shared_floats<kNumbers>();
-  if (r.rows <= kOneLevel || r.rows * channels_of_warp<kThreads>(mine) <= kOneLevelLanes) {
+  if (r.rows <= kOneLevel || r.rows * channels_of_warp<kThreads>(channel_count) <= kOneLevelLanes) {
     if (!block.comes_last(counters, r.rows)) return;
     if (kMoments) count_rows<kThreads>(block, r.rows, count, numbers);
-    add_channels<kThreads, kMoments>(block, r, first, mine, 0, r.rows, numbers, finish);
+    add_channels<kThreads, kMoments>(block, r, first, channel_count, 0, r.rows, numbers, finish);
     return;
   }
-  const int groups = (r.rows + kGroup - 1) / kGroup, here = row / kGroup, from = here * kGroup;
+  const int groups = divide_up(r.rows, kGroup), here = row / kGroup, from = here * kGroup;
   const int rows = r.rows - from < kGroup ? r.rows - from : kGroup;
   if (!block.comes_last(counters + 1 + here, rows)) return;
   if (kMoments) count_rows<kThreads>(block, rows, [&](int i) { return count(from + i); }, numbers);
-  add_channels<kThreads, kMoments>(block, r, first, mine, from, from + rows, numbers, GroupFinish{r, r.rows + here});
+  add_channels<kThreads, kMoments>(block, r, first, channel_count, from, from + rows, numbers,
+                                   GroupFinish{r, r.rows + here});
   if (!block.comes_last(counters, groups)) return;
   if (kMoments) count_groups<kThreads>(block, r.rows, count, numbers);
-  add_channels<kThreads, kMoments>(block, r, first, mine, r.rows, r.rows + groups, numbers, finish);
+  add_channels<kThreads, kMoments>(block, r, first, channel_count, r.rows, r.rows + groups, numbers, finish);
 }
 
 struct NormFinish {
-  struct Known {
+  struct Constants {
     float gamma, beta;
   };
   const Norm& norm;
 
-  NASFAST_DEVICE Known load(int c) const { return {norm.gamma[c], norm.beta[c]}; }
-  NASFAST_DEVICE void complete(int c, const Known& known, const RowTotal& total) const {
+  NASFAST_DEVICE Constants load(int c) const { return {norm.gamma[c], norm.beta[c]}; }
+  NASFAST_DEVICE void complete(int c, const Constants& constants, const RowTotal& total) const {
     const double mean = total.first, variance = total.second * norm.share;
     norm.statistics[c] = mean;
     norm.statistics[norm.reduction.channels + c] = variance;
-    const float scale = known.gamma / sqrtf(static_cast<float>(variance) + norm.eps);
-    const float shift = fma(-static_cast<float>(mean), scale, known.beta);
+    const float scale = constants.gamma / sqrtf(static_cast<float>(variance) + norm.eps);
+    const float shift = fma(-static_cast<float>(mean), scale, constants.beta);
     norm.fold[c] = {scale, shift};
     norm.interval[c] = interval_of(norm.act, scale, shift, static_cast<float>(mean));
-    if (norm.left_gamma == nullptr) return;
-    norm.left_gamma[c] = known.gamma;
-    norm.left_statistics[c] = mean;
-    norm.left_statistics[norm.reduction.channels + c] = static_cast<float>(variance) + norm.eps;
+    if (norm.deferred_gamma == nullptr) return;
+    norm.deferred_gamma[c] = constants.gamma;
+    norm.deferred_statistics[c] = mean;
+    norm.deferred_statistics[norm.reduction.channels + c] = static_cast<float>(variance) + norm.eps;
   }
 };
 
 // Forward: the partial rows are (mean, m2) of this block's numbers; leaves statistics, fold and interval.
 template <int kThreads, class Block, class Count>
-NASFAST_DEVICE void finish_norm(const Block& block, const Norm& norm, int row, int group, int first, int mine,
+NASFAST_DEVICE void finish_norm(const Block& block, const Norm& norm, int row, int group, int first, int channel_count,
                                 const Count& count) {
-  reduce_rows<kThreads, true>(block, norm.reduction, row, group, first, mine, count, NormFinish{norm});
+  reduce_rows<kThreads, true>(block, norm.reduction, row, group, first, channel_count, count, NormFinish{norm});
 }
 
 struct GradientFinish {
-  struct Known {
+  struct Constants {
     double mean, variance;
     float gamma;
   };
   const NormGradient& g;
 
-  NASFAST_DEVICE Known load(int c) const {
+  NASFAST_DEVICE Constants load(int c) const {
     return {g.statistics[c], g.statistics[g.reduction.channels + c], g.gamma[c]};
   }
-  NASFAST_DEVICE void complete(int c, const Known& known, const RowTotal& sums) const {
-    const double mean = known.mean;
-    const float r = 1 / sqrtf(static_cast<float>(known.variance) + g.eps);
+  NASFAST_DEVICE void complete(int c, const Constants& constants, const RowTotal& sums) const {
+    const double mean = constants.mean;
+    const float r = 1 / sqrtf(static_cast<float>(constants.variance) + g.eps);
     const double dbeta = sums.first;
     // the distances were taken to the rounded mean
     const double dgamma = r * (sums.second + dbeta * (static_cast<float>(mean) - mean));
     if (g.dgamma != nullptr) g.dgamma[c] = static_cast<float>(dgamma);
     if (g.dbeta != nullptr) g.dbeta[c] = static_cast<float>(dbeta);
-    const float a = known.gamma * r, b = static_cast<float>(-a * r * dgamma * g.share);
+    const float a = constants.gamma * r, b = static_cast<float>(-a * r * dgamma * g.share);
     g.back[c] = {a, b, static_cast<float>(-a * dbeta * g.share - b * mean), 0};
   }
 };
@@ -412,9 +414,9 @@ struct GradientFinish {
 // Backward: the partial rows are sums of dz and of dz (y - mean); leaves dgamma, dbeta and the coefficients of dy.
 template <int kThreads, class Block>
 NASFAST_DEVICE void finish_gradient(const Block& block, const NormGradient& g, int row, int group, int first,
-                                    int mine) {
+                                    int channel_count) {
   const auto one = [](int) { return 1.f; };
-  reduce_rows<kThreads, false>(block, g.reduction, row, group, first, mine, one, GradientFinish{g});
+  reduce_rows<kThreads, false>(block, g.reduction, row, group, first, channel_count, one, GradientFinish{g});
 }
 
 }  // namespace nasfast::gpu
