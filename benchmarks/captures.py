@@ -22,18 +22,18 @@ class EagerCapture:
 
 
 @contextmanager
-def begun_by_launches() -> Iterator[None]:
-    """No chain begins the backward of the chain before: a launch does, whose bits are those of the eager engine."""
+def reduced_by_launches() -> Iterator[None]:
+    """A launch of its own sums up the gradients of a deferred BatchNorm, whose bits are those of the eager engine."""
     backward = StaticChain.backward
 
-    def alone(chain: StaticChain, grad: Tensor) -> None:
-        made_from, chain.made_from = chain.made_from, None
+    def backward_without_sums(chain: StaticChain, grad: Tensor) -> None:
+        deferred_input, chain.deferred_input = chain.deferred_input, None
         try:
             backward(chain, grad)
         finally:
-            chain.made_from = made_from
-        if made_from is not None and chain.dx is not None:
-            made_from.norm.begin_backward(chain.dx)
+            chain.deferred_input = deferred_input
+        if deferred_input is not None and chain.dx is not None:
+            deferred_input.norm.reduce(chain.dx)
 
-    with patch.object(StaticChain, "backward", alone):
+    with patch.object(StaticChain, "backward", backward_without_sums):
         yield

@@ -57,7 +57,7 @@ NEEDED = {
         torch._C._vmapmode_increment_nesting() - torch._C._vmapmode_decrement_nesting() == 1,
         (torch._add_batch_dim, torch._remove_batch_dim),
     ],
-    "noticing writes to tensors (ops/rounded.py)": lambda: [torch.ones(1).add_(1)._version == 1],
+    "noticing writes to tensors (ops/low_precision.py)": lambda: [torch.ones(1).add_(1)._version == 1],
     "counting operations (research/zero_cost.py)": lambda: [_python_dispatch.TorchDispatchMode],
     "a trace without the checks of sizes (fusion/find.py)": lambda: [torch._assert, nn.BatchNorm2d._check_input_dim],
     "telling patched and compiled modules from PyTorch's (fusion/modules.py)": lambda: [

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from benchmarks.captures import begun_by_launches
+from benchmarks.captures import reduced_by_launches
 from nasfast import ops
 from nasfast.ops import ConvBNParams, Stage, reference
 from nasfast.spaces import Arch, SearchSpace
@@ -202,7 +202,7 @@ def bench_bits(bench: Bench) -> None:
     first = bits_of(bench, ENGINE, paths, seconds=bench.left / 7)
     paths = paths[: len(first)]
     others = {"again": bits_of(bench, ENGINE, paths), "no early launches": bits_of(bench, LATE, paths)}
-    with begun_by_launches():
+    with reduced_by_launches():
         apart = bits_of(bench, ENGINE, paths)
         others["eager"] = bits_of(bench, Variant("nasfast", "eager"), paths)
     wrong = []

@@ -23,8 +23,8 @@ class StepResult(NamedTuple):
     correct: Tensor
 
 
-def result_of(outcomes: Sequence[StepResult]) -> StepResult:
-    """The result of a step from those of each of its paths."""
+def average_paths(outcomes: Sequence[StepResult]) -> StepResult:
+    """The result of a step from those of each of its paths: the mean loss, and all correct predictions."""
     if len(outcomes) == 1:
         return outcomes[0]
     losses, correct = zip(*outcomes, strict=True)
@@ -83,4 +83,4 @@ class EagerEngine:
             if logits.requires_grad:  # false if nothing on the path trains
                 logits.backward(gradient)
             outcomes.append(outcome)
-        return result_of(outcomes)
+        return average_paths(outcomes)

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,22 +27,31 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nasfast.engine.capture import Capture, CudaCapture
-from nasfast.engine.eager import EagerEngine, Engine, StepResult, result_of
-from nasfast.engine.segments import ChainSegment, Classifier, Segment
+from nasfast.engine.eager import EagerEngine, Engine, StepResult, average_paths
+from nasfast.engine.segments import Boundary, ChainSegment, Classifier, Segment, SegmentBuffers
 from nasfast.ops.conv import cuda_plan
 from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
 from nasfast.ops.cuda.static import StaticChain
-from nasfast.ops.modules import ConvBNAct, begin_stages, chain_of, has_forward_hooks, run_in_order
+from nasfast.ops.low_precision import LowPrecisionWeights
+from nasfast.ops.modules import ConvBNAct, as_chain, begin_stages, has_forward_hooks, run_in_order
 from nasfast.ops.plan import stage_kind, storage_dtype
-from nasfast.ops.rounded import Rounded
 from nasfast.spaces import Arch
 from nasfast.supernet import ModuleSupernet, Supernet
 from nasfast.supernet.supernet import ChoiceLayer
 
 _logger = logging.getLogger(__name__)
 
-# of a captured segment: the choice, and None if its input is there, otherwise whether something is added to make it
-_Key = tuple[int | None, bool | None]
+
+class SegmentKey(NamedTuple):
+    """A captured segment of a layer.
+
+    Attributes:
+        choice: the candidate; None where the layer has no other.
+        input: whether the segment in front writes the input, defers it, or defers it as a sum with a tensor of its own.
+    """
+
+    choice: int | None
+    input: Literal["written", "deferred", "deferred sum"]
 
 
 class EngineError(RuntimeError):
@@ -54,10 +63,10 @@ class GraphEngine:
     """Forward and backward of a supernet's sampled paths as replays of graphs captured per (layer, candidate).
 
     It runs the same kernels in the same order as `EagerEngine`, so results are equal bit for bit if the kernels are
-    deterministic. Only on the CUDA kernels gradients differ by roundings: a chain begins the backward of the chain
-    before, and stem and head are one chain each. A candidate is captured when a step first needs it, and only then it
-    shows whether its graphs fit into the memory. Afterwards the network must not be moved, and hooks and the set of
-    trainable parameters must not change.
+    deterministic. Only on the CUDA kernels gradients differ by roundings: a chain sums up the gradients of a BatchNorm
+    that is deferred to it, and stem and head are one chain each. A candidate is captured when a step first needs it,
+    and only then it shows whether its graphs fit into the memory. Afterwards the network must not be moved, and hooks
+    and the set of trainable parameters must not change.
 
     Args:
         net: a supernet on its device, in training mode.
@@ -84,27 +93,30 @@ class GraphEngine:
         if self.capture is None and self.device.type != "cuda":
             raise EngineError(f"CUDA graphs need the network on a CUDA device, it is on {self.device}")
         self._trainable = [p for p in self.net.parameters() if p.requires_grad]
-        self._rounded = Rounded(torch.bfloat16) if self.bf16 else None
+        self._low_precision = LowPrecisionWeights(torch.bfloat16) if self.bf16 else None
         # the parameters with a gradient from the last step: a path has few of a supernet's thousands
         self._graded: list[Tensor] = list(self._trainable)
         self._capture = self.capture or CudaCapture(self.device)
         self._layers = self._modules()
-        self._allocate(self._boundaries())
+        self._allocate(self._boundary_types())
         _lay_out(self.net)
         number = sum(len(choices) for _, choices in self._layers) - bool(len(self.net.head))
         _logger.info("CUDA graphs: the first step of each candidate captures its graphs (%d in all), and waits", number)
 
     # ---- buffers
 
-    def _modules(self) -> list[tuple[nn.Module, dict[int | None, _Part]]]:
+    def _modules(self) -> list[tuple[nn.Module, dict[int | None, _Candidate]]]:
         """Module and choices of each layer, from stem to classifier; None is the choice where there is no other."""
         net = self.net
-        layers: list[tuple[nn.Module, dict[int | None, _Part]]] = [(net.stem, {None: _in_order(net.stem)})]
-        layers += [(layer, {choice: _chosen(layer, choice) for choice in layer.layer.legal}) for layer in net.layers]
+        layers: list[tuple[nn.Module, dict[int | None, _Candidate]]] = [
+            (net.stem, {None: _Candidate.sequence(net.stem)})
+        ]
+        for layer in net.layers:
+            layers.append((layer, {choice: _Candidate.choice(layer, choice) for choice in layer.layer.legal}))
         if len(net.head):
-            layers.append((net.head, {None: _in_order(net.head)}))
-        classify = partial(_classify, net, self._rounded)
-        return [*layers, (net.classifier, {None: _Part(classify, [net.classifier])})]
+            layers.append((net.head, {None: _Candidate.sequence(net.head)}))
+        classify = partial(_classify, net, self._low_precision)
+        return [*layers, (net.classifier, {None: _Candidate(classify, [net.classifier])})]
 
     def _name(self, i: int, choice: int | None) -> str:
         """What users call the choice of a layer of `_modules`."""
@@ -121,17 +133,17 @@ class GraphEngine:
         stem = self.net.space.stem_layers
         return torch.bfloat16 if self.bf16 and stem and stem[0].choices[0].kind == "conv" else torch.float32
 
-    def _boundaries(self) -> list[tuple[torch.Size, torch.dtype]]:
+    def _boundary_types(self) -> list[tuple[torch.Size, torch.dtype]]:
         """Shape and type of what each layer but the last gives, from a run on fake tensors, which need no memory."""
-        boundaries = []
+        types: list[tuple[torch.Size, torch.dtype]] = []
         with FakeTensorMode(allow_non_fake_inputs=True):
             x = torch.empty(self.batch, dtype=self._image_type(), device=self.device, memory_format=torch.channels_last)
             for i, (_, choices) in enumerate(self._layers[:-1]):
                 results = []
-                for choice, part in choices.items():
+                for choice, candidate in choices.items():
                     try:
                         with torch.no_grad(), self._autocast():
-                            results.append(part.run(x))
+                            results.append(candidate.run(x))
                     except Exception as error:
                         raise EngineError(
                             f"{self._name(i, choice)} does not run on fake tensors, which give the shapes of the "
@@ -141,13 +153,13 @@ class GraphEngine:
                     shapes = {(y.shape, y.dtype) for y in results}
                     raise EngineError(f"candidates of one layer have results of different shapes: {shapes}")
                 # an identity hands on float32 where its siblings make bfloat16
-                types = {y.dtype for y in results}
-                widest = torch.float32 if torch.float32 in types and i > 0 and len(types) > 1 else results[0].dtype
+                dtypes = {y.dtype for y in results}
+                widest = torch.float32 if torch.float32 in dtypes and i > 0 and len(dtypes) > 1 else results[0].dtype
                 x = results[0].to(widest)
-                boundaries.append((x.shape, widest))
-        return boundaries
+                types.append((x.shape, widest))
+        return types
 
-    def _allocate(self, boundaries: list[tuple[torch.Size, torch.dtype]]) -> None:
+    def _allocate(self, types: list[tuple[torch.Size, torch.dtype]]) -> None:
         def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=self.device, memory_format=torch.channels_last)
 
@@ -155,33 +167,42 @@ class GraphEngine:
         self.labels = torch.zeros(self.batch[0], dtype=torch.long, device=self.device)
         # a boundary's gradient is needed if something before it trains
         trains = [any(p.requires_grad for p in module.parameters()) for module, _ in self._layers]
-        self._activations = [self.images, *(empty(*b) for b in boundaries)]
-        self._gradients = [empty(*b) if any(trains[: i + 1]) else None for i, b in enumerate(boundaries)]
+        # layer i computes boundary i + 1 from boundary i
+        self._boundaries = [
+            Boundary(self.images, None),
+            *(Boundary(empty(*t), empty(*t) if any(trains[: i + 1]) else None) for i, t in enumerate(types)),
+        ]
         self._deferred: dict[int, DeferredNorm] = {}  # by boundary, for those that a candidate does not write
         # by layer and choice: memory for the gradients of its parameters, and the part of each
-        self._slots: dict[tuple[int, int | None], tuple[Tensor, dict[Tensor, Tensor]]] = {}
-        self._segments: list[dict[_Key, Segment]] = [{} for _ in self._layers]
+        self._gradients: dict[tuple[int, int | None], tuple[Tensor, dict[Tensor, Tensor]]] = {}
+        self._segments: list[dict[SegmentKey, Segment]] = [{} for _ in self._layers]
         self._pools = [self._capture.pool() for _ in self._layers]
 
     def buffers(self) -> Iterator[Tensor]:
         """Every static buffer that a step writes before it reads it, for tests that fill them with NaN."""
-        yield from (b for b in self._activations[1:] + self._gradients if b is not None)
+        for boundary in self._boundaries[1:]:
+            yield boundary.x
+            if boundary.grad is not None:
+                yield boundary.grad
         yield from (tensor for norm in self._deferred.values() for tensor in norm)
-        yield from (memory for memory, _ in self._slots.values())
+        yield from (gradients for gradients, _ in self._gradients.values())
 
     # ---- steps
 
-    def _segment(self, i: int, choice: int | None, made_from: DeferredResult | None = None) -> Segment:
-        """The captured segment of a layer's choice, whose input is there or made from what was deferred.
+    def _segment(self, i: int, choice: int | None, deferred_input: DeferredResult | None = None) -> Segment:
+        """The captured segment of a layer's choice, whose input is written or deferred.
 
         That of the head goes to the end of the step, because one choice is left there.
         """
-        key = choice, None if made_from is None else made_from.added is not None
+        if deferred_input is None:
+            key = SegmentKey(choice, "written")
+        else:
+            key = SegmentKey(choice, "deferred" if deferred_input.added is None else "deferred sum")
         if key in self._segments[i]:
             return self._segments[i][key]
         is_head = len(self.net.layers) < i < len(self._layers) - 1
         try:
-            segment = self._new_segment(i, choice, made_from)
+            segment = self._new_segment(i, choice, deferred_input)
             if is_head:
                 segment = self._new_segment(i + 1, None, segment.result, head=segment)
             segment.set_replays(self._capture.capture(segment.functions(), self._pools[i]))
@@ -193,76 +214,60 @@ class GraphEngine:
         return segment
 
     def _new_segment(
-        self, i: int, choice: int | None, made_from: DeferredResult | None, head: Segment | None = None
+        self, i: int, choice: int | None, deferred_input: DeferredResult | None, head: Segment | None = None
     ) -> Segment:
         module, choices = self._layers[i]
-        part = choices[choice]
+        candidate = choices[choice]
         last = i == len(self._layers) - 1
-        gradients, slots = self._gradient_memory(i, choice, part.trainable())
-        buffers: dict[str, Any] = {
-            "module": part.run,
-            "source": self._activations[i],
-            "target": None if last else self._activations[i + 1],
-            "made_from": made_from,
-            "source_grad": self._gradients[i - 1] if i > 0 else None,
-            "target_grad": None if last else self._gradients[i],
-            "gradients": gradients,
-            "slots": slots,
-            "autocast": self._autocast,
-        }
+        if (i, choice) not in self._gradients:
+            self._gradients[i, choice] = candidate.empty_gradients(self.device)
+        gradients, slots = self._gradients[i, choice]
+        output = None if last else self._boundaries[i + 1]
+        buffers = SegmentBuffers(self._boundaries[i], output, deferred_input, gradients, slots)
         if last:
-            return Classifier(**buffers, head=head, labels=self.labels, label_smoothing=self.label_smoothing)
-        chain = None if _has_hooks(module) else self._chain(i, part.modules, made_from, slots)
-        return Segment(**buffers) if chain is None else ChainSegment(**buffers, chain=chain)
+            return Classifier(
+                module=candidate.run,
+                buffers=buffers,
+                autocast=self._autocast,
+                head=head,
+                labels=self.labels,
+                label_smoothing=self.label_smoothing,
+            )
+        chain = None if _has_hooks(module) else self._chain(i, candidate.modules, buffers)
+        if chain is None:
+            return Segment(module=candidate.run, buffers=buffers, autocast=self._autocast)
+        return ChainSegment(module=candidate.run, buffers=buffers, autocast=self._autocast, chain=chain)
 
-    def _gradient_memory(
-        self, i: int, choice: int | None, parameters: list[nn.Parameter]
-    ) -> tuple[Tensor, dict[Tensor, Tensor]]:
-        """Memory for the gradients of a choice's parameters, and the slot of each, with its strides."""
-        if (i, choice) not in self._slots:
-            sizes = [p.numel() for p in parameters]
-            memory = torch.empty(sum(sizes), device=self.device)
-            pieces = zip(parameters, memory.split(sizes), strict=True)
-            self._slots[i, choice] = memory, {p: piece.as_strided(p.shape, p.stride()) for p, piece in pieces}
-        return self._slots[i, choice]
-
-    def _chain(
-        self,
-        i: int,
-        modules: list[nn.Module],
-        made_from: DeferredResult | None,
-        slots: Mapping[Tensor, Tensor],
-    ) -> StaticChain | None:
-        """The modules as one chain of the CUDA kernels from boundary i to the next; None if they are no such chain."""
-        units, adds_input = chain_of(modules)
+    def _chain(self, i: int, modules: list[nn.Module], buffers: SegmentBuffers) -> StaticChain | None:
+        """The modules of layer i as one chain of the CUDA kernels on these buffers; None if they are no such chain."""
+        units, adds_input = as_chain(modules)
         stages = [unit.stage() for unit in units]
         norms = [p for stage in stages for p in (stage.params.bn_weight, stage.params.bn_bias)]
         # one place for each gradient; others are computed from what trains, as by parametrizations
-        if len(set(norms)) < len(norms) or {p for p in norms if p.requires_grad} != set(slots):
+        if len(set(norms)) < len(norms) or {p for p in norms if p.requires_grad} != set(buffers.slots):
             return None
         if not all(isinstance(stage.params.conv_weight, nn.Parameter) for stage in stages):
             return None
-        source, target = self._activations[i], self._activations[i + 1]
-        source_grad = self._gradients[i - 1] if i > 0 else None
-        x = source.detach().requires_grad_(source_grad is not None)
+        assert buffers.output is not None
+        x, dx, y = buffers.input.x, buffers.input.grad, buffers.output.x
         with self._autocast():
-            plan = cuda_plan(x, stages) if stages else None
-            if plan is None or plan.subsample > 1 or not source.dtype == target.dtype == storage_dtype(x):
+            plan = cuda_plan(x.detach().requires_grad_(dx is not None), stages) if stages else None
+            if plan is None or plan.subsample > 1 or not x.dtype == y.dtype == storage_dtype(x):
                 return None
         defers = units[-1].act_name == "identity"
         if defers and i + 1 not in self._deferred:
-            self._deferred[i + 1] = DeferredNorm.empty(target)
+            self._deferred[i + 1] = DeferredNorm.empty(y)
         return StaticChain(
             stages=partial(begin_stages, units),
             plan=plan,
-            x=source,
-            y=target,
+            x=x,
+            y=y,
             adds_input=adds_input,
-            dx=source_grad,
-            gradients=slots,
-            made_from=made_from,
-            deferred=self._deferred[i + 1] if defers else None,
-            rounded=self._rounded,
+            dx=dx,
+            gradients=buffers.slots,
+            deferred_input=buffers.deferred_input,
+            deferred_norm=self._deferred[i + 1] if defers else None,
+            copies=self._low_precision,
         )
 
     def forward_backward(self, x: Tensor, y: Tensor, paths: Sequence[Arch] | None) -> StepResult:
@@ -275,8 +280,8 @@ class GraphEngine:
                     raise
                 _logger.warning("goes on without CUDA graphs: %s", error)
             # free the memory of graphs and buffers for the eager engine
-            self._segments, self._layers, self._activations, self._gradients = [], [], [], []
-            self._deferred, self._slots, self._rounded = {}, {}, None
+            self._segments, self._layers, self._boundaries = [], [], []
+            self._deferred, self._gradients, self._low_precision = {}, {}, None
             del self.images
         result = EagerEngine(self.net, self.label_smoothing, self.bf16).forward_backward(x, y, paths)
         self._graded = [p for p in self._trainable if p.grad is not None]
@@ -295,8 +300,8 @@ class GraphEngine:
         Raises:
             EngineError: a segment could not be captured; nothing but buffers has changed.
         """
-        if self._rounded is not None:
-            self._rounded.refresh()
+        if self._low_precision is not None:
+            self._low_precision.refresh()
         self.images.copy_(x)
         stem = self._segment(0, None).forward_replay
         assert stem is not None
@@ -311,26 +316,26 @@ class GraphEngine:
                 if segment.forward_replay is not None:
                     segment.forward_replay()
             for segment in reversed(segments):
-                segment.replay_backward(adds=id(segment.gradients) in ran)
-                ran.update((id(part.gradients), part) for part in segment.parts)
-                if not segment.passes_on:
+                segment.replay_backward(adds=id(segment.buffers.gradients) in ran)
+                ran.update((id(part.buffers.gradients), part) for part in segment.parts)
+                if not segment.has_input_grad:
                     break
             classifier = segments[-1]
             assert isinstance(classifier, Classifier)
             outcomes.append(StepResult(*torch.stack(classifier.outcome)))  # the next replay writes another there
         self._set_gradients(ran.values())
-        return result_of(outcomes)
+        return average_paths(outcomes)
 
     def _set_gradients(self, segments: Iterable[Segment]) -> None:
-        """Set `grad` of the parameters that these segments reached; clear those that the step before has set."""
-        parts = [segment.reached for segment in segments]
+        """Set `grad` of the parameters whose gradients these segments computed; clear those of the step before."""
+        computed = [segment.computed for segment in segments]
         gradients: dict[Tensor, Tensor] = {}
-        for part in parts:
-            gradients.update(part)  # much faster than parameter by parameter, and this runs at every step
-        if len(gradients) < sum(map(len, parts)):
+        for slots in computed:
+            gradients.update(slots)  # much faster than parameter by parameter, and this runs at every step
+        if len(gradients) < sum(map(len, computed)):
             # segments share a parameter, whose gradient is then their sum
             gradients = {}
-            for p, gradient in itertools.chain.from_iterable(part.items() for part in parts):
+            for p, gradient in itertools.chain.from_iterable(slots.items() for slots in computed):
                 gradients[p] = gradients[p] + gradient if p in gradients else gradient
         for p in self._graded:
             p.grad = None
@@ -339,22 +344,22 @@ class GraphEngine:
         self._graded = list(gradients)
 
 
-def _classify(net: Supernet, rounded: Rounded | None, features: Tensor) -> Tensor:
+def _classify(net: Supernet, copies: LowPrecisionWeights | None, features: Tensor) -> Tensor:
     """The classifier; the numbers are those of `Supernet.forward`.
 
     Args:
         net: the supernet.
-        rounded: copies of frozen parameters, which a linear classifier without hooks takes; None: as they are.
+        copies: of frozen parameters, which a linear classifier without hooks takes; None: as they are.
         features: means over the pixels of what the head gives.
     """
     linear = net.classifier
-    if rounded is None or type(linear) is not nn.Linear or has_forward_hooks(linear):
+    if copies is None or type(linear) is not nn.Linear or has_forward_hooks(linear):
         return linear(features)
-    weight, bias = (p if p is None or p.requires_grad else rounded.of(p) for p in (linear.weight, linear.bias))
+    weight, bias = (p if p is None or p.requires_grad else copies.get(p) for p in (linear.weight, linear.bias))
     return F.linear(features, weight, bias)
 
 
-class _Part(NamedTuple):
+class _Candidate(NamedTuple):
     """One choice of a layer.
 
     Attributes:
@@ -365,18 +370,22 @@ class _Part(NamedTuple):
     run: Callable[[Tensor], Tensor]
     modules: list[nn.Module]
 
-    def trainable(self) -> list[nn.Parameter]:
-        """The parameters that train, each once."""
-        return list(dict.fromkeys(p for module in self.modules for p in module.parameters() if p.requires_grad))
+    def empty_gradients(self, device: torch.device) -> tuple[Tensor, dict[Tensor, Tensor]]:
+        """Memory for the gradients of the parameters that train, and the part of each, with its strides."""
+        parameters = list(dict.fromkeys(p for m in self.modules for p in m.parameters() if p.requires_grad))
+        sizes = [p.numel() for p in parameters]
+        memory = torch.empty(sum(sizes), device=device)
+        parts = zip(parameters, memory.split(sizes), strict=True)
+        return memory, {p: part.as_strided(p.shape, p.stride()) for p, part in parts}
 
+    @classmethod
+    def sequence(cls, modules: nn.Sequential) -> _Candidate:
+        return cls(partial(run_in_order, modules), list(modules))
 
-def _in_order(modules: nn.Sequential) -> _Part:
-    return _Part(partial(run_in_order, modules), list(modules))
-
-
-def _chosen(layer: ChoiceLayer, choice: int) -> _Part:
-    module = layer.chosen(choice)
-    return _Part(partial(layer, choice=choice), [] if module is None else [module])
+    @classmethod
+    def choice(cls, layer: ChoiceLayer, choice: int) -> _Candidate:
+        module = layer.chosen(choice)
+        return cls(partial(layer, choice=choice), [] if module is None else [module])
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -409,11 +418,11 @@ def make_engine(model: nn.Module, name: str, *, batch: tuple[int, ...], label_sm
     if name == "eager":
         return eager
     on_cuda = next(model.parameters()).device.type == "cuda"
-    of_blocks = isinstance(model, Supernet) and not isinstance(model, ModuleSupernet)
-    if name == "auto" and not (of_blocks and on_cuda):
+    has_candidates = isinstance(model, Supernet) and not isinstance(model, ModuleSupernet)
+    if name == "auto" and not (has_candidates and on_cuda):
         return eager
     try:
-        if not isinstance(model, Supernet) or not of_blocks:
+        if not isinstance(model, Supernet) or not has_candidates:
             raise EngineError(f"graphs are captured per candidate of a Supernet, got {type(model).__name__}")
         return GraphEngine(model, tuple(batch), label_smoothing, bf16, strict=name == "graphs")
     except (EngineError, torch.cuda.OutOfMemoryError) as error:

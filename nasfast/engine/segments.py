@@ -16,6 +16,37 @@ from nasfast.ops.cuda.deferred import DeferredResult
 from nasfast.ops.cuda.static import StaticChain
 
 
+@dataclass(frozen=True)
+class Boundary:
+    """The static buffers between two layers.
+
+    Attributes:
+        x: the result of the layer in front, channels_last.
+        grad: its gradient, alike; None if nothing in front trains.
+    """
+
+    x: Tensor
+    grad: Tensor | None
+
+
+@dataclass(frozen=True)
+class SegmentBuffers:
+    """The memory that a segment reads and writes at every step.
+
+    Attributes:
+        input, output: the boundaries; the output is None if nothing reads it.
+        deferred_input: what the input is computed from, if the segment in front has not written it.
+        gradients: memory for the gradients of the parameters that train, one after another.
+        slots: the part of each parameter, in its layout.
+    """
+
+    input: Boundary
+    output: Boundary | None
+    deferred_input: DeferredResult | None
+    gradients: Tensor
+    slots: dict[Tensor, Tensor]
+
+
 @dataclass(kw_only=True)
 class Segment:
     """One candidate of one layer, from its input boundary to its output boundary and back.
@@ -24,28 +55,18 @@ class Segment:
 
     Attributes:
         module: computes the output from the input.
-        source, target: buffers of the input and of the output; the target is None if nothing reads the output.
-        made_from: what the source is made from, if the segment before has not written it.
-        source_grad, target_grad: buffers of their gradients; None if nothing before them trains.
-        gradients: memory for the gradients of the parameters that train, one after another.
-        slots: the part of each parameter, in its layout.
+        buffers: its memory.
         autocast: makes the context in which forward runs.
-        reached: the slots that backward writes; the first backward sets it.
-        passes_on: whether backward computes a gradient of the source. If not, the segments before have none either.
+        computed: the slots that backward writes; the first backward sets it.
+        has_input_grad: whether backward computes a gradient of the input; if not, no segment in front has any.
         forward_replay, backward_replay: replays of the captured functions; None if there is nothing to do.
     """
 
     module: Callable[[Tensor], Tensor]
-    source: Tensor
-    target: Tensor | None
-    made_from: DeferredResult | None
-    source_grad: Tensor | None
-    target_grad: Tensor | None
-    gradients: Tensor
-    slots: dict[Tensor, Tensor]
+    buffers: SegmentBuffers
     autocast: Callable[[], Any]
-    reached: dict[Tensor, Tensor] = field(init=False, default_factory=dict)
-    passes_on: bool = field(init=False, default=True)
+    computed: dict[Tensor, Tensor] = field(init=False, default_factory=dict)
+    has_input_grad: bool = field(init=False, default=True)
     forward_replay: Replay | None = field(init=False, default=None)
     backward_replay: Replay | None = field(init=False, default=None)
     _x: Tensor | None = field(init=False, default=None)
@@ -58,7 +79,9 @@ class Segment:
 
     @property
     def has_backward(self) -> bool:
-        return self.target_grad is not None and (self.source_grad is not None or bool(self.slots))
+        buffers = self.buffers
+        wants = buffers.input.grad is not None or bool(buffers.slots)
+        return wants and buffers.output is not None and buffers.output.grad is not None
 
     @property
     def parts(self) -> list[Segment]:
@@ -67,7 +90,7 @@ class Segment:
 
     @property
     def result(self) -> DeferredResult | None:
-        """What the target is made from behind forward; None if it is written."""
+        """What the output is computed from after forward; None if it is written."""
         return None
 
     def set_replays(self, replays: list[Replay]) -> None:
@@ -77,57 +100,59 @@ class Segment:
         self.release()
 
     def forward(self) -> None:
-        assert self.target is not None
+        assert self.buffers.output is not None
         y = self.run()
-        self.target.copy_(y.detach())
+        self.buffers.output.x.copy_(y.detach())
         self._edge = get_gradient_edge(y) if y.requires_grad else None
 
     def run(self) -> Tensor:
-        """Run the module on the source."""
-        if self.made_from is not None:
-            self.made_from.write(self.source)
-        self._x = self.given().requires_grad_(self.source_grad is not None)
+        """Run the module on the input."""
+        if self.buffers.deferred_input is not None:
+            self.buffers.deferred_input.apply(self.buffers.input.x)
+        self._x = self.module_input().requires_grad_(self.buffers.input.grad is not None)
         with self.autocast():
             return self.module(self._x)
 
-    def given(self) -> Tensor:
+    def module_input(self) -> Tensor:
         """What the module gets, outside of autograd."""
-        return self.source.detach()
+        return self.buffers.input.x.detach()
 
     def backward(self) -> None:
         if self._x is None:
             raise RuntimeError("the backward of a segment needs what its forward keeps: call forward first")
-        self.differentiate(self._edge, self.target_grad)
+        assert self.buffers.output is not None
+        self.differentiate(self._edge, self.buffers.output.grad)
         self.release()
 
     def differentiate(self, edge: GradientEdge | None, grad: Tensor | None) -> None:
-        """Write the gradients of a result to source_grad and to the slots of the parameters.
+        """Write the gradients of the input and of the parameters from that of the module's result.
 
         Args:
-            edge: that of the result; None if nothing in front of it trains.
+            edge: the result's place in the graph of autograd; None if nothing in front of it trains.
             grad: gradient of the result.
         """
-        wanted = [*([self._x] if self._x is not None and self.source_grad is not None else []), *self.slots]
-        if not wanted:
+        input_grad, slots = self.buffers.input.grad, self.buffers.slots
+        leaves = [*([self._x] if self._x is not None and input_grad is not None else []), *slots]
+        if not leaves:
             return
-        computed: list[Tensor | None] = [None] * len(wanted)
+        gradients: list[Tensor | None] = [None] * len(leaves)
         if edge is not None:
-            computed = list(torch.autograd.grad(edge, wanted, grad, allow_unused=True))
-        if self.source_grad is not None:
-            dx = computed.pop(0)
-            self.passes_on = dx is not None
+            gradients = list(torch.autograd.grad(edge, leaves, grad, allow_unused=True))
+        if input_grad is not None:
+            dx = gradients.pop(0)
+            self.has_input_grad = dx is not None
             if dx is not None:
-                self.write(self.source_grad, dx)
-                if self.made_from is not None:
-                    self.made_from.norm.begin_backward(self.source_grad)
-        found = {p: gradient for p, gradient in zip(self.slots, computed, strict=True) if gradient is not None}
-        self.reached = {p: self.slots[p] for p in found}
-        if found:
-            torch._foreach_copy_(list(self.reached.values()), list(found.values()))
+                self.write_input_grad(input_grad, dx)
+                if self.buffers.deferred_input is not None:
+                    self.buffers.deferred_input.norm.reduce(input_grad)
+        of_parameters = {p: gradient for p, gradient in zip(slots, gradients, strict=True) if gradient is not None}
+        self.computed = {p: slots[p] for p in of_parameters}
+        if self.computed:
+            torch._foreach_copy_(list(self.computed.values()), list(of_parameters.values()))
 
-    def write(self, source_grad: Tensor, dx: Tensor) -> None:
-        """Write the gradient of the source from that of what `run` differentiates by."""
-        source_grad.copy_(dx)
+    def write_input_grad(self, input_grad: Tensor, dx: Tensor) -> None:
+        """Write the gradient of the input from that of what the module gets."""
+        input_grad.copy_(dx)
 
     def release(self) -> None:
         self._x = self._edge = None
@@ -136,10 +161,10 @@ class Segment:
         """Replay backward; with `adds`, add to the gradients of an earlier path of this step."""
         if self.backward_replay is None:
             return
-        before = [part.gradients.clone() for part in self.parts] if adds else []
+        earlier = [part.buffers.gradients.clone() for part in self.parts] if adds else []
         self.backward_replay()
-        for part, gradients in zip(self.parts, before, strict=False):
-            part.gradients.add_(gradients)
+        for part, gradients in zip(self.parts, earlier, strict=False):
+            part.buffers.gradients.add_(gradients)
 
 
 @dataclass(kw_only=True)
@@ -160,10 +185,10 @@ class ChainSegment(Segment):
         self.chain.forward()
 
     def backward(self) -> None:
-        assert self.target_grad is not None
-        self.chain.backward(self.target_grad)
-        self.passes_on = self.source_grad is not None
-        self.reached = self.slots
+        assert self.buffers.output is not None and self.buffers.output.grad is not None
+        self.chain.backward(self.buffers.output.grad)
+        self.has_input_grad = self.buffers.input.grad is not None
+        self.computed = self.buffers.slots
         self.release()
 
     def release(self) -> None:
@@ -174,10 +199,10 @@ class ChainSegment(Segment):
 class Classifier(Segment):
     """The last segment: what follows the last choice, classifier, loss, and their backward, in one graph.
 
-    Its module gets the mean over the pixels of the source.
+    Its module gets the mean over the pixels of the input.
 
     Attributes:
-        head: what makes the source; None if a layer with choices does.
+        head: what computes the input; None if a layer with choices does.
         labels: (N,).
         label_smoothing: label smoothing of the cross-entropy.
         outcome: result of the last replay, see `loss_and_gradient`.
@@ -206,17 +231,17 @@ class Classifier(Segment):
         # static too: a graph writes a result to the same memory at every replay, as long as someone holds the result
         self.outcome, gradient = loss_and_gradient(logits, self.labels, self.label_smoothing)
         self.differentiate(get_gradient_edge(logits) if logits.requires_grad else None, gradient)
-        if self.head is not None and self.passes_on and self.head.has_backward:
+        if self.head is not None and self.has_input_grad and self.head.has_backward:
             self.head.backward()
-            self.passes_on = self.head.passes_on
+            self.has_input_grad = self.head.has_input_grad
         self.release()
 
-    def given(self) -> Tensor:
-        return self.source.mean((2, 3))
+    def module_input(self) -> Tensor:
+        return self.buffers.input.x.mean((2, 3))
 
-    def write(self, source_grad: Tensor, dx: Tensor) -> None:
+    def write_input_grad(self, input_grad: Tensor, dx: Tensor) -> None:
         # as the backward of pixel_mean does, but for its copy
-        torch.div(dx[:, :, None, None].expand_as(source_grad), source_grad[0, 0].numel(), out=source_grad)
+        torch.div(dx[:, :, None, None].expand_as(input_grad), input_grad[0, 0].numel(), out=input_grad)
 
     def release(self) -> None:
         super().release()

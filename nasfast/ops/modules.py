@@ -277,30 +277,30 @@ def run_in_order(modules: nn.Sequential, x: Tensor) -> Tensor:
 
     Hooks of the modules inside are not called then, so modules that have any are called as they are.
     """
-    units, adds_input = chain_of(modules)
+    units, adds_input = as_chain(modules)
     if units and not has_forward_hooks(modules) and cuda_plan(x, [unit.stage() for unit in units]) is not None:
         return conv_bn_act_chain(x, begin_stages(units), residual=x if adds_input else None)
     return modules(x)
 
 
-def chain_of(modules: Iterable[nn.Module]) -> tuple[list[ConvBNAct], bool]:
+def as_chain(modules: Iterable[nn.Module]) -> tuple[list[ConvBNAct], bool]:
     """The units of modules that could be one chain, and whether it adds its input at the end; no units of others."""
-    found: list[ConvBNAct] = []
+    units: list[ConvBNAct] = []
     blocks = list(modules)
     adds_input = False
     for module in blocks:
         if "forward" in vars(module):  # somebody replaced it
             return [], False
         if type(module) is ConvBNAct and module.fused:
-            found.append(module)
+            units.append(module)
             continue
         if type(module) is not InvertedResidual or not module.fused or module.se is not None:
             return [], False
         adds_input = module.has_residual
         if adds_input and len(blocks) > 1:
             return [], False
-        found += module.units
-    return found, adds_input
+        units += module.units
+    return units, adds_input
 
 
 def begin_stages(units: Iterable[ConvBNAct]) -> list[Stage]:

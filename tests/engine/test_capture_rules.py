@@ -143,7 +143,7 @@ def record_every_candidate(engine, space, *, deferred=False):
             kind = (layer.choices[choice], layer.stride, layer.normal) if layer else i
             if kind not in seen:
                 seen.add(kind)
-                x = engine._activations[i]
+                x = engine._boundaries[i].x
                 engine._segment(i, choice, DeferredResult(DeferredNorm.empty(x)) if deferred and i > 0 else None)
     assert engine.capture.count > len(seen)
 

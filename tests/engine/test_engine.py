@@ -138,9 +138,9 @@ def test_candidates_are_captured_once_and_only_when_needed_which_is_announced(ca
     ]
     # the classifier is in the graph of the head
     assert [len(found) for found in graphs._segments] == [*[1] * (len(graphs._layers) - 1), 0]
-    segment = graphs._segments[1][0, None]
+    segment = graphs._segments[1][0, "written"]
     graphs.forward_backward(*random_batch(space, 4, device=DEVICE), [path])
-    assert graphs._segments[1][0, None] is segment
+    assert graphs._segments[1][0, "written"] is segment
 
 
 def test_a_smaller_last_batch_runs_eagerly():

@@ -12,7 +12,7 @@ from tiny import CHOICES, tiny_space
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.captures import begun_by_launches
+from benchmarks.captures import reduced_by_launches
 from nasfast.engine import EagerEngine, GraphEngine
 from nasfast.engine.segments import ChainSegment, Classifier
 from nasfast.measure.timing import random_batch
@@ -54,7 +54,7 @@ class Copies(TorchDispatchMode):
 @emulates
 def test_chains_write_into_boundaries_and_gradients(emulated):
     space = tiny_space(resolution=8, stages=(Stage(16, 1, 2, (Block("mbconv", 3, 2),)),) * 2)
-    with begun_by_launches():
+    with reduced_by_launches():
         graphs = compare(space, "bn", [[(0, 0)]], batch=2, bf16=True, layer_indicators=False)
     with Copies() as copies:
         graphs.forward_backward(*random_batch(space, 2, device=DEVICE), [(0, 0)])
@@ -75,17 +75,17 @@ def test_a_candidate_makes_what_the_layer_before_has_deferred(layer_indicators, 
     space = tiny_space(resolution=8, stages=(Stage(16, 3, 2, blocks),))
     # in the last step a candidate gets its input in two ways, and its gradients add up in the order of the paths
     steps = [[(0, 0, 0)], [(1, 2, 1), (2, 1, 2)], [(0, 0, 0), (0, 2, 0), (0, 1, 0)]]
-    with begun_by_launches():
+    with reduced_by_launches():
         graphs = compare(space, "bn", steps, batch=2, bf16=True, layer_indicators=layer_indicators)
     # by choice, and how it gets its input: it is there, it is made, something is added to make it
     stem, first, second, third, head, _ = graphs._segments
-    assert set(stem) == {(None, None)} and set(first) == {(0, None), (1, None), (2, None)}
-    assert set(second) == {(0, False), (1, False), (2, False), (1, None)}
-    assert set(third) == {(0, True), (1, None), (2, True), (0, None)}
-    assert set(head) == {(None, True), (None, None)}
-    assert first[0, None].result.added is None and second[0, False].result.added is graphs._activations[2]
+    assert set(stem) == {(None, "written")} and set(first) == {(0, "written"), (1, "written"), (2, "written")}
+    assert set(second) == {(0, "deferred"), (1, "deferred"), (2, "deferred"), (1, "written")}
+    assert set(third) == {(0, "deferred sum"), (1, "written"), (2, "deferred sum"), (0, "written")}
+    assert set(head) == {(None, "deferred sum"), (None, "written")}
+    assert first[0, "written"].result.added is None and second[0, "deferred"].result.added is graphs._boundaries[2].x
     # an identity reads its input by no chain, so a launch of its own makes it
-    assert isinstance(second[0, False], ChainSegment) and not isinstance(second[2, False], ChainSegment)
+    assert isinstance(second[0, "deferred"], ChainSegment) and not isinstance(second[2, "deferred"], ChainSegment)
 
 
 class Reductions(TorchDispatchMode):
@@ -138,12 +138,12 @@ def test_a_candidate_with_a_hook_is_no_chain(emulated):
             net.layers[1].candidates[0].register_forward_hook(lambda module, given, y: seen.append(y.isnan()))
         return nets
 
-    with begun_by_launches():
+    with reduced_by_launches():
         graphs = compare(space, "bn", [[(0, 0, 0)]] * 2, batch=2, bf16=True, make=hooked, layer_indicators=False)
     # what the hooks read in the second step, of both engines; before, buffers are not filled
     assert not any(nans.any() for nans in seen[-4:])
-    assert graphs._segments[1][0, None].result is not None
-    assert not isinstance(graphs._segments[2][0, False], ChainSegment)
+    assert graphs._segments[1][0, "written"].result is not None
+    assert not isinstance(graphs._segments[2][0, "deferred"], ChainSegment)
 
 
 class Doubled(torch.nn.Module):
@@ -192,10 +192,10 @@ def test_a_candidate_that_is_more_than_a_chain_is_called(change, emulated):
         return nets
 
     space = tiny_space(resolution=8, stages=(Stage(16, 3, 2, (Block("mbconv", 3, 2), Block("mbconv", 3, 1))),))
-    with begun_by_launches():
+    with reduced_by_launches():
         graphs = compare(space, "bn", [[(0, 0, 0)]] * 2, batch=2, bf16=True, make=changed, layer_indicators=False)
-    assert isinstance(graphs._segments[1][0, None], ChainSegment)
-    assert not isinstance(graphs._segments[2][0, False], ChainSegment)
+    assert isinstance(graphs._segments[1][0, "written"], ChainSegment)
+    assert not isinstance(graphs._segments[2][0, "deferred"], ChainSegment)
 
 
 @emulates
@@ -215,9 +215,9 @@ def test_frozen_weights_may_lie_anywhere(emulated):
         return nets
 
     space = tiny_space(resolution=8, stages=(Stage(16, 3, 2, (Block("mbconv", 3, 2), Block("mbconv", 3, 1))),))
-    with begun_by_launches():
+    with reduced_by_launches():
         graphs = compare(space, "bn", [[(0, 0, 0)]], batch=2, bf16=True, make=moved, layer_indicators=False)
-    assert isinstance(graphs._segments[2][0, False], ChainSegment)
+    assert isinstance(graphs._segments[2][0, "deferred"], ChainSegment)
 
 
 @pytest.mark.parametrize("name", ["classifier", "layers.0.candidates.0.expand.conv"])

@@ -62,8 +62,8 @@ def run_two(
     between, grad, dx, y = (nan_like(like) for like in (second.x, second.x, first.x, second.grad))
     norm = DeferredNorm(*map(nan_like, DeferredNorm.empty(between))) if defers else None
     with use_backend("cuda"):
-        one = static_chain(first, first.x, between, dx=dx if trains else None, deferred=norm)
-        two = static_chain(second, between, y, dx=grad, made_from=one.result)
+        one = static_chain(first, first.x, between, dx=dx if trains else None, deferred_norm=norm)
+        two = static_chain(second, between, y, dx=grad, deferred_input=one.result)
     one.forward()
     assert bool(between.isnan().all()) == defers
     two.forward()

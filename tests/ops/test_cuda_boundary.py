@@ -6,7 +6,7 @@ from kernel_cases.chain import ChainCase, Drawn
 from kernel_cases.chain_pairs import PAIRS, drawn_pair, nan_like, run_both, run_two
 from kernel_cases.cuda import needs_kernels
 
-from benchmarks.captures import begun_by_launches
+from benchmarks.captures import reduced_by_launches
 from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
 
 pytestmark = needs_kernels
@@ -20,7 +20,7 @@ def assert_same(results, expected):
         assert torch.equal(results[name], value), name
 
 
-def assert_begun(results, expected, first: Drawn, norm: DeferredNorm):
+def assert_reduced(results, expected, first: Drawn, norm: DeferredNorm):
     """The sums that the second chain takes of its own gradient differ from those of a launch by roundings."""
     rounding = ROUNDING[first.x.dtype]
     for name, value in expected.items():
@@ -52,14 +52,14 @@ def test_results_and_gradients_are_the_same_bits(pair, dtype, emulation):
     first, second = drawn_pair(pair, dtype)
     expected = run_both(first, second)
     assert_same(run_two(first, second, defers=False)[0], expected)
-    with begun_by_launches():
+    with reduced_by_launches():
         assert_same(run_two(first, second, defers=True)[0], expected)
-    results, made_from = run_two(first, second, defers=True)
+    results, deferred = run_two(first, second, defers=True)
     assert not any(result.isnan().any() for result in results.values())
-    assert_begun(results, expected, first, made_from.norm)
-    assert (made_from.added is None) == (first.residual is None)
+    assert_reduced(results, expected, first, deferred.norm)
+    assert (deferred.added is None) == (first.residual is None)
     # against float64, from the output that the first chain has stored
-    y, (gamma, beta, eps) = made_from.norm.y.double(), last_norm(first)
+    y, (gamma, beta, eps) = deferred.norm.y.double(), last_norm(first)
     mean, var = y.mean((0, 2, 3), keepdim=True), y.var((0, 2, 3), correction=0, keepdim=True)
     x = (y - mean) / (var + eps).sqrt() * gamma.view(-1, 1, 1) + beta.view(-1, 1, 1)
     if first.residual is not None:
@@ -78,10 +78,10 @@ def test_a_result_does_not_depend_on_the_order_of_threads_and_blocks(multiproces
     between, expected = run_both(first, second)["between"], None
     for backwards, order in [(False, 0), (True, 0), (False, 1), (True, 29)]:
         emulation(multiprocessors, backwards, order)
-        results, made_from = run_two(first, second, defers=True)
+        results, deferred = run_two(first, second, defers=True)
         assert torch.equal(results["between"], between)
         if expected is None:
-            assert_begun(results, run_both(first, second), first, made_from.norm)
+            assert_reduced(results, run_both(first, second), first, deferred.norm)
             expected = results
         assert_same(results, expected)
 
@@ -98,30 +98,30 @@ def test_nan_reaches_the_input_that_is_made(emulation):
 
 def test_an_input_may_be_made_by_itself(emulation):
     first, second = drawn_pair(PAIRS[0], torch.bfloat16)
-    _, made_from = run_two(first, second, defers=True)
+    _, deferred = run_two(first, second, defers=True)
     x = nan_like(second.x)
-    made_from.write(x)
+    deferred.apply(x)
     assert torch.equal(x, run_both(first, second)["between"])
 
 
 def test_tensors_of_another_shape_are_refused(emulation):
     first, second = drawn_pair(PAIRS[0], torch.bfloat16)
-    _, made_from = run_two(first, second, defers=True)
-    norm, x = made_from.norm, nan_like(second.x)
+    _, deferred = run_two(first, second, defers=True)
+    norm, x = deferred.norm, nan_like(second.x)
     for bad, message in [
-        (DeferredResult(norm._replace(y=norm.y[:1]), made_from.added), "y must be channels_last"),
+        (DeferredResult(norm._replace(y=norm.y[:1]), deferred.added), "y must be channels_last"),
         (DeferredResult(norm, norm.y.half()), "what is added must be channels_last, of the type"),
         (DeferredResult(norm._replace(fold=norm.fold[:-1])), "fold must be contiguous and have 48 elements"),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            bad.write(x)
+            bad.apply(x)
     for changed, message in [
-        ({"y": norm.y[:1]}, "the output that is left must be channels_last"),
+        ({"y": norm.y[:1]}, "y of a deferred BatchNorm must be channels_last"),
         ({"statistics": norm.statistics.float()}, "statistics must be contiguous and have 48 elements"),
         ({"back": norm.back[:-1]}, "back must be contiguous and have 96 elements"),
     ]:
         with pytest.raises(RuntimeError, match=message):
-            norm._replace(**changed).begin_backward(second.x)
+            norm._replace(**changed).reduce(second.x)
     with pytest.raises(RuntimeError, match="x is made from y, its fold|multiples of 8 is made from y, its fold"):
         torch.ops.nasfast.conv_bn_act_chain_gpu_make(x, [norm.y])
 
@@ -132,8 +132,8 @@ def test_a_chain_with_nothing_in_front_that_trains(units, emulation):
     pair = ChainCase((2, 16, 5, 4), units), "pw32/relu6", ""
     first, second = drawn_pair(pair, torch.bfloat16)
     expected = run_both(first, second, trains=False)
-    results, made_from = run_two(first, second, defers=True, trains=False)
+    results, deferred = run_two(first, second, defers=True, trains=False)
     if len(first.stages) == 1:
         assert_same(results, expected)
     else:
-        assert_begun(results, expected, first, made_from.norm)
+        assert_reduced(results, expected, first, deferred.norm)

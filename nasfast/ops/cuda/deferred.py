@@ -2,7 +2,8 @@
 
 A BatchNorm needs the statistics of all pixels, so the last one of a chain takes a launch of its own, unless the next
 chain applies it while it reads its input. In backward, this BatchNorm needs two sums over all pixels of the gradient of
-the result. The next chain adds them up with its last kernel, or a launch of its own does.
+the result. The next chain adds them up with its last kernel, or a launch of its own does. csrc/gpu/call.cpp reads these
+tensors.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class DeferredNorm(NamedTuple):
             gradients=numbers(2, channels),
         )
 
-    def begin_backward(self, grad: Tensor) -> None:
+    def reduce(self, grad: Tensor) -> None:
         """Fill `back` and `gradients` by a launch of its own; grad: the whole gradient of x."""
         count = torch.ops.nasfast.conv_bn_act_chain_gpu_counters(grad, [])
         torch.ops.nasfast.conv_bn_act_chain_gpu_reduce(grad, list(self), zeros(count, grad.device))
@@ -75,9 +76,9 @@ class DeferredResult(NamedTuple):
     added: Tensor | None = None
 
     def tensors(self) -> list[Tensor]:
-        """What x is made from, as the operators of the CUDA kernels get it."""
+        """What x is computed from, as the operators of the CUDA kernels get it."""
         return [self.norm.y, self.norm.fold, *([] if self.added is None else [self.added])]
 
-    def write(self, x: Tensor) -> None:
-        """Write x by a launch of its own."""
+    def apply(self, x: Tensor) -> None:
+        """Apply the BatchNorm, and so write x, by a launch of its own."""
         torch.ops.nasfast.conv_bn_act_chain_gpu_make(x, self.tensors())

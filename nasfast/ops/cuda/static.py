@@ -11,9 +11,9 @@ from torch import Tensor
 from nasfast.ops.chain_operator import update_running
 from nasfast.ops.cuda.conv import aligned, counters
 from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
+from nasfast.ops.low_precision import LowPrecisionWeights
 from nasfast.ops.plan import ChainPlan, Kind
 from nasfast.ops.reference import Stage
-from nasfast.ops.rounded import Rounded
 
 
 @dataclass
@@ -30,11 +30,11 @@ class StaticChain:
         dx: buffer of the gradient of x; None if that is not wanted.
         gradients: a contiguous buffer for the gradient of each weight and bias of a BatchNorm that trains, by this
             tensor itself.
-        made_from: what the chain makes x from, which nothing has written; it then begins the backward of what was
-            deferred. None if x is there.
-        deferred: memory for the last BatchNorm, if its result is not written to y; no activation may follow it. None
-            if y is written.
-        rounded: copies of frozen weights in the plan's type; None for none.
+        deferred_input: what x is computed from, where nothing has written it: forward then writes x, and backward fills
+            the rest of the deferred BatchNorm. None if x is written.
+        deferred_norm: memory for the last BatchNorm, if its result is not written to y; no activation may follow it.
+            None if y is written.
+        copies: copies of frozen weights in the plan's type; None for none.
     """
 
     stages: Callable[[], Sequence[Stage]]
@@ -44,52 +44,59 @@ class StaticChain:
     adds_input: bool = False
     dx: Tensor | None = None
     gradients: Mapping[Tensor, Tensor] = field(default_factory=dict)
-    made_from: DeferredResult | None = None
-    deferred: DeferredNorm | None = None
-    rounded: Rounded | None = None
-    _begun: Sequence[Stage] = field(init=False, default=())
-    _kept: tuple[Tensor, Tensor] | None = field(init=False, default=None)
+    deferred_input: DeferredResult | None = None
+    deferred_norm: DeferredNorm | None = None
+    copies: LowPrecisionWeights | None = None
+    # what forward keeps for backward: its stages, and the tensors `saved` and `statistics`
+    _forward_stages: Sequence[Stage] = field(init=False, default=())
+    _saved: tuple[Tensor, Tensor] | None = field(init=False, default=None)
 
     @property
     def result(self) -> DeferredResult | None:
-        """What the result is made from behind forward; None if y is written."""
-        if self.deferred is None:
+        """What the result is computed from after forward; None if y is written."""
+        if self.deferred_norm is None:
             return None
-        return DeferredResult(self.deferred, self.x if self.adds_input else None)
+        return DeferredResult(self.deferred_norm, self.x if self.adds_input else None)
 
     def forward(self) -> None:
         """Run the chain on x, and keep what backward needs until `release`."""
-        stages = self._begun = self.stages()
+        stages = self._forward_stages = self.stages()
         params = [stage.params for stage in stages]
         keeps = self.dx is not None or bool(self.gradients)
-        saved = self.x.new_empty(self._saved_size() if keeps else 0)
+        saved_size = self.plan.saved_size
+        if self.deferred_norm is not None:
+            # the output of the last convolution is the last of what is saved, and a deferred BatchNorm has it
+            last = self.plan.stages[-1].saved_at
+            assert last is not None
+            saved_size = last
+        saved = self.x.new_empty(saved_size if keeps else 0)
         statistics = self.x.new_empty(self.plan.statistics_elements("cuda"), dtype=torch.float64)
         torch.ops.nasfast.conv_bn_act_chain_gpu_fwd(
             x=self.x,
             conv_weights=self._weights(),
             bn_weights=[p.bn_weight.contiguous() for p in params],
             bn_biases=[p.bn_bias.contiguous() for p in params],
-            added=self.x if self.adds_input and self.deferred is None else None,
+            added=self.x if self.adds_input and self.deferred_norm is None else None,
             y=self.y,
             saved=saved,
             statistics=statistics,
             counters=counters(self.x, self.plan.numbers),
-            before=[] if self.made_from is None else self.made_from.tensors(),
-            left=list(self.deferred or ()),
+            before=[] if self.deferred_input is None else self.deferred_input.tensors(),
+            left=list(self.deferred_norm or ()),
             plan=self.plan.numbers,
             eps=[stage.eps for stage in stages],
         )
         update_running(stages, self.plan, statistics)
-        self._kept = saved, statistics
+        self._saved = saved, statistics
 
     def backward(self, grad: Tensor) -> None:
         """Write dx and `gradients` from the gradient of the result, in the layout of y."""
-        if self._kept is None:
+        if self._saved is None:
             raise RuntimeError("the backward of a chain needs what its forward keeps: call forward first")
-        saved, statistics = self._kept
-        params = [stage.params for stage in self._begun]
+        saved, statistics = self._saved
+        params = [stage.params for stage in self._forward_stages]
         unwanted = grad.new_empty(0, dtype=torch.float32)
-        begins = self.made_from.norm if self.made_from is not None and self.dx is not None else ()
+        input_norm = self.deferred_input.norm if self.deferred_input is not None and self.dx is not None else ()
         torch.ops.nasfast.conv_bn_act_chain_gpu_bwd(
             grad=grad,
             saved=saved,
@@ -101,28 +108,20 @@ class StaticChain:
             dweights=[self.gradients.get(p.bn_weight, unwanted) for p in params],
             dbiases=[self.gradients.get(p.bn_bias, unwanted) for p in params],
             counters=counters(grad, self.plan.numbers),
-            before=list(begins),
-            left=list(self.deferred or ()),
+            before=list(input_norm),
+            left=list(self.deferred_norm or ()),
             plan=self.plan.numbers,
-            eps=[stage.eps for stage in self._begun],
+            eps=[stage.eps for stage in self._forward_stages],
         )
 
     def release(self) -> None:
         """Free what forward keeps."""
-        self._begun, self._kept = (), None
-
-    def _saved_size(self) -> int:
-        if self.deferred is None:
-            return self.plan.saved_size
-        # the output of the last convolution is the last of what is saved, and a deferred BatchNorm has it
-        last = self.plan.stages[-1].saved_at
-        assert last is not None
-        return last
+        self._forward_stages, self._saved = (), None
 
     def _weights(self) -> list[Tensor]:
         """The weights, in 16 bits where the kernels would only round them and there are such copies."""
-        weights = [aligned(stage.params.conv_weight.contiguous()) for stage in self._begun]
-        if self.rounded is None or self.rounded.dtype != self.x.dtype:
+        weights = [aligned(stage.params.conv_weight.contiguous()) for stage in self._forward_stages]
+        if self.copies is None or self.copies.dtype != self.x.dtype:
             return weights
         pairs = zip(weights, self.plan.stages, strict=True)
-        return [self.rounded.of(weight) if stage.kind == Kind.POINTWISE else weight for weight, stage in pairs]
+        return [self.copies.get(weight) if stage.kind == Kind.POINTWISE else weight for weight, stage in pairs]

@@ -2,17 +2,17 @@
 
 import torch
 
-from nasfast.ops.rounded import Rounded
+from nasfast.ops.low_precision import LowPrecisionWeights
 
 
 def test_a_copy_keeps_its_place_and_follows_its_weight():
-    rounded = Rounded(torch.bfloat16)
+    low_precision = LowPrecisionWeights(torch.bfloat16)
     weights = [torch.randn(4, 3, 1, 1), torch.randn(5)]
-    copies = [rounded.of(weights[0])]
+    copies = [low_precision.get(weights[0])]
     weights[0].mul_(2)  # before the other one is rounded
-    copies.append(rounded.of(weights[1]))
+    copies.append(low_precision.get(weights[1]))
     assert not torch.equal(copies[0], weights[0].bfloat16())
-    rounded.refresh()
+    low_precision.refresh()
     for weight, copy in zip(weights, copies, strict=True):
-        assert rounded.of(weight.detach()) is copy
+        assert low_precision.get(weight.detach()) is copy
         assert torch.equal(copy, weight.bfloat16())

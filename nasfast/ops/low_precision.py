@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-class Rounded:
+class LowPrecisionWeights:
     """Copies of weights in one type, each made when an operator first asks for it and then kept where it is.
 
     Args:
@@ -17,9 +17,9 @@ class Rounded:
         self.dtype = dtype
         # weight and copy by address and shape, because an operator gets another Python object for the same parameter
         self._copies: dict[tuple[int, torch.Size], tuple[Tensor, Tensor]] = {}
-        self._versions: list[int] = []  # of the weights that were rounded
+        self._versions: list[int] = []  # of the weights, when their copies were made
 
-    def of(self, weight: Tensor) -> Tensor:
+    def get(self, weight: Tensor) -> Tensor:
         """The copy of a weight, with its shape and strides."""
         key = weight.data_ptr(), weight.shape
         if key not in self._copies:
