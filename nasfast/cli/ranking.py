@@ -19,9 +19,9 @@ from nasfast.indicators.rank import rank
 from nasfast.indicators.registry import check_network_score, get_score
 from nasfast.indicators.scores import default_score, parts_of, score_networks, summed
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
-from nasfast.pipeline.inputs import scores_of, space_of, untrained_networks
-from nasfast.pipeline.run import Run, result_of
-from nasfast.pipeline.trained import (
+from nasfast.pipeline.inputs import compute_scores, ensure_space, untrained_networks
+from nasfast.pipeline.run import Run, read_result
+from nasfast.pipeline.sample import (
     ACCURACIES_FILE,
     REPORT_FILE,
     check_names,
@@ -65,10 +65,10 @@ def _rank_table(args: argparse.Namespace) -> None:
         predictor, space = _read_predictor(args)
         accuracies = read_accuracies(args.table, space, column=args.column)
     elif args.images is None:
-        run = Run.saved(args.out)
-        space = space_of(run)
+        run = Run.load(args.out)
+        space = ensure_space(run)
         accuracies = _read_sample(args, space)
-        predictor = scores_of(run, args.score, accuracies)
+        predictor = compute_scores(run, args.score, accuracies)
     else:
         accuracies, predictor, space = _score_untrained(args)
     report = rank(accuracies, predictor, space, resamples=args.resamples, seed=args.seed)
@@ -82,7 +82,7 @@ def _rank_table(args: argparse.Namespace) -> None:
 
 def _read_predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arch, float], ArchSpace]:
     if args.out is not None:
-        table = result_of(Path(args.out) / TABLE_FILE, IndicatorTable.load, f"nasfast score --out {args.out}")
+        table = read_result(Path(args.out) / TABLE_FILE, IndicatorTable.load, f"nasfast score --out {args.out}")
         return table, table.space
     try:
         table = IndicatorTable.load(args.predictor)
@@ -124,7 +124,7 @@ def _sample(archs: list[Arch], count: int | None, seed: int) -> list[Arch]:
 
 
 def _rank_trained(args: argparse.Namespace, settings: TaskSettings) -> None:
-    run = Run.saved(args.out)
+    run = Run.load(args.out)
     names = () if args.score is None else (args.score,)
     check_names(run, names)
     if args.dry_run:

@@ -29,7 +29,7 @@ The tau is that of `learned`, where there is one: the structure that all seeds a
 GOAL = 0.9
 """Correlation between the mean of the seeds and that of as many others, for which `seeds_needed` counts seeds."""
 
-_SAMPLE, _RESAMPLES = 1000, 200
+_ARCHITECTURES, _RESAMPLES = 1000, 200
 _TWO_SIDED = 0.975
 
 Rows = Sequence[dict[int, float]]
@@ -37,7 +37,7 @@ Rows = Sequence[dict[int, float]]
 
 
 @dataclass(frozen=True)
-class Placed:
+class TopArchitecture:
     """An architecture among the best of all seeds.
 
     `mean_rank` is the mean over the seeds of its rank among all architectures that are compared; 1 is the best.
@@ -69,7 +69,7 @@ class Agreement:
     tau: Estimate
     learned: Estimate | None
     correlation: float
-    top: tuple[Placed, ...]
+    top: tuple[TopArchitecture, ...]
 
     @property
     def stable(self) -> bool:
@@ -78,14 +78,14 @@ class Agreement:
         return low is not None and low > STABLE_TAU and self.top[0].in_top > self.seeds / 2
 
     @property
-    def of_mean(self) -> float:
+    def reliability(self) -> float:
         """Expected correlation between the mean of these seeds and the mean of as many others (Spearman-Brown)."""
         r, n = self.correlation, self.seeds
         return n * r / (1 + (n - 1) * r) if r > 0 else 0.0
 
     @property
     def seeds_needed(self) -> int | None:
-        """Number of seeds whose mean would have `GOAL` in place of `of_mean`; None if the seeds have nothing in common.
+        """Number of seeds whose mean would have the reliability `GOAL`; None if the seeds have nothing in common.
 
         Spearman and Brown: the means of n seeds correlate with n r / (1 + (n - 1) r) if two seeds correlate with r.
         """
@@ -127,8 +127,7 @@ def agreement(tables: Sequence[IndicatorTable], limits: Limits, *, k: int, seed:
 def random_architectures(space: LayerSpace, limits: Limits, *, seed: int) -> list[Arch]:
     """Up to 1000 different architectures within the limits."""
     rng = random.Random(seed)
-    drawn = (sample_under(space, rng, limits) for _ in range(_SAMPLE))
-    return list(dict.fromkeys(drawn))
+    return list(dict.fromkeys(sample_under(space, rng, limits) for _ in range(_ARCHITECTURES)))
 
 
 def mean_tau(scores: np.ndarray, weights: np.ndarray) -> Estimate:
@@ -155,9 +154,10 @@ def mean_tau(scores: np.ndarray, weights: np.ndarray) -> Estimate:
     means = means[~np.isnan(means)]
     half = float(stats.norm.ppf(_TWO_SIDED) * means.std(ddof=1)) if len(means) > 1 else 0.0
     if seeds > 2:
-        of_pair = dict(zip(pairs, taus[:, 0], strict=True))
-        without = np.array([np.mean([t for pair, t in of_pair.items() if s not in pair]) for s in range(seeds)])
-        error = math.sqrt((seeds - 1) / seeds * float(((without - without.mean()) ** 2).sum()))
+        pair_taus = dict(zip(pairs, taus[:, 0], strict=True))
+        # the mean without each of the seeds
+        jackknife = np.array([np.mean([t for pair, t in pair_taus.items() if s not in pair]) for s in range(seeds)])
+        error = math.sqrt((seeds - 1) / seeds * float(((jackknife - jackknife.mean()) ** 2).sum()))
         half = math.hypot(half, float(stats.t.ppf(_TWO_SIDED, seeds - 1)) * error)
     return Estimate(value, max(-1.0, value - half), min(1.0, value + half))
 
@@ -170,14 +170,14 @@ def _correlation(scores: np.ndarray) -> float:
     return float(matrix[np.triu_indices(len(scores), 1)].mean())
 
 
-def _top(tables: Sequence[IndicatorTable], rows: Sequence[Rows], limits: Limits, k: int) -> tuple[Placed, ...]:
+def _top(tables: Sequence[IndicatorTable], rows: Sequence[Rows], limits: Limits, k: int) -> tuple[TopArchitecture, ...]:
     """The K architectures of the lowest mean rank among the K best of each seed and of the mean of the seeds.
 
     The seeds' tables are divided by their standard deviations before the mean, so that none outweighs the others.
     """
     space = tables[0].space
     mean = z_sum([(table, 1.0) for table in tables], meta={})
-    best = [[found.arch for found in top_k(table, space, limits, k=k)] for table in (*tables, mean)]
+    best = [[candidate.arch for candidate in top_k(table, space, limits, k=k)] for table in (*tables, mean)]
     pool = list(dict.fromkeys(itertools.chain(*best)))
     scores = np.array([[arch_sum(row, arch) for arch in pool] for row in rows])
     ranks = stats.rankdata(-scores, method="min", axis=1).mean(axis=0)
@@ -187,5 +187,6 @@ def _top(tables: Sequence[IndicatorTable], rows: Sequence[Rows], limits: Limits,
     counts = Counter(itertools.chain(*best[:-1]))
     costs = [space.cost(arch) for arch in pool]
     return tuple(
-        Placed(pool[i], float(ranks[i]), counts[pool[i]], int(costs[i].macs), int(costs[i].params)) for i in order
+        TopArchitecture(pool[i], float(ranks[i]), counts[pool[i]], int(costs[i].macs), int(costs[i].params))
+        for i in order
     )

@@ -24,7 +24,7 @@ import torch
 from nasfast.data import Loader
 from nasfast.display import text_table
 from nasfast.ops import empty_cache
-from nasfast.pipeline.inputs import check_scoring, checked_images, evidence_for, image_loaders, retrain_loaders
+from nasfast.pipeline.inputs import build_evidence, check_scoring, checked_images, image_loaders, retrain_loaders
 from nasfast.pipeline.run import Run
 from nasfast.retrain import retrain
 from nasfast.runtime.capacity import cores
@@ -44,7 +44,7 @@ _LOG = logging.getLogger(__name__)
 _STEPS = 3
 """Timed steps, after one that is not timed."""
 
-_LARGEST, _TRIED = 160, (6, 64)
+_LARGEST, _BATCH = 160, (6, 64)
 """The largest side of timed images in pixels, how many a step has, and the most of smaller ones: under 2 GB."""
 
 _PATH_IMAGES = 32
@@ -96,7 +96,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Tried:
+class Steps:
     """Seconds of each timed step of so many images, and its bytes beside what was there before."""
 
     images: int
@@ -111,7 +111,7 @@ class Work:
     what: str
     number: int
     one: Timing
-    apart: bool = True
+    as_tasks: bool = True
 
 
 @dataclass(frozen=True)
@@ -131,11 +131,11 @@ class Plan:
     @property
     def total(self) -> Timing:
         """Everything on this machine."""
-        parts = (e.one * math.ceil(e.number / (self.at_a_time if e.apart else 1)) for e in self.estimates)
+        parts = (e.one * math.ceil(e.number / (self.at_a_time if e.as_tasks else 1)) for e in self.estimates)
         return functools.reduce(Timing.__add__, parts)
 
     def __str__(self) -> str:
-        head = "tasks" if self.settings is not None and all(e.apart for e in self.estimates) else "stages"
+        head = "tasks" if self.settings is not None and all(e.as_tasks for e in self.estimates) else "stages"
         table = [[head, "number", "threads", "time of one", "memory, at most"]]
         for e in self.estimates:
             memory = f"{e.one.memory / 2**30:.1f} GiB"
@@ -150,7 +150,7 @@ class Plan:
             f"{how}: about {duration(total.seconds)}{where}, up to {duration(total.slowest)} by the slowest of "
             f"{_STEPS} steps of each kind. Nothing was trained."
         )
-        largest = max((e.one.memory for e in self.estimates if e.apart), default=0)
+        largest = max((e.one.memory for e in self.estimates if e.as_tasks), default=0)
         if self.settings is not None and not self.settings.workers and largest > MEMORY:
             lines.append(
                 f"A run counts {MEMORY / 2**30:.0f} GiB for each task, and these may need more: set "
@@ -176,9 +176,9 @@ def plan_run(run: Run, *, max_hours: float | None = None) -> Plan:
     trial = Trial(run)
     number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures
     stages = [
-        Work("supernet", 1, trial.supernet(), apart=False),
-        Work("score", 1, trial.score(), apart=False),
-        Work("search", 1, trial.search(), apart=False),
+        Work("supernet", 1, trial.supernet(), as_tasks=False),
+        Work("score", 1, trial.score(), as_tasks=False),
+        Work("search", 1, trial.search(), as_tasks=False),
         Work("networks (retraining)", number, trial.network() + start),
     ]
     at_a_time, threads = 1, torch.get_num_threads()
@@ -200,10 +200,10 @@ def _notes(trial: Trial, quick: Sequence[str]) -> tuple[str, ...]:
     """What is planned, and what the times leave out."""
     run, space, limits = trial.run, trial.run.space, trial.run.limits
     least, most = layer_costs(space, "macs").range
-    given = " and ".join(f"{name} {value:,.10g}" for name, value in limits.given.items()) or "none"
+    maxima = " and ".join(f"{name} {value:,.10g}" for name, value in limits.given.items()) or "none"
     notes = [
         f"{space.name}: {len(space)} layers, {space.cardinality:.3g} architectures of {least:,} to {most:,} MACs",
-        f"{trial.images:,} training images of {space.num_classes} classes; limits of the search: {given}",
+        f"{trial.images:,} training images of {space.num_classes} classes; limits of the search: {maxima}",
     ]
     notes += limits.met_by_all(space)
     if quick:
@@ -247,8 +247,8 @@ class Trial:
 
         loader = image_loaders(self._small, self.net.space)[0]
         number = max(1, self.images // cfg.data.batch_size)
-        wanted = _pixels(self.run.space) * cfg.data.batch_size
-        return _step(steps, loader, self._clock, wanted, self._loads) * (number * cfg.train.epochs)
+        images = _pixels(self.run.space) * cfg.data.batch_size
+        return _step(steps, loader, self._clock, images, self._loads) * (number * cfg.train.epochs)
 
     def score(self) -> Timing:
         """The table of scores; nothing if it takes seconds, or if the search scores whole paths."""
@@ -269,38 +269,38 @@ class Trial:
         """The retraining of a network about as large as the limits allow."""
         _LOG.info("timing a few steps of retraining a large network")
         space, rng = self.run.space, random.Random(self.run.cfg.seed)
-        drawn = [sample_under(space, rng, self.run.limits) for _ in range(_DRAWS)]
-        arch = max(drawn, key=lambda arch: space.cost(arch).macs)
+        archs = [sample_under(space, rng, self.run.limits) for _ in range(_DRAWS)]
+        arch = max(archs, key=lambda arch: space.cost(arch).macs)
         return network_timing(self.run, space, arch)
 
     def _path(self) -> tuple[Timing, int]:
         """The score of a path, and how many a table needs."""
         _LOG.info("timing the scores of a few paths")
-        score, given, small = self.run.score, self.run.cfg, self._small
-        size = min(_PATH_IMAGES, given.data.batch_size, self.images)
-        evidence = evidence_for(Run(small.cfg.replace(data=small.cfg.data.replace(batch_size=size))), self.net)
+        score, cfg, small = self.run.score, self.run.cfg, self._small
+        size = min(_PATH_IMAGES, cfg.data.batch_size, self.images)
+        evidence = build_evidence(Run(small.cfg.replace(data=small.cfg.data.replace(batch_size=size))), self.net)
         half = copy.copy(evidence)
         held = image_loaders(small, self.net.space)[1]
-        wanted = min(len(held.source), given.score.images)
+        images = min(len(held.source), cfg.score.images)
         if score.name == "recalibrated_accuracy":
             batches = _timed_batches(held, self._clock)[0]
             half.loaders = evidence.loaders = batches, batches
-            images = [2 * sum(len(labels) for _, labels in batches)] * 2
-            wanted = given.recalibration_batches * given.data.batch_size + len(held.source)
+            counts = [2 * sum(len(labels) for _, labels in batches)] * 2
+            images = cfg.recalibration_batches * cfg.data.batch_size + len(held.source)
         else:
             half.batches = _halves(evidence.batches)
-            images = [sum(len(labels) for _, labels in tried.batches) for tried in (half, evidence)]
+            counts = [sum(len(labels) for _, labels in part.batches) for part in (half, evidence)]
         # every candidate has run once before; it is then prepared, as in most paths of the run
         paths = list(dict.fromkeys(evidence.sample(max(map(len, evidence.values)) + 2 * _STEPS)))
-        tried = []
-        for of, some, number in zip((half, evidence), (paths[:-_STEPS], paths[-_STEPS:]), images, strict=True):
+        timed = []
+        for part, sample, count in zip((half, evidence), (paths[:-_STEPS], paths[-_STEPS:]), counts, strict=True):
             seconds, before = [], _fresh_peak()
-            for path in some or paths:
+            for path in sample or paths:
                 begin = self._clock.work()
-                score.function(of, path)
+                score.function(part, path)
                 seconds.append(self._clock.work() - begin)
-            tried.append(Tried(number, seconds[-_STEPS:], _peak() - before))
-        one = _timing(tried[0], tried[1], _pixels(self.run.space) * wanted)
+            timed.append(Steps(count, seconds[-_STEPS:], _peak() - before))
+        one = _timing(timed[0], timed[1], _pixels(self.run.space) * images)
         return one, len(dict.fromkeys(evidence.sample()))
 
 
@@ -311,7 +311,7 @@ def _pixels(space: SearchSpace) -> float:
 
 def _smaller(run: Run, space: SearchSpace) -> tuple[Run, SearchSpace]:
     """Settings and space with batches that any machine has memory for."""
-    cfg, (few, most) = run.cfg, _TRIED
+    cfg, (few, most) = run.cfg, _BATCH
     size = max(2, min(most, cfg.data.batch_size, round(few * max(1.0, _LARGEST / space.resolution) ** 2)))
     images = min(cfg.score.images, _PATH_IMAGES)
     # a cache would decode all images
@@ -354,22 +354,22 @@ def _loads(loader: Loader, epochs: int) -> float:
 
 
 def _step(
-    steps: Callable[[Sequence[Any]], object], loader: Loader, clock: Clock, wanted: float, loads: float
+    steps: Callable[[Sequence[Any]], object], loader: Loader, clock: Clock, images: float, loads: float
 ) -> Timing:
-    """A batch of `wanted` images and its step, without what the first one and the ends of a stage take."""
-    given, loading = _timed_batches(loader, clock)
+    """A batch of so many images and its step, without what the first one and the ends of a stage take."""
+    whole, loading = _timed_batches(loader, clock)
 
-    def tried(batches: Sequence[Any]) -> Tried:
+    def time_steps(batches: Sequence[Any]) -> Steps:
         moments: dict[int, tuple[float, int]] = {}
-        before, images = _fresh_peak(), len(batches[0][1])
+        before, size = _fresh_peak(), len(batches[0][1])
         with _quiet(), calling([lambda stage, step, metrics: moments.setdefault(step, (clock.work(), _peak()))]):
             steps(list(itertools.islice(itertools.cycle(batches), _STEPS + 1)))
         times = [moment for moment, _ in moments.values()]
-        load = loads * loading * images / len(given[0][1])
+        load = loads * loading * size / len(whole[0][1])
         seconds = [after - begin + load for begin, after in itertools.pairwise(times)]
-        return Tried(images, seconds, max(peak for _, peak in moments.values()) - before)
+        return Steps(size, seconds, max(peak for _, peak in moments.values()) - before)
 
-    return _timing(tried(_halves(given)), tried(given), wanted)
+    return _timing(time_steps(_halves(whole)), time_steps(whole), images)
 
 
 def _halves(batches: Sequence[Any]) -> list[Any]:
@@ -377,8 +377,8 @@ def _halves(batches: Sequence[Any]) -> list[Any]:
     return [(x[: max(2, len(y) // 2)], y[: max(2, len(y) // 2)]) for x, y in batches]
 
 
-def _timing(few: Tried, more: Tried, wanted: float) -> Timing:
-    """The timing of `wanted` images, on the line through what was tried.
+def _timing(few: Steps, more: Steps, images: float) -> Timing:
+    """The timing of so many images, on the line through the steps of `few` and `more`.
 
     What each further image takes is kept between half of the mean of `more` and all of it: a part of a step is the same
     for any number of images, but no time is exact.
@@ -386,8 +386,8 @@ def _timing(few: Tried, more: Tried, wanted: float) -> Timing:
     first, second = statistics.median(few.seconds), statistics.median(more.seconds)
     mean = second / more.images
     further = (second - first) / (more.images - few.images) if more.images > few.images else mean
-    seconds = second + min(mean, max(mean / 2, further)) * (wanted - more.images)
-    memory = _fresh_peak() + round(more.memory * wanted / more.images)
+    seconds = second + min(mean, max(mean / 2, further)) * (images - more.images)
+    memory = _fresh_peak() + round(more.memory * images / more.images)
     return Timing(seconds, seconds * max(more.seconds) / max(second, 1e-9), memory)
 
 
@@ -403,8 +403,8 @@ def _peak() -> int:
     """The most bytes that this process had at a time, since `_fresh_peak` where the kernel can forget older ones."""
     status = Path("/proc/self/status")
     lines = status.read_text().splitlines() if status.exists() else []
-    found = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
-    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if found is None else found) << 10
+    kilobytes = next((int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), None)
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss if kilobytes is None else kilobytes) << 10
 
 
 def _fresh_peak() -> int:

@@ -6,14 +6,14 @@ import logging
 from pathlib import Path
 
 from nasfast.config import ConfigError
-from nasfast.pipeline.chosen import (
+from nasfast.pipeline.architectures import (
     SEED,
-    cell_results,
     front_points,
-    named_candidates,
+    load_cell_results,
+    load_search_result,
+    name_candidates,
     read_arch,
-    required_front,
-    search_result,
+    require_front,
 )
 from nasfast.retrain import export_onnx, export_program, load_model
 from nasfast.retrain.card import write_card
@@ -64,7 +64,7 @@ def export(
                 raise RuntimeError(f"{error}, or export without {ONNX_FILE} (--onnx false)") from error
             onnx = False
             _LOG.warning("%s is left out: %s", ONNX_FILE, error)
-    names = _to_export(run_dir, arch=arch, pareto=pareto) if arch is not None or pareto else [name]
+    names = _choose_names(run_dir, arch=arch, pareto=pareto) if arch is not None or pareto else [name]
     files = []
     for one in names:
         folder = model_folder(run_dir / "retrain", one)
@@ -93,42 +93,40 @@ def export(
     return files
 
 
-def _retrained(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
-    """The architectures of the retrained networks of a space by name, `best` first."""
+def _read_names(run_dir: Path, space: ArchSpace) -> dict[Arch, str]:
+    """The name of a retrained network of each architecture of a space: `best`, or the first in order."""
     paths = sorted(run_dir.glob(f"retrain/*/{FORM_FILE}"), key=lambda p: (p.parent.name != "best", p.parent.name))
-    found = {}
+    names: dict[Arch, str] = {}
     for path in paths:
         try:
-            of_network, arch, _ = read_form(path)
-            if of_network.fingerprint == space.fingerprint:
-                found[path.parent.name] = arch
+            network_space, arch, _ = read_form(path)
+            if network_space.fingerprint == space.fingerprint:
+                names.setdefault(arch, path.parent.name)
         except ValueError as error:
             _LOG.warning("%s is left out: %s", path.parent, error)
-    return found
+    return names
 
 
-def _to_export(run_dir: Path, *, arch: Arch | str | None, pareto: bool) -> list[str]:
+def _choose_names(run_dir: Path, *, arch: Arch | str | None, pareto: bool) -> list[str]:
     """The names of the retrained networks of an architecture, or of the Pareto fronts."""
     space = read_space(run_dir / SPACE_FILE)
-    names: dict[Arch, str] = {}
-    for name, value in _retrained(run_dir, space).items():
-        names.setdefault(value, name)
+    names = _read_names(run_dir, space)
     if arch is not None:
-        wanted = [read_arch(arch, space)]
-        which, flags = "this architecture", f'--arch "{format_arch(wanted[0])}"'
+        archs = [read_arch(arch, space)]
+        which, flags = "this architecture", f'--arch "{format_arch(archs[0])}"'
     else:
         if not isinstance(space, SearchSpace):
             raise ConfigError("a search of cells computes no Pareto front: give --name or --arch")
-        wanted = required_front(search_result(run_dir, space), run_dir)
-        which, flags = f"any of the {len(wanted)} points of the Pareto fronts", "--pareto"
-    found = [names[value] for value in wanted if value in names]
+        archs = require_front(load_search_result(run_dir, space), run_dir)
+        which, flags = f"any of the {len(archs)} points of the Pareto fronts", "--pareto"
+    chosen = [names[value] for value in archs if value in names]
     command = f"`nasfast retrain --out {run_dir} {flags}`"
-    if not found:
-        there = ", ".join(f"{name} [{format_arch(value)}]" for value, name in names.items()) or "nothing"
-        raise FileNotFoundError(f"no network of {which} was retrained: run {command}. Retrained: {there}")
-    if len(found) < len(wanted):
-        _LOG.warning("%d of %d points were not retrained: %s", len(wanted) - len(found), len(wanted), command)
-    return found
+    if not chosen:
+        retrained = ", ".join(f"{name} [{format_arch(value)}]" for value, name in names.items()) or "nothing"
+        raise FileNotFoundError(f"no network of {which} was retrained: run {command}. Retrained: {retrained}")
+    if len(chosen) < len(archs):
+        _LOG.warning("%d of %d points were not retrained: %s", len(archs) - len(chosen), len(archs), command)
+    return chosen
 
 
 def _warn_if_superseded(run_dir: Path, name: str, network: ArchNetwork) -> None:
@@ -137,18 +135,18 @@ def _warn_if_superseded(run_dir: Path, name: str, network: ArchNetwork) -> None:
     One of the search (`best`, `best-2`, `darts`) is compared with the result of that name, and any other with all
     results. Random architectures are not compared.
     """
-    space, path, others = network.space, run_dir / ARCHS_FILE, []
-    result = name.partition(SEED)[0]
+    space, path, front = network.space, run_dir / ARCHS_FILE, []
+    base = name.partition(SEED)[0]
     if isinstance(space, SearchSpace) and path.exists():
-        found = load_candidates(path, space)
-        searched, others = named_candidates(found), front_points(found)
-    elif not isinstance(space, SearchSpace) and (run_dir / f"arch_{result}.json").exists():
-        searched = cell_results(run_dir, space)
+        result = load_candidates(path, space)
+        archs, front = name_candidates(result), front_points(result)
+    elif not isinstance(space, SearchSpace) and (run_dir / f"arch_{base}.json").exists():
+        archs = load_cell_results(run_dir, space)
     else:
         return
-    of_network = f"{name}: this network is {format_arch(network.arch)}"
-    if result in searched and searched[result] != network.arch:
-        later = format_arch(searched[result])
-        _LOG.warning("%s, and a later search found %s: `nasfast retrain` trains that one", of_network, later)
-    elif not name.startswith("random") and network.arch not in (*searched.values(), *others):
-        _LOG.warning("%s, which is neither a result nor on a Pareto front of the last search", of_network)
+    head = f"{name}: this network is {format_arch(network.arch)}"
+    if base in archs and archs[base] != network.arch:
+        later = format_arch(archs[base])
+        _LOG.warning("%s, and a later search found %s: `nasfast retrain` trains that one", head, later)
+    elif not name.startswith("random") and network.arch not in (*archs.values(), *front):
+        _LOG.warning("%s, which is neither a result nor on a Pareto front of the last search", head)

@@ -33,21 +33,22 @@ def checked_images(run: Run) -> Images:
     The search can use the space and its settings, or this raises what it would.
     """
     images = open_images(run.cfg.data, seed=run.cfg.seed, hold_out=run.cfg.holds_out)
-    run.space = _of_settings(run, images)
+    run.space = _make_space(run, images)
     run.check_search()
     return images
 
 
-def space_of(run: Run) -> SearchSpace:
+def ensure_space(run: Run) -> SearchSpace:
     """`run.space`: that in the run directory, or where there is none, from now on that of the settings."""
     if not (run.dir / SPACE_FILE).exists():
-        run.space = _of_settings(run, open_images(run.cfg.data, seed=run.cfg.seed, hold_out=run.cfg.holds_out))
+        run.space = _make_space(run, open_images(run.cfg.data, seed=run.cfg.seed, hold_out=run.cfg.holds_out))
     return run.space
 
 
-def _of_settings(run: Run, images: Images) -> SearchSpace:
-    given = run.cfg.space
-    space = get_space(given.name, resolution=given.resolution, variant=given.variant)
+def _make_space(run: Run, images: Images) -> SearchSpace:
+    """The space of the settings, with the classes of the images."""
+    settings = run.cfg.space
+    space = get_space(settings.name, resolution=settings.resolution, variant=settings.variant)
     return space.replace(num_classes=len(images[0].classes))
 
 
@@ -60,7 +61,7 @@ def image_loaders(
     those of `checked_images`, where they are open already.
     """
     cfg = run.cfg
-    return _loaders(cfg.data, space, world, seed=cfg.seed, hold_out=cfg.holds_out, images=images)
+    return _make_loaders(cfg.data, space, world, seed=cfg.seed, hold_out=cfg.holds_out, images=images)
 
 
 def retrain_loaders(
@@ -71,7 +72,7 @@ def retrain_loaders(
     `seed` is that of order and augmentation, None the run's. With `hold_out`, held-out training images validate.
     """
     seed, policy = run.cfg.seed if seed is None else seed, run.cfg.retrain.auto_augment
-    train, val = _loaders(same_images(run.cfg), space, world, seed=seed, hold_out=hold_out, policy=policy)
+    train, val = _make_loaders(same_images(run.cfg), space, world, seed=seed, hold_out=hold_out, policy=policy)
     if len(train.source.classes) != space.num_classes:
         raise ConfigError(
             f"the images have {len(train.source.classes)} classes, {run.dir / SPACE_FILE} has {space.num_classes}: "
@@ -80,7 +81,7 @@ def retrain_loaders(
     return train, val
 
 
-def _loaders(data: DataConfig, space: ArchSpace, world: World, **options: Any) -> tuple[Loader, Loader]:
+def _make_loaders(data: DataConfig, space: ArchSpace, world: World, **options: Any) -> tuple[Loader, Loader]:
     size: dict[str, Any] = {"resolution": space.resolution, "in_channels": space.in_channels}
     return make_loaders(data, **size, rank=world.rank, world=world.size, **options)
 
@@ -112,28 +113,28 @@ def load_evidence(run: Run) -> tuple[Evidence, Checkpoint]:
     """What the score of a run is computed from, and the checkpoint of the supernet."""
     run.use_threads()
     net, checkpoint = load_supernet(run)
-    return evidence_for(run, net if run.score.trained else untrained_supernet(run)), checkpoint
+    return build_evidence(run, net if run.score.trained else untrained_supernet(run)), checkpoint
 
 
 def supernet_to_rank(run: Run, *, trained: bool) -> Supernet:
     """The trained supernet of the run directory, or the untrained one, for which the settings do."""
     if trained:
         return load_supernet(run)[0]
-    space_of(run)
+    ensure_space(run)
     return untrained_supernet(run)
 
 
-def scores_of(run: Run, name: str, archs: Collection[Arch]) -> dict[Arch, float]:
+def compute_scores(run: Run, name: str, archs: Collection[Arch]) -> dict[Arch, float]:
     """The score of this name, or the sum of ranks `A+B-C`, of each architecture; none is distilled."""
     run.use_threads()
     parts = []
-    for own in of_parts(run, name):
-        net = supernet_to_rank(own, trained=own.score.trained)
-        parts.append(score_paths(own.score.name, evidence_for(own, net), archs))
+    for part in split_score(run, name):
+        net = supernet_to_rank(part, trained=part.score.trained)
+        parts.append(score_paths(part.score.name, build_evidence(part, net), archs))
     return summed(name, parts)
 
 
-def of_parts(run: Run, name: str) -> list[Run]:
+def split_score(run: Run, name: str) -> list[Run]:
     """The run with each score of a sum of ranks `A+B-C`."""
     return [Run(run.cfg.replace(score=run.cfg.score.replace(name=part))) for _, part in parts_of(name)]
 
@@ -147,7 +148,7 @@ def check_scoring(run: Run, net: Supernet) -> None:
         )
 
 
-def evidence_for(run: Run, net: Supernet) -> Evidence:
+def build_evidence(run: Run, net: Supernet) -> Evidence:
     """What the score of the settings is computed from, for a supernet."""
     check_scoring(run, net)
     cfg = run.cfg

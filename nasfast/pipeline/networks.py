@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from nasfast.data import Loader
-from nasfast.pipeline.chosen import to_retrain, with_seeds
+from nasfast.pipeline.architectures import choose_architectures, list_trainings
 from nasfast.pipeline.inputs import load_supernet, retrain_loaders
-from nasfast.pipeline.run import Run, say, settings_of_seed, settings_of_task
+from nasfast.pipeline.run import Run, join_settings, log_stage, split_settings
 from nasfast.retrain import RetrainResult, retrain
 from nasfast.retrain.retrain import RESULT_FILE, check_not_begun
 from nasfast.runtime.distributed import SINGLE, World
@@ -68,26 +68,26 @@ def retrain_best(
     """
     run.check_open()
     started, world = time.monotonic(), run.world
-    form: Any = None
+    plan: Any = None
     # of a run without a supernet, the first training decides the images, also where it is stopped
-    decides = world.is_main and run.without_supernet and run.nothing_is_trained  # before another rank begins
+    decides = world.is_main and run.needs_no_supernet and run.nothing_is_trained  # before another rank begins
     if world.is_main:
-        found, names = to_retrain(run, archs, pareto=pareto)
-        form = {"space": found.to_dict(), "trainings": with_seeds(run, names)}
-    form = json.loads(world.broadcast_bytes(json.dumps(form).encode()))
-    space = space_kind(form["space"]).from_dict(form["space"])
-    trainings = {name: (tuple(arch), seed) for name, (arch, seed) in form["trainings"].items()}
-    retrained = _retrain_here if run.tasks is None else _retrain_apart
-    results = retrained(run, space, trainings, resume=resume, decides=decides)
+        chosen_space, chosen = choose_architectures(run, archs, pareto=pareto)
+        plan = {"space": chosen_space.to_dict(), "trainings": list_trainings(run, chosen)}
+    plan = json.loads(world.broadcast_bytes(json.dumps(plan).encode()))
+    space = space_kind(plan["space"]).from_dict(plan["space"])
+    trainings = {name: (tuple(arch), seed) for name, (arch, seed) in plan["trainings"].items()}
+    train_all = _retrain_in_ranks if run.tasks is None else _retrain_as_tasks
+    results = train_all(run, space, trainings, resume=resume, decides=decides)
     if world.is_main:
         # the logs of tasks, these or those of an earlier call, were for networks that failed
         shutil.rmtree(run.dir / FOLDER, ignore_errors=True)
         run.save_config()
-        say("retrain", started, f"{len(results)} networks, {run.cfg.retrain.train.epochs} epochs each")
+        log_stage("retrain", started, f"{len(results)} networks, {run.cfg.retrain.train.epochs} epochs each")
     return results
 
 
-def _retrain_here(
+def _retrain_in_ranks(
     run: Run, space: ArchSpace, trainings: Mapping[str, tuple[Arch, int]], *, resume: bool, decides: bool
 ) -> dict[str, RetrainResult]:
     """Retrain architectures with their seeds in the processes of this run; see `retrain_best`."""
@@ -102,21 +102,21 @@ def _retrain_here(
         net = load_supernet(run)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
         net.to(cfg.torch_device)
         world.broadcast(net.state_dict().values())
-    mine = list(trainings)[world.rank :: world.size] if side_by_side else list(trainings)
+    names = list(trainings)[world.rank :: world.size] if side_by_side else list(trainings)
     results = {}
-    for number, name in enumerate(mine, 1):
+    for number, name in enumerate(names, 1):
         arch, seed = trainings[name]
-        with followed_by(len(mine) - number):
+        with followed_by(len(names) - number):
             results[name] = _train(run, space, arch, seed, loaders[seed], name=name, net=net, resume=resume, world=team)
-    forms = world.all_gather(json.dumps({name: result.to_dict() for name, result in results.items()}).encode())
-    everyone = {name: result for form in forms for name, result in json.loads(form).items()}
-    return {name: RetrainResult.from_dict(everyone[name]) for name in trainings}
+    texts = world.all_gather(json.dumps({name: result.to_dict() for name, result in results.items()}).encode())
+    records = {name: record for text in texts for name, record in json.loads(text).items()}
+    return {name: RetrainResult.from_dict(records[name]) for name in trainings}
 
 
-def _retrain_apart(
+def _retrain_as_tasks(
     run: Run, space: ArchSpace, trainings: Mapping[str, tuple[Arch, int]], *, resume: bool, decides: bool
 ) -> dict[str, RetrainResult]:
-    """As `_retrain_here`, each network in one task; they write the files that retraining in this process writes."""
+    """As `_retrain_in_ranks`, each network in one task; they write the files that retraining in this process writes."""
     retrain_loaders(run, space)  # an error is said here, before workers start
     for name, (arch, seed) in trainings.items():
         if not resume:
@@ -168,14 +168,14 @@ def _train(
 # trainings as tasks, of a run, of its seeds, and of a sample of its space
 
 
-def task_of(
+def make_task(
     cfg: RunConfig, name: str, function: str, seed: int, arguments: Mapping[str, Any], *, out: str | None = None
 ) -> Task:
-    """A task of a run with this seed, whose function makes its settings by `settings_of_task`.
+    """A task of a run with this seed, whose function makes its settings by `join_settings`.
 
     Its files are in its own folder, or where the caller has locked the run directory, in this: `out`.
     """
-    config, machine = settings_of_seed(cfg, seed)
+    config, machine = split_settings(cfg, seed)
     return Task(
         name,
         function,
@@ -201,7 +201,7 @@ def network_task(
         "network": name if in_run else NETWORK,
         "hold_out": hold_out,
     }
-    return task_of(cfg, name, f"{__name__}:train_network", seed, arguments, out=cfg.out if in_run else None)
+    return make_task(cfg, name, f"{__name__}:train_network", seed, arguments, out=cfg.out if in_run else None)
 
 
 def train_network(
@@ -219,7 +219,7 @@ def train_network(
 
     It returns `result.json` without the time.
     """
-    cfg, the_space = settings_of_task(config, out or folder, machine), space_kind(space).from_dict(space)
+    cfg, the_space = join_settings(config, out or folder, machine), space_kind(space).from_dict(space)
     finished = cfg.run_dir / "retrain" / network / RESULT_FILE
     if hold_out and finished.exists():  # its checkpoints are gone
         result = RetrainResult.load(finished)
@@ -243,6 +243,6 @@ def train_network(
             )
     if hold_out:  # a large sample would fill the disk
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    form = result.to_dict()
-    del form["seconds"]
-    return form
+    record = result.to_dict()
+    del record["seconds"]
+    return record

@@ -37,11 +37,11 @@ Result = TypeVar("Result")
 MACHINE_DATA = ("workers", "max_bad_files", "prefetch", "cache_dir")
 """Settings of `data` on which no result depends."""
 
-_LATER_DATA = ("train", "val", "loader", *MACHINE_DATA)
-_LATER = ("out", "device", "threads", "score", "search", "retrain", "recalibration_batches", "track")
+_CHANGEABLE_DATA = ("train", "val", "loader", *MACHINE_DATA)
+_CHANGEABLE = ("out", "device", "threads", "score", "search", "retrain", "recalibration_batches", "track")
 """Settings, and settings of `data`, that may change when a run resumes: they belong to later stages or the machine."""
 
-_OF_SUPERNET = ("method", "supernet", "train")
+_SUPERNET = ("method", "supernet", "train")
 """Settings on which the files of a search without a supernet do not depend."""
 
 
@@ -97,7 +97,7 @@ class Run:
         lock = run_lock(run.dir, create=begins) if leads else contextlib.nullcontext()
         with lock, tracked(run.cfg.track, run.dir, run.cfg.to_dict()):
             if leads and not begins:
-                run.check_settings(supernet=not run.without_supernet)
+                run.check_settings(supernet=not run.needs_no_supernet)
             run._is_open = True
             try:
                 yield run
@@ -105,7 +105,7 @@ class Run:
                 run._is_open = False
 
     @classmethod
-    def saved(cls, out: str) -> Run:
+    def load(cls, out: str) -> Run:
         """The run of a directory with the settings that it has."""
         path = Path(out) / CONFIG_FILE
         if not path.exists():
@@ -145,7 +145,7 @@ class Run:
         return score.label + (f" + {score.structure:g} sqrt_size" if score.structure and score.table is None else "")
 
     @property
-    def scored_with(self) -> dict[str, Any]:
+    def score_settings(self) -> dict[str, Any]:
         """The settings of scores, which a result keeps, because config.yaml may get others later."""
         return {"score": self.cfg.score.to_dict(), "recalibration_batches": self.cfg.recalibration_batches}
 
@@ -182,7 +182,7 @@ class Run:
         return read_limits(self.cfg.search, self.space)
 
     @property
-    def without_supernet(self) -> bool:
+    def needs_no_supernet(self) -> bool:
         """Whether a search needs no supernet: the score knows the space alone, and none was trained."""
         scoring = self.cfg.score
         if scoring.table is not None or any((self.dir / "checkpoints").glob("supernet-*")):
@@ -214,17 +214,17 @@ class Run:
         path = self.dir / CONFIG_FILE
         if not path.exists():
             return
-        later = _LATER if supernet else (*_LATER, *_OF_SUPERNET)
+        changeable = _CHANGEABLE if supernet else (*_CHANGEABLE, *_SUPERNET)
         if not supernet and self.nothing_is_trained:
-            later = (*later, "data")
-        saved, given = resolved(RunConfig.load(path).replace(out=self.cfg.out)).to_dict(), self.cfg.to_dict()
-        for form in (saved, given):
-            for mapping, keys in ((form["data"], _LATER_DATA), (form, later)):
+            changeable = (*changeable, "data")
+        saved, new = resolved(RunConfig.load(path).replace(out=self.cfg.out)).to_dict(), self.cfg.to_dict()
+        for settings in (saved, new):
+            for mapping, keys in ((settings["data"], _CHANGEABLE_DATA), (settings, changeable)):
                 for key in keys:
                     mapping.pop(key)
-        if saved != given:
+        if saved != new:
             raise CheckpointError(
-                f"{path} has other settings: {difference(saved, given)}; keep those of the run, or choose another --out"
+                f"{path} has other settings: {difference(saved, new)}; keep those of the run, or choose another --out"
             )
 
     def already_begun(self, what: str, check: Callable[[], None]) -> FileExistsError:
@@ -293,12 +293,12 @@ def resolved(cfg: RunConfig) -> RunConfig:
     with contextlib.suppress(ConfigError):  # a stage that needs the file says what is wrong with it
         saved = RunConfig.from_dict(load_yaml(cfg.run_dir / CONFIG_FILE))
 
-    def known(train: TrainConfig, before: TrainConfig) -> TrainConfig:
+    def with_precision(train: TrainConfig, before: TrainConfig) -> TrainConfig:
         name = before.precision if train.precision == "auto" else train.precision
         return train.replace(precision=resolve_precision(name, cfg.device))
 
-    retrain = cfg.retrain.replace(train=known(cfg.retrain.train, saved.retrain.train))
-    return cfg.replace(train=known(cfg.train, saved.train), retrain=retrain)
+    retrain = cfg.retrain.replace(train=with_precision(cfg.retrain.train, saved.retrain.train))
+    return cfg.replace(train=with_precision(cfg.train, saved.train), retrain=retrain)
 
 
 def same_images(cfg: RunConfig) -> DataConfig:
@@ -306,15 +306,16 @@ def same_images(cfg: RunConfig) -> DataConfig:
     return cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
 
 
-def settings_of_seed(cfg: RunConfig, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_settings(cfg: RunConfig, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings that decide the results of one seed, and those of the machine, without the run directory."""
-    form = cfg.replace(seed=seed, data=same_images(cfg), search=cfg.search.replace(seed=seed)).to_dict()
-    del form["out"]
-    return form, {"data": {key: form["data"].pop(key) for key in MACHINE_DATA}, "track": form.pop("track")}
+    settings = cfg.replace(seed=seed, data=same_images(cfg), search=cfg.search.replace(seed=seed)).to_dict()
+    del settings["out"]
+    machine = {"data": {key: settings["data"].pop(key) for key in MACHINE_DATA}, "track": settings.pop("track")}
+    return settings, machine
 
 
-def settings_of_task(config: Mapping[str, Any], out: str | Path, machine: Mapping[str, Any]) -> RunConfig:
-    """The settings of a task from the two parts that `settings_of_seed` gave, and its run directory."""
+def join_settings(config: Mapping[str, Any], out: str | Path, machine: Mapping[str, Any]) -> RunConfig:
+    """The settings of a task from the two parts that `split_settings` gives, and its run directory."""
     return RunConfig.from_dict(merge({**config, "out": str(out)}, machine))
 
 
@@ -328,7 +329,7 @@ def check_one_process(tasks: TaskSettings | None, processes: int) -> None:
         )
 
 
-def result_of(path: Path, load: Callable[[Path], Result], command: str) -> Result:
+def read_result(path: Path, load: Callable[[Path], Result], command: str) -> Result:
     """What a stage wrote to a file; the error for one that is missing or damaged names the command of the stage."""
     if not path.exists():
         raise FileNotFoundError(f"{path} is missing: run `{command}` first")
@@ -338,6 +339,6 @@ def result_of(path: Path, load: Callable[[Path], Result], command: str) -> Resul
         raise type(error)(f"{error}: run `{command}` again") from error
 
 
-def say(stage: str, started: float, text: str) -> None:
+def log_stage(stage: str, started: float, text: str) -> None:
     """The line of a stage that has ended; `started` is its beginning by `time.monotonic`."""
     _LOG.info("%-8s  %s, %s", stage, text, duration(time.monotonic() - started))

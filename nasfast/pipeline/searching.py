@@ -13,7 +13,7 @@ import time
 from nasfast.config import ConfigError, difference
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, TableError
-from nasfast.pipeline.run import Run, result_of, say
+from nasfast.pipeline.run import Run, log_stage, read_result
 from nasfast.search import Candidate, History, Limits, evolve, pareto_front, run_search, save_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings import SPACE_FILE
@@ -42,7 +42,7 @@ def score_untrained(run: Run, *, num_classes: int | None = None) -> IndicatorTab
     space = run.space = _untrained_space(run, num_classes)
     run.check_settings(supernet=False)
     run.check_search()
-    meta = {"seed": run.cfg.seed, "settings": run.scored_with}
+    meta = {"seed": run.cfg.seed, "settings": run.score_settings}
     with contextlib.suppress(FileNotFoundError, TableError):  # a damaged table is computed again
         table = IndicatorTable.load(file)
         if table.space == space and {key: table.meta.get(key) for key in meta} == meta:
@@ -54,14 +54,14 @@ def score_untrained(run: Run, *, num_classes: int | None = None) -> IndicatorTab
     run.save_space()
     table.save(file)
     run.save_config()
-    say("score", started, f"{run.label}, nothing was trained")
+    log_stage("score", started, f"{run.label}, nothing was trained")
     return table
 
 
 def _untrained_space(run: Run, num_classes: int | None) -> SearchSpace:
     """The space of the settings; where `num_classes` is None, with the classes of a space in the run directory."""
-    given, path = run.cfg.space, run.dir / SPACE_FILE
-    space = get_space(given.name, num_classes=num_classes, resolution=given.resolution, variant=given.variant)
+    settings, path = run.cfg.space, run.dir / SPACE_FILE
+    space = get_space(settings.name, num_classes=num_classes, resolution=settings.resolution, variant=settings.variant)
     if not path.exists():
         if num_classes is None:
             _LOG.warning(
@@ -92,16 +92,16 @@ def search(run: Run) -> list[Candidate]:
     for sentence in limits.met_by_all(space):
         _LOG.info("%s", sentence)
     if run.gives_table:
-        table = _searched_table(run)
-        kept = run.dir / "history.jsonl" if settings.method == "evolution" else None
-        candidates = run_search(table, space, settings, history=kept)
+        table = _load_table(run)
+        history = run.dir / "history.jsonl" if settings.method == "evolution" else None
+        candidates = run_search(table, space, settings, history=history)
         # the fronts are of the whole space, and their points have the costs by all tables, as candidates have
         free = Limits(tables=tuple((cost, None) for cost, _ in limits.tables), allow_identity=limits.allow_identity)
         front_against = functools.partial(pareto_front, table, space, limits=free)
         front = front_against()
         fronts = [front_against(against=cost) for cost, _ in limits.tables]
     else:
-        candidates = _by_paths(run)
+        candidates = _search_paths(run)
         # what refined an earlier search says nothing about this one
         (run.dir / REFINED_FILE).unlink(missing_ok=True)
     save_candidates(
@@ -112,15 +112,15 @@ def search(run: Run) -> list[Candidate]:
         pareto=front,
         table_fronts=fronts,
         settings=settings,
-        scored_with=None if run.gives_table else run.scored_with,
+        scored_with=None if run.gives_table else run.score_settings,
     )
     run.save_config()
     proof = "highest score proven" if candidates[0].optimal else candidates[0].status
-    say("search", started, f"{space.cardinality:,.0f} architectures, {proof}")
+    log_stage("search", started, f"{space.cardinality:,.0f} architectures, {proof}")
     return candidates
 
 
-def _by_paths(run: Run) -> list[Candidate]:
+def _search_paths(run: Run) -> list[Candidate]:
     """The best by evolution, which scores each path by itself; history.jsonl has the scores."""
     from nasfast.pipeline.inputs import load_evidence  # imports torch
 
@@ -133,21 +133,21 @@ def _by_paths(run: Run) -> list[Candidate]:
     return evolve(run.space, functools.partial(run.score.function, evidence), run.cfg.search, history=history)
 
 
-def _searched_table(run: Run) -> IndicatorTable:
+def _load_table(run: Run) -> IndicatorTable:
     """The table of the score stage, refined if `search.refine` is given; refined.json is what the search had then."""
-    path, refined, name = run.dir / TABLE_FILE, run.dir / REFINED_FILE, run.cfg.score.label
+    path, refined_path, name = run.dir / TABLE_FILE, run.dir / REFINED_FILE, run.cfg.score.label
     command = f"nasfast score --out {run.cfg.out}"
-    table = result_of(path, IndicatorTable.load, command)
-    if (given := table.meta.get("score", name)) != name:
+    table = read_result(path, IndicatorTable.load, command)
+    if (score := table.meta.get("score", name)) != name:
         raise ConfigError(
-            f"{path} has the score {given!r}, the settings say {name!r}: run `{command}` with these settings first"
+            f"{path} has the score {score!r}, the settings say {name!r}: run `{command}` with these settings first"
         )
     if run.cfg.search.refine is None:
-        refined.unlink(missing_ok=True)
+        refined_path.unlink(missing_ok=True)
         return table
     from nasfast.indicators.refine import refine  # imports scipy.stats, which takes half a second
 
     refinement = refine(table, read_accuracies(run.cfg.search.refine, table.space), seed=run.cfg.seed)
     _LOG.info("%s", refinement)
-    refinement.table.save(refined)
+    refinement.table.save(refined_path)
     return refinement.table

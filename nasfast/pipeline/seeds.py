@@ -14,11 +14,11 @@ from nasfast.data import DataError
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.agreement import Agreement, agreement
-from nasfast.pipeline.chosen import random_peers
+from nasfast.pipeline.architectures import random_peers
 from nasfast.pipeline.estimate import Plan, Trial, Work
 from nasfast.pipeline.inputs import checked_images
-from nasfast.pipeline.networks import network_task, task_of
-from nasfast.pipeline.run import Run, settings_of_task
+from nasfast.pipeline.networks import make_task, network_task
+from nasfast.pipeline.run import Run, join_settings
 from nasfast.pipeline.searching import search
 from nasfast.pipeline.seeds_page import STABILITY_FILE, write_stability_page
 from nasfast.pipeline.stages import score, supernet
@@ -43,7 +43,7 @@ class Network:
     seed: int
 
 
-def run_of_seeds(cfg: RunConfig, seeds: int) -> Run:
+def make_shared_run(cfg: RunConfig, seeds: int) -> Run:
     """The run that its seeds share, with threads for each; refuses what cannot be repeated with several seeds."""
     if seeds < LEAST_SEEDS:
         raise ConfigError(f"--seeds must be at least {LEAST_SEEDS}, to compare them, got {seeds}")
@@ -70,13 +70,13 @@ def run_of_seeds(cfg: RunConfig, seeds: int) -> Run:
     return run
 
 
-def networks(answer: Arch, others: Mapping[str, Arch], seeds: int) -> list[Network]:
+def list_networks(answer: Arch, rivals: Mapping[str, Arch], seeds: int) -> list[Network]:
     """What is retrained: the answer and the structural baseline with every seed, other rivals with one each."""
-    found = [Network("answer", answer, seed) for seed in range(seeds)]
-    if others.get("structure", answer) != answer:
-        found += [Network("structure", others["structure"], seed) for seed in range(seeds)]
-    peers = [role for role in others if role != "structure"]
-    return found + [Network(role, others[role], number % seeds) for number, role in enumerate(peers)]
+    networks = [Network("answer", answer, seed) for seed in range(seeds)]
+    if rivals.get("structure", answer) != answer:
+        networks += [Network("structure", rivals["structure"], seed) for seed in range(seeds)]
+    peers = [role for role in rivals if role != "structure"]
+    return networks + [Network(role, rivals[role], number % seeds) for number, role in enumerate(peers)]
 
 
 def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(), *, resume: bool = False) -> Path:
@@ -86,7 +86,7 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
     be more seeds when a run resumes. What is there when the time limit comes, or when tasks fail in every attempt, is
     reported; the page names what is missing.
     """
-    run = run_of_seeds(cfg, seeds)
+    run = make_shared_run(cfg, seeds)
     # nothing is written before the executor is there
     with TaskRunner(run.dir, settings) as runner:
         if (run.dir / SPACE_FILE).exists():
@@ -103,115 +103,114 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
             if settings.executor != "ray":
                 raise
             _LOG.warning("this machine does not see the images, so each task checks its limits itself: %s", error)
-        for task in (seed_task(run, number) for number in range(seeds)):
-            saved_result(run.dir / task.name, task)
+        tasks = [seed_task(run, number) for number in range(seeds)]
+        for task in tasks:
+            saved_result(run.dir / task.name, task)  # refuses that of another task
         run.save_config()
-        return _run(run, seeds, runner)
+        return _run(run, tasks, runner)
 
 
-def _run(run: Run, seeds: int, runner: TaskRunner) -> Path:
-    found: Agreement | None = None
-    trained: list[tuple[Network, TaskResult]] = []
-    others: dict[str, Arch] | None = None
-    scored = runner.run([seed_task(run, number) for number in range(seeds)])
+def _run(run: Run, tasks: Sequence[Task], runner: TaskRunner) -> Path:
+    result: Agreement | None = None
+    trainings: list[tuple[Network, TaskResult]] = []
+    rivals: dict[str, Arch] | None = None
+    seeds, scored = len(tasks), runner.run(tasks)
     good = [result.name for result in scored if result.status == "done"]
     if len(good) >= LEAST_SEEDS:
         tables = [IndicatorTable.load(run.dir / name / TABLE_FILE) for name in good]
         assert isinstance(tables[0].space, SearchSpace)
         run = Run(run.cfg)  # of this space are its limits, too
         run.space = tables[0].space
-        found = agreement(tables, run.limits, k=run.cfg.search.top_k)
-        answer = found.top[0].arch
-        others = rivals(run, answer)
-        trained = _retrain(run, runner, networks(answer, others, seeds))
+        result = agreement(tables, run.limits, k=run.cfg.search.top_k)
+        answer = result.top[0].arch
+        rivals = find_rivals(run, answer)
+        trainings = _retrain(run, runner, list_networks(answer, rivals, seeds))
     elif not runner.time_is_over:
         raise TaskError(
             f"{len(good)} of {seeds} seeds ended well, at least {LEAST_SEEDS} are needed: "
             + "; ".join(f"{r.name}: {r.error} (log: {r.log})" for r in scored if r.status == "failed")
         )
-    ended = [*scored, *(result for _, result in trained)]
-    form = {
+    stability = {
         "seeds": seeds,
         "scored": good,
-        "agreement": None if found is None else _plain(found),
+        "agreement": None if result is None else agreement_record(result),
         "networks": [
-            {"role": network.role, "arch": list(network.arch), "seed": network.seed, "result": result.result}
-            for network, result in trained
-            if result.status == "done"
+            {"role": network.role, "arch": list(network.arch), "seed": network.seed, "result": ending.result}
+            for network, ending in trainings
+            if ending.status == "done"
         ],
         "missing": {
-            result.name: {"status": result.status, "error": result.error, "log": result.log.name}
-            for result in ended
-            if result.status != "done"
+            ending.name: {"status": ending.status, "error": ending.error, "log": ending.log.name}
+            for ending in [*scored, *(ending for _, ending in trainings)]
+            if ending.status != "done"
         },
-        "no_structure": others is not None and "structure" not in others,
+        "no_structure": rivals is not None and "structure" not in rivals,
     }
-    write_atomic(run.dir / STABILITY_FILE, seal(form).encode())
+    write_atomic(run.dir / STABILITY_FILE, seal(stability).encode())
     return write_stability_page(run.dir)
 
 
-def _retrain(run: Run, runner: TaskRunner, chosen: Sequence[Network]) -> list[tuple[Network, TaskResult]]:
+def _retrain(run: Run, runner: TaskRunner, networks: Sequence[Network]) -> list[tuple[Network, TaskResult]]:
     """Each network with its result; what has two roles is trained once."""
     tasks = [
         network_task(
             run.cfg, run.space, n.arch, run.cfg.seed + n.seed, name=f"networks/{arch_file_text(n.arch)}/seed-{n.seed}"
         )
-        for n in chosen
+        for n in networks
     ]
-    ended = runner.run({task.name: task for task in tasks}.values())
-    results = {result.name: result for result in ended}
-    return [(network, results[task.name]) for network, task in zip(chosen, tasks, strict=True)]
+    results = {result.name: result for result in runner.run({task.name: task for task in tasks}.values())}
+    return [(network, results[task.name]) for network, task in zip(networks, tasks, strict=True)]
 
 
-def _plain(found: Agreement) -> dict[str, Any]:
+def agreement_record(result: Agreement) -> dict[str, Any]:
     """The agreement as JSON, with what follows from it."""
     return {
-        **dataclasses.asdict(found),
-        "stable": found.stable,
-        "of_mean": found.of_mean,
-        "seeds_needed": found.seeds_needed,
+        **dataclasses.asdict(result),
+        "stable": result.stable,
+        "of_mean": result.reliability,
+        "seeds_needed": result.seeds_needed,
     }
 
 
 def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings()) -> Plan:
     """Time a few steps of each kind of task in this process."""
-    run = run_of_seeds(cfg, seeds)
+    run = make_shared_run(cfg, seeds)
     cfg = run.cfg
     at_a_time = settings.workers or workers_for(seeds, threads=cfg.threads, gpus=gpus_for(cfg.torch_device))
     run.use_threads()
     trainings = 2 * seeds + cfg.retrain.random_architectures
     trial = Trial(run)
-    scored = Work("seeds (supernet, score, search)", seeds, trial.supernet() + trial.score())
-    trained = Work("networks (retraining)", trainings, trial.network())
-    return Plan((scored, trained), cfg.threads, at_a_time, settings, trial.written, settings.max_hours)
+    scoring = Work("seeds (supernet, score, search)", seeds, trial.supernet() + trial.score())
+    retraining = Work("networks (retraining)", trainings, trial.network())
+    return Plan((scoring, retraining), cfg.threads, at_a_time, settings, trial.written, settings.max_hours)
 
 
 def seed_task(run: Run, number: int) -> Task:
     """Supernet, score and search of one seed, in `seed-NUMBER`, which is a run directory like any other."""
-    return task_of(run.cfg, f"seed-{number}", f"{__name__}:score_seed", run.cfg.seed + number, {})
+    return make_task(run.cfg, f"seed-{number}", f"{__name__}:score_seed", run.cfg.seed + number, {})
 
 
 def score_seed(folder: Path, *, config: Mapping[str, Any], **machine: Any) -> dict[str, Any]:
     """The function of `seed_task`; the result names the best architectures."""
-    with Run.open(settings_of_task(config, folder, machine), begins=True) as run:
+    with Run.open(join_settings(config, folder, machine), begins=True) as run:
         supernet(run, resume=(folder / "checkpoints").exists())
         score(run)
         return {"top": [list(candidate.arch) for candidate in search(run)]}
 
 
-def rivals(run: Run, answer: Arch) -> dict[str, Arch]:
+def find_rivals(run: Run, answer: Arch) -> dict[str, Arch]:
     """The architectures that the answer is compared with, by name: `structure`, `random`, `random-2`, ...
 
     `structure` has the highest `sqrt_size` (`nasfast.indicators.structure`) within the limits and at most 1 % more MACs
     than the answer. It may be the answer itself. It skips no layer, so there is none if only skips are so cheap.
     """
-    space, given = run.space, run.limits
-    macs = space.cost(answer).macs * (1 + EQUAL_COST_TOLERANCE)
-    limits = dataclasses.replace(given, max_macs=min(macs, given.max_macs or macs), allow_identity=False)
-    table = structure_table(space, "sqrt_size")
-    found = {}
+    space, max_macs = run.space, run.space.cost(answer).macs * (1 + EQUAL_COST_TOLERANCE)
+    if run.limits.max_macs is not None:
+        max_macs = min(max_macs, run.limits.max_macs)
+    limits = dataclasses.replace(run.limits, max_macs=max_macs, allow_identity=False)
+    rivals = {}
     try:
-        found["structure"] = top_k(table, space, limits, k=1)[0].arch
+        rivals["structure"] = top_k(structure_table(space, "sqrt_size"), space, limits, k=1)[0].arch
     except InfeasibleConstraintError as error:
         _LOG.warning("no structural baseline to compare with: %s", error)
-    return found | random_peers(run, answer)
+    return rivals | random_peers(run, answer)

@@ -23,7 +23,7 @@ _POOR_FIT = 0.8
 """A table whose cross-validated tau with the scores of the paths is below this loses much of what the paths say."""
 
 _BASELINE_COST = "at most 1 % more MACs, perhaps fewer"
-"""MACs of the structural baseline beside those of the answer (`nasfast.pipeline.seeds.rivals`)."""
+"""MACs of the structural baseline beside those of the answer (`nasfast.pipeline.seeds.find_rivals`)."""
 
 
 def write_stability_page(run_dir: str | Path) -> Path:

@@ -22,7 +22,7 @@ from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.measure.doctor import environment
 from nasfast.pipeline.inputs import check_scoring, checked_images, image_loaders, load_evidence
 from nasfast.pipeline.networks import retrain_best
-from nasfast.pipeline.run import Run, say
+from nasfast.pipeline.run import Run, log_stage
 from nasfast.pipeline.searching import search
 from nasfast.report.findings import at_chance, training_top1
 from nasfast.retrain import RetrainResult
@@ -90,8 +90,8 @@ def run(
     Raises:
         TypeError: `cfg` is not a RunConfig.
     """
-    with Run.open(cfg, begins=True, world=world, tasks=tasks) as opened, calling(callbacks):
-        return every_stage(opened, resume=resume)
+    with Run.open(cfg, begins=True, world=world, tasks=tasks) as open_run, calling(callbacks):
+        return every_stage(open_run, resume=resume)
 
 
 def every_stage(run: Run, *, resume: bool = False) -> RunResult:
@@ -144,7 +144,7 @@ def supernet(run: Run, *, resume: bool = False) -> Path:
         net, loader, sampler, cfg.train, run_dir=run.dir, resume=resume, device=cfg.torch_device, world=world
     )
     if world.is_main:
-        say("supernet", started, f"{cfg.train.epochs} epochs{_learnt(run)}")
+        log_stage("supernet", started, f"{cfg.train.epochs} epochs{_describe_accuracy(run)}")
     return final
 
 
@@ -181,7 +181,7 @@ def _check_continues(run: Run, folder: CheckpointFolder) -> None:
     run.check_settings()
 
 
-def _learnt(run: Run) -> str:
+def _describe_accuracy(run: Run) -> str:
     """How accurate the supernet's paths are; a warning says if it has learnt nothing, for its scores are unproven."""
     top1, classes = training_top1(read_metrics(run.dir)), run.space.num_classes
     if top1 is None:
@@ -212,7 +212,7 @@ def score(run: Run) -> IndicatorTable | None:
     if not run.gives_table:
         _LOG.info("%s scores whole paths during the search: no table is written", settings.name)
         return None
-    meta: dict[str, Any] = {"settings": run.scored_with}
+    meta: dict[str, Any] = {"settings": run.score_settings}
     if settings.table is not None:
         costs = read_cost_table(settings.table, run.space)
         table = IndicatorTable.of_costs(run.space, costs, {"score": settings.label, **meta})
@@ -222,5 +222,5 @@ def score(run: Run) -> IndicatorTable | None:
         table = score_table(settings.label, evidence, structure=settings.structure or 0.0, meta=meta)
     table.save(run.dir / TABLE_FILE)
     run.save_config()
-    say("score", started, run.label)
+    log_stage("score", started, run.label)
     return table

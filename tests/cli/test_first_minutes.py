@@ -95,7 +95,7 @@ def searched(tmp_path):
     tiny_space().save(out / "space.yaml")
     run = Run(RunConfig.from_dict(form))
     run.save_config()
-    meta = {"seed": 0, "settings": run.scored_with, "score": "isometry"}
+    meta = {"seed": 0, "settings": run.score_settings, "score": "isometry"}
     table = structure_table(run.space, "sqrt_size")
     type(table).of_rows(run.space, table.block, meta).save(out / "indicators.json")
     return out

@@ -17,7 +17,7 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import seeds_page as page
 from nasfast.pipeline.agreement import STABLE_TAU, agreement, mean_tau, random_architectures
 from nasfast.pipeline.run import Run
-from nasfast.pipeline.seeds import networks, rivals, run_seeds, seed_task
+from nasfast.pipeline.seeds import find_rivals, list_networks, run_seeds, seed_task
 from nasfast.search import Limits
 from nasfast.settings import RunConfig
 from nasfast.spaces import SKIP
@@ -103,7 +103,7 @@ def test_how_many_seeds_are_needed_by_hand():
     r, n = found.correlation, found.seeds_needed
     assert 0 < r < 0.9
     assert n * r / (1 + (n - 1) * r) >= 0.9 - 1e-9 > (n - 1) * r / (1 + (n - 2) * r)
-    assert found.of_mean == pytest.approx(3 * r / (1 + 2 * r))
+    assert found.reliability == pytest.approx(3 * r / (1 + 2 * r))
 
 
 def form(right) -> dict:
@@ -125,7 +125,7 @@ def run_of(**changes) -> Run:
 
 def test_what_is_retrained_has_equal_cost():
     run, answer = run_of(), (1, 0, 2, 1)
-    found = networks(answer, rivals(run, answer), 3)
+    found = list_networks(answer, find_rivals(run, answer), 3)
     assert [(n.role, n.seed) for n in found if n.role in ("answer", "structure")] == [
         (role, seed) for role in ("answer", "structure") for seed in range(3)
     ]
@@ -134,15 +134,15 @@ def test_what_is_retrained_has_equal_cost():
     assert all(SPACE.cost(n.arch).macs <= 1.01 * macs for n in found)
     assert all(n.arch != answer for n in found if n.role.startswith("random"))
     # where the structural baseline is the answer, nothing is trained twice
-    best = rivals(run, (2, 2, 2, 2))["structure"]
-    assert {n.role for n in networks(best, rivals(run, best), 2)}.isdisjoint({"structure"})
+    best = find_rivals(run, (2, 2, 2, 2))["structure"]
+    assert {n.role for n in list_networks(best, find_rivals(run, best), 2)}.isdisjoint({"structure"})
 
 
 def test_an_answer_that_skips_layers_may_have_no_structural_baseline(tmp_path, caplog):
     run = run_of(search={"top_k": 2, "allow_identity": True})
     cheapest = min(EVERY, key=lambda arch: SPACE.cost(arch).macs)
     answer = (cheapest[0], SKIP, cheapest[2], SKIP)
-    assert "structure" not in rivals(run, answer)
+    assert "structure" not in find_rivals(run, answer)
     assert "no structural baseline to compare with" in caplog.text
     said = " ".join(write_run(tmp_path, 0.05, 2, no_structure=True))
     assert "There is no structural baseline to compare with" in said and "is the answer itself" not in said
@@ -180,14 +180,14 @@ def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None, no_struc
             "seed": n.seed,
             "result": {**form(rng.random(500) < (0.9 if n.role == "answer" else 0.5)), "macs": 1, "params": 1},
         }
-        for n in networks(answer, {} if no_structure else rivals(run_of(), answer), seeds)
+        for n in list_networks(answer, {} if no_structure else find_rivals(run_of(), answer), seeds)
     ]
-    from nasfast.pipeline.seeds import _plain
+    from nasfast.pipeline.seeds import agreement_record
 
     content = {
         "seeds": seeds,
         "scored": [f"seed-{i}" for i in range(seeds)],
-        "agreement": _plain(found),
+        "agreement": agreement_record(found),
         "networks": trained,
         "missing": missing or {},
         "no_structure": no_structure,

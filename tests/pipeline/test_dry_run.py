@@ -68,7 +68,7 @@ def test_the_times_are_those_of_steps_batches_and_scores(config, tmp_path, secon
 
 def test_a_batch_is_on_the_line_through_what_was_tried():
     """A step of 2 s and 0.5 s per image, whose third try took 20 % longer; memory is in proportion."""
-    few, more = (estimate.Tried(n, [2 + n / 2] * 2 + [1.2 * (2 + n / 2)], n << 28) for n in (4, 8))
+    few, more = (estimate.Steps(n, [2 + n / 2] * 2 + [1.2 * (2 + n / 2)], n << 28) for n in (4, 8))
     found = estimate._timing(few, more, 100)
     assert (found.seconds, found.slowest) == (pytest.approx(52), pytest.approx(62.4))
     of_process = estimate._fresh_peak()

@@ -162,7 +162,7 @@ def test_a_directory_in_use_is_refused_and_left_alone(finished, capsys, command)
     with open(out / ".lock", "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)  # as another process would: a lock is the open file's
         assert main([*command.split(), "--out", str(out), *images]) == 1
-        with pytest.raises(RunDirectoryError, match="is in use by"), Run.open(Run.saved(str(out)).cfg):
+        with pytest.raises(RunDirectoryError, match="is in use by"), Run.open(Run.load(str(out)).cfg):
             pass
     (out / ".lock").unlink()
     assert f"run directory {out} is in use by another process" in capsys.readouterr().err
@@ -190,7 +190,7 @@ def test_a_missing_file_names_the_stage_that_writes_it(finished, capsys, command
 
 
 def test_images_of_other_classes_cannot_retrain(here, out):
-    cfg = Run.saved(str(out)).cfg
+    cfg = Run.load(str(out)).cfg
     cfg = cfg.replace(data=cfg.data.replace(source="folder", train="images"))
     with pytest.raises(ConfigError, match="the images have 2 classes, .*space.yaml has 10"):
         retrain_loaders(Run(cfg), Run(cfg).space)

@@ -206,7 +206,7 @@ def test_methods_that_score_by_accuracy(tmp_path, method, capsys):
     assert main(["search", "--out", str(out)]) == 0
     assert (out / "history.jsonl").read_bytes() == before
     # the accuracies were of images that are not judged later
-    _, held = image_loaders(Run.saved(str(out)), space)
+    _, held = image_loaders(Run.load(str(out)), space)
     counts = [e["score"] * len(held.source) for e in evaluated]
     assert counts == pytest.approx([round(c) for c in counts], abs=1e-6)
 
@@ -227,7 +227,7 @@ def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(out):
 
 def test_a_supernet_that_is_not_trained_to_its_end_is_named(out, caplog):
     (out / "checkpoints/supernet-00000020.safetensors").unlink()
-    with Run.open(Run.saved(str(out)).cfg) as run:
+    with Run.open(Run.load(str(out)).cfg) as run:
         table = score(run)
     assert "step 16 of 20" in caplog.text
     assert table.meta["step"] == 16
@@ -244,7 +244,7 @@ def test_a_supernet_at_chance_is_named(tmp_path, config, caplog):
 def test_stages_without_training_use_the_threads_of_the_config(out, stage):
     """The score is `gamma`, which reads no images. An exact search needs no torch, and so no threads of it."""
     before = torch.get_num_threads()
-    run = Run.saved(str(out))
+    run = Run.load(str(out))
     run = Run(run.cfg.replace(threads=before + 1, score=run.cfg.score.replace(name="gamma")))
     with Run.open(run.cfg.replace(threads=before)) as opened:
         score(opened)

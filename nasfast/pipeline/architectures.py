@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from nasfast.config import ConfigError
-from nasfast.pipeline.run import Run, result_of
+from nasfast.pipeline.run import Run, read_result
 from nasfast.search import SearchResult, equal_cost_peers, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, arch_file_text, load_arch
@@ -24,25 +24,25 @@ SEED = "-seed-"
 """Stands between the name of a network and its seed, where that is not the run's."""
 
 
-def to_retrain(
+def choose_architectures(
     run: Run, archs: Sequence[Arch | str] = (), *, pareto: bool = False
 ) -> tuple[ArchSpace, dict[str, Arch]]:
     """The space of a run, and the architectures to retrain by the names of their networks; see `retrain_best`."""
     space = run.any_space
     if archs:
-        return space, _named(read_arch(arch, space) for arch in archs)
+        return space, _name_archs(read_arch(arch, space) for arch in archs)
     if not isinstance(space, SearchSpace):
         if pareto:
             raise ConfigError("a search of cells computes no Pareto front: leave --pareto out")
-        return space, cell_results(run.dir, space)
-    found = search_result(run.dir, space)
+        return space, load_cell_results(run.dir, space)
+    result = load_search_result(run.dir, space)
     if pareto:
-        return space, _named(required_front(found, run.dir))
-    chosen = dict(list(named_candidates(found).items())[: run.cfg.retrain.top_k])
-    if len(chosen) < run.cfg.retrain.top_k:
+        return space, _name_archs(require_front(result, run.dir))
+    best = dict(list(name_candidates(result).items())[: run.cfg.retrain.top_k])
+    if len(best) < run.cfg.retrain.top_k:
         path = run.dir / ARCHS_FILE
-        _LOG.warning("retrain.top_k=%d, but %s has %d architectures", run.cfg.retrain.top_k, path, len(chosen))
-    return space, chosen | random_peers(run, found.candidates[0].arch)
+        _LOG.warning("retrain.top_k=%d, but %s has %d architectures", run.cfg.retrain.top_k, path, len(best))
+    return space, best | random_peers(run, result.candidates[0].arch)
 
 
 def random_peers(run: Run, arch: Arch) -> dict[str, Arch]:
@@ -54,14 +54,14 @@ def random_peers(run: Run, arch: Arch) -> dict[str, Arch]:
     return {"random" if i == 0 else f"random-{i + 1}": peer for i, peer in enumerate(peers)}
 
 
-def with_seeds(run: Run, chosen: Mapping[str, Arch]) -> dict[str, tuple[Arch, int]]:
+def list_trainings(run: Run, archs: Mapping[str, Arch]) -> dict[str, tuple[Arch, int]]:
     """Every training by the name of its network: an architecture and a seed.
 
-    The first has the seed of the run and the name as given, the others have names such as `best-seed-1`. Random
+    The first has the seed of the run and the name as it is, the others have names such as `best-seed-1`. Random
     architectures are trained once each, because they stand for architectures and not for one of them.
     """
     trainings, first = {}, run.cfg.seed
-    for name, arch in chosen.items():
+    for name, arch in archs.items():
         trainings[name] = (arch, first)
         if not name.startswith("random"):
             seeds = range(first + 1, first + run.cfg.retrain.seeds)
@@ -74,11 +74,11 @@ def read_arch(arch: Arch | str, space: ArchSpace) -> Arch:
     return space.parse(arch) if isinstance(arch, str) else space.check(arch)
 
 
-def _named(archs: Iterable[Arch]) -> dict[str, Arch]:
+def _name_archs(archs: Iterable[Arch]) -> dict[str, Arch]:
     return {f"arch-{arch_file_text(arch)}": arch for arch in archs}
 
 
-def cell_results(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
+def load_cell_results(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
     """What a search of cells wrote, by its names."""
     paths = sorted(run_dir.glob("arch_*.json"))
     if not paths:
@@ -86,25 +86,25 @@ def cell_results(run_dir: Path, space: ArchSpace) -> dict[str, Arch]:
     return {path.stem.removeprefix("arch_"): load_arch(path, space) for path in paths}
 
 
-def search_result(run_dir: Path, space: SearchSpace) -> SearchResult:
+def load_search_result(run_dir: Path, space: SearchSpace) -> SearchResult:
     """archs.json."""
     load = functools.partial(load_candidates, space=space)
-    return result_of(run_dir / ARCHS_FILE, load, f"nasfast search --out {run_dir}")
+    return read_result(run_dir / ARCHS_FILE, load, f"nasfast search --out {run_dir}")
 
 
-def named_candidates(found: SearchResult) -> dict[str, Arch]:
+def name_candidates(result: SearchResult) -> dict[str, Arch]:
     """The candidates of a search under the names of their networks."""
-    return {"best" if i == 0 else f"best-{i + 1}": c.arch for i, c in enumerate(found.candidates)}
+    return {"best" if i == 0 else f"best-{i + 1}": c.arch for i, c in enumerate(result.candidates)}
 
 
-def front_points(found: SearchResult) -> list[Arch]:
+def front_points(result: SearchResult) -> list[Arch]:
     """Every architecture on the front against MACs or on that against a table, each once."""
-    return list(dict.fromkeys(point.arch for point in found.points[len(found.candidates) :]))
+    return list(dict.fromkeys(point.arch for point in result.points[len(result.candidates) :]))
 
 
-def required_front(found: SearchResult, run_dir: Path) -> list[Arch]:
+def require_front(result: SearchResult, run_dir: Path) -> list[Arch]:
     """`front_points`, of which there must be some."""
-    if not (points := front_points(found)):
+    if not (points := front_points(result)):
         raise ConfigError(
             f"{run_dir / ARCHS_FILE} has no Pareto front, because the score scores whole paths: name architectures "
             "with --arch, or search with score.distill=true"

@@ -25,7 +25,14 @@ from nasfast.indicators.registry import ScoreError, all_scores
 from nasfast.indicators.structure import BASELINES, structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.estimate import network_timing, start_of_task
-from nasfast.pipeline.inputs import evidence_for, of_parts, retrain_loaders, scores_of, space_of, supernet_to_rank
+from nasfast.pipeline.inputs import (
+    build_evidence,
+    compute_scores,
+    ensure_space,
+    retrain_loaders,
+    split_score,
+    supernet_to_rank,
+)
 from nasfast.pipeline.networks import NETWORK, network_task
 from nasfast.pipeline.run import Run
 from nasfast.retrain.retrain import RESULT_FILE, RetrainResult
@@ -48,7 +55,7 @@ IMAGES: dict[str, Any] = {"batch_size": BATCH_SIZE, "augment": "none", "workers"
 """Settings of `data` for it: in so few epochs small batches give more steps, and the network cannot memorise the
 images. The trainings run side by side, so each decodes its images itself."""
 
-_KEPT = ("top1", "top5", "loss", "macs", "params", "epochs", "images")
+_RESULT_KEYS = ("top1", "top5", "loss", "macs", "params", "epochs", "images")
 """What accuracies.json has of a result."""
 
 LEARNED = "learned"
@@ -88,17 +95,17 @@ def train_sample(
         done = {tuple(t.arguments["arch"]): r.result for t, r in zip(tasks, results, strict=True) if r.status == "done"}
         if len(done) < len(tasks):
             _LOG.warning("%d of %d architectures are trained: the same command continues", len(done), len(tasks))
-        space = space_of(run)
+        space = ensure_space(run)
         limits = run.limits
-        within = {a: 100 * form["top1"] for a, form in done.items() if limits.admits(space.cost(a), a)}
+        within = {a: 100 * result["top1"] for a, result in done.items() if limits.admits(space.cost(a), a)}
         if len(within) < MIN_ARCHITECTURES:
             raise AccuracyError(
                 f"{len(within)} of {len(tasks)} architectures are trained, at least {MIN_ARCHITECTURES} are needed to "
                 f"compare rankings: the same command continues; {folder} has the logs"
             )
         entries = {
-            format_arch(a): {"accuracy": 100 * form["top1"], **{key: form[key] for key in _KEPT}}
-            for a, form in done.items()
+            format_arch(a): {"accuracy": 100 * result["top1"], **{key: result[key] for key in _RESULT_KEYS}}
+            for a, result in done.items()
         }
         write_atomic(run.dir / ACCURACIES_FILE, (json.dumps(entries, indent=1) + "\n").encode())
     return within
@@ -110,14 +117,14 @@ def plan_sample(run: Run, count: int, *, epochs: int | None = None) -> list[Task
         raise AccuracyError(
             f"--train {count}: at least {MIN_ARCHITECTURES} architectures are needed to compare rankings"
         )
-    space = space_of(run)
+    space = ensure_space(run)
     archs = stratified_sample(space, count, limits=run.limits, seed=run.cfg.seed)
     # a folder is named after its architecture
     before = [space.parse(path.parent.name) for path in _finished(run)]
-    given = _sample_settings(run, _shared_settings(run, count, epochs))
-    _check_images(Run(given), space, count)
+    cfg = _sample_settings(run, _shared_settings(run, count, epochs))
+    _check_images(Run(cfg), space, count)
     return [
-        network_task(given, space, arch, run.cfg.seed, name=arch_file_text(arch), hold_out=True)
+        network_task(cfg, space, arch, run.cfg.seed, name=arch_file_text(arch), hold_out=True)
         for arch in dict.fromkeys([*archs, *before])
     ]
 
@@ -126,25 +133,25 @@ def estimate_sample(run: Run, count: int, settings: TaskSettings, *, epochs: int
     """What `train_sample` would do, with the time from a few steps of the middle architecture; none is trained."""
     tasks = plan_sample(run, count, epochs=epochs)
     done = {path.parent.name for path in _finished(run)}
-    left = [task for task in tasks if task.name not in done]
-    if not left:
+    missing = [task for task in tasks if task.name not in done]
+    if not missing:
         return f"all {len(tasks)} architectures are trained"
-    space = space_of(run)
-    macs = {task.name: space.cost(task.arguments["arch"]).macs for task in left}
-    middle = sorted(left, key=lambda task: macs[task.name])[len(left) // 2]
-    at_a_time = settings.workers or workers_for(len(left), threads=middle.threads, gpus=middle.gpus)
+    space = ensure_space(run)
+    macs = {task.name: space.cost(task.arguments["arch"]).macs for task in missing}
+    middle = sorted(missing, key=lambda task: macs[task.name])[len(missing) // 2]
+    at_a_time = settings.workers or workers_for(len(missing), threads=middle.threads, gpus=middle.gpus)
     with run_lock(run.dir, create=False):
         pass  # a directory in use is refused; steps are timed without the lock
     start = start_of_task().seconds
-    _LOG.info("timing a few steps of the middle one of %d architectures", len(left))
-    given = Run(_sample_settings(run, _shared_settings(run, count, epochs)))
-    given.use_threads()
-    epochs = given.cfg.retrain.train.epochs
-    one = network_timing(given, space, tuple(middle.arguments["arch"]), hold_out=True).seconds
-    total = (one * sum(macs.values()) / macs[middle.name] + start * len(left)) / at_a_time
-    images = len(retrain_loaders(given, space, hold_out=True)[0].source)
+    _LOG.info("timing a few steps of the middle one of %d architectures", len(missing))
+    sample_run = Run(_sample_settings(run, _shared_settings(run, count, epochs)))
+    sample_run.use_threads()
+    epochs = sample_run.cfg.retrain.train.epochs
+    one = network_timing(sample_run, space, tuple(middle.arguments["arch"]), hold_out=True).seconds
+    total = (one * sum(macs.values()) / macs[middle.name] + start * len(missing)) / at_a_time
+    images = len(retrain_loaders(sample_run, space, hold_out=True)[0].source)
     return (
-        f"{len(left)} trainings of {epochs} epochs on {images} images, {len(tasks) - len(left)} more are finished; "
+        f"{len(missing)} trainings of {epochs} epochs on {images} images, {len(done)} more are finished; "
         f"{at_a_time} at a time with {middle.threads} threads each: about {duration(one)} for one, {duration(total)} "
         "for all, if nothing else uses the cores. Nothing was trained."
     )
@@ -165,37 +172,37 @@ def compare_trained(
     registered score that is no baseline.
     `half_width` and `resamples` are those of `compare_scores`.
     """
-    space, table, refused = space_of(run), run.dir / TABLE_FILE, {}
+    space, table, refused = ensure_space(run), run.dir / TABLE_FILE, {}
     scores: dict[str, IndicatorTable | Mapping[Arch, float]] = {}
     if table.exists():
         scores[TABLE_FILE] = loaded = IndicatorTable.load(table)
         rank(accuracies, loaded, space, resamples=resamples, seed=run.cfg.seed).save(run.dir / "rank.json")
     for name in names or [name for name in all_scores() if name not in BASELINES]:
         try:
-            scores[name] = scores_of(run, name, accuracies)
+            scores[name] = compute_scores(run, name, accuracies)
         except (ScoreError, ConfigError, FileNotFoundError) as error:
             refused[name] = str(error)
     prior = scores.get(TABLE_FILE, structure_table(space, "sqrt_size"))
-    ranked = {arch: prior.score(arch) if isinstance(prior, IndicatorTable) else prior[arch] for arch in accuracies}
+    priors = {arch: prior.score(arch) if isinstance(prior, IndicatorTable) else prior[arch] for arch in accuracies}
     try:
-        scores[LEARNED] = held_out_score(space, accuracies, ranked, seed=run.cfg.seed)
+        scores[LEARNED] = held_out_score(space, accuracies, priors, seed=run.cfg.seed)
     except ModuleNotFoundError as error:
         refused[LEARNED] = str(error)
-    found = compare_scores(
+    comparison = compare_scores(
         accuracies,
         scores,
         space,
         half_width=half_width,
         refused=refused,
-        attainable=_attainable(run, accuracies),
+        attainable=_attainable_tau(run, accuracies),
         resamples=resamples,
         seed=run.cfg.seed,
     )
-    found.save(run.dir / REPORT_FILE)
-    return found
+    comparison.save(run.dir / REPORT_FILE)
+    return comparison
 
 
-def _attainable(run: Run, archs: Iterable[Arch]) -> float | None:
+def _attainable_tau(run: Run, archs: Iterable[Arch]) -> float | None:
     """See `attainable_tau`; None unless all trainings have a record of the same number of held-out images."""
     paths = [run.dir / FOLDER / arch_file_text(arch) / "retrain" / NETWORK / RESULT_FILE for arch in archs]
     try:
@@ -211,8 +218,8 @@ def check_names(run: Run, names: Sequence[str]) -> None:
     """Refuse scores that `compare_trained` could not compute, before hours of training."""
     # of each kind one is loaded, because nothing is computed that could change it
     supernet = functools.cache(functools.partial(supernet_to_rank, run))
-    for own in [own for name in names for own in of_parts(run, name)]:
-        evidence_for(own, supernet(trained=own.score.trained))
+    for part in [part for name in names for part in split_score(run, name)]:
+        build_evidence(part, supernet(trained=part.score.trained))
 
 
 def _sample_settings(run: Run, shared: SampleSettings) -> RunConfig:

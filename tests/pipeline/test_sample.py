@@ -17,11 +17,11 @@ from nasfast.indicators.accuracies import AccuracyError, read_accuracies
 from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.table import IndicatorTable
 from nasfast.ops import precision
-from nasfast.pipeline import trained
+from nasfast.pipeline import sample
 from nasfast.pipeline.inputs import image_loaders
 from nasfast.pipeline.networks import train_network
 from nasfast.pipeline.run import Run
-from nasfast.pipeline.trained import train_sample
+from nasfast.pipeline.sample import train_sample
 from nasfast.retrain import load_model
 from nasfast.runtime.files import checkpoint_state
 from nasfast.search import stratified_sample
@@ -46,7 +46,7 @@ def run(tmp_path, config, monkeypatch):
 def test_a_network_keeps_its_number_type_on_another_machine(run, tmp_path, monkeypatch):
     """It was stopped where `precision: auto` is bf16, and goes on where it is fp32."""
     run = Run(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.6)))
-    task = trained.plan_sample(run, 10, epochs=2)[0]
+    task = sample.plan_sample(run, 10, epochs=2)[0]
     step, steps = loop.update, itertools.count()
 
     def stopped(*arguments, **named):
@@ -77,8 +77,8 @@ def test_a_sample_is_trained_once_and_grows(run, small_forests, capsys, monkeypa
     assert "10 trainings of 1 epochs on 577 images, 0 more are finished; 1 at a time" in capsys.readouterr().out
     assert [path.name for path in out.iterdir()] == ["config.yaml"]
     assert main([*command, "--train", "10"]) == 0
-    first = read_accuracies(out / "accuracies.json", trained.space_of(run))
-    space = trained.space_of(run)
+    first = read_accuracies(out / "accuracies.json", sample.ensure_space(run))
+    space = sample.ensure_space(run)
     assert list(first) == stratified_sample(space, 10, limits=run.limits, seed=3)
     assert all(0 < accuracy < 100 for accuracy in first.values()) and len(set(first.values())) > 3
     shown = capsys.readouterr().out
@@ -93,8 +93,8 @@ def test_a_sample_is_trained_once_and_grows(run, small_forests, capsys, monkeypa
     grown = read_accuracies(out / "accuracies.json", space)
     assert len(grown) == 12 and {arch: grown[arch] for arch in first} == first
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert trained.estimate_sample(run, 12, ONE) == "all 12 architectures are trained"
-    assert "1 trainings of 1 epochs" in trained.estimate_sample(run, 13, ONE)
+    assert sample.estimate_sample(run, 12, ONE) == "all 12 architectures are trained"
+    assert "1 trainings of 1 epochs" in sample.estimate_sample(run, 13, ONE)
     # fewer lose nothing
     assert train_sample(run, 10, settings=ONE) == grown
     with pytest.raises(ConfigError, match="has trainings of 1 epochs, --epochs is 2"):
@@ -102,10 +102,10 @@ def test_a_sample_is_trained_once_and_grows(run, small_forests, capsys, monkeypa
 
 
 def test_a_training_gives_the_accuracy_of_the_trained_network(run, tmp_path):
-    task = trained.plan_sample(run, 10, epochs=1)[0]
+    task = sample.plan_sample(run, 10, epochs=1)[0]
     form = train_network(tmp_path / "a", **task.arguments, **task.machine)
     network = load_model(tmp_path / "a" / "retrain" / "network")
-    _, held = image_loaders(run, trained.space_of(run))
+    _, held = image_loaders(run, sample.ensure_space(run))
     measured = evaluate(network, held)
     assert form["top1"] == pytest.approx(measured.top1) and form["images"] == len(held.source)
     # again, from nothing and from what is there
@@ -118,7 +118,7 @@ def test_what_cannot_be_trained_is_refused_before_training(run, monkeypatch, cap
     def began(*_):
         raise AssertionError("training began")
 
-    monkeypatch.setattr(trained.TaskRunner, "run", began)
+    monkeypatch.setattr(sample.TaskRunner, "run", began)
     for cfg, count, message in (
         (run, 9, "at least 10 architectures are needed"),
         (run, 82, "draws from space 'tiny' within the limits have"),
@@ -138,15 +138,15 @@ def test_trainings_outside_tighter_limits_stay_in_the_file(run, monkeypatch):
     """They are not compared, and need no second training when the limits are raised again."""
 
     def form(task):
-        return {**dict.fromkeys(trained._KEPT, 0), "top1": 0.5}
+        return {**dict.fromkeys(sample._RESULT_KEYS, 0), "top1": 0.5}
 
     def finished(self, tasks):
         for task in tasks:
             save_result(self.folder / task.name, task, form(task))
         return [TaskResult(t.name, "done", form(t), "", self.folder) for t in tasks]
 
-    monkeypatch.setattr(trained.TaskRunner, "run", finished)
-    space = trained.space_of(run)
+    monkeypatch.setattr(sample.TaskRunner, "run", finished)
+    space = sample.ensure_space(run)
     run = Run(run.cfg.replace(search=run.cfg.search.replace(max_macs=None)))
     first = train_sample(run, 12, epochs=1)
     limit = sorted(space.cost(arch).macs for arch in first)[8]
@@ -159,7 +159,7 @@ def test_trainings_outside_tighter_limits_stay_in_the_file(run, monkeypatch):
 @pytest.mark.slow
 def test_a_comparison_takes_a_table_and_a_sum_of_scores(run, small_forests):
     """trained.json has the tau of rank.json where sums of the table differ only by rounding, and that of A+B."""
-    space = trained.space_of(run)
+    space = sample.ensure_space(run)
     archs = stratified_sample(space, 40, seed=1)
     # 0.1 + 0.2 - 0.3 and 0.3 + 0 - 0.3 differ by rounding
     rows = [
@@ -170,7 +170,7 @@ def test_a_comparison_takes_a_table_and_a_sum_of_scores(run, small_forests):
     ]
     IndicatorTable.of_rows(space, rows, {}).save(run.dir / "indicators.json")
     accuracies = {arch: float(i) for i, arch in enumerate(archs)}
-    found = trained.compare_trained(run, accuracies, names=["naswot+synflow"], resamples=10)
+    found = sample.compare_trained(run, accuracies, names=["naswot+synflow"], resamples=10)
     by_table, summed_up = found.rows[:2]
     form = json.loads((run.dir / "rank.json").read_text())
     assert form["resamples"] == 10 and form["predictor"]["kendall"] == asdict(by_table.kendall)
@@ -181,7 +181,7 @@ def test_too_few_finished_trainings_say_how_to_go_on(run, monkeypatch):
     def stopped(self, tasks):
         return [TaskResult(task.name, "stopped", None, "", self.folder) for task in tasks]
 
-    monkeypatch.setattr(trained.TaskRunner, "run", stopped)
+    monkeypatch.setattr(sample.TaskRunner, "run", stopped)
     with pytest.raises(AccuracyError, match="0 of 10 architectures are trained.*the same command continues"):
         train_sample(run, 10, epochs=1)
     assert not (run.dir / "accuracies.json").exists()
