@@ -54,13 +54,13 @@ def test_a_network_keeps_its_number_type_on_another_machine(run, tmp_path, monke
             raise KeyboardInterrupt
         return step(*arguments, **named)
 
-    monkeypatch.setattr(precision, "_default", lambda device: ("bf16", ""))
+    monkeypatch.setattr(precision, "default_precision", lambda device: ("bf16", ""))
     monkeypatch.setattr(loop, "update", stopped)
     with pytest.raises(KeyboardInterrupt):
         train_network(tmp_path / "task", **task.arguments, **task.machine)
     (checkpoint,) = (tmp_path / "task/checkpoints").iterdir()
     assert checkpoint_state(checkpoint)["settings"]["train"]["precision"] == "bf16"
-    monkeypatch.setattr(precision, "_default", lambda device: ("fp32", ""))
+    monkeypatch.setattr(precision, "default_precision", lambda device: ("fp32", ""))
     monkeypatch.setattr(loop, "update", step)
     result = train_network(tmp_path / "task", **task.arguments, **task.machine)
     assert result["settings"]["train"]["precision"] == "bf16"
