@@ -55,7 +55,7 @@ class ConfigBase:
         for f in dataclasses.fields(self):
             if f.init:
                 # the dataclass is frozen: an ordinary assignment is refused
-                value = _filled(f, getattr(self, f.name))
+                value = _fill_defaults(f, getattr(self, f.name))
                 object.__setattr__(self, f.name, _convert(value, hints[f.name], f.name))
         self._check_values()
 
@@ -81,7 +81,9 @@ class ConfigBase:
             if required and name not in mapping:
                 raise ConfigError(f"config key '{where}{name}' is required and was not given: add it")
         try:
-            return cls(**{k: _convert(_filled(fields[k], v), hints[k], f"{where}{k}") for k, v in mapping.items()})
+            return cls(
+                **{k: _convert(_fill_defaults(fields[k], v), hints[k], f"{where}{k}") for k, v in mapping.items()}
+            )
         except ConfigError:
             raise
         except (ValueError, TypeError) as error:
@@ -89,14 +91,14 @@ class ConfigBase:
 
     def to_dict(self) -> dict[str, Any]:
         """The config as a nested dict of lists, dicts and scalars; `from_dict` makes an equal config of it."""
-        return {f.name: _plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.init}
+        return {f.name: _to_plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.init}
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a YAML file (JSON is YAML too); ConfigError, which names the file, where it cannot be used."""
-        form = load_yaml(path)
+        mapping = load_yaml(path)
         try:
-            return cls.from_dict(form)
+            return cls.from_dict(mapping)
         except ConfigError as error:
             raise type(error)(f"{path}: {error}") from error
 
@@ -117,9 +119,9 @@ _HEAD, _END = "# whole if its last line is three dots\n", "...\n"
 """First and last line of our YAML files. Without them a truncated file would be valid YAML and take defaults."""
 
 
-def dump_yaml(form: dict[str, Any]) -> str:
+def dump_yaml(mapping: dict[str, Any]) -> str:
     """A mapping as YAML, with its keys in their order; `load_yaml` detects a truncated text."""
-    return _HEAD + yaml.safe_dump(form, sort_keys=False, explicit_end=True)
+    return _HEAD + yaml.safe_dump(mapping, sort_keys=False, explicit_end=True)
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
@@ -134,7 +136,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         what = "truncated" if text else "empty"
         raise ConfigError(f"{path} is {what}: restore it, or delete it and give the settings again")
     try:
-        loaded = _parsed(text) or {}
+        loaded = _parse_yaml(text) or {}
     except yaml.YAMLError as error:
         # PyYAML has its own name for a text
         text = str(error).replace("<unicode string>", str(path))
@@ -144,7 +146,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return loaded
 
 
-def _parsed(text: str) -> Any:
+def _parse_yaml(text: str) -> Any:
     """A YAML text as plain values, by the parser in C where there is one: it takes a tenth of the time."""
     try:
         return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -165,10 +167,10 @@ def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> st
     return "; ".join(parts)
 
 
-def flatten(form: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested settings by their flags: `{"search": {"top_k": 1}}` -> `{"search.top_k": 1}`."""
     flat: dict[str, Any] = {}
-    for key, value in form.items():
+    for key, value in settings.items():
         flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
@@ -196,32 +198,32 @@ def merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """A value as dicts, lists and scalars."""
     if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
+        return {f.name: _to_plain(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [_to_plain(v) for v in value]
     return value
 
 
-def _filled(field: dataclasses.Field[Any], value: Any) -> Any:
+def _fill_defaults(field: dataclasses.Field[Any], value: Any) -> Any:
     """A value; of a nested config, a mapping with the field's default in place of what it leaves out."""
     default: Any = field.default
     nested = isinstance(default, ConfigBase) and isinstance(value, Mapping)
     return merge(default.to_dict(), value) if nested else value
 
 
-def expected(hint: Any) -> str:
+def describe_type(hint: Any) -> str:
     """What a setting of this type takes, in words."""
     args = typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        plain = [expected(option) for option in args if option is not type(None)]
+        plain = [describe_type(option) for option in args if option is not type(None)]
         return " or ".join(dict.fromkeys(plain)) + (" (or null)" if type(None) in args else "")
     if typing.get_origin(hint) is typing.Literal:
         return f"one of {', '.join(map(str, args))}"
     if typing.get_origin(hint) is tuple:
-        return f"a list{'' if Ellipsis in args else f' of {len(args)}'}, each {expected(args[0])}"
+        return f"a list{'' if Ellipsis in args else f' of {len(args)}'}, each {describe_type(args[0])}"
     number = "a number, such as 0.5, 475e6 or 2.4M"
     names = {int: "a whole number", bool: "true or false", str: "a text", float: number, Number: number}
     return names.get(hint, hint.__name__)
@@ -251,12 +253,12 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
         return value
     if origin is tuple:
         if not isinstance(value, (list, tuple)):
-            form = f" such as [{value}]" if isinstance(value, (str, int, float)) else ""
-            raise ConfigError(f"config key '{where}': expected a list{form}, got {value!r}")
-        inner = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else args
-        if len(inner) != len(value):
-            raise ConfigError(f"config key '{where}': expected {len(inner)} values, got {len(value)}")
-        return tuple(_convert(v, h, f"{where}[{i}]") for i, (v, h) in enumerate(zip(value, inner, strict=True)))
+            example = f" such as [{value}]" if isinstance(value, (str, int, float)) else ""
+            raise ConfigError(f"config key '{where}': expected a list{example}, got {value!r}")
+        hints = [args[0]] * len(value) if len(args) == 2 and args[1] is Ellipsis else args
+        if len(hints) != len(value):
+            raise ConfigError(f"config key '{where}': expected {len(hints)} values, got {len(value)}")
+        return tuple(_convert(v, h, f"{where}[{i}]") for i, (v, h) in enumerate(zip(value, hints, strict=True)))
     if hint in (float, Number) and isinstance(value, str):
         # YAML 1.1 reads 4e-5 and 475e6 as strings, because they have no dot
         with contextlib.suppress(ValueError):
@@ -269,5 +271,5 @@ def _convert(value: Any, hint: Any, where: str) -> Any:
     if hint is Any:
         return value
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
-        raise ConfigError(f"config key '{where}': expected {expected(hint)}, got {value!r}")
+        raise ConfigError(f"config key '{where}': expected {describe_type(hint)}, got {value!r}")
     return value

@@ -6,7 +6,6 @@ An entry is a module, or `module:attribute`. The core imports nothing of `nasfas
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 SPACES = {
@@ -61,22 +60,11 @@ COMMAND_RUN = "nasfast.research.studies.registry:run"
 """The functions of these commands; `nasfast.cli` calls them as it calls those of its own commands."""
 
 
-_OF_LEARN = "sklearn"
+_LEARN_PACKAGE = "sklearn"
 """What the extra `learn` installs."""
 
-_OF_SEARCH = "PIL jsonargparse matplotlib rich safetensors scipy torchvision yaml".split()
+_SEARCH_PACKAGES = "PIL jsonargparse matplotlib rich safetensors scipy torchvision yaml".split()
 """Packages that the extra `search` installs; `fuse` and the operators need none of them."""
-
-
-def later(package: str, homes: dict[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of a package whose names are imported when they are first used: name -> module."""
-
-    def attribute(name: str) -> Any:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return load(f"{homes[name]}:{name}")
-
-    return attribute
 
 
 def load(entry: str) -> Any:
@@ -86,11 +74,11 @@ def load(entry: str) -> Any:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package == _OF_LEARN:
+        if package == _LEARN_PACKAGE:
             raise ModuleNotFoundError(
                 "learning from trained accuracies needs scikit-learn: pip install 'nasfast[learn]'", name=error.name
             ) from error
-        if package not in _OF_SEARCH:
+        if package not in _SEARCH_PACKAGES:
             raise
         raise ModuleNotFoundError(
             f"{name} needs {error.name}, which comes with the search: pip install 'nasfast[search]'", name=error.name

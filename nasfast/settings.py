@@ -246,14 +246,14 @@ class SupernetConfig(ConfigBase):
         if method not in METHODS:
             raise ValueError(f"unknown method {method!r}; {nearest(method, METHODS)}")
         names = ("init", "layer_indicators", "trainable", "classifier", "sampler", "hold_out")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        chosen = replace(METHODS[method], **given)
-        if self.aligned and chosen.init != "aligned":
+        overrides = {name: value for name in names if (value := getattr(self, name)) is not None}
+        preset = replace(METHODS[method], **overrides)
+        if self.aligned and preset.init != "aligned":
             name, value = next(iter(self.aligned.items()))
             raise ValueError(
-                f"{name}={value} needs init='aligned', got init={chosen.init!r}: leave {name} out, or set the init"
+                f"{name}={value} needs init='aligned', got init={preset.init!r}: leave {name} out, or set the init"
             )
-        return chosen
+        return preset
 
     @property
     def aligned(self) -> dict[str, float]:
@@ -263,8 +263,8 @@ class SupernetConfig(ConfigBase):
 
     def resolved(self, method: str) -> SupernetConfig:
         """Every null but activation and settings of aligned weights replaced by the preset; errors as in `preset`."""
-        chosen = self.preset(method)
-        return self.replace(**{f.name: getattr(chosen, f.name) for f in fields(self) if hasattr(chosen, f.name)})
+        preset = self.preset(method)
+        return self.replace(**{f.name: getattr(preset, f.name) for f in fields(self) if hasattr(preset, f.name)})
 
 
 DEEP_LAYERS = 10
@@ -485,17 +485,17 @@ class SearchConfig(ConfigBase):
         Raises:
             ValueError: a limit is no number.
         """
-        found: list[tuple[str, float | None]] = []
+        limits: list[tuple[str, float | None]] = []
         for text in self.tables:
-            file, limited, maximum = text.rpartition("<=")
-            if not limited:
-                found.append((text, None))
+            file, sign, maximum = text.rpartition("<=")
+            if not sign:
+                limits.append((text, None))
                 continue
             try:
-                found.append((file.strip(), to_number(maximum.strip())))
+                limits.append((file.strip(), to_number(maximum.strip())))
             except ValueError:
                 raise ValueError(f"tables: expected 'FILE <= NUMBER' or 'FILE', got {text!r}") from None
-        return found
+        return limits
 
 
 CHOICES = ("top_k", "random_architectures", "seeds", "parallel")
@@ -603,8 +603,8 @@ class TaskSettings(ConfigBase):
     @property
     def executor_settings(self) -> TaskSettings | None:
         """These settings without the hours, where a whole command has them; None if no other is given."""
-        others = self.replace(max_hours=None)
-        return None if others == TaskSettings() else others
+        settings = self.replace(max_hours=None)
+        return None if settings == TaskSettings() else settings
 
 
 @dataclass(frozen=True)

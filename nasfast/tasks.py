@@ -133,19 +133,19 @@ def save_result(folder: Path, task: Task, result: Any) -> None:
     write_atomic(folder / TASK_FILE, text.encode())
 
 
-def saved_result(folder: Path, task: Task) -> tuple[Any] | None:
+def load_result(folder: Path, task: Task) -> tuple[Any] | None:
     """The result of a finished task in a tuple, or None if the task is not finished."""
     path = folder / TASK_FILE
     if not path.exists():
         return None
     try:
-        form = unseal(path.read_text(encoding="utf-8"))
-        result = form.pop("result")
+        identity = unseal(path.read_text(encoding="utf-8"))
+        result = identity.pop("result")
     except (ValueError, LookupError) as error:
         raise TaskError(f"{path} is damaged ({error}): delete it, and the task runs again") from error
-    if form != task.identity:
+    if identity != task.identity:
         raise TaskError(
-            f"{path} is the result of another task: {difference(form, task.identity)}; choose another --out, or "
+            f"{path} is the result of another task: {difference(identity, task.identity)}; choose another --out, or "
             f"delete {folder}"
         )
     return (result,)
@@ -202,7 +202,7 @@ class TaskRunner:
         with contextlib.ExitStack() as stack:
             stack.enter_context(run_lock(self.folder))
             if self.settings.executor == "ray":
-                self._ray = _joined_cluster(self.settings.ray_address)
+                self._ray = _join_cluster(self.settings.ray_address)
                 stack.callback(self._ray.shutdown)
             if self.settings.max_hours is not None:
                 self._deadline = time.time() + 3600 * self.settings.max_hours
@@ -224,24 +224,24 @@ class TaskRunner:
         every attempt is logged and reported, and the others go on.
         """
         tasks = list(tasks)
-        twice = [name for name, count in Counter(task.name for task in tasks).items() if count > 1]
-        if twice:
-            raise TaskError(f"two tasks have the name {twice[0]!r}: give each its own")
-        missing = [task for task in tasks if saved_result(self.folder / task.name, task) is None]
+        repeated = [name for name, count in Counter(task.name for task in tasks).items() if count > 1]
+        if repeated:
+            raise TaskError(f"two tasks have the name {repeated[0]!r}: give each its own")
+        missing = [task for task in tasks if load_result(self.folder / task.name, task) is None]
         endings: dict[str, Ending] = {}
         if missing:
             # a cluster queues what does not fit yet
-            first = max(missing, key=lambda task: task.threads)
-            fit = self.settings.workers or workers_for(len(missing), threads=first.threads, gpus=first.gpus)
-            endings = self._all(missing, len(missing) if self._ray else fit)
+            largest = max(missing, key=lambda task: task.threads)
+            workers = self.settings.workers or workers_for(len(missing), threads=largest.threads, gpus=largest.gpus)
+            endings = self._run_all(missing, len(missing) if self._ray else workers)
         return [self._result(task, *endings.get(task.name, ("done", ""))) for task in tasks]
 
-    def _all(self, tasks: Sequence[Task], at_a_time: int) -> dict[str, Ending]:
+    def _run_all(self, tasks: Sequence[Task], at_a_time: int) -> dict[str, Ending]:
         """Run tasks, each attempt watched by a thread; if this process is told to stop, so are they."""
         endings: dict[str, Ending] = {}
         begin = time.monotonic()
         with Progress("tasks", len(tasks)) as progress, ThreadPoolExecutor(at_a_time) as pool:
-            futures = {pool.submit(self._until_done, task): task for task in tasks}
+            futures = {pool.submit(self._run_one, task): task for task in tasks}
             waiting = set(futures)
             try:
                 while waiting:
@@ -267,7 +267,7 @@ class TaskRunner:
                 stop(at_once)
             wait(futures, timeout=GRACE)
 
-    def _until_done(self, task: Task) -> Ending:
+    def _run_one(self, task: Task) -> Ending:
         """Attempts at one task until it is done, has failed too often, or the time is over."""
         folder, error = self.folder / task.name, ""
         attempt = self._on_cluster if self._ray else self._in_process
@@ -276,8 +276,8 @@ class TaskRunner:
                 return "stopped", ""
             try:
                 status, error = attempt(task, folder, os.getcwd(), self._deadline, imported())
-            except Exception as lost:  # of a process that died, or of Ray, whose machine did
-                status, error = "failed", f"no answer from its worker ({type(lost).__name__}: {_line(lost)})"
+            except Exception as fault:  # of a process that died, or of Ray, whose machine did
+                status, error = "failed", f"no answer from its worker ({type(fault).__name__}: {_one_line(fault)})"
             finally:
                 self._stops.pop(task.name, None)
             if status == "done":
@@ -309,10 +309,10 @@ class TaskRunner:
             receiver.close()
             process.join()
 
-    def _on_cluster(self, task: Task, folder: Path, here: str, deadline: float | None, modules: Any) -> Ending:
+    def _on_cluster(self, task: Task, folder: Path, directory: str, deadline: float | None, modules: Any) -> Ending:
         """One attempt on a worker of the Ray cluster, which decides when and where."""
         remote = self._ray.remote(num_cpus=task.threads, num_gpus=task.gpus, max_retries=0)(execute)
-        reference = remote.remote(task, folder, here, deadline, modules)
+        reference = remote.remote(task, folder, directory, deadline, modules)
         self._stops[task.name] = lambda at_once: self._ray.cancel(reference, force=at_once)
         if self._stopping:
             self._ray.cancel(reference)
@@ -328,7 +328,7 @@ class TaskRunner:
         folder = self.folder / task.name
         result = None
         if status == "done":
-            saved = saved_result(folder, task)
+            saved = load_result(folder, task)
             if saved is None:
                 status, error = "failed", f"{folder / TASK_FILE} is missing: does this machine see the worker's files?"
             else:
@@ -336,7 +336,7 @@ class TaskRunner:
         return TaskResult(task.name, status, result, error, folder / LOG_FILE)
 
 
-def _joined_cluster(address: str | None) -> Any:
+def _join_cluster(address: str | None) -> Any:
     """Ray, connected to a running cluster; TaskError if it cannot be."""
     try:
         import ray
@@ -344,7 +344,7 @@ def _joined_cluster(address: str | None) -> Any:
         raise TaskError(
             "--executor ray needs Ray on this machine and on all of the cluster: pip install 'nasfast[ray]'"
         ) from error
-    where = f"Ray cluster at {address}" if address else "Ray cluster of this machine"
+    cluster = f"Ray cluster at {address}" if address else "Ray cluster of this machine"
     try:
         if address:
             # once, because Ray tries a dead address for minutes
@@ -353,35 +353,36 @@ def _joined_cluster(address: str | None) -> Any:
         ray.init(address or "auto", log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:  # Ray raises many kinds: for no cluster, for another version, for an address
         raise TaskError(
-            f"no {where} ({_line(error)}); this process has Ray {ray.__version__}, and all must have one version of it "
-            "and of Python; start one with `ray start --head`, or give its address by --ray_address HOST:PORT"
+            f"no {cluster} ({_one_line(error)}); this process has Ray {ray.__version__}, and all must have one "
+            "version of it and of Python; start one with `ray start --head`, or give its address by "
+            "--ray_address HOST:PORT"
         ) from error
     return ray
 
 
-def execute(task: Task, folder: Path, here: str, deadline: float | None, modules: tuple[str, ...] = ()) -> Ending:
+def execute(task: Task, folder: Path, directory: str, deadline: float | None, modules: tuple[str, ...] = ()) -> Ending:
     """Run one task in this process, whose main thread this must be; an error of its function is an ending, too.
 
-    `folder` is absolute. Relative paths in the arguments refer to `here`, the working directory of the driver. At the
-    deadline (`time.time`) the task saves what it has and stops. `modules` are imported first.
+    `folder` is absolute. Relative paths in the arguments refer to `directory`, the working directory of the driver. At
+    the deadline (`time.time`) the task saves what it has and stops. `modules` are imported first.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with _logged(folder / LOG_FILE):
-        _say(f"{task.function} on {socket.gethostname()}, process {os.getpid()}")
+    with _log_to(folder / LOG_FILE):
+        _log(f"{task.function} on {socket.gethostname()}, process {os.getpid()}")
         ending: Ending
         try:
-            with raised(), stopped_at(deadline), _locked(folder):
-                if saved_result(folder, task) is None:
-                    os.chdir(here)
+            with raised(), stopped_at(deadline), _lock_folder(folder):
+                if load_result(folder, task) is None:
+                    os.chdir(directory)
                     import_modules(modules)
                     save_result(folder, task, _call(task, folder))
                 ending = "done", ""
         except (Terminated, KeyboardInterrupt):
             ending = "stopped", "its worker was told to stop"
         except Exception as error:
-            _say(traceback.format_exc())
-            ending = "failed", f"{type(error).__name__}: {_line(error)}"
-        _say(": ".join(filter(None, ending)))
+            _log(traceback.format_exc())
+            ending = "failed", f"{type(error).__name__}: {_one_line(error)}"
+        _log(": ".join(filter(None, ending)))
     return ending
 
 
@@ -415,12 +416,12 @@ def _end_with_driver() -> None:
 
 
 @contextlib.contextmanager
-def _logged(path: Path) -> Iterator[None]:
+def _log_to(path: Path) -> Iterator[None]:
     """Append what this process writes to standard output and error, C code included, to a file."""
     logging.basicConfig(format="%(message)s", stream=sys.__stderr__)
     logging.getLogger("nasfast").setLevel(logging.INFO)
     sys.stdout.flush()
-    kept = os.dup(1), os.dup(2)
+    copies = os.dup(1), os.dup(2)
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     try:
         for standard in (1, 2):
@@ -429,19 +430,19 @@ def _logged(path: Path) -> Iterator[None]:
         yield
     finally:
         sys.stdout.flush()
-        for standard, before in zip((1, 2), kept, strict=True):
-            os.dup2(before, standard)
-            os.close(before)
+        for standard, copy in zip((1, 2), copies, strict=True):
+            os.dup2(copy, standard)
+            os.close(copy)
         os.close(file)
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     os.write(2, f"[{now}] {text}\n".encode(errors="backslashreplace"))
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """Lock the task's folder; wait for a worker whose driver is gone, which has `GRACE` seconds to save and end."""
     patience = time.monotonic() + GRACE + 5
     with contextlib.ExitStack() as stack:
@@ -456,6 +457,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
     """The text of an error on one line."""
     return " ".join(str(error).split())

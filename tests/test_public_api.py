@@ -75,7 +75,9 @@ def test_fuse_needs_torch_and_numpy_alone():
     others = [text for part in form["optional-dependencies"].values() for text in part]
     names = {re.split(r"[<>=\[;]", text)[0].lower() for text in others} - {"torch", "numpy"}
     modules = names - {"pyyaml", "scikit-learn"} | {"yaml", "sklearn", "PIL"}
-    assert set(extensions._OF_SEARCH) <= modules and len(extensions._OF_SEARCH) == len(search) + 1, "PIL has no line"
+    assert set(extensions._SEARCH_PACKAGES) <= modules and len(extensions._SEARCH_PACKAGES) == len(search) + 1, (
+        "PIL has no line"
+    )
     command = [sys.executable, "-c", FUSE_ALONE, *modules]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.stdout == (

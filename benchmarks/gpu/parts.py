@@ -30,7 +30,7 @@ from benchmarks.gpu.plan import PARTS, append
 from benchmarks.gpu.system import clocks
 from nasfast.engine import EagerEngine, GraphEngine
 from nasfast.engine.capture import CudaCapture
-from nasfast.measure.timing import TrainingStep, measure, measuring, random_batch, seconds_of
+from nasfast.measure.timing import TrainingStep, measure, measuring, random_batch, time_call
 from nasfast.ops import use_backend
 from nasfast.spaces import Arch, Block, FixedLayer, SearchSpace, Stage, get_space, mean_path
 from nasfast.supernet import StandaloneNetwork, Supernet
@@ -214,7 +214,7 @@ class Whole:
         self.run = whole
 
     def __call__(self) -> dict[str, float]:
-        return {"step": seconds_of(self.run, self.device)}
+        return {"step": time_call(self.run, self.device)}
 
 
 def make(bench: Bench, variant: Variant) -> Whole:

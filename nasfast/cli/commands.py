@@ -17,7 +17,7 @@ from nasfast.indicators.accuracies import read_scores, top1_interval
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.measure.doctor import doctor
-from nasfast.measure.latency import check_replaceable, head_of, latency
+from nasfast.measure.latency import check_replaceable, latency, table_head
 from nasfast.measure.measured import fit_measured
 from nasfast.measure.step_times import step_times
 from nasfast.pipeline.estimate import plan_run
@@ -194,7 +194,7 @@ def _latency(settings: dict[str, Any], parser: Parser) -> None:
         raise FlagError("--column needs --measured FILE")
     cfg = LatencyConfig.from_dict(settings)
     # a file that must not be replaced is named before minutes of measuring
-    check_replaceable(out, head_of(cfg, cfg.resolve()))
+    check_replaceable(out, table_head(cfg, cfg.resolve()))
     report = latency(cfg)
     print(report)
     report.save(out)

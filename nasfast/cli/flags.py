@@ -20,7 +20,7 @@ import jsonargparse
 from jsonargparse.typing import register_type
 
 from nasfast import __version__, extensions
-from nasfast.config import ConfigError, Number, expected, flatten, load_yaml, merge, nearest, suggestion, to_number
+from nasfast.config import ConfigError, Number, describe_type, flatten, load_yaml, merge, nearest, suggestion, to_number
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.runtime.imports import import_modules
 from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
@@ -139,7 +139,7 @@ def _wrong_value(parser: Parser, argv: Sequence[str], key: str) -> str | None:
     if text is None or hint is None:
         return None
     words = [word for option in (hint, *typing.get_args(hint)) for word in typing.get_args(option)]
-    return f"--{key} takes {expected(hint)}, got {text!r}{_near(text, [w for w in words if isinstance(w, str)])}"
+    return f"--{key} takes {describe_type(hint)}, got {text!r}{_near(text, [w for w in words if isinstance(w, str)])}"
 
 
 def _near(word: str, valid: Iterable[str]) -> str:

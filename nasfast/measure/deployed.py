@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from nasfast.measure.config import LatencyConfig
-from nasfast.measure.timing import seconds_of
+from nasfast.measure.timing import time_call
 from nasfast.ops.modules import ConvBNAct
 from nasfast.runtime.onnx import INPUT, open_session, write_onnx
 
@@ -47,7 +47,7 @@ def deployed(module: nn.Module, images: Tensor, cfg: LatencyConfig) -> Timed:
     def run() -> dict[str, float]:
         with torch.inference_mode():
             x.add_(0)
-            return {"run": seconds_of(lambda: network(x), device, clock=clock)}
+            return {"run": time_call(lambda: network(x), device, clock=clock)}
 
     return run
 
@@ -70,6 +70,6 @@ def _in_onnxruntime(module: nn.Module, images: Tensor, cfg: LatencyConfig, clock
 
     def run() -> dict[str, float]:
         np.add(array, 0, out=array)
-        return {"run": seconds_of(lambda: session.run(None, {INPUT: array}), torch.device("cpu"), clock=clock)}
+        return {"run": time_call(lambda: session.run(None, {INPUT: array}), torch.device("cpu"), clock=clock)}
 
     return run

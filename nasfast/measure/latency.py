@@ -25,6 +25,7 @@ from nasfast.config import ConfigError
 from nasfast.measure.config import LatencyConfig
 from nasfast.measure.deployed import deployed
 from nasfast.measure.doctor import environment
+from nasfast.measure.measured import relative_errors
 from nasfast.measure.timing import machine, measure, measuring
 from nasfast.ops.precision import resolve_precision
 from nasfast.runtime.device import torch_device
@@ -185,63 +186,64 @@ class LatencyReport:
     """A measured table; `str` of a report is a text for a terminal.
 
     Attributes:
-        form: the content of the file, which `nasfast.spaces.read_cost_table` reads.
+        content: that of the file, which `nasfast.spaces.read_cost_table` reads.
     """
 
-    form: dict[str, Any]
+    content: dict[str, Any]
     space: LayerSpace
 
     @property
     def table(self) -> CostTable:
         """The table as a search takes it."""
-        return table_of(self.form, self.space)
+        return table_of(self.content, self.space)
 
     def save(self, path: str | Path) -> None:
         """Write the file; an older one of the same space and settings of the runtime is replaced."""
-        check_replaceable(path, self.form)
-        write_atomic(Path(path), (json.dumps(self.form, indent=1) + "\n").encode())
+        check_replaceable(path, self.content)
+        write_atomic(Path(path), (json.dumps(self.content, indent=1) + "\n").encode())
 
     def __str__(self) -> str:
-        form, table = self.form, self.table
+        content, table = self.content, self.table
         rows = [[row[v] for v in options] for row, options in zip(table.integers, self.space.options, strict=True)]
         least, most = table.value(sum(map(min, rows))), table.value(sum(map(max, rows)))
+        pixels = f"{self.space.resolution} x {self.space.resolution}"
         lines = [
-            f"latency in ms of {self.space.name}, {self.space.resolution} x {self.space.resolution}: {form['about']}",
-            f"{len(form['parts'])} different parts, {form['rounds']} interleaved rounds, medians",
+            f"latency in ms of {self.space.name}, {pixels}: {content['about']}",
+            f"{len(content['parts'])} different parts, {content['rounds']} interleaved rounds, medians",
             "",
         ]
         values: dict[int, list[str]] = {}
-        for entry in form["entries"]:
+        for entry in content["entries"]:
             values.setdefault(entry["layer"], []).append(f"{entry['label']} {entry['value']:.3f}")
         lines += [f"layer {i:2}: {', '.join(texts)}" for i, texts in values.items()]
         lines += [
-            f"{'outside of choices' if isinstance(self.space, ModuleSpace) else _FIXED}: {form['fixed']:.3f}",
+            f"{'outside of choices' if isinstance(self.space, ModuleSpace) else _FIXED}: {content['fixed']:.3f}",
             f"whole networks: {least:.2f} to {most:.2f}",
         ]
-        fit = form["fit"]
+        fit = content["fit"]
         if fit["networks"]:
             lines.append(
                 f"fitted to {len(fit['networks'])} whole networks: {fit['scale']:.3f} times the sum of the parts "
                 f"{'+' if fit['per_part_ms'] >= 0 else '-'} {abs(fit['per_part_ms']):.4f} per part"
             )
-        return "\n".join([*lines, *_unsteady_lines(form), *_validation_lines(form, least)])
+        return "\n".join([*lines, *_unsteady_lines(content), *_validation_lines(content, least)])
 
 
-def _unsteady_lines(form: Mapping[str, Any]) -> list[str]:
-    unsteady = {name: t for name, t in form["parts"].items() if t["q80_ms"] > _UNSTEADY * t["q20_ms"]}
+def _unsteady_lines(content: Mapping[str, Any]) -> list[str]:
+    unsteady = {name: t for name, t in content["parts"].items() if t["q80_ms"] > _UNSTEADY * t["q20_ms"]}
     if not unsteady:
         return []
     worst, times = max(unsteady.items(), key=lambda part: part[1]["q80_ms"])
     return [
-        f"{len(unsteady)} of {len(form['parts'])} parts took very different times in different rounds (e.g. {worst}: "
-        f"{times['q20_ms']:.3g} to {times['q80_ms']:.3g} ms between the 20 % and 80 % quantiles): measure again when "
-        "the machine is less busy"
+        f"{len(unsteady)} of {len(content['parts'])} parts took very different times in different rounds (e.g. "
+        f"{worst}: {times['q20_ms']:.3g} to {times['q80_ms']:.3g} ms between the 20 % and 80 % quantiles): measure "
+        "again when the machine is less busy"
     ]
 
 
-def _validation_lines(form: Mapping[str, Any], least: float) -> list[str]:
+def _validation_lines(content: Mapping[str, Any], least: float) -> list[str]:
     """What the validation found, for networks of which the fastest takes `least` ms by the table."""
-    validation = form["validation"]
+    validation = content["validation"]
     if validation is None:
         return ["not validated: --validate 20 compares the table with the times of 20 random networks"]
     error = validation["error"]
@@ -275,20 +277,20 @@ def _validation_lines(form: Mapping[str, Any], least: float) -> list[str]:
     ]
 
 
-def check_replaceable(path: str | Path, form: Mapping[str, Any]) -> None:
+def check_replaceable(path: str | Path, head: Mapping[str, Any]) -> None:
     """Refuse to replace a table of another space, device, runtime, dtype, number of threads or batch."""
     if not Path(path).exists():
         return
     try:
         old = json.loads(Path(path).read_text(encoding="utf-8"))
-        changes = [f"{key} {old[key]!r}, not {form[key]!r}" for key in _SAME if old[key] != form[key]]
+        changes = [f"{key} {old[key]!r}, not {head[key]!r}" for key in _SAME if old[key] != head[key]]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path} exists and is no table of latencies: choose another --out") from error
     if changes:
         raise ConfigError(f"{path} is a table of {old['space']!r} with {', '.join(changes)}: choose another --out")
 
 
-def head_of(cfg: LatencyConfig, space: LayerSpace) -> dict[str, Any]:
+def table_head(cfg: LatencyConfig, space: LayerSpace) -> dict[str, Any]:
     """The part of a file that says what is measured; it is known before the measurement."""
     device = cfg.device.partition(":")[0]
     return {
@@ -323,7 +325,7 @@ def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = N
             each other.
     """
     cfg = cfg.replace(dtype=resolve_precision(cfg.dtype, cfg.device))
-    space, parts, network_of = _subject(cfg, net)
+    space, parts, make_network = _choose_subject(cfg, net)
     if cfg.device == "onnx":
         check_provider(cfg.provider)
     else:
@@ -333,11 +335,11 @@ def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = N
         work = {name: deployed(module, _images(cfg, shape), cfg) for name, (module, shape) in parts.modules.items()}
         shape = (space.in_channels, space.resolution, space.resolution)
         for arch in archs:
-            work[format_arch(arch)] = deployed(network_of(arch), _images(cfg, shape), cfg)
+            work[format_arch(arch)] = deployed(make_network(arch), _images(cfg, shape), cfg)
         _LOG.info("timing %d parts and %d networks, %d rounds", len(parts.modules), len(archs), cfg.rounds)
         measured = measure(work, rounds=cfg.rounds, stage="latency")
         times = {name: phases["run"] for name, phases in measured.items()}
-        where = machine()
+        measured_on = machine()
     fitted, validated = archs[: cfg.calibrate], archs[cfg.calibrate :]
     medians = {name: summary["median_ms"] for name, summary in times.items()}
     sums = [sum(medians[name] for name in parts.names(arch)) for arch in fitted]
@@ -349,8 +351,8 @@ def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = N
     fixed = sum(fit.value(medians[name]) for name in (_STEM, _HEAD) if name in medians)
     if net is not None:
         fit, fixed = Fit(fit.scale), max(0.0, fit.per_part)
-    form = {
-        **head_of(cfg, space),
+    content = {
+        **table_head(cfg, space),
         "about": "",
         "fixed": fixed,
         "entries": list(_entries(space, parts, times, fit)),
@@ -362,17 +364,19 @@ def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = N
         },
         "rounds": cfg.rounds,
         "config": cfg.to_dict(),
-        "machine": where,
+        "machine": measured_on,
         "environment": environment(),
         "validation": None,
     }
     if validated:
-        form["validation"] = _validation(table_of(form, space), space, fitted, validated, times)
-    form["about"] = _about(form)
-    return LatencyReport(form, space)
+        content["validation"] = _validation(table_of(content, space), space, fitted, validated, times)
+    content["about"] = _about(content)
+    return LatencyReport(content, space)
 
 
-def _subject(cfg: LatencyConfig, net: ModuleSupernet | None) -> tuple[LayerSpace, Parts, Callable[[Arch], nn.Module]]:
+def _choose_subject(
+    cfg: LatencyConfig, net: ModuleSupernet | None
+) -> tuple[LayerSpace, Parts, Callable[[Arch], nn.Module]]:
     """What is timed: the space, its parts, and what makes the network of an architecture."""
     if net is None:
         space = cfg.resolve()
@@ -391,25 +395,25 @@ def _architectures(space: LayerSpace, cfg: LatencyConfig) -> list[Arch]:
 
     The extremes are among the former, because a search under a limit goes there.
     """
-    wanted = cfg.calibrate + cfg.validate
-    if wanted > space.cardinality:
+    count = cfg.calibrate + cfg.validate
+    if count > space.cardinality:
         raise ConfigError(
-            f"space {space.name!r} has {space.cardinality} architectures, and {wanted} different ones are to be timed: "
+            f"space {space.name!r} has {space.cardinality} architectures, and {count} different ones are to be timed: "
             "lower --calibrate or --validate"
         )
     extremes = (
         tuple(extreme(row, key=lambda choice: row[choice].macs) for row in space.option_costs())
         for extreme in (min, max)
     )
-    found = dict.fromkeys(list(extremes)[: cfg.calibrate])
+    archs = dict.fromkeys(list(extremes)[: cfg.calibrate])
     sampler = UniformSampler(space, seed=cfg.seed)
-    for _ in range(_TRIES * wanted):
-        if len(found) >= wanted:
+    for _ in range(_TRIES * count):
+        if len(archs) >= count:
             break
-        found.setdefault(sampler.step()[0])
-    if len(found) < wanted:
-        raise ConfigError(f"{_TRIES * wanted} draws gave only {len(found)} different architectures: lower --validate")
-    return list(found)
+        archs.setdefault(sampler.step()[0])
+    if len(archs) < count:
+        raise ConfigError(f"{_TRIES * count} draws gave only {len(archs)} different architectures: lower --validate")
+    return list(archs)
 
 
 def _entries(
@@ -434,9 +438,7 @@ def _validation(
     """
     rows = [{"arch": format_arch(a), "predicted_ms": table.cost(a), **times[format_arch(a)]} for a in archs]
     measured = np.array([row["median_ms"] for row in rows])
-    signed = np.array([row["predicted_ms"] for row in rows]) / measured - 1
-    median, q80, most = np.quantile(np.abs(signed), (0.5, 0.8, 1))
-    error = {"median": float(median), "q80": float(q80), "max": float(most), "bias": float(np.median(signed))}
+    error = relative_errors(np.array([row["predicted_ms"] for row in rows]), measured)
     if fitted:
         macs = [[space.cost(arch).macs, 1] for arch in fitted]
         line = np.linalg.lstsq(macs, [times[format_arch(arch)]["median_ms"] for arch in fitted], rcond=None)[0]
@@ -445,16 +447,17 @@ def _validation(
     return {"error": error, "networks": rows}
 
 
-def _about(form: Mapping[str, Any]) -> str:
+def _about(content: Mapping[str, Any]) -> str:
     """One line on the origin of the table."""
-    where = form["machine"]
-    on_gpu = form["device"] == "cuda"
-    threads = form["threads"] or where["threads"]
-    device = where["gpu"] if on_gpu else f"{where['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
-    text = f"{form['device']} ({form['runtime']}), batch {form['batch']}, {device}"
-    if form["clock"] == "cpu":
+    measured_on = content["machine"]
+    threads = content["threads"] or measured_on["threads"]
+    device = f"{measured_on['cpu']}, {threads} thread{'s' if threads > 1 else ''}"
+    if content["device"] == "cuda":
+        device = measured_on["gpu"]
+    text = f"{content['device']} ({content['runtime']}), batch {content['batch']}, {device}"
+    if content["clock"] == "cpu":
         text += ", processor time"
-    if form["validation"] is None:
+    if content["validation"] is None:
         return f"{text}; not validated"
-    count, error = len(form["validation"]["networks"]), form["validation"]["error"]
+    count, error = len(content["validation"]["networks"]), content["validation"]["error"]
     return f"{text}; error {error['median']:.1%} median, {error['q80']:.1%} for 80 % of {count} random networks"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,22 +38,22 @@ _PENALTY = 0.1
 
 @dataclass(frozen=True)
 class MeasuredReport:
-    """A fitted table; `form` is the content of its file, which a search in a space of layers takes."""
+    """A fitted table; `content` is that of its file, which a search in a space of layers takes."""
 
-    form: dict[str, Any]
+    content: dict[str, Any]
 
     def save(self, path: str | Path) -> None:
         """Write the file."""
-        write_atomic(Path(path), (json.dumps(self.form, indent=1) + "\n").encode())
+        write_atomic(Path(path), (json.dumps(self.content, indent=1) + "\n").encode())
 
     def __str__(self) -> str:
-        error = self.form["held_out"]
+        content, error = self.content, self.content["held_out"]
         return "\n".join(
             [
-                f"{self.form['space']} on {self.form['device'] or 'a device without a name'}: {self.form['about']}",
+                f"{content['space']} on {content['device'] or 'a device without a name'}: {content['about']}",
                 f"error on architectures that were not fitted: {error['median']:.1%} median, {error['q80']:.1%} for "
                 f"80 % of them, {error['max']:.1%} at most",
-                f"a limit of T ms on this table means a predicted latency of at most T / {self.form['margin']:.3f} ms",
+                f"a limit of T ms on this table means a predicted latency of at most T / {content['margin']:.3f} ms",
             ]
         )
 
@@ -103,7 +103,10 @@ def fit_measured(
     for fold in range(_FOLDS):
         test = order == fold
         predicted[test] = x[test] @ _fit(x[~test], times[~test], len(pairs))
-    margin = _margin(times, predicted) * (1 + 1e-9)  # sums that are exact may differ by rounding
+    ratios = np.sort(times / np.maximum(predicted, 1e-9 * times))
+    # covers 95 % of the architectures, with one more that stands for a new one
+    margin = float(ratios[min(len(times), math.ceil(COVERED * (len(times) + 1))) - 1])
+    margin *= 1 + 1e-9  # sums that are exact may differ by rounding
     if margin > _MOST:
         raise ConfigError(
             f"{source}: a sum over operations misses some of {len(archs)} latencies by a factor of {margin:.3g}: "
@@ -111,8 +114,29 @@ def fit_measured(
         )
     fixed, *weights = margin * _fit(x, times, len(pairs))
     entries = dict(zip(pairs, map(float, terms @ weights), strict=True))
+    error = relative_errors(predicted, times)
+    about = (
+        f"{source}, upper values: {COVERED:.0%} of networks take at most the table's sum, which is {margin:.3f} times "
+        f"an additive fit with a median error of {error['median']:.1%}"
+    )
     return MeasuredReport(
-        _form(space, float(fixed), entries, margin, _errors(times, predicted), (source, device, batch))
+        {
+            "format": FORMAT,
+            "quantity": "latency",
+            "unit": "ms",
+            "space": space.name,
+            "fingerprint": space.fingerprint,
+            "device": device,
+            "batch": batch,
+            "about": about,
+            "margin": margin,
+            "fixed": float(fixed),
+            "entries": [
+                {"layer": i, "choice": v, "label": space.label(i, v), "value": value}
+                for (i, v), value in entries.items()
+            ],
+            "held_out": error,
+        }
     )
 
 
@@ -125,44 +149,8 @@ def _fit(x: np.ndarray, times: np.ndarray, places: int) -> np.ndarray:
     return nnls(np.concatenate([x / times[:, None], pull]), np.append(np.ones(len(times)), np.zeros(places)))[0]
 
 
-def _margin(times: np.ndarray, predicted: np.ndarray) -> float:
-    """The factor on predictions that covers 95 % of architectures, with one more that stands for a new one."""
-    ratios = np.sort(times / np.maximum(predicted, 1e-9 * times))
-    return float(ratios[min(len(times), math.ceil(COVERED * (len(times) + 1))) - 1])
-
-
-def _errors(times: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
+def relative_errors(predicted: np.ndarray, times: np.ndarray) -> dict[str, float]:
+    """Quantiles of the relative errors of predicted times, and their median with its sign."""
     signed = predicted / times - 1
     median, q80, most = np.quantile(np.abs(signed), (0.5, 0.8, 1))
     return {"median": float(median), "q80": float(q80), "max": float(most), "bias": float(np.median(signed))}
-
-
-def _form(
-    space: ArchSpace,
-    fixed: float,
-    entries: Mapping[tuple[int, int], float],
-    margin: float,
-    error: dict[str, float],
-    origin: Sequence[Any],
-) -> dict[str, Any]:
-    source, device, batch = origin
-    about = (
-        f"{source}, upper values: {COVERED:.0%} of networks take at most the table's sum, which is {margin:.3f} times "
-        f"an additive fit with a median error of {error['median']:.1%}"
-    )
-    return {
-        "format": FORMAT,
-        "quantity": "latency",
-        "unit": "ms",
-        "space": space.name,
-        "fingerprint": space.fingerprint,
-        "device": device,
-        "batch": batch,
-        "about": about,
-        "margin": margin,
-        "fixed": fixed,
-        "entries": [
-            {"layer": i, "choice": v, "label": space.label(i, v), "value": value} for (i, v), value in entries.items()
-        ],
-        "held_out": error,
-    }

@@ -123,12 +123,12 @@ class StepTimesReport:
 
     def __str__(self) -> str:
         cfg, first = self.config, self.rows[0]
-        where = self.machine["gpu"] if self.machine["device"].startswith("cuda") else self.machine["cpu"]
+        device = self.machine["gpu"] if self.machine["device"].startswith("cuda") else self.machine["cpu"]
         lines = [
             f"one training step, forward and backward, in ms: {self.space.name}, batch {cfg.batch}, "
             f"{self.space.resolution} x {self.space.resolution}, {cfg.dtype}",
             f"path [{format_arch(self.path)}], {self.space.cost(self.path).macs / 1e6:.0f} million MACs per image",
-            f"machine: {where}, {self.machine['threads']} threads, {self.machine['cpu_capability']}, "
+            f"machine: {device}, {self.machine['threads']} threads, {self.machine['cpu_capability']}, "
             f"nasfast {self.machine['nasfast_isa'] or 'without native kernels'}, torch {self.machine['torch']}",
             "",
         ]
@@ -190,14 +190,14 @@ def step_times(
     steps: dict[str, Callable[[], dict[str, float]]] = {}
     trainable: dict[str, str] = {}
     first_steps: list[dict[str, Any]] = []
-    made: dict[tuple[bool, bool], Supernet] = {}
+    networks: dict[tuple[bool, bool], Supernet] = {}
     with measuring(cfg.threads):
         for name, method, fused, how in rows:
             start = time.perf_counter()
-            net = _network(made, space, method, fused, cfg.seed)
+            net = _copy_network(networks, space, method, fused, cfg.seed)
             trainable[name] = net.freeze(METHODS[method].trainable).trainable
             net.to(images.device).to(memory_format=torch.channels_last).train()
-            steps[name] = _step_of(net, how, images, labels, path, bf16=cfg.dtype == "bf16")
+            steps[name] = _make_step(net, how, images, labels, path, bf16=cfg.dtype == "bf16")
             steps[name]()
             first = time.perf_counter() - start
             row = {"name": name, "first_s": first, "second_ms": 1e3 * steps[name]()["step"]}
@@ -218,17 +218,17 @@ def step_times(
     return StepTimesReport(cfg, space, path, measured, measured_on, environment(), tuple(first_steps))
 
 
-def _network(
-    made: dict[tuple[bool, bool], Supernet], space: SearchSpace, method: MethodName, fused: bool, seed: int
+def _copy_network(
+    networks: dict[tuple[bool, bool], Supernet], space: SearchSpace, method: MethodName, fused: bool, seed: int
 ) -> Supernet:
-    """A network of a row; `made` keeps one of each structure on the CPU, which others copy."""
+    """A network of a row; `networks` keeps one of each structure on the CPU, which others copy."""
     indicators = METHODS[method].layer_indicators
-    if (fused, indicators) not in made:
-        made[fused, indicators] = Supernet(space, init="he", layer_indicators=indicators, fused=fused, seed=seed)
-    return copy.deepcopy(made[fused, indicators])
+    if (fused, indicators) not in networks:
+        networks[fused, indicators] = Supernet(space, init="he", layer_indicators=indicators, fused=fused, seed=seed)
+    return copy.deepcopy(networks[fused, indicators])
 
 
-def _step_of(
+def _make_step(
     net: Supernet, how: str, images: torch.Tensor, labels: torch.Tensor, path: Arch, *, bf16: bool
 ) -> Callable[[], dict[str, float]]:
     """The step of a row as a function that returns its seconds."""

@@ -91,7 +91,7 @@ class TrainingStep:
         return {name: begin.elapsed_time(stop) / 1e3 for name, (begin, stop) in phases.items()}
 
 
-def seconds_of(
+def time_call(
     work: Callable[[], object], device: torch.device, *, clock: Callable[[], float] = time.perf_counter
 ) -> float:
     """Seconds of one call by a clock; on a GPU, between events around the work it queues on the current stream."""
@@ -125,12 +125,12 @@ def graphed_step(step: TrainingStep, capture: Capture | None = None) -> Callable
 
     (replay,) = capture.capture([whole], capture.pool())
     # `step` keeps the tensors that the graph reads
-    return lambda: {"step": seconds_of(replay, step.images.device)}
+    return lambda: {"step": time_call(replay, step.images.device)}
 
 
 def engine_step(engine: Engine, images: Tensor, labels: Tensor, path: Arch) -> Callable[[], dict[str, float]]:
     """A step of an engine on one path; a call returns seconds of `step`."""
-    return lambda: {"step": seconds_of(lambda: engine.forward_backward(images, labels, [path]), images.device)}
+    return lambda: {"step": time_call(lambda: engine.forward_backward(images, labels, [path]), images.device)}
 
 
 def measure(

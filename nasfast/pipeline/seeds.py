@@ -27,7 +27,7 @@ from nasfast.search import InfeasibleConstraintError, top_k
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
 from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig, TaskSettings
 from nasfast.spaces import Arch, SearchSpace, arch_file_text
-from nasfast.tasks import Task, TaskError, TaskResult, TaskRunner, gpus_for, saved_result, threads_for, workers_for
+from nasfast.tasks import Task, TaskError, TaskResult, TaskRunner, gpus_for, load_result, threads_for, workers_for
 
 _LOG = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
             _LOG.warning("this machine does not see the images, so each task checks its limits itself: %s", error)
         tasks = [seed_task(run, number) for number in range(seeds)]
         for task in tasks:
-            saved_result(run.dir / task.name, task)  # refuses that of another task
+            load_result(run.dir / task.name, task)  # refuses that of another task
         run.save_config()
         return _run(run, tasks, runner)
 

@@ -5,7 +5,7 @@ May import `search` and all before it. Begin with `page`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nasfast import extensions
 
@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 __all__ = ["write_comparison", "write_report"]
 
-# the terminal shows evidence without a page, for which it must not wait for matplotlib
-__getattr__ = extensions.later(
-    __name__,
-    {"write_comparison": "nasfast.report.comparison", "write_report": "nasfast.report.html"},
-)
+_HOMES = {"write_comparison": "nasfast.report.comparison", "write_report": "nasfast.report.html"}
+
+
+def __getattr__(name: str) -> Any:
+    # the terminal shows findings without a page, for which it must not wait for matplotlib
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return extensions.load(f"{_HOMES[name]}:{name}")

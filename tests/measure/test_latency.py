@@ -112,7 +112,7 @@ def test_folding_changes_nothing_but_the_batch_norms():
 def test_a_table_predicts_whole_networks(cfg, clockwork):
     """The times obey the model exactly, so every prediction must be exact, whichever networks were fitted."""
     report = latency(cfg.replace(validate=5))
-    space, form = tiny_space(), report.form
+    space, form = tiny_space(), report.content
     assert (form["fit"]["scale"], form["fit"]["per_part_ms"]) == (pytest.approx(1.5), pytest.approx(0.2))
     for arch in ((0, 0, 0, 0), (2, 1, 0, 1), (1, 2, 2, 2)):
         assert report.table.cost(arch) == pytest.approx(clockwork(arch), rel=1e-7)
@@ -134,9 +134,9 @@ def test_a_report_names_unsteady_parts_and_advises_no_limit_that_nothing_meets(c
         float, re.search(r"at most ([\d.]+) ms, set --search.max_latency_ms ([\d.]+)", str(report)).groups()
     )
     assert limit == pytest.approx(at_most, rel=1e-2)
-    part = report.form["parts"]["layer 0, k3 e2"]
+    part = report.content["parts"]["layer 0, k3 e2"]
     part["q20_ms"], part["q80_ms"] = 0.1, 36.0
-    report.form["validation"]["error"] |= {"median": 0.03, "q80": 0.6}
+    report.content["validation"]["error"] |= {"median": 0.03, "q80": 0.6}
     text = str(report)
     assert "1 of 14 parts took very different times in different rounds (e.g. layer 0, k3 e2: 0.1 to 36 ms" in text
     assert "with an error of that size this table serves no limit" in text and "max_latency_ms" not in text
@@ -245,4 +245,4 @@ def test_wrong_settings_are_named(cfg, changes, message):
 
 def test_on_a_gpu(cfg, gpu):
     report = latency(cfg.replace(device=gpu, calibrate=0, validate=1, threads=0))
-    assert report.form["device"] == "cuda" and report.table.cost((0, 0, 0, 0)) > 0
+    assert report.content["device"] == "cuda" and report.table.cost((0, 0, 0, 0)) > 0

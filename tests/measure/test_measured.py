@@ -28,8 +28,8 @@ def additive(arch) -> float:
 
 def test_costs_that_add_up_are_exact_and_a_search_can_read_them(tmp_path):
     found = fit_measured(SPACE, {a: additive(a) for a in archs(300)}, device="fpga", batch=1)
-    assert found.form["margin"] == pytest.approx(1, abs=0.01)
-    assert found.form["held_out"]["max"] < 0.02
+    assert found.content["margin"] == pytest.approx(1, abs=0.01)
+    assert found.content["held_out"]["max"] < 0.02
     found.save(tmp_path / "table.json")
     table = read_cost_table(tmp_path / "table.json", SPACE)
     assert (table.device, table.batch, table.quantity, table.unit) == ("fpga", 1, "latency", "ms")
@@ -45,7 +45,7 @@ def test_the_margin_covers_new_architectures():
     def measured(count, seed):
         return {a: additive(a) * float(np.exp(rng.normal(0, 0.2))) for a in archs(count, seed)}
 
-    form = fit_measured(SPACE, measured(400, 0)).form
+    form = fit_measured(SPACE, measured(400, 0)).content
     values = {(entry["layer"], entry["choice"]): entry["value"] for entry in form["entries"]}
     new = measured(2000, 1)
     share = np.mean([ms <= form["fixed"] + sum(values[pair] for pair in enumerate(a)) for a, ms in new.items()])

@@ -22,9 +22,9 @@ def cfg(tmp_path) -> StepTimesConfig:
 
 
 def test_every_row_is_what_its_method_publishes(cfg, monkeypatch):
-    networks, step_of = [], module._step_of
+    networks, step_of = [], module._make_step
     monkeypatch.setattr(
-        module, "_step_of", lambda net, *args, **more: networks.append(net) or step_of(net, *args, **more)
+        module, "_make_step", lambda net, *args, **more: networks.append(net) or step_of(net, *args, **more)
     )
     report = step_times(cfg)
     assert [(row.name, row.trainable, row.published_ms) for row in report.rows] == [
@@ -50,7 +50,7 @@ def test_every_row_is_what_its_method_publishes(cfg, monkeypatch):
 
 def test_a_row_is_seen_as_soon_as_it_has_run_twice(cfg, monkeypatch, tmp_path, caplog):
     """What comes later may take long or fail, and then these rows are there."""
-    step_of = module._step_of
+    step_of = module._make_step
     rows = []
 
     def fails_at_the_last(net, *args, **more):
@@ -58,7 +58,7 @@ def test_a_row_is_seen_as_soon_as_it_has_run_twice(cfg, monkeypatch, tmp_path, c
             raise RuntimeError("no such kernel")
         return step_of(net, *args, **more)
 
-    monkeypatch.setattr(module, "_step_of", fails_at_the_last)
+    monkeypatch.setattr(module, "_make_step", fails_at_the_last)
     with caplog.at_level(logging.INFO, logger=module.__name__), pytest.raises(RuntimeError, match="no such kernel"):
         step_times(cfg, callback=rows.append)
     assert [row["name"] for row in rows] == ["SPOS", "BNNAS", "DI-NAS, reference ops"]

@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
-from nasfast.measure.latency import head_of
+from nasfast.measure.latency import table_head
 from nasfast.ops import backends, precision
 from nasfast.ops.precision import default_precision, resolve_precision
 from nasfast.pipeline.run import resolved
@@ -81,9 +81,11 @@ def test_auto_is_the_default_of_every_command(machine):
         with FakeTensorMode():
             cfg = resolved(RunConfig())
             assert (cfg.train.precision, cfg.retrain.train.precision) == (wanted, wanted)
-            assert head_of(LatencyConfig(device="cuda"), space)["dtype"] == wanted
+            assert table_head(LatencyConfig(device="cuda"), space)["dtype"] == wanted
         assert (
-            head_of(LatencyConfig(), space)["dtype"] == head_of(LatencyConfig(device="onnx"), space)["dtype"] == "fp32"
+            table_head(LatencyConfig(), space)["dtype"]
+            == table_head(LatencyConfig(device="onnx"), space)["dtype"]
+            == "fp32"
         )
 
 

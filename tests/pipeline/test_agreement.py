@@ -21,7 +21,7 @@ from nasfast.pipeline.seeds import find_rivals, list_networks, run_seeds, seed_t
 from nasfast.search import Limits
 from nasfast.settings import RunConfig
 from nasfast.spaces import SKIP
-from nasfast.tasks import TaskError, save_result, saved_result
+from nasfast.tasks import TaskError, load_result, save_result
 
 SPACE = tiny_space()
 EVERY = list(itertools.product(range(3), repeat=4))
@@ -160,7 +160,7 @@ def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tm
     assert seed_task(run, 1).arguments["config"]["data"]["split_seed"] == 0, "all seeds have one validation split"
     # settings of the machine may change: the seed counts as finished
     other = Run(run.cfg.replace(data=cfg.data.replace(workers=7, cache_dir="elsewhere"), track=("wandb",)))
-    assert saved_result(tmp_path / "seed-1", seed_task(other, 1)) == ({"top": []},)
+    assert load_result(tmp_path / "seed-1", seed_task(other, 1)) == ({"top": []},)
 
 
 def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None, no_structure=False):

@@ -24,8 +24,8 @@ from nasfast.tasks import (
     TaskRunner,
     TaskSettings,
     execute,
+    load_result,
     save_result,
-    saved_result,
     threads_for,
 )
 
@@ -70,7 +70,7 @@ def test_an_error_is_an_ending_with_a_traceback_in_the_log(task, error, tmp_path
     status, text = here(task, tmp_path)
     assert status == "failed" and error in text and "\n" not in text
     assert "Traceback" in (tmp_path / task.name / LOG_FILE).read_text()
-    assert saved_result(tmp_path / task.name, task) is None
+    assert load_result(tmp_path / task.name, task) is None
 
 
 def test_the_deadline_stops_a_task_that_may_still_save(tmp_path):
@@ -88,7 +88,7 @@ def test_a_finished_folder_is_not_taken_for_another_task(tmp_path):
         runner.run([other])
     (tmp_path / "add" / TASK_FILE).write_text("{")
     with pytest.raises(TaskError, match="is damaged"):
-        saved_result(tmp_path / "add", other)
+        load_result(tmp_path / "add", other)
 
 
 def test_how_many_tasks_fit(monkeypatch, caplog):
