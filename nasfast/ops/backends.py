@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native, _triton
-from nasfast.ops.plan import CUDA_SERVES, STORAGE_DTYPES, Refusal, storage_dtype
+from nasfast.ops.cuda import limits
+from nasfast.ops.plan import STORAGE_DTYPES, storage_dtype
+from nasfast.ops.refusal import Refusal
 from nasfast.runtime.once import log_once
 
 BACKENDS = ("cpu", "triton", "cuda", "reference")
@@ -141,20 +143,20 @@ def _why_not_ampere(x: Tensor) -> str:
 def _why_not_triton(x: Tensor) -> str:
     if _triton_missing is not None:
         return _triton_missing
-    wanted = "cpu" if _triton.interpreted() else "cuda"
-    if x.device.type != wanted:
-        how = "under TRITON_INTERPRET=1 " if wanted == "cpu" else ""
-        return f"{how}serves {wanted.upper()} tensors, got one on {x.device}"
+    device_type = "cpu" if _triton.interpreted() else "cuda"
+    if x.device.type != device_type:
+        how = "under TRITON_INTERPRET=1 " if device_type == "cpu" else ""
+        return f"{how}serves {device_type.upper()} tensors, got one on {x.device}"
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"serves float32, bfloat16 and float16, got {x.dtype}"
-    return _why_not_ampere(x) if wanted == "cuda" else ""
+    return _why_not_ampere(x) if device_type == "cuda" else ""
 
 
 _CPU = Backend("cpu", _why_not_cpu, automatic=("cpu",))
 _TRITON = Backend("triton", _why_not_triton, "calls that name it, around PyTorch's convolutions", automatic=())
 _REFERENCE = Backend("reference", lambda x: "")
 # the emulation of the CUDA kernels on CPU tensors is too slow to be chosen automatically
-_CHAINS = (_CPU, Backend("cuda", why_not_cuda_chain, CUDA_SERVES, automatic=("cuda",)), _TRITON, _REFERENCE)
+_CHAINS = (_CPU, Backend("cuda", why_not_cuda_chain, limits.SERVES, automatic=("cuda",)), _TRITON, _REFERENCE)
 _HOUSEHOLDER = (
     Backend("cpu", _why_not_on_cpu, automatic=("cpu",)),
     Backend("cuda", why_not_cuda_kernels, automatic=("cuda",)),
@@ -218,8 +220,8 @@ def resolve_backend(
                 return named
         else:
             choices = ", ".join(names)
-            why_not = Refusal(f"this version has no {name} kernel for {op}; choose from {choices}", "operator")
-        if strict and (why_not.lacks != "operator" or source == "backend"):
+            why_not = Refusal(f"this version has no {name} kernel for {op}; choose from {choices}", has_operator=False)
+        if strict and (why_not.has_operator or source == "backend"):
             raise RuntimeError(f"{op}: backend {name!r} (from {source}) cannot serve: {why_not.reason}")
     skipped: list[str] = []
     for backend in row:
@@ -236,7 +238,7 @@ def resolve_backend(
 
 def _refused(backend: Backend, x: Tensor, refusal: Callable[[str], Refusal | None]) -> Refusal | None:
     reason = backend.why_not(x)
-    return Refusal(reason, "shape") if reason else refusal(backend.name)
+    return Refusal(reason) if reason else refusal(backend.name)
 
 
 def _check_name(name: str, source: str) -> None:
@@ -284,9 +286,9 @@ def explain(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Row
             chosen = resolve_backend(op, probe).name
         except RuntimeError:
             chosen = None
-        found = {backend.name: backend for backend in backends}
+        by_name = {backend.name: backend for backend in backends}
         for name in BACKENDS:
-            backend = found.get(name)
+            backend = by_name.get(name)
             reason = backend.why_not(probe) if backend else f"this version has no {name} kernel for {op}"
             rows.append(Row(op, name, not reason, name == chosen, reason, backend.serves if backend else ""))
     return rows

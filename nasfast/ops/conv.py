@@ -1,6 +1,6 @@
 """Chains of convolution, BatchNorm and activation; conv_bn_act is such a chain."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,10 @@ from nasfast.ops.autograd import let_recomputation_reach, only_reference_serves
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.bn import bn_act, overwrite_with_bn_act
 from nasfast.ops.chain_operator import run_chain
-from nasfast.ops.plan import ChainPlan, Refusal, cuda_refusal, cuda_stages, plan_chain, stage_fields, storage_dtype
+from nasfast.ops.cuda.limits import served_stages
+from nasfast.ops.plan import ChainPlan, plan_chain, stage_fields, storage_dtype
 from nasfast.ops.reference import ConvBNParams, Stage
+from nasfast.ops.refusal import Refusal
 
 
 def conv_bn_act(
@@ -63,7 +65,7 @@ def conv_bn_act(
     params = ConvBNParams(conv_weight, bn_weight, bn_bias, running_mean, running_var, conv_bias)
     stage = Stage(params, stride, padding, groups, act, training, momentum, eps)
     checks.check_conv_bn_act("conv_bn_act", x, stage, residual)
-    return _run("conv_bn_act", x, [stage], residual, backend)
+    return run_checked_chain(x, [stage], residual, backend=backend, op="conv_bn_act")
 
 
 def conv_bn_act_chain(
@@ -97,81 +99,113 @@ def conv_bn_act_chain(
         RuntimeError: the named backend cannot serve.
     """
     checks.check_chain("conv_bn_act_chain", x, stages, residual, shuffle)
-    return _run("conv_bn_act_chain", x, stages, residual, backend, shuffle=shuffle)
-
-
-def run_checked_chain(x: Tensor, stages: Sequence[Stage], residual: Tensor | None) -> Tensor:
-    """`conv_bn_act_chain` of arguments that `checks.check_chain` has checked."""
-    return _run("conv_bn_act_chain", x, stages, residual, None)
+    return run_checked_chain(x, stages, residual, shuffle=shuffle, backend=backend)
 
 
 def cuda_plan(x: Tensor, stages: Sequence[Stage]) -> ChainPlan | None:
     """The plan by which `conv_bn_act_chain` runs all of these stages as one chain of the CUDA kernels; None if not."""
     fields = stage_fields(stages)
-    name = resolve_backend("conv_bn_act_chain", x, refusal=_refusal(x, stages, fields)).name
-    whole = name == "cuda" and cuda_stages(x, stages, fields) == len(stages)
+    name = _resolve("conv_bn_act_chain", x, stages, fields)
+    whole = name == "cuda" and served_stages(x, stages, fields)[0] == len(stages)
     return plan_chain(name, x, fields) if whole else None
 
 
-def _refusal(
-    x: Tensor, stages: Sequence[Stage], fields: tuple[tuple, ...], *, shuffle: bool = False
-) -> Callable[[str], Refusal | None]:
-    """Why a backend does not run these stages; only `cuda` has no way around what its operator lacks."""
-    return lambda name: cuda_refusal(x, stages, fields, shuffle=shuffle) if name == "cuda" else None
-
-
-def _run(
-    op: str,
+def run_checked_chain(
     x: Tensor,
     stages: Sequence[Stage],
     residual: Tensor | None,
-    backend: str | None,
+    *,
+    shuffle: bool = False,
+    backend: str | None = None,
+    op: str = "conv_bn_act_chain",
+    strict: bool = True,
+) -> Tensor:
+    """`conv_bn_act_chain` of arguments that `checks.check_chain` has checked.
+
+    Args:
+        op: the operator that was called.
+        strict: as in `resolve_backend`.
+    """
+    fields = stage_fields(stages)
+    name = _resolve(op, x, stages, fields, backend, shuffle=shuffle, strict=strict)
+    if name == "reference" or only_reference_serves(x):
+        return reference.conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
+    biased = [stage for stage in stages if stage.params.conv_bias is not None]
+    if biased:
+        stages = [_without_bias(stage) for stage in stages]
+    count = served_stages(x, stages, fields)[0] if name == "cuda" else len(stages)
+    if count < len(stages):
+        y = _run(name, x, stages[:count], fields[:count], None, backend)
+        y = run_checked_chain(y, stages[count:], residual, op=op, strict=False)
+    elif shuffle:
+        y = _run_shuffled(name, x, stages, fields, backend)
+    else:
+        y = _run(name, x, stages, fields, residual, backend)
+    if biased:
+        _add_biases_to_running_means(biased)
+        let_recomputation_reach(y)
+    return y
+
+
+def _resolve(
+    op: str,
+    x: Tensor,
+    stages: Sequence[Stage],
+    fields: tuple[tuple, ...],
+    backend: str | None = None,
     *,
     shuffle: bool = False,
     strict: bool = True,
-) -> Tensor:
-    """The chain on the backend that serves it; PyTorch convolves where the backend's operator cannot.
+) -> str:
+    """The backend that runs the first of these stages; only `cuda` has no way around what its operator lacks."""
 
-    strict: as in `resolve_backend`.
+    def refusal(name: str) -> Refusal | None:
+        return served_stages(x, stages, fields, shuffle=shuffle)[1] if name == "cuda" else None
+
+    return resolve_backend(op, x, backend, refusal, strict=strict).name
+
+
+def _run_shuffled(
+    name: str, x: Tensor, stages: Sequence[Stage], fields: tuple[tuple, ...], backend: str | None
+) -> Tensor:
+    """The even channels of x, and the result of the stages on the odd ones."""
+    plan = plan_chain(name, x, fields, shuffle=True)
+    if plan is not None and len(plan.stages) == len(stages):
+        return run_chain(x, stages, plan, residual=None, backend=name)
+    return torch.cat((x[:, 0::2], _run(name, x[:, 1::2], stages, fields, None, backend)), dim=1)
+
+
+def _run(
+    name: str,
+    x: Tensor,
+    stages: Sequence[Stage],
+    fields: tuple[tuple, ...],
+    residual: Tensor | None,
+    backend: str | None,
+) -> Tensor:
+    """The stages on the backend of this name; PyTorch convolves where its operator cannot.
+
+    backend: the one that the caller named, if any.
     """
-    fields = stage_fields(stages)
-    name = resolve_backend(op, x, backend, _refusal(x, stages, fields, shuffle=shuffle), strict=strict).name
-    if name == "reference" or only_reference_serves(x):
-        return reference.conv_bn_act_chain(x, stages, residual=residual, shuffle=shuffle)
-    if any([stage.params.conv_bias is not None for stage in stages]):
-        y = _run(op, x, [_without_bias(stage) for stage in stages], residual, backend, shuffle=shuffle)
-        _add_biases_to_running_means(stages)
-        let_recomputation_reach(y)
-        return y
-    if shuffle:
-        plan = plan_chain(name, x, fields, shuffle=True)
-        if plan is not None and len(plan.stages) == len(stages):
-            return run_chain(x, stages, plan, residual=None, backend=name)
-        return torch.cat((x[:, 0::2], _run(op, x[:, 1::2], stages, None, backend)), dim=1)
-    if name == "cuda" and (count := cuda_stages(x, stages, fields)) < len(stages):
-        x = _run(op, x, stages[:count], None, backend, strict=strict)
-        return _run(op, x, stages[count:], residual, None, strict=False)
     while stages:
         plan = plan_chain(name, x, fields)
         count = 1 if plan is None else len(plan.stages)
-        here, stages, fields = stages[:count], stages[count:], fields[count:]
+        part, stages, fields = stages[:count], stages[count:], fields[count:]
         added = None if stages else residual
         if plan is not None:
-            x = run_chain(x, here, plan, residual=added, backend=name)
+            x = run_chain(x, part, plan, residual=added, backend=name)
+            continue
+        stage = part[0]
+        y = _conv2d(x, stage)
+        grads = torch.is_grad_enabled() and any(
+            [t.requires_grad for t in (y, stage.params.bn_weight, stage.params.bn_bias)]
+        )
+        if name == "cpu" and not stage.training and not grads:
+            x = overwrite_with_bn_act(y, stage, added)
         else:
             # the convolution may have a type that only another backend serves, so `backend` is resolved again
-            y = _conv2d(x, here[0])
-            if name == "cpu" and not here[0].training and not _wants_gradient(y, here[0]):
-                x = overwrite_with_bn_act(y, here[0], added)
-                continue
-            x = bn_act(y, **reference.norm_arguments(here[0]), residual=added, backend=backend)
+            x = bn_act(y, **reference.norm_arguments(stage), residual=added, backend=backend)
     return x
-
-
-def _wants_gradient(y: Tensor, stage: Stage) -> bool:
-    """Whether BatchNorm of y has a gradient."""
-    given = y, stage.params.bn_weight, stage.params.bn_bias
-    return torch.is_grad_enabled() and any([t.requires_grad for t in given])
 
 
 def _without_bias(stage: Stage) -> Stage:

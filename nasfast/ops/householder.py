@@ -14,7 +14,8 @@ from torch import Tensor
 
 from nasfast.ops import checks
 from nasfast.ops.autograd import recorded, transformed
-from nasfast.ops.backends import Refusal, resolve_backend
+from nasfast.ops.backends import resolve_backend
+from nasfast.ops.refusal import Refusal
 from nasfast.ops.threads import on_threads
 
 Operator = Callable[[list[Tensor], list[Tensor], list[Tensor], list[float]], None]
@@ -99,11 +100,11 @@ def _why_not_native(a: Tensor, name: str) -> Refusal | None:
     if name == "reference":
         return None
     if a.dtype not in (torch.float32, torch.float64):
-        return Refusal(f"serves float32 and float64, got {a.dtype}", "shape")
+        return Refusal(f"serves float32 and float64, got {a.dtype}")
     if transformed() or recorded():
-        return Refusal("cannot be transformed or traced: use backend='reference'", "shape")
+        return Refusal("cannot be transformed or traced: use backend='reference'")
     if a.requires_grad and torch.is_grad_enabled():
-        return Refusal("has no gradient: pass a detached tensor, or use backend='reference'", "shape")
+        return Refusal("has no gradient: pass a detached tensor, or use backend='reference'")
     return None
 
 
@@ -115,7 +116,7 @@ def _in_parts(function: Callable[[Tensor], Sequence[Tensor]], a: Tensor) -> list
         return list(function(a))
     pieces = a.reshape(-1, *a.shape[-2:]).tensor_split(parts)
     results = on_threads(function, pieces, [piece.shape[0] for piece in pieces])
-    return [torch.cat(found).unflatten(0, batch) for found in zip(*results, strict=True)]
+    return [torch.cat(parts_of_one).unflatten(0, batch) for parts_of_one in zip(*results, strict=True)]
 
 
 def as_batch(z: Tensor) -> Tensor:

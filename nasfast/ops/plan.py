@@ -23,23 +23,6 @@ STORAGE_DTYPES = {
     "cpu": {torch.float32, torch.bfloat16},
     "cuda": {torch.bfloat16, torch.float16},
 }
-# what the CUDA kernels have of `reference.ACTIVATIONS`, and of what their channels are multiples: a lane reads 16 bytes
-_CUDA_ACTS = ("identity", "relu", "relu6")
-_CUDA_CHANNELS = 8
-# The most input channels of a dense 3 x 3 stage, kDenseInput in csrc/gpu/dense_forward.h: a patch is one product deep.
-_MAX_CUDA_DENSE_CHANNELS = 3
-# The most channels of a stage. Backward of a pointwise stage keeps 20 bytes for each output channel in the 98 KB of
-# shared memory that a block has on sm_86, beside the 36.75 KB of its smallest tile (Memory in csrc/gpu/product.h).
-_MAX_CUDA_CHANNELS = 3136
-# The most channels of pointwise stages alone that run on the CUDA kernels in front of others: with more, a product is
-# bound by arithmetic, in which PyTorch's is as fast.
-_MAX_PART_CHANNELS = 256
-# what `cuda_refusal` lets pass, for people
-CUDA_SERVES = (
-    "chains of frozen pointwise and depthwise convolutions with batch statistics, in bfloat16 or float16, with "
-    f"{', '.join(_CUDA_ACTS[:-1])} or {_CUDA_ACTS[-1]}, channels in multiples of {_CUDA_CHANNELS} up to "
-    f"{_MAX_CUDA_CHANNELS}, no shuffle, and in front a dense 3 x 3 stem of at most {_MAX_CUDA_DENSE_CHANNELS} channels"
-)
 # The largest number of products per output of a dense convolution that is multiplied as gathered patches (3 x 3 x 3 in
 # a stem). Gathering copies every input kernel^2 times, which is cheap only with few channels. PyTorch's convolution
 # runs larger ones.
@@ -182,6 +165,15 @@ class StageShape(NamedTuple):
     def kind(self) -> Kind | None:
         return stage_kind(self.weight, self.stride, self.padding, self.groups)
 
+    def fits(self, *, first: bool, input_grad: bool) -> bool:
+        """Whether the operator of chains has the stage at this place of a chain."""
+        if self.kind == Kind.DENSE:
+            # the operator has no input gradient of a dense stage; the first one of a network, its stem, needs none
+            return first and not input_grad
+        if self.kind == Kind.POINTWISE:
+            return first or self.stride == 1
+        return self.kind == Kind.DEPTHWISE
+
 
 def autocasts(x: Tensor) -> bool:
     """Whether autocast is on for the device of x; PyTorch has none for meta tensors, and raises if it is asked."""
@@ -241,117 +233,6 @@ def stage_fields(stages: Sequence[Stage]) -> tuple[tuple, ...]:
     )
 
 
-class Refusal(NamedTuple):
-    """Why a backend does not get a call whose type and device it serves.
-
-    Attributes:
-        reason: for people.
-        lacks: "operator" or "shape". A backend that is named for one call raises in both cases. One that is named for
-            all operators raises if its kernels of this operator lack the shape, and leaves operators that it does not
-            have to the automatic choice.
-    """
-
-    reason: str
-    lacks: str
-
-
-def cuda_refusal(
-    x: Tensor, stages: Sequence[Stage], fields: tuple[tuple, ...], *, shuffle: bool = False
-) -> Refusal | None:
-    """Why the CUDA kernels run none of the first of these stages on x; None if they run some.
-
-    Args:
-        x, fields, shuffle: as in `plan_chain`.
-        stages: the stages themselves.
-    """
-    if shuffle:
-        return Refusal("the channels are shuffled", "operator")
-    return _served(x, stages, fields)[1]
-
-
-def cuda_stages(x: Tensor, stages: Sequence[Stage], fields: tuple[tuple, ...]) -> int:
-    """How many of these stages, from the first on, the CUDA kernels run as one chain; arguments as in `plan_chain`."""
-    return _served(x, stages, fields)[0]
-
-
-def _served(x: Tensor, stages: Sequence[Stage], fields: tuple[tuple, ...]) -> tuple[int, Refusal | None]:
-    shape = tuple(x.shape)
-    if any([type(length) is not int for length in shape]):
-        return 0, Refusal("the sizes of x are not known", "shape")
-    serve = _serve if torch.compiler.is_compiling() else _serve_once
-    training = tuple([stage.training for stage in stages])
-    return serve(storage_dtype(x), shape, torch.is_grad_enabled() and x.requires_grad, fields, training)
-
-
-def _serve(
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    input_grad: bool,
-    shapes: tuple[tuple, ...],
-    training: tuple[bool, ...],
-) -> tuple[int, Refusal | None]:
-    """How many stages the CUDA kernels run, and if none, why; shapes are the fields of a StageShape for each stage.
-
-    Where others follow, the stages must be some in which PyTorch is slow: a depthwise one, or few channels.
-    """
-    if 0 in shape:
-        return 0, Refusal("x is empty", "shape")
-    stages = [StageShape(*fields) for fields in shapes]
-    found = None
-    for i, stage in enumerate(stages):
-        found = _refused(i, stage, dtype, shape[3], input_grad, training[i])
-        if found is not None:
-            stages = stages[:i]
-            break
-    deep = max([channels for stage in stages for channels in stage.channels], default=0) > _MAX_PART_CHANNELS
-    if found is None or not stages:
-        return len(stages), found
-    if deep and not any([stage.kind == Kind.DEPTHWISE for stage in stages]):
-        reason = f"of the stages in front, none is depthwise, and one has more than {_MAX_PART_CHANNELS} channels"
-        return 0, Refusal(f"{found.reason}; {reason}", "operator")
-    return len(stages), None
-
-
-_serve_once = lru_cache(KEPT_PLANS)(_serve)
-
-
-def _refused(
-    i: int, stage: StageShape, dtype: torch.dtype, width: int, input_grad: bool, training: bool
-) -> Refusal | None:
-    """Why the CUDA kernels do not run stage i of a chain; None if they do. width: that of x."""
-    if not training:
-        return Refusal(f"stage {i} uses running statistics", "operator")
-    if stage.trains:
-        return Refusal(f"the weight of stage {i} trains", "operator")
-    if not _fits(stage, first=i == 0, input_grad=input_grad):
-        reason = "neither pointwise nor depthwise with kernel 3, 5 or 7, nor of a stem, whose x has no gradient"
-        return Refusal(f"the convolution of stage {i} is {reason}", "operator")
-    lacking = _lacks(i, stage, dtype, width)
-    return Refusal(lacking, "shape") if lacking else None
-
-
-def _lacks(i: int, stage: StageShape, dtype: torch.dtype, width: int) -> str:
-    """What the CUDA kernels lack for stage i, which the operator has; empty if nothing. width: that of x."""
-    _, per_group, kernel, _ = stage.weight
-    both = stage.channels[-1:] if stage.kind == Kind.DENSE else stage.channels
-    if stage.kind == Kind.DENSE:
-        if kernel > 3 or stage.stride > 2 or per_group > _MAX_CUDA_DENSE_CHANNELS:
-            said = f"stage {i} is dense, {kernel} x {kernel}, of {per_group} channels, with stride {stage.stride}"
-            return f"{said}; the kernels have 3 x 3, at most {_MAX_CUDA_DENSE_CHANNELS} channels and stride 1 or 2"
-        if width * per_group % _CUDA_CHANNELS:
-            return f"a row of x has {width * per_group} numbers; dense stage {i} needs a multiple of {_CUDA_CHANNELS}"
-    odd = [channels for channels in both if channels % _CUDA_CHANNELS]
-    if stage.dtype not in (torch.float32, dtype):
-        return f"the weight of stage {i} is {stage.dtype}, and the kernels multiply float32 or {dtype} here"
-    if stage.act not in _CUDA_ACTS:
-        return f"stage {i} has the activation {stage.act}; the kernels have {', '.join(_CUDA_ACTS)}"
-    if odd:
-        return f"stage {i} has {odd[0]} channels, not a multiple of {_CUDA_CHANNELS}"
-    if max(both) > _MAX_CUDA_CHANNELS:
-        return f"stage {i} has {max(both)} channels; the kernels have at most {_MAX_CUDA_CHANNELS}"
-    return ""
-
-
 def _decide(
     backend: str,
     dtype: torch.dtype,
@@ -370,7 +251,7 @@ def _decide(
         # weights may also be kept in float32
         if stage.trains or stage.dtype not in {torch.float32, *STORAGE_DTYPES[backend]}:
             break
-        if not _fits(stage, first=count == 0, input_grad=input_grad):
+        if not stage.fits(first=count == 0, input_grad=input_grad):
             break
         count += 1
     if count == 0:
@@ -388,17 +269,6 @@ def _decide(
 
 
 _decide_once = lru_cache(KEPT_PLANS)(_decide)
-
-
-def _fits(stage: StageShape, *, first: bool, input_grad: bool) -> bool:
-    """Whether the operator has the stage at this place of a chain."""
-    kind = stage.kind
-    if kind == Kind.DENSE:
-        # the operator has no input gradient of a dense stage; the first one of a network, its stem, needs none
-        return first and not input_grad
-    if kind == Kind.POINTWISE:
-        return first or stage.stride == 1
-    return kind == Kind.DEPTHWISE
 
 
 def _can_recompute(plan: ChainPlan) -> bool:

@@ -2,13 +2,16 @@
 
 import logging
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
-from kernel_cases.chain import ChainCase
+from kernel_cases.chain import ChainCase, planned_numbers
 
 from nasfast import ops, spaces
 from nasfast.ops import _native, backends, conv, reference
+from nasfast.ops.cuda.limits import served_stages
+from nasfast.ops.plan import stage_fields
 from nasfast.ops.reference import ConvBNParams
 from nasfast.supernet import Supernet
 
@@ -72,6 +75,34 @@ def on_a_gpu(monkeypatch):
         row = cuda, replace(triton, why_not=lambda x: ""), last
         monkeypatch.setitem(backends._TABLE, op, row)
     return used
+
+
+@pytest.mark.parametrize(
+    ("channels", "width", "units", "served"),
+    [
+        (8, 6, "pw3136/relu6", True),
+        (8, 6, "pw3144/relu6", False),
+        (8, 6, "pw24/relu6", True),
+        (8, 6, "pw20/relu6", False),
+        (8, 6, "pw24/tanh", False),
+        (12, 6, "pw24/relu", False),
+        (3, 8, "dense8k3s2/identity", True),
+        (4, 8, "dense8k3/relu6", False),
+        (3, 8, "dense8k3s3/relu6", False),
+        (1, 8, "dense8k5/relu6", False),
+        (3, 9, "dense8k3/relu6", False),
+    ],
+)
+def test_the_kernels_have_the_limits_that_python_knows(channels, width, units, served):
+    drawn = ChainCase((1, channels, 5, width), units, dtype=torch.bfloat16).draw_once()
+    refusal = served_stages(drawn.x, drawn.stages, stage_fields(drawn.stages))[1]
+    assert (refusal is None) == served
+    count = partial(torch.ops.nasfast.conv_bn_act_chain_gpu_counters, drawn.x, planned_numbers(drawn))
+    if served:
+        assert count() > 0
+    else:
+        with pytest.raises(RuntimeError, match="the CUDA kernels need|have no room for a product of 3144"):
+            count()
 
 
 def test_chains_go_to_cuda(on_a_gpu):

@@ -1,4 +1,5 @@
-"""Launchers of the CUDA kernels (csrc/gpu, kernels/cuda): they allocate results and call the extension.
+"""Chains on the CUDA kernels of csrc/gpu and kernels/cuda.
 
-Only `nasfast.ops.registry` imports them.
+`limits` says which these are, `conv` has the launchers behind the registered operators, and `static` has chains on
+buffers of the caller, whose last BatchNorm may be `deferred`.
 """
