@@ -34,7 +34,12 @@ def zeros(count: int, device: torch.device) -> Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
     with _lock:
         if torch.cuda.is_current_stream_capturing():
-            return _for_capture(count, device)
+            begin = _used.get(device.index, _BLOCK)
+            if begin + count > _BLOCK:
+                # then the graph makes the zeros in its own memory at every replay
+                return torch.zeros(count, dtype=torch.int32, device=device)
+            _used[device.index] = begin + count
+            return _blocks[device.index][-1][begin : begin + count]
         # A capture cannot make a block, so launches outside of it make one in time; every capture has a warm-up.
         if device.index not in _blocks or _used[device.index] > _BLOCK // 2:
             _blocks.setdefault(device.index, []).append(_filled(_BLOCK, device))
@@ -43,15 +48,6 @@ def zeros(count: int, device: torch.device) -> Tensor:
         if key not in _streams or _streams[key].numel() < count:
             _streams[key] = _filled(max(count, _STREAM), device)
         return _streams[key][:count]
-
-
-def _for_capture(count: int, device: torch.device) -> Tensor:
-    begin = _used.get(device.index, _BLOCK)
-    if begin + count > _BLOCK:
-        # then the graph makes the zeros in its own memory at every replay
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    _used[device.index] = begin + count
-    return _blocks[device.index][-1][begin : begin + count]
 
 
 def _filled(count: int, device: torch.device) -> Tensor:

@@ -44,8 +44,8 @@ def autograd_kernel(
         with torch._C._AutoDispatchBelowAutograd():
             return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
-    def forward(ctx: Any, *given: Any) -> Any:
-        *flat, keyset, ctx.lengths = given
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        *flat, keyset, ctx.lengths = inputs
         args = _nested(flat, lists, ctx.lengths)
         output = call(keyset, args)
         ctx.set_materialize_grads(False)
@@ -55,19 +55,18 @@ def autograd_kernel(
         return output
 
     @once_per_gradient
-    def gradients_of(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> Any:
+    def run_backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> Any:
         wants = ctx.needs_input_grad
         if grad is None or not any(wants):
             return (None,) * len(wants)
-        found = _flat(backward(ctx, grad, _nested(wants[:-2], lists, ctx.lengths)), lists)
-        gradients = [None] * len(wants)
-        gradients[: len(found)] = found
+        gradients = _flat(backward(ctx, grad, _nested(wants[:-2], lists, ctx.lengths)), lists)
+        gradients += [None] * (len(wants) - len(gradients))
         gradients = [gradient if want else None for gradient, want in zip(gradients, wants, strict=True)]
         # only under create_graph; what is passed on as it came has its own history
         return refuse_second_derivatives(name, grad, *gradients) if torch.is_grad_enabled() else tuple(gradients)
 
     # profilers show this name, which no class statement could give it
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(gradients_of)}
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(run_backward)}
     function: Any = type(f"autograd of {operator._schema.name}", (torch.autograd.Function,), methods)
 
     def run(keyset: Any, *args: Any) -> Any:
@@ -125,13 +124,13 @@ def once_per_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @wraps(backward)
-    def run(ctx: Any, grad: Tensor | None, *others: Tensor | None) -> Any:
-        found = None if grad is None else _unbatched(grad)
-        if found is None:
-            return backward(ctx, grad, *others)
-        grads, scope, batched = found
+    def run(ctx: Any, grad: Tensor | None, *ignored: Tensor | None) -> Any:
+        batch = None if grad is None else _unbatched(grad)
+        if batch is None:
+            return backward(ctx, grad, *ignored)
+        grads, scope, batched = batch
         with scope:
-            results = [run(ctx, each, *others) for each in grads]
+            results = [run(ctx, each, *ignored) for each in grads]
             stacked = [None if column[0] is None else torch.stack(column) for column in zip(*results, strict=True)]
         return tuple([None if value is None else batched(value) for value in stacked])
 
@@ -192,8 +191,8 @@ def empty_gradients(
     return dx, dweights, dbiases
 
 
-def let_recomputation_reach(y: Tensor) -> None:
-    """Called after an operator with the result y has changed statistics, so that a checkpoint repeats the change.
+def save_checkpoint_sentinel(y: Tensor) -> None:
+    """Called after an operator with the result y has changed statistics, so that an activation checkpoint repeats it.
 
     The recomputation of `torch.utils.checkpoint` raises as soon as all that backward needs was saved again. Then what
     follows the last operator that saves would not run, but PyTorch's BatchNorm changes its statistics there, too. So an

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native, checks, reference
-from nasfast.ops.autograd import check_device, let_recomputation_reach, only_reference_serves
+from nasfast.ops.autograd import check_device, only_reference_serves, save_checkpoint_sentinel
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.reference import Stage
 from nasfast.ops.registry import operators, register
@@ -68,8 +68,8 @@ def bn_act(
             momentum=momentum,
             eps=eps,
         )
-    # the Triton kernels know one layout
-    x = x.contiguous(memory_format=torch.channels_last) if name == "triton" else _dense(x)
+    if name == "triton" or not x.is_contiguous():  # the Triton kernels know one layout
+        x = x.contiguous(memory_format=torch.channels_last)
     # A kernel has one storage type. PyTorch adds a residual of another type, with its promotion rules.
     fused = residual if residual is not None and residual.dtype == x.dtype else None
     y, mean, var = operators(name).bn_act_fwd(
@@ -84,7 +84,7 @@ def bn_act(
     )
     if training and running_mean is not None:
         reference.update_running(running_mean, running_var, mean, var, x.numel() // x.shape[1], momentum)
-        let_recomputation_reach(y)
+        save_checkpoint_sentinel(y)
     return y if residual is fused else y + residual
 
 
@@ -110,13 +110,6 @@ def overwrite_with_bn_act(x: Tensor, stage: Stage, residual: Tensor | None) -> T
         stage.act,
     )
     return x if residual is None or fused is not None else x + residual
-
-
-def _dense(x: Tensor) -> Tensor:
-    """x itself if it is contiguous or channels_last, else a channels_last copy."""
-    if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last):
-        return x
-    return x.contiguous(memory_format=torch.channels_last)
 
 
 def _same_layout(tensor: Tensor, like: Tensor) -> Tensor:
@@ -155,9 +148,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(backward_operator, ctx, grad, wants):
     gradients = [None] * 3
     if any(wants[:3]):
-        x, *others = ctx.saved_tensors
+        x, *norm = ctx.saved_tensors
         settings = ctx.eps, ctx.act, ctx.batch_statistics
-        gradients = backward_operator(_same_layout(grad, x), x, *others, *settings, *wants[:3])
+        gradients = backward_operator(_same_layout(grad, x), x, *norm, *settings, *wants[:3])
     return *gradients, grad
 
 

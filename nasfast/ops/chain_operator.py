@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native, reference
-from nasfast.ops.autograd import check_device, empty_gradients, let_recomputation_reach
+from nasfast.ops.autograd import check_device, empty_gradients, save_checkpoint_sentinel
 from nasfast.ops.nhwc import subsample
 from nasfast.ops.plan import ChainPlan, read_plan, storage_dtype
 from nasfast.ops.reference import Stage
@@ -28,23 +28,23 @@ def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: 
     """
     if plan.subsample > 1:
         x = subsample(x, plan.subsample)
-    given = x
+    input_dtype, is_residual = x.dtype, residual is x
     x = x.to(storage_dtype(x)).contiguous(memory_format=torch.channels_last)
-    add_input = residual is given and x.dtype == given.dtype
+    add_input = is_residual and x.dtype == input_dtype
     # A kernel has one storage type. PyTorch adds a residual of another type, with its promotion rules.
     fused = None
     if residual is not None and not add_input and residual.dtype == x.dtype:
         fused = residual.contiguous(memory_format=torch.channels_last)
     params = [stage.params for stage in stages]
-    known = [(None, None) if s.training else (s.params.running_mean, s.params.running_var) for s in stages]
+    running = [(None, None) if s.training else (s.params.running_mean, s.params.running_var) for s in stages]
     empty = x.new_empty(0, dtype=torch.float32)
     y, _, statistics = operators(backend).conv_bn_act_chain_fwd(
         x=x,
         conv_weights=[p.conv_weight.contiguous() for p in params],
         bn_weights=[p.bn_weight.contiguous() for p in params],
         bn_biases=[p.bn_bias.contiguous() for p in params],
-        running_means=[empty if mean is None else mean.contiguous() for mean, _ in known],
-        running_vars=[empty if var is None else var.contiguous() for _, var in known],
+        running_means=[empty if mean is None else mean.contiguous() for mean, _ in running],
+        running_vars=[empty if var is None else var.contiguous() for _, var in running],
         residual=fused,
         plan=plan.numbers,
         eps=[stage.eps for stage in stages],
@@ -52,7 +52,7 @@ def run_chain(x: Tensor, stages: Sequence[Stage], plan: ChainPlan, *, residual: 
         keep=torch.is_grad_enabled() and any(t.requires_grad for p in params for t in (x, p.bn_weight, p.bn_bias)),
     )
     update_running(stages, plan, statistics)
-    let_recomputation_reach(y)
+    save_checkpoint_sentinel(y)
     return y if residual is None or add_input or fused is not None else y + residual
 
 
@@ -105,8 +105,8 @@ def _setup_context(ctx, inputs, output):
     if needs[0] or any(needs[n + 1 : 3 * n + 1]):
         if not keep:
             raise RuntimeError("conv_bn_act_chain_fwd: a gradient is wanted, so `keep` must be true")
-        kept = (x,) if read_plan(plan).recompute else ()
-        ctx.save_for_backward(saved, statistics, *conv_weights, *bn_weights, *bn_biases, *kept)
+        recomputed_from = (x,) if read_plan(plan).recompute else ()
+        ctx.save_for_backward(saved, statistics, *conv_weights, *bn_weights, *bn_biases, *recomputed_from)
 
 
 def _channels_last(grad: Tensor, *, wide: bool) -> Tensor:

@@ -209,15 +209,15 @@ def check_fits(where: str, tensor: Tensor, needed: int) -> None:
     else:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > total:
-        there = f"{tensor.device} has {total / 1e9:.1f} GB"
-        raise MemoryError(f"{where} of shape {tuple(tensor.shape)} needs {needed / 1e9:.1f} GB, and {there}")
+        memory = f"{tensor.device} has {total / 1e9:.1f} GB"
+        raise MemoryError(f"{where} of shape {tuple(tensor.shape)} needs {needed / 1e9:.1f} GB, and {memory}")
 
 
 def _list_of_tensors(op: str, name: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     # a tensor is a sequence of its rows
     if isinstance(tensors, Tensor) or not isinstance(tensors, Iterable):
-        given = "one tensor: pass [tensor]" if isinstance(tensors, Tensor) else type(tensors).__name__
-        raise TypeError(f"{op}: {name} must be a list of tensors, got {given}")
+        value = "one tensor: pass [tensor]" if isinstance(tensors, Tensor) else type(tensors).__name__
+        raise TypeError(f"{op}: {name} must be a list of tensors, got {value}")
     return list(tensors)
 
 

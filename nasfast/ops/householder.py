@@ -116,7 +116,7 @@ def _in_parts(function: Callable[[Tensor], Sequence[Tensor]], a: Tensor) -> list
         return list(function(a))
     pieces = a.reshape(-1, *a.shape[-2:]).tensor_split(parts)
     results = on_threads(function, pieces, [piece.shape[0] for piece in pieces])
-    return [torch.cat(parts_of_one).unflatten(0, batch) for parts_of_one in zip(*results, strict=True)]
+    return [torch.cat(factor).unflatten(0, batch) for factor in zip(*results, strict=True)]
 
 
 def as_batch(z: Tensor) -> Tensor:
@@ -139,10 +139,10 @@ def _reflect(a: Tensor, householder: Operator) -> tuple[Tensor, Tensor]:
 def qr_of_reflectors(a: Tensor, mode: str, householder: Operator) -> QR:
     """`qr` by the operator `householder`."""
     rows, columns = a.shape[-2:]
-    left = a[..., : min(rows, columns)]
+    tall = a[..., : min(rows, columns)]
     if mode == "complete" and rows > columns:
-        left = F.pad(a, (0, rows - columns))  # the reflectors of zeros are none
-    q, _ = _reflect(left, householder)
+        tall = F.pad(a, (0, rows - columns))  # the reflectors of zeros are none
+    q, _ = _reflect(tall, householder)
     return QR(q if mode != "r" else a.new_empty(0), _triangle(q, a))
 
 

@@ -84,9 +84,9 @@ class ConvBNAct(nn.Module):
 
     def stage(self) -> Stage:
         """This unit as a stage of a chain, in its present mode."""
-        params = ConvBNParams(self.conv.weight, self.bn.weight, self.bn.bias, **running_of(self.bn))
+        params = ConvBNParams(self.conv.weight, self.bn.weight, self.bn.bias, **running_statistics(self.bn))
         conv = self.conv
-        return Stage(params, conv.stride[0], int(conv.padding[0]), conv.groups, self.act_name, **settings_of(self.bn))
+        return Stage(params, conv.stride[0], int(conv.padding[0]), conv.groups, self.act_name, **norm_settings(self.bn))
 
 
 class ConvBNActSequential(nn.Sequential):
@@ -253,7 +253,13 @@ class BNAct2d(nn.BatchNorm2d):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         count_batch(self)
         return bn_act(
-            x, self.weight, self.bias, residual=residual, act=self.act_name, **running_of(self), **settings_of(self)
+            x,
+            self.weight,
+            self.bias,
+            residual=residual,
+            act=self.act_name,
+            **running_statistics(self),
+            **norm_settings(self),
         )
 
     def extra_repr(self) -> str:
@@ -320,25 +326,25 @@ def count_batch(bn: nn.BatchNorm2d) -> None:
             batches.add_(1)
 
 
-class _Running(TypedDict):
+class RunningStatistics(TypedDict):
     running_mean: Tensor | None
     running_var: Tensor | None
 
 
-def running_of(bn: nn.BatchNorm2d) -> _Running:
+def running_statistics(bn: nn.BatchNorm2d) -> RunningStatistics:
     """The running statistics that a forward of bn reads or updates, chosen as nn.BatchNorm2d does."""
     if bn.training and not bn.track_running_stats:
         return {"running_mean": None, "running_var": None}
     return {"running_mean": bn._buffers["running_mean"], "running_var": bn._buffers["running_var"]}
 
 
-class _Settings(TypedDict):
+class NormSettings(TypedDict):
     training: bool
     momentum: float
     eps: float
 
 
-def settings_of(bn: nn.BatchNorm2d) -> _Settings:
+def norm_settings(bn: nn.BatchNorm2d) -> NormSettings:
     """training, momentum and eps of the forward whose batch bn has counted last."""
     momentum = bn.momentum
     if momentum is None:

@@ -115,7 +115,11 @@ def orthogonalize_(
         MemoryError: a tensor does not fit into the physical memory of the machine; the message has its index and name.
     """
     tensors, names = checks.check_orthogonal_targets("orthogonalize_", tensors, names, gain, _BYTES_PER_ELEMENT)
-    fill_orthogonal([Target(*each, gain) for each in zip(names, tensors, map(_flat, tensors), strict=True)], seed)
+    targets = [
+        Target(name, tensor, (tensor.shape[0], math.prod(tensor.shape[1:])), gain)
+        for name, tensor in zip(names, tensors, strict=True)
+    ]
+    fill_orthogonal(targets, seed)
     return tensors
 
 
@@ -139,22 +143,22 @@ class Target:
 @torch.no_grad()
 def fill_orthogonal(targets: Sequence[Target], seed: int) -> None:
     """Fill every target in place; `orthogonalize_` says how."""
-    for device, of_device in groupby(targets, key=lambda target: target.tensor.device):
-        here = list(of_device)
+    for device, group in groupby(targets, key=lambda target: target.tensor.device):
+        neighbours = list(group)
         probe = torch.empty(0, device=device)
         if device.type == "cuda" and resolve_backend("orthogonalize", probe, strict=False).name == "cuda":
             operators = torch.ops.nasfast.gaussians, torch.ops.nasfast.householder
             # of targets that may share memory, the last one counts
-            for group in [here] if _apart(here) else [[target] for target in here]:
-                fill_together(group, seed, *operators)
-        elif _apart(here):
-            on_threads(partial(_fill, seed=seed), here, [_work(target.shape) for target in here])
+            for batch in [neighbours] if _disjoint(neighbours) else [[target] for target in neighbours]:
+                fill_together(batch, seed, *operators)
+        elif _disjoint(neighbours):
+            on_threads(partial(_fill, seed=seed), neighbours, [_work(target.shape) for target in neighbours])
         else:
-            for target in here:  # in this order, as the last one counts
+            for target in neighbours:  # in this order, as the last one counts
                 _fill(target, seed=seed)
 
 
-def _apart(targets: Sequence[Target]) -> bool:
+def _disjoint(targets: Sequence[Target]) -> bool:
     """Whether no two targets may share memory."""
     extents = []
     for tensor in (target.tensor for target in targets if target.tensor.numel()):
@@ -211,18 +215,18 @@ def fill_together(targets: Sequence[Target], seed: int, gaussians: Draw, househo
             elements += targets[count].tensor.numel()
             count += 1
         group, targets = targets[:count], targets[count:]
-        drawn = [_place(target) for target in group]
-        gaussians(drawn, [_stream(target.name, seed) for target in group])
-        matrices = [as_batch(z) for z in drawn]
+        draws = [_working_memory(target) for target in group]
+        gaussians(draws, [_stream(target.name, seed) for target in group])
+        matrices = [as_batch(z) for z in draws]
         householder(matrices, matrices, [], [target.scale for target in group])
-        for target, q in zip(group, drawn, strict=True):
+        for target, q in zip(group, draws, strict=True):
             if q.data_ptr() != target.tensor.data_ptr():
                 target.tensor.copy_(q.reshape(target.tensor.shape))
         # the operators know nothing of autograd
         torch.autograd.graph.increment_version([target.tensor for target in group])
 
 
-def _place(target: Target) -> Tensor:
+def _working_memory(target: Target) -> Tensor:
     """The tensor itself as matrices, or memory for them in the type and order of the calculation."""
     tensor = target.tensor.detach()
     if tensor.is_contiguous() and tensor.dtype == _computed_in(tensor):
@@ -259,7 +263,3 @@ def _gaussian(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) 
     z = torch.empty(shape, dtype=dtype, device="cpu")
     torch.ops.nasfast.gaussian_(z, _stream(name, seed))
     return z
-
-
-def _flat(tensor: Tensor) -> tuple[int, int]:
-    return tensor.shape[0], math.prod(tensor.shape[1:])

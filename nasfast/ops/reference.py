@@ -102,13 +102,15 @@ def bn_act(
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     # PyTorch updates the running statistics in place
-    mean, var = (None if given is None else given.to(dtype) for given in (running_mean, running_var))
+    mean, var = (None if running is None else running.to(dtype) for running in (running_mean, running_var))
     # On a GPU this is what PyTorch's modules run, without passes that convert; elsewhere it rounds once.
     exact = x if x.is_cuda else x.to(dtype)
     z = F.batch_norm(exact, mean, var, weight.to(dtype), bias.to(dtype), training, momentum, eps)
     if training:
-        _copy_back(running_mean, mean)
-        _copy_back(running_var, var)
+        with torch.no_grad():
+            for running, moved in ((running_mean, mean), (running_var, var)):
+                if running is not None and moved is not None and running is not moved:
+                    running.copy_(moved)
     y = ACTIVATIONS[act](z)
     if residual is None:
         return y.to(x.dtype)
@@ -136,12 +138,6 @@ def mixed_bn(xs: Sequence[Tensor], gates: Tensor, *, normalize: Sequence[bool], 
         x = x.to(dtype)
         terms.append(gate * (F.batch_norm(x, None, None, None, None, True, 0.0, eps) if normal else x))
     return sum(terms[1:], terms[0]).to(xs[0].dtype)
-
-
-@torch.no_grad()
-def _copy_back(given: Tensor | None, moved: Tensor | None) -> None:
-    if given is not None and moved is not None and given is not moved:
-        given.copy_(moved)
 
 
 @torch.no_grad()

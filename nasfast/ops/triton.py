@@ -10,10 +10,10 @@ neighbouring rows as one of `units * UNIT` columns, so that few channels fill it
 Nothing but types, UNIT and the kind of the activation is known at compile time, so that a network needs few kernels. A
 program reads `tiles` tiles of rows of its columns. Sums go to one row per program, in float64, which PyTorch adds up.
 
-With mean = center + left, where center is float32 and left its rounding error, and d = x - center, which is computed
+With mean = center + error, where center is float32 and error its rounding, and d = x - center, which is computed
 first so that the mean may be large:
 
-    z  = d * scale + shift                    normalised and scaled; scale = gamma * rstd, shift = beta - left * scale
+    z  = d * scale + shift                    normalised and scaled; scale = gamma * rstd, shift = beta - error * scale
     dx = dz * scale + d * slope + offset      from dz = grad * act'(z)
 """
 
@@ -118,12 +118,12 @@ def _tile(tile, tiles, rows, k, width, ROWS: tl.constexpr):
 
 @triton.jit
 def _coefficients(mean, var, gamma, beta, eps, c):
-    """(center, left, rstd, scale, shift) of the channels c, from their mean and biased variance in float64."""
+    """(center, error, rstd, scale, shift) of the channels c, from their mean and biased variance in float64."""
     center = mean.to(tl.float32)
-    left = (mean - center.to(tl.float64)).to(tl.float32)
+    error = (mean - center.to(tl.float64)).to(tl.float32)
     rstd = tl.div_rn(1.0, tl.sqrt_rn(var.to(tl.float32) + eps))
     scale = tl.load(gamma + c) * rstd
-    return center, left, rstd, scale, tl.load(beta + c) - left * scale
+    return center, error, rstd, scale, tl.load(beta + c) - error * scale
 
 
 @triton.jit
@@ -212,12 +212,12 @@ def backward_kernel(
     """dx, and gradients (2, C) of gamma and beta; pixels is 0 if the statistics do not depend on x."""
     k, c, width = _columns(units, C, UNIT, COLUMNS)
     mean, var = tl.load(statistics + c), tl.load(statistics + C + c)
-    center, left, rstd, scale, shift = _coefficients(mean, var, gamma, beta, eps, c)
+    center, error, rstd, scale, shift = _coefficients(mean, var, gamma, beta, eps, c)
     dbeta = tl.load(sums + c).to(tl.float32)
-    dgamma = (tl.load(sums + C + c).to(tl.float32) - left * dbeta) * rstd
+    dgamma = (tl.load(sums + C + c).to(tl.float32) - error * dbeta) * rstd
     share = tl.where(pixels > 0, 1.0 / pixels.to(tl.float32), 0.0)
     slope = -scale * rstd * (dgamma * share)
-    offset = -scale * (dbeta * share) - slope * left
+    offset = -scale * (dbeta * share) - slope * error
     for tile in range(tiles):
         at, mask = _tile(tile, tiles, rows, k, width, ROWS)
         dz, d = _gradient(grad, x, at, mask, center, scale, shift, lo, hi, ACT)
@@ -229,7 +229,7 @@ def backward_kernel(
 
 
 @contextmanager
-def _on_device_of(x: Tensor) -> Iterator[None]:
+def _device_guard(x: Tensor) -> Iterator[None]:
     """Make the device of x the current one, because Triton launches on the current device."""
     if x.is_cuda:
         with torch.cuda.device(x.device):
@@ -298,7 +298,7 @@ def bn_act_fwd(
     y = torch.empty_like(x, memory_format=torch.channels_last)
     statistics = x.new_empty((2, x.shape[1]), dtype=torch.float64)
     pixels = 1
-    with _on_device_of(x):
+    with _device_guard(x):
         if running_mean is None or running_var is None:
             pixels, partial = passes.pixels, passes.partial(x)
             statistics_kernel[passes.grid](x, partial, **passes.sizes)
@@ -321,9 +321,9 @@ def bn_act_fwd(
             **passes.sizes,
             **_activation(act),
         )
-    kept = statistics if running_mean is None else statistics[:, :0]
+    batch_statistics = statistics if running_mean is None else statistics[:, :0]
     # results of an operator may not share memory
-    return y, kept[0].clone(), kept[1].clone()
+    return y, batch_statistics[0].clone(), batch_statistics[1].clone()
 
 
 def bn_act_bwd(
@@ -347,7 +347,7 @@ def bn_act_bwd(
     gradients = weight.new_empty((2, x.shape[1]))
     shared: dict[str, Any] = {"grad": grad, "x": x, "gamma": weight, "beta": bias, "eps": eps, **_activation(act)}
     shared["statistics"] = torch.stack((mean.double(), var.double()))
-    with _on_device_of(x):
+    with _device_guard(x):
         partial = passes.partial(x)
         reduce_kernel[passes.grid](partial=partial, **shared, **passes.sizes)
         backward_kernel[passes.grid if want_x else (1, passes.grid[1])](

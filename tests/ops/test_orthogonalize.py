@@ -477,25 +477,26 @@ def test_filling_in_place(monkeypatch):
 @pytest.mark.parametrize("elements", [1 << 25, 100])
 def test_a_gpu_fills_with_what_a_cpu_fills(monkeypatch, elements):
     monkeypatch.setattr(orthogonal, "_GROUP_ELEMENTS", elements)
-    here, there = (
+    on_cpu, emulated = (
         [*targets(), torch.empty(70, 48, dtype=torch.bfloat16), torch.empty(3, 7, 40, 33, dtype=torch.float64)]
         for _ in range(2)
     )
 
     def filled(tensors):
-        shapes = [x.shape if x.ndim == 4 and x.shape[-1] == 33 else orthogonal._flat(x) for x in tensors]
+        batch = tensors[-1]
+        shapes = [x.shape if x is batch else (x.shape[0], math.prod(x.shape[1:])) for x in tensors]
         return [orthogonal.Target(str(i), x, shapes[i], 1.5 - i) for i, x in enumerate(tensors)]
 
-    versions = [x._version for x in there]
-    orthogonal.fill_orthogonal(filled(here), 3)
+    versions = [x._version for x in emulated]
+    orthogonal.fill_orthogonal(filled(on_cpu), 3)
     orthogonal.fill_together(
-        filled(there),
+        filled(emulated),
         3,
         partial(torch.ops.nasfast.gaussians_emulated, backwards=False),
         partial(torch.ops.nasfast.householder_emulated, backwards=False),
     )
-    assert all(x._version > before for x, before in zip(there, versions, strict=True))
-    for i, (x, want) in enumerate(zip(there, here, strict=True)):
+    assert all(x._version > before for x, before in zip(emulated, versions, strict=True))
+    for i, (x, want) in enumerate(zip(emulated, on_cpu, strict=True)):
         bound = 2e-2 if x.dtype == torch.bfloat16 else SAME_Q[x.dtype]
         assert not x.numel() or (x - want).abs().max() <= abs(1.5 - i) * bound, i
 
