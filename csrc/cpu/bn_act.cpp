@@ -161,9 +161,7 @@ std::tuple<Tensor, Tensor, Tensor> bn_act_bwd_cpu(const Tensor& grad, const Tens
     std::vector<double> partial(2 * std::max<int64_t>(1, work.groups) * channels);  // zeros without rows
     work.params.partial = partial.data();
     work.run(kernels().bn.bn_act_bwd_reduce);
-    const auto data = [](bool wanted, Tensor& t) {
-      return wanted ? static_cast<float*>(t.mutable_data_ptr()) : nullptr;
-    };
+    const auto data = [](bool want, Tensor& t) { return want ? static_cast<float*>(t.mutable_data_ptr()) : nullptr; };
     bn.set_gradient_sums(partial, work.groups, work.params.rows, batch_statistics, data(want_weight, dweight),
                          data(want_bias, dbias));
   }

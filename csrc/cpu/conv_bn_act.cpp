@@ -81,7 +81,7 @@ struct StageForward {
   std::vector<double>* partial;  // memory for partial statistics, used again by every stage
 
   // Memory for the partial statistics of this many groups, or null when the stage has running statistics.
-  double* partial_of(const Stage& stage, int64_t groups) const {
+  double* zeroed_partial(const Stage& stage, int64_t groups) const {
     if (!stage.batch_statistics) return nullptr;
     partial->assign(groups * 2 * stage.out_channels, 0);
     return partial->data();
@@ -98,7 +98,7 @@ void depthwise_forward(const Chain& chain, const Stage& stage, const StageForwar
   p.streams = streams(chain.bfloat16, stage.rows, stage.out_channels);
   if (expansion) p.expansion = *expansion;
   const int64_t groups = chain.batch * strips.strips;
-  p.partial = work.partial_of(stage, groups);
+  p.partial = work.zeroed_partial(stage, groups);
   const auto kernel = kernels().depthwise.depthwise_fwd;
   run_items(groups, strips.strip_rows * stage.out_width * stage.out_channels,
             [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
@@ -118,7 +118,7 @@ void pointwise_forward(const Chain& chain, const Stage& stage, const StageForwar
   p.x = work.input;
   p.y = work.y;
   p.streams = streams(chain.bfloat16, stage.rows, stage.out_channels);
-  p.partial = work.partial_of(stage, items.items);
+  p.partial = work.zeroed_partial(stage, items.items);
   const auto kernel = kernels().conv.pointwise_fwd;
   const int64_t row_elements = stage.out_channels + stage.kernel * stage.kernel * stage.in_channels;
   run_items(items.items, items.item_rows * row_elements, [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
@@ -138,20 +138,23 @@ void take_running_statistics(Stage& stage, const Tensor& running_mean, const Ten
   std::copy_n(float_data(running_var), stage.out_channels, var);
 }
 
+void check_forward_images(const Chain& chain, const Tensor& x, const std::optional<Tensor>& residual, bool add_input) {
+  chain.check_image("x", x, chain.shuffle ? 2 * chain.channels : chain.channels, chain.height, chain.width);
+  const Stage& last = chain.last();
+  STD_TORCH_CHECK(!chain.shuffle || (!residual && !add_input), kConvOp, ": shuffle and a residual exclude each other");
+  if (residual) chain.check_image("residual", *residual, last.out_channels, last.out_height, last.out_width);
+  if (add_input) chain.check_image("x, to be added,", x, last.out_channels, last.out_height, last.out_width);
+}
+
 std::tuple<Tensor, Tensor, Tensor> conv_bn_act_chain_fwd_cpu(
     const Tensor& x, std::vector<Tensor> conv_weights, std::vector<Tensor> bn_weights, std::vector<Tensor> bn_biases,
     std::vector<Tensor> running_means, std::vector<Tensor> running_vars, const std::optional<Tensor>& residual,
     std::vector<int64_t> plan, std::vector<double> eps, bool add_input, bool keep) {
   Chain chain(ChainPlan(plan), x.scalar_type(), conv_weights, bn_weights, bn_biases, eps.size());
-  const bool shuffle = chain.shuffle;
-  chain.check_image("x", x, shuffle ? 2 * chain.channels : chain.channels, chain.height, chain.width);
   STD_TORCH_CHECK(running_means.size() == chain.stages.size() && running_vars.size() == chain.stages.size(), kConvOp,
                   ": every stage needs running statistics, empty where it uses those of the batch");
+  check_forward_images(chain, x, residual, add_input);
   const Stage& last = chain.last();
-  STD_TORCH_CHECK(!shuffle || (!residual && !add_input), kConvOp, ": shuffle and a residual exclude each other");
-  if (residual) chain.check_image("residual", *residual, last.out_channels, last.out_height, last.out_width);
-  if (add_input) chain.check_image("x, to be added,", x, last.out_channels, last.out_height, last.out_width);
-
   Tensor y = chain.empty_image(chain.ldy(), last.out_height, last.out_width);
   Tensor saved = pool_empty({keep ? chain.saved_size : 0}, {1}, chain.type());
   Tensor statistics = empty_vector(x, chain.statistics_size, ScalarType::Double);
@@ -161,12 +164,12 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_chain_fwd_cpu(
   char* result = static_cast<char*>(y.mutable_data_ptr()) + chain.result_offset();
   const void* added = add_input ? x.const_data_ptr() : residual ? residual->const_data_ptr() : nullptr;
   // without `keep`, the result of a stage lives until the next stage has read it
-  std::unique_ptr<PoolBlock> written, read;
-  if (shuffle) {
-    read = split_channels(chain, x, y);
-    input.data = read->data();
+  std::unique_ptr<PoolBlock> input_memory, output_memory;
+  if (chain.shuffle) {
+    input_memory = split_channels(chain, x, y);
+    input.data = input_memory->data();
   }
-  std::optional<ExpansionNumbers> numbers_of_expansion;
+  std::optional<ExpansionNumbers> expansion_numbers;
   std::vector<double> partial;
   for (size_t i = 0; i < chain.stages.size(); ++i) {
     Stage& stage = chain.stages[i];
@@ -175,8 +178,8 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_chain_fwd_cpu(
     take_running_statistics(stage, running_means[i], running_vars[i], mean, var);
     if (i == 0 && chain.recompute) {
       if (stage.batch_statistics) expansion_statistics(chain, x.const_data_ptr(), mean, var);
-      numbers_of_expansion.emplace(chain, x.const_data_ptr(), eps[0], float_data(bn_weights[0]),
-                                   float_data(bn_biases[0]), mean, var);
+      expansion_numbers.emplace(chain, x.const_data_ptr(), eps[0], float_data(bn_weights[0]), float_data(bn_biases[0]),
+                                mean, var);
       continue;
     }
     // where nothing is kept and the statistics are known, a stage writes its result; else the next stage makes it
@@ -192,14 +195,14 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_chain_fwd_cpu(
     } else if (keep) {
       out.data = chain.saved(saved, stage);
     } else {
-      written = std::make_unique<PoolBlock>(stage.rows * stage.out_channels * chain.element_size());
-      out.data = written->data();
+      output_memory = std::make_unique<PoolBlock>(stage.rows * stage.out_channels * chain.element_size());
+      out.data = output_memory->data();
     }
     const StageForward work{input, out, mean, var, &partial};
     if (stage.kind != Kind::kDepthwise) {
       pointwise_forward(chain, stage, work);
-    } else if (i == 1 && numbers_of_expansion) {
-      const Expansion expansion = numbers_of_expansion->expansion(x.const_data_ptr());
+    } else if (i == 1 && expansion_numbers) {
+      const Expansion expansion = expansion_numbers->expansion(x.const_data_ptr());
       depthwise_forward(chain, stage, work, &expansion);
     } else {
       depthwise_forward(chain, stage, work, nullptr);
@@ -208,7 +211,7 @@ std::tuple<Tensor, Tensor, Tensor> conv_bn_act_chain_fwd_cpu(
       stage.bn.set_statistics(mean, var, eps[i], float_data(bn_weights[i]), float_data(bn_biases[i]));
     }
     input = {out.data, !out.finished, stage.bn.fold()};
-    read = std::move(written);
+    input_memory = std::move(output_memory);
   }
   if (!input.folded) return {y, saved, statistics};
 
@@ -270,18 +273,18 @@ class Backward {
         break;
       }
       StageInputGrad in{};
-      std::unique_ptr<PoolBlock> dz_before;
+      std::unique_ptr<PoolBlock> previous_dz;
       if (first) {
         in.data = first_dx;
         in.added = added;
       } else {
-        const Stage& before = chain_.stages[i - 1];
-        dz_before = std::make_unique<PoolBlock>(before.rows * before.out_channels * chain_.element_size());
-        in = {dz_before->data(), true, chain_.saved(saved_, before), before.bn.fold(), nullptr, nullptr};
+        const Stage& previous = chain_.stages[i - 1];
+        previous_dz = std::make_unique<PoolBlock>(previous.rows * previous.out_channels * chain_.element_size());
+        in = {previous_dz->data(), true, chain_.saved(saved_, previous), previous.bn.fold(), nullptr, nullptr};
       }
       const int64_t groups = stage.kind == Kind::kDepthwise ? depthwise(stage, out, in) : pointwise(stage, out, in);
       if (!first) finish(i - 1, groups);
-      dz = std::move(dz_before);
+      dz = std::move(previous_dz);
     }
   }
 
@@ -313,9 +316,9 @@ class Backward {
   }
 
   // Memory for the partial sums of the stage before; null when there is none, as the chain's input has no BatchNorm.
-  double* partial_of(bool has_before, int64_t groups, int64_t channels) {
-    partial_.assign(has_before ? groups * 2 * channels : 0, 0);
-    return has_before ? partial_.data() : nullptr;
+  double* zeroed_partial(bool has_previous, int64_t groups, int64_t channels) {
+    partial_.assign(has_previous ? groups * 2 * channels : 0, 0);
+    return has_previous ? partial_.data() : nullptr;
   }
 
   bool streams_input_gradient(const Stage& stage) const {
@@ -334,7 +337,7 @@ class Backward {
     p.streams = streams_input_gradient(stage);
     if (expansion) p.expansion = *expansion;
     const int64_t groups = chain_.batch * strips.strips;
-    p.dx.partial = partial_of(in.folded || expansion, groups, stage.in_channels);
+    p.dx.partial = zeroed_partial(in.folded || expansion, groups, stage.in_channels);
     const auto kernel = kernels().depthwise.depthwise_bwd;
     run_items(groups, strips.strip_rows * stage.width * stage.in_channels,
               [&](int64_t begin, int64_t end) { kernel(p, begin, end); });
@@ -349,7 +352,7 @@ class Backward {
     p.grad = out;
     p.dx = in;
     p.streams = streams_input_gradient(stage);
-    p.dx.partial = partial_of(in.folded, items.items, stage.in_channels);
+    p.dx.partial = zeroed_partial(in.folded, items.items, stage.in_channels);
     const auto kernel = kernels().conv.pointwise_bwd;
     run_items(items.items, items.item_rows * (stage.out_channels + stage.in_channels),
               [&](int64_t begin, int64_t end) { kernel(p, begin, end); });

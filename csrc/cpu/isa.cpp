@@ -69,16 +69,16 @@ std::string join(const std::vector<std::string>& names) {
 }
 
 Isa choose() {
-  const char* wanted = std::getenv("NASFAST_ISA");
+  const char* setting = std::getenv("NASFAST_ISA");
+  const std::string name = setting == nullptr ? "" : setting;
   Isa best = Isa::kBaseline;
   for (Isa isa : kCompiled) {
     if (!runs_here(isa)) continue;
-    if (wanted && *wanted && isa_name(isa) == wanted) return isa;
+    if (isa_name(isa) == name) return isa;
     best = isa;
   }
-  if (wanted && *wanted) {
-    throw std::runtime_error("NASFAST_ISA: '" + std::string(wanted) + "' is not usable here; valid values are " +
-                             join(usable_isas()));
+  if (!name.empty()) {
+    throw std::runtime_error("NASFAST_ISA: '" + name + "' is not usable here; valid values are " + join(usable_isas()));
   }
   return best;
 }

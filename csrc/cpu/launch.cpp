@@ -9,7 +9,7 @@ namespace nasfast::cpu {
 namespace {
 
 // Each strip of an image computes the rows at its upper edge again. So images are divided only when there are fewer
-// than the wanted strips for the threads to share, and into strips of at least kMinStripRows rows.
+// than enough strips for the threads to share, and into strips of at least kMinStripRows rows.
 constexpr int64_t kMinStripRows = 8;
 
 }  // namespace
@@ -29,10 +29,10 @@ RowItems::RowItems(int64_t total) : rows(total) {
   items = (rows + item_rows - 1) / item_rows;
 }
 
-Strips::Strips(int64_t batch, int64_t height, int64_t wanted) {
-  wanted = (wanted + batch - 1) / batch;
+Strips::Strips(int64_t batch, int64_t height, int64_t least) {
+  const int64_t per_image = (least + batch - 1) / batch;
   const int64_t most = std::max<int64_t>(1, height / kMinStripRows);
-  strip_rows = (height + std::min(wanted, most) - 1) / std::min(wanted, most);
+  strip_rows = (height + std::min(per_image, most) - 1) / std::min(per_image, most);
   strips = (height + strip_rows - 1) / strip_rows;
 }
 
@@ -158,9 +158,9 @@ void check_image(const std::string& op, const char* name, const Tensor& image, c
                  ScalarType type, int64_t ld) {
   if (image.dim() == 4 && sizes_of(image) == sizes && is_channels_last(image, ld) && image.scalar_type() == type)
     return;
-  std::string said;
-  for (int64_t size : sizes) said += (said.empty() ? "" : ", ") + std::to_string(size);
-  STD_TORCH_CHECK(false, op, ": ", name, " must be channels_last, of the documented type and of shape (", said, ")");
+  std::string shape;
+  for (int64_t size : sizes) shape += (shape.empty() ? "" : ", ") + std::to_string(size);
+  STD_TORCH_CHECK(false, op, ": ", name, " must be channels_last, of the documented type and of shape (", shape, ")");
 }
 
 void check_vector(const std::string& op, const char* name, const Tensor& vector, int64_t channels, ScalarType type) {

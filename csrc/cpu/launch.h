@@ -64,8 +64,8 @@ struct RowItems {
 // How images are divided into strips of rows for the threads to share; this does not depend on the number of threads.
 struct Strips {
   int64_t strips, strip_rows;
-  // at least `wanted` of them, if their images are high enough
-  Strips(int64_t batch, int64_t height, int64_t wanted = kMinStrips);
+  // at least `least` of them, if their images are high enough
+  Strips(int64_t batch, int64_t height, int64_t least = kMinStrips);
 };
 
 // Strips for the present threads, whose results do not depend on how they are divided: fewer than kMinStrips, as each

@@ -73,11 +73,11 @@ ChainPlan::ChainPlan(const std::vector<int64_t>& numbers) {
     stage.rows = batch * stage.out_height * stage.out_width;
     const bool first_of_two =
         i == 0 && stage.kind == Kind::kPointwise && numbers.size() > kHeader + kPerStage && !shuffle;
-    const bool again = stage.saved_at == kNowhere;
-    STD_TORCH_CHECK(stage.saved_at >= saved || (again && first_of_two), kConvOp, ", stage ", i,
+    const bool recomputed = stage.saved_at == kNowhere;
+    STD_TORCH_CHECK(stage.saved_at >= saved || (recomputed && first_of_two), kConvOp, ", stage ", i,
                     " of the plan: must be saved behind the stages before it; only a pointwise first stage before a "
                     "depthwise one, without shuffle, can be computed again");
-    STD_TORCH_CHECK(again || stage.saved_at % kAlignment == 0, kConvOp, ", stage ", i,
+    STD_TORCH_CHECK(recomputed || stage.saved_at % kAlignment == 0, kConvOp, ", stage ", i,
                     " of the plan: must be saved at a multiple of ", kAlignment, " elements");
     STD_TORCH_CHECK(stage.statistics_at == statistics_size, kConvOp, ", stage ", i,
                     " of the plan: its statistics must follow those of the stage before it");

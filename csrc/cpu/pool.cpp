@@ -35,12 +35,12 @@ class Pool {
  public:
   Pool() : page_(static_cast<size_t>(sysconf(_SC_PAGE_SIZE))) {
     if (!kPooled || !address_space_is_free()) return;
-    const size_t wanted = round_up(static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_, kHugePage);
+    const size_t size = round_up(static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_, kHugePage);
     // this only reserves addresses: the system provides pages when they are first written
     void* range =
-        mmap(nullptr, wanted + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (range == MAP_FAILED) return;
-    size_ = wanted;
+    size_ = size;
     start_ = reinterpret_cast<char*>(round_up(reinterpret_cast<size_t>(range), kHugePage));
 #ifdef MADV_HUGEPAGE
     madvise(start_, size_, MADV_HUGEPAGE);
@@ -135,9 +135,9 @@ class Pool {
 // The pool is never destroyed, because tensors may be freed after static destructors have run.
 Pool& pool() {
   static Pool* instance = [] {
-    auto* made = new Pool;
+    auto* created = new Pool;
     pthread_atfork([] { pool().lock(); }, [] { pool().unlock(); }, [] { pool().unlock(); });
-    return made;
+    return created;
   }();
   return *instance;
 }

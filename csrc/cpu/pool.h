@@ -3,7 +3,9 @@
 // A fresh page costs a page fault and the writing of zeros, about 2 us per 4 KiB on a virtual machine. In a training
 // step, which allocates and frees the same sizes again and again, this is as much as half of the arithmetic. So one
 // range of address space is reserved, with huge pages where the system allows them, and allocated first-fit; memory
-// that is given back is kept for the next tensor.
+// that is given back is kept for the next tensor. A training step takes 0.78 (float32) and 0.98 (bfloat16) of its time
+// with glibc as it is, and 0.98 and 1.00 with a glibc that keeps its pages, at 0.81 of the peak (docs/speed.md, The
+// allocator's share).
 #pragma once
 
 #include <cstddef>

@@ -139,9 +139,9 @@ struct Item {
 
 // Takes the larger of two values and its place. Of equal values it keeps the first, of NaNs the last.
 inline void take_larger(VecF candidate, VecI place, VecF* value, VecI* index) {
-  const VecI taken = (candidate > *value) | (candidate != candidate);
-  *value = taken ? candidate : *value;
-  *index = taken ? place : *index;
+  const VecI larger = (candidate > *value) | (candidate != candidate);
+  *value = larger ? candidate : *value;
+  *index = larger ? place : *index;
 }
 
 // First takes the maxima along each row; three of these then give the maximum of a window.

@@ -42,10 +42,10 @@ std::vector<T> shared_memory(int64_t elements) {
 }
 
 template <typename T>
-void emulate(const Given& given, bool backwards) {
+void emulate(const Operands& operands, bool backwards) {
   using Warp = EmulatedTeam<32, kWarpColumns>;
   using Block = EmulatedTeam<kBlockThreads, kBlockColumns<T>>;
-  const Work<T> work = work_of<T, Warp>(given);
+  const Work<T> work = work_of<T, Warp>(operands);
   for (const Item& item : work.small) {
     run_steps(Warp{backwards}, work.of(item).at(item.n), shared_memory<T>(work.small_elements).data());
   }
@@ -64,10 +64,10 @@ void emulate(const Given& given, bool backwards) {
 
 void householder_emulated(const Tensors& z, const Tensors& q, const Tensors& v, const std::vector<double>& scales,
                           bool backwards) {
-  const Given given{z, q, v, scales};
-  given.check();
-  emulate<float>(given, backwards);
-  emulate<double>(given, backwards);
+  const Operands operands{z, q, v, scales};
+  operands.check();
+  emulate<float>(operands, backwards);
+  emulate<double>(operands, backwards);
 }
 
 void gaussians_emulated(const Tensors& zs, const std::vector<int64_t>& seeds, bool backwards) {

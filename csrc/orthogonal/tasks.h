@@ -34,8 +34,8 @@ inline std::vector<Draw> draws_of(const Tensors& zs, const std::vector<int64_t>&
   return draws;
 }
 
-// What householder gets; csrc/library.cpp has the shapes.
-struct Given {
+// The operands of householder; csrc/library.cpp has the shapes.
+struct Operands {
   const Tensors &z, &q, &v;
   const std::vector<double>& scales;
 
@@ -81,20 +81,20 @@ struct Work {
 
 // Warp: the team of a small matrix.
 template <typename T, typename Warp>
-Work<T> work_of(const Given& given) {
+Work<T> work_of(const Operands& operands) {
   constexpr ScalarType kType = sizeof(T) == sizeof(float) ? ScalarType::Float : ScalarType::Double;
   Work<T> work;
   int64_t elements = 0;  // of the large ones
   std::vector<int64_t> begins;
-  for (size_t i = 0; i < given.z.size(); ++i) {
-    const Tensor& z = given.z[i];
+  for (size_t i = 0; i < operands.z.size(); ++i) {
+    const Tensor& z = operands.z[i];
     if (z.scalar_type() != kType || z.numel() == 0) continue;
     const int64_t dim = z.dim(), rows = z.size(dim - 2), columns = z.size(dim - 1), count = dim == 3 ? z.size(0) : 1;
     Task<T> task{};
     task.z = strided<const T>(z);
-    task.result = strided<T>(given.q[i]);
-    if (!given.v.empty()) task.reflectors = strided<T>(given.v[i]);
-    task.scale = static_cast<T>(given.scales[i]);
+    task.result = strided<T>(operands.q[i]);
+    if (!operands.v.empty()) task.reflectors = strided<T>(operands.v[i]);
+    task.scale = static_cast<T>(operands.scales[i]);
     task.rows = static_cast<int>(std::max(rows, columns));
     task.columns = static_cast<int>(std::min(rows, columns));
     const int64_t on_chip = task.work_elements() + scratch_elements<T, Warp>(task.rows, kSmallBytes);
@@ -107,7 +107,7 @@ Work<T> work_of(const Given& given) {
     if (!small) elements += count * task.work_elements();
   }
   if (work.large.empty()) return work;
-  work.memory = torch::stable::empty({elements}, kType, std::nullopt, given.z[0].device());
+  work.memory = torch::stable::empty({elements}, kType, std::nullopt, operands.z[0].device());
   for (size_t i = 0; i < begins.size(); ++i) {
     if (begins[i] >= 0) work.batches[i].work_in(static_cast<T*>(work.memory->mutable_data_ptr()) + begins[i]);
   }

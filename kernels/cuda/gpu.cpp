@@ -16,14 +16,14 @@ namespace {
 std::atomic<bool> early_launches{true};
 
 // What never changes about a device.
-struct Known {
+struct Properties {
   std::mutex mutex;
-  bool asked = false;
+  bool queried = false;
   int multiprocessors = 0, shared_memory = 0;
   int ptx = 0;  // architecture of the PTX from which the kernels for it were made
 };
 constexpr int kDevices = 64;  // bits of `prepared`
-Known known[kDevices];
+Properties all_properties[kDevices];
 
 // Clears the error, which the next call of the runtime would report otherwise.
 [[noreturn]] void raise(const std::string& what, cudaError_t status) {
@@ -34,24 +34,27 @@ void check(const char* what, cudaError_t status) {
   if (status != cudaSuccess) raise(what, status);
 }
 
-const Known& ask(int device) {
+const Properties& properties_of(int device) {
   if (device < 0 || device >= kDevices) throw std::runtime_error("nasfast: CUDA kernels need a device below 64");
-  Known& it = known[device];
-  const std::lock_guard<std::mutex> lock(it.mutex);
-  if (!it.asked) {
+  Properties& properties = all_properties[device];
+  const std::lock_guard<std::mutex> lock(properties.mutex);
+  if (!properties.queried) {
     check("cudaDeviceGetAttribute",
-          cudaDeviceGetAttribute(&it.multiprocessors, cudaDevAttrMultiProcessorCount, device));
+          cudaDeviceGetAttribute(&properties.multiprocessors, cudaDevAttrMultiProcessorCount, device));
     check("cudaDeviceGetAttribute",
-          cudaDeviceGetAttribute(&it.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+          cudaDeviceGetAttribute(&properties.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
     const cuda::DeviceInfo info = cuda::device_info(device);
     if (!info.kernels_run) throw std::runtime_error("nasfast: no kernel for this GPU: " + info.error);
-    it.ptx = info.ptx_version;
-    it.asked = true;
+    properties.ptx = info.ptx_version;
+    properties.queried = true;
   }
-  return it;
+  return properties;
 }
 
-bool says(const char* setting, const char* value) { return setting != nullptr && std::strcmp(setting, value) == 0; }
+bool is_set(const char* variable, const char* value) {
+  const char* const setting = std::getenv(variable);
+  return setting != nullptr && std::strcmp(setting, value) == 0;
+}
 
 // Whether the driver takes early launches in CUDA graphs, too.
 bool driver_starts_early() {
@@ -71,23 +74,22 @@ std::string text(const Geometry& g) {
 
 bool set_early_launches(bool on) { return early_launches.exchange(on); }
 
-Gpu::Gpu(int device, void* stream)
-    : device_(device), stream_(stream), debug_(says(std::getenv("NASFAST_CUDA_DEBUG"), "1")) {
-  const Known& it = ask(device);
-  multiprocessors = it.multiprocessors;
-  shared_memory = static_cast<size_t>(it.shared_memory) - kReserved;
-  panels = it.ptx != 86 && it.ptx != 89;  // kMatricesRun in csrc/gpu/depthwise_matrices.h
-  early_ = it.ptx >= kWaits && !debug_ && early_launches && !says(std::getenv("NASFAST_CUDA_EARLY"), "0") &&
+Gpu::Gpu(int device, void* stream) : device_(device), stream_(stream), debug_(is_set("NASFAST_CUDA_DEBUG", "1")) {
+  const Properties& properties = properties_of(device);
+  multiprocessors = properties.multiprocessors;
+  shared_memory = static_cast<size_t>(properties.shared_memory) - kReserved;
+  panels = properties.ptx != 86 && properties.ptx != 89;  // kMatricesRun in csrc/gpu/depthwise_matrices.h
+  early_ = properties.ptx >= kWaits && !debug_ && early_launches && !is_set("NASFAST_CUDA_EARLY", "0") &&
            driver_starts_early();
-  check("cudaGetDevice", cudaGetDevice(&before_));
+  check("cudaGetDevice", cudaGetDevice(&previous_device_));
   check("cudaSetDevice", cudaSetDevice(device));
 }
 
-Gpu::~Gpu() { cudaSetDevice(before_); }
+Gpu::~Gpu() { cudaSetDevice(previous_device_); }
 
 void Gpu::start(const void* kernel, std::atomic<uint64_t>* prepared, const Shape& shape, const void* args) const {
-  const uint64_t mine = uint64_t{1} << device_;
-  if ((*prepared & mine) == 0) {
+  const uint64_t device_bit = uint64_t{1} << device_;
+  if ((*prepared & device_bit) == 0) {
     const auto set = [&](cudaFuncAttribute attribute, int value) {
       check("cudaFuncSetAttribute", cudaFuncSetAttribute(kernel, attribute, value));
     };
@@ -95,7 +97,7 @@ void Gpu::start(const void* kernel, std::atomic<uint64_t>* prepared, const Shape
     // The kernels hardly use the L1 cache. A multiprocessor divides its memory anew only while it is idle, so a kernel
     // that wants another division cannot start early.
     set(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    *prepared |= mine;
+    *prepared |= device_bit;
   }
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -106,7 +108,7 @@ void Gpu::start(const void* kernel, std::atomic<uint64_t>* prepared, const Shape
   config.dynamicSmemBytes = shape.shared;
   config.stream = static_cast<cudaStream_t>(stream_);
   config.attrs = &attribute;
-  config.numAttrs = early_ && behind_ && early_launches ? 1 : 0;
+  config.numAttrs = early_ && has_launched_ && early_launches ? 1 : 0;
   void* list[] = {const_cast<void*>(args)};
   cudaError_t status = cudaLaunchKernelExC(&config, kernel, list);
   if (status != cudaSuccess && config.numAttrs > 0) {
@@ -115,7 +117,7 @@ void Gpu::start(const void* kernel, std::atomic<uint64_t>* prepared, const Shape
     early_launches = false;
     status = cudaLaunchKernelExC(&config, kernel, list);
   }
-  behind_ = true;
+  has_launched_ = true;
   status_ = status;
 }
 

@@ -44,12 +44,12 @@ class Gpu {
   void start(const void* kernel, std::atomic<uint64_t>* prepared, const Shape& shape, const void* args) const;
 
  private:
-  int device_, before_ = 0;  // before_: the device that was the current one
+  int device_, previous_device_ = 0;  // the latter: what was the current one
   void* stream_;
   bool debug_;
-  bool early_ = false;           // whether a kernel may start before the one in front of it in the same call has ended
-  mutable bool behind_ = false;  // whether this call has launched a kernel
-  mutable int status_ = 0;       // of the last launch, a cudaError_t
+  bool early_ = false;  // whether a kernel may start before the one in front of it in the same call has ended
+  mutable bool has_launched_ = false;  // whether this call has launched a kernel
+  mutable int status_ = 0;             // of the last launch, a cudaError_t
 };
 
 #ifdef __CUDACC__

@@ -129,8 +129,8 @@ void gaussians_cuda(const Tensors& zs, const std::vector<int64_t>& seeds) {
 }
 
 template <typename T>
-void run(const Given& given, Launcher& launch) {
-  const Work<T> work = work_of<T, Warp>(given);
+void run(const Operands& operands, Launcher& launch) {
+  const Work<T> work = work_of<T, Warp>(operands);
   if (work.batches.empty()) return;
   const Task<T>* const batches = launch.table(work.batches);
   if (!work.small.empty()) {
@@ -147,12 +147,12 @@ void run(const Given& given, Launcher& launch) {
 }
 
 void householder_cuda(const Tensors& z, const Tensors& q, const Tensors& v, const std::vector<double>& scales) {
-  const Given given{z, q, v, scales};
-  given.check();
+  const Operands operands{z, q, v, scales};
+  operands.check();
   if (z.empty()) return;
   Launcher launch(z[0]);
-  run<float>(given, launch);
-  run<double>(given, launch);
+  run<float>(operands, launch);
+  run<double>(operands, launch);
 }
 
 }  // namespace
