@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from functools import cached_property
 from itertools import islice
@@ -14,7 +15,6 @@ from nasfast.indicators.registry import ScoreError
 from nasfast.spaces import Arch, ArchSpace, FairSampler, LayerSpace
 from nasfast.supernet import Supernet, inherit, untrained
 from nasfast.train.batches import as_epochs
-from nasfast.train.evaluate import in_mode
 
 _LEAST_PATHS = 300
 """Number of sampled paths where none is given; spaces with more candidates take more, see `Evidence`."""
@@ -103,8 +103,21 @@ class Evidence(NetworkEvidence):
 
     def logits(self, x: Tensor, path: Arch) -> Tensor:
         """Logits (N, classes) in float32 of one path; its BatchNorms use the statistics of the batch."""
+        return self._logits(self.net, x, path)
+
+    def _logits(self, net: Supernet, x: Tensor, path: Arch) -> Tensor:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
-            return self.net(x, path).float()
+            return net(x, path).float()
+
+    @cached_property
+    def _eval_net(self) -> Supernet:
+        """The supernet in evaluation mode, because a module of the user's may have dropout; it shares all tensors.
+
+        To change the mode of all modules and back for each path would take a sixth of the time of a path of 6^20 with
+        128 images of 32 x 32 pixels.
+        """
+        tensors = {id(tensor): tensor for tensor in (*self.net.parameters(), *self.net.buffers())}
+        return copy.deepcopy(self.net, tensors).eval()
 
     @torch.no_grad()
     def outcome(self, path: Arch) -> tuple[float, float]:
@@ -114,12 +127,11 @@ class Evidence(NetworkEvidence):
         """
         if path not in self._outcomes:
             loss, correct, images = 0.0, 0, 0
-            with in_mode(self.net, training=False):  # a module of the user's may have dropout
-                for x, y in self.batches:
-                    logits = self.logits(x, path)
-                    loss += F.cross_entropy(logits, y, reduction="sum").item()
-                    correct += int((logits.argmax(1) == y).sum())
-                    images += len(y)
+            for x, y in self.batches:
+                logits = self._logits(self._eval_net, x, path)
+                loss += F.cross_entropy(logits, y, reduction="sum").item()
+                correct += int((logits.argmax(1) == y).sum())
+                images += len(y)
             self._outcomes[path] = (loss / images, correct / images)
         return self._outcomes[path]
 
