@@ -17,8 +17,8 @@ from nasfast.indicators.accuracies import read_scores, top1_interval
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.measure.doctor import doctor
-from nasfast.measure.latency import check_replaceable, latency, table_head
-from nasfast.measure.measured import fit_measured
+from nasfast.measure.latency import latency, table_head
+from nasfast.measure.measured import check_replaceable, fit_measured
 from nasfast.measure.step_times import step_times
 from nasfast.pipeline.estimate import plan_run
 from nasfast.pipeline.exporting import export

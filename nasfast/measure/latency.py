@@ -25,7 +25,7 @@ from nasfast.config import ConfigError
 from nasfast.measure.config import LatencyConfig
 from nasfast.measure.deployed import deployed
 from nasfast.measure.doctor import environment
-from nasfast.measure.measured import relative_errors
+from nasfast.measure.measured import check_replaceable, relative_errors
 from nasfast.measure.timing import machine, measure, measuring
 from nasfast.ops.precision import resolve_precision
 from nasfast.runtime.device import torch_device
@@ -44,8 +44,6 @@ _UNSTEADY = 2.0
 _TRIES = 100
 _STEM, _HEAD = "stem", "head and classifier"
 _FIXED = f"{_STEM}, {_HEAD}"
-# settings and places that must agree before a file is replaced
-_SAME = ("fingerprint", "device", "runtime", "dtype", "threads", "batch")
 
 
 class _Head(nn.Module):
@@ -275,19 +273,6 @@ def _validation_lines(content: Mapping[str, Any], least: float) -> list[str]:
         f"[{row['arch']}]"
         for row in validation["networks"]
     ]
-
-
-def check_replaceable(path: str | Path, head: Mapping[str, Any]) -> None:
-    """Refuse to replace a table of another space, device, runtime, dtype, number of threads or batch."""
-    if not Path(path).exists():
-        return
-    try:
-        old = json.loads(Path(path).read_text(encoding="utf-8"))
-        changes = [f"{key} {old[key]!r}, not {head[key]!r}" for key in _SAME if old[key] != head[key]]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} exists and is no table of latencies: choose another --out") from error
-    if changes:
-        raise ConfigError(f"{path} is a table of {old['space']!r} with {', '.join(changes)}: choose another --out")
 
 
 def table_head(cfg: LatencyConfig, space: LayerSpace) -> dict[str, Any]:

@@ -36,6 +36,10 @@ _PENALTY = 0.1
 """Root of the penalty on the share of a mean network's latency that a place adds to an operation."""
 
 
+_SAME = ("fingerprint", "device", "runtime", "dtype", "threads", "batch")
+"""What two tables must have in common before one replaces the other's file."""
+
+
 @dataclass(frozen=True)
 class MeasuredReport:
     """A fitted table; `content` is that of its file, which a search in a space of layers takes."""
@@ -43,7 +47,8 @@ class MeasuredReport:
     content: dict[str, Any]
 
     def save(self, path: str | Path) -> None:
-        """Write the file."""
+        """Write the file; an older one of the same space, device and batch is replaced."""
+        check_replaceable(path, self.content)
         write_atomic(Path(path), (json.dumps(self.content, indent=1) + "\n").encode())
 
     def __str__(self) -> str:
@@ -147,6 +152,21 @@ def _fit(x: np.ndarray, times: np.ndarray, places: int) -> np.ndarray:
     from scipy.optimize import nnls  # half a second
 
     return nnls(np.concatenate([x / times[:, None], pull]), np.append(np.ones(len(times)), np.zeros(places)))[0]
+
+
+def check_replaceable(path: str | Path, head: Mapping[str, Any]) -> None:
+    """Refuse to replace a table of another space, device, runtime, dtype, number of threads or batch."""
+    if not Path(path).exists():
+        return
+    try:
+        old = json.loads(Path(path).read_text(encoding="utf-8"))
+        space = old["space"]
+        # a table that is fitted to another device's latencies has no runtime, dtype and threads
+        changes = [f"{key} {old.get(key)!r}, not {head.get(key)!r}" for key in _SAME if old.get(key) != head.get(key)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} exists and is no table of latencies: choose another --out") from error
+    if changes:
+        raise ConfigError(f"{path} is a table of {space!r} with {', '.join(changes)}: choose another --out")
 
 
 def relative_errors(predicted: np.ndarray, times: np.ndarray) -> dict[str, float]:

@@ -77,6 +77,11 @@ def test_the_command_fits_a_column_of_cells(tmp_path, capsys):
     assert "nas_bench_201 on pixel3" in out and "error on architectures that were not fitted" in out
     form = json.loads((tmp_path / "t.json").read_text())
     assert form["device"] == "pixel3" and form["fingerprint"] == space.fingerprint and len(form["entries"]) == 30
+    table = (tmp_path / "t.json").read_bytes()
+    assert main([*argv, "--column=edgegpu"]) == 1
+    assert "with device 'pixel3', not 'edgegpu': choose another --out" in capsys.readouterr().err
+    assert (tmp_path / "t.json").read_bytes() == table
+    assert main([*argv, "--column=pixel3"]) == 0
     assert main([*argv, "--rounds=3"]) == 2
     assert "--measured fits what another device measured, and takes no --rounds" in capsys.readouterr().err
     assert main(["latency", "--column=pixel3"]) == 2
