@@ -102,15 +102,15 @@ def _score_untrained(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[
     )
     accuracies = _read_sample(args, networks.space)
     parts: list[dict[Arch, float]] = []
-    without: set[Arch] = set()
+    unscored: set[Arch] = set()
     for name in names:
         scores, failed = score_networks(name, networks, accuracies)
         parts.append(scores)
-        without |= failed.keys()
+        unscored |= failed.keys()
         if failed:
             first = next(iter(failed.values()))
             print(f"{len(failed)} of {len(scores)} architectures have no {name} and count as the lowest. {first}")
-    return accuracies, summed(args.score, parts, without), networks.space
+    return accuracies, summed(args.score, parts, unscored), networks.space
 
 
 def _read_sample(args: argparse.Namespace, space: ArchSpace) -> dict[Arch, float]:
@@ -143,11 +143,6 @@ def _rank_trained(args: argparse.Namespace, settings: TaskSettings) -> None:
 
 def _rank_benchmarks(args: argparse.Namespace) -> None:
     """Print and save the table of scores by benchmark; benchmarks of one space are ranked on the same architectures."""
-    names = ("table", "out", "predictor", "train", "space", "column", "epochs", "interval")
-    if wrong := [f"--{name}" for name in names if getattr(args, name) is not None]:
-        raise FlagError(f"--benchmark takes no {' or '.join(wrong)}: SPACE=FILE:COLUMN names all tables")
-    if args.images is None:
-        raise FlagError("--benchmark needs --images, a folder of images for untrained networks")
     seed = args.seed or 0
     tables = [_parse_benchmark(text) for text in args.benchmark]
     networks = {}
@@ -164,8 +159,8 @@ def _rank_benchmarks(args: argparse.Namespace) -> None:
     accuracies = [read_accuracies(file, networks[space].space, column=column) for space, file, column in tables]
     samples = {}
     for name in networks:
-        of_space = [set(table) for (space, _, _), table in zip(tables, accuracies, strict=True) if space == name]
-        samples[name] = _sample(sorted(set.intersection(*of_space)), args.sample, seed)
+        common = [set(table) for (space, _, _), table in zip(tables, accuracies, strict=True) if space == name]
+        samples[name] = _sample(sorted(set.intersection(*common)), args.sample, seed)
     benchmarks = [
         Benchmark(
             f"{space} {column or Path(file).stem}", networks[space], {arch: table[arch] for arch in samples[space]}

@@ -63,9 +63,7 @@ def _check_run(command: str, cfg: RunConfig, options: dict[str, Any]) -> None:
 def _check_flags(command: str, values: dict[str, Any], parser: Parser) -> None:
     """Refuse flags that contradict each other, unknown spaces and missing run directories."""
     if command == "rank":
-        args = with_defaults(values, parser)
-        if not args.benchmark:
-            _check_rank(args, take_tasks(dict(values)))
+        _check_rank(with_defaults(values, parser), take_tasks(dict(values)))
     elif command == "latency":
         files = "out", "measured", "column"
         LatencyConfig.from_dict({name: value for name, value in values.items() if name not in files})
@@ -85,7 +83,13 @@ def _check_rank(args: argparse.Namespace, tasks: TaskSettings) -> None:
         return any(getattr(args, name) is not None for name in names)
 
     trains = has("train")
-    if has("table") == trains:
+    if args.benchmark:
+        names = ("table", "out", "predictor", "train", "space", "column", "epochs", "interval")
+        if wrong := [f"--{name}" for name in names if has(name)]:
+            raise FlagError(f"--benchmark takes no {' or '.join(wrong)}: SPACE=FILE:COLUMN names all tables")
+        if not has("images"):
+            raise FlagError("--benchmark needs --images, a folder of images for untrained networks")
+    elif has("table") == trains:
         raise FlagError("give either --table FILE or --train N")
     if trains and (not has("out") or has("sample", "column", "seed")):
         raise FlagError("--train needs --out RUN, and takes neither --sample nor --column nor --seed")

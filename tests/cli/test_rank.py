@@ -49,6 +49,10 @@ def test_rank_of_cells_from_csv(tmp_path, capsys):
         ("--train 10 --out o --epochs 0", "--epochs must be at least 1, got 0"),
         ("--train 10 --out o --interval 0", "--interval must be positive and finite, got 0.0"),
         ("--train 10 --out o --seed 1", "takes neither --sample nor --column nor --seed"),
+        ("--benchmark a=b --images c --dry_run", "--max_hours and --dry_run are about --train N"),
+        ("--benchmark a=b --images c --workers 2", "--executor, --workers, --attempts"),
+        ("--benchmark a=b --images c --resamples 5", "--resamples must be at least 10, got 5"),
+        ("--benchmark a=b --images c --batch 0", "--batch must be at least 1, got 0"),
     ],
 )
 def test_flags_of_rank_that_contradict_each_other(capsys, flags, message):
