@@ -45,7 +45,7 @@ PUBLISHED = (
 
 _OURS = "DI-NAS, nasfast ops"
 _PHASES = ("forward", "backward", "step")
-# row, method, whether it uses the operators of nasfast, and how it runs
+# row, method, whether it uses the operators of nasfast, and what runs it
 _ROWS: tuple[tuple[str, MethodName, bool, str], ...] = (
     ("SPOS", "spos", False, "eager"),
     ("BNNAS", "bnnas", False, "eager"),
@@ -192,12 +192,12 @@ def step_times(
     first_steps: list[dict[str, Any]] = []
     networks: dict[tuple[bool, bool], Supernet] = {}
     with measuring(cfg.threads):
-        for name, method, fused, how in rows:
+        for name, method, fused, runner in rows:
             start = time.perf_counter()
             net = _copy_network(networks, space, method, fused, cfg.seed)
             trainable[name] = net.freeze(METHODS[method].trainable).trainable
             net.to(images.device).to(memory_format=torch.channels_last).train()
-            steps[name] = _make_step(net, how, images, labels, path, bf16=cfg.dtype == "bf16")
+            steps[name] = _make_step(net, runner, images, labels, path, bf16=cfg.dtype == "bf16")
             steps[name]()
             first = time.perf_counter() - start
             row = {"name": name, "first_s": first, "second_ms": 1e3 * steps[name]()["step"]}
@@ -211,9 +211,9 @@ def step_times(
     # the paper has no figures for nasfast's operators or for graphs
     measured = tuple(
         StepTimesRow(
-            name, method, trainable[name], times[name], None if fused or how != "eager" else PUBLISHED_MS[method]
+            name, method, trainable[name], times[name], None if fused or runner != "eager" else PUBLISHED_MS[method]
         )
-        for name, method, fused, how in rows
+        for name, method, fused, runner in rows
     )
     return StepTimesReport(cfg, space, path, measured, measured_on, environment(), tuple(first_steps))
 
@@ -229,10 +229,10 @@ def _copy_network(
 
 
 def _make_step(
-    net: Supernet, how: str, images: torch.Tensor, labels: torch.Tensor, path: Arch, *, bf16: bool
+    net: Supernet, runner: str, images: torch.Tensor, labels: torch.Tensor, path: Arch, *, bf16: bool
 ) -> Callable[[], dict[str, float]]:
     """The step of a row as a function that returns its seconds."""
-    if how == "engine":
+    if runner == "engine":
         return engine_step(GraphEngine(net, tuple(images.shape), bf16=bf16), images, labels, path)
     step = TrainingStep(net, images, labels, path=path, bf16=bf16)
-    return graphed_step(step) if how == "graph" else step
+    return graphed_step(step) if runner == "graph" else step

@@ -140,14 +140,14 @@ class Plan:
         for e in self.estimates:
             memory = f"{e.one.memory / 2**30:.1f} GiB"
             table.append([e.what, str(e.number), str(self.threads), duration(e.one.seconds), memory])
-        how, where = "One after another", ""
+        order, condition = "One after another", ""
         if self.settings is not None:
-            how = f"{self.at_a_time}{'' if head == 'tasks' else ' networks'} at a time"
-            where = "" if self.settings.executor == "processes" else ", if the cluster has as many free cores"
+            order = f"{self.at_a_time}{'' if head == 'tasks' else ' networks'} at a time"
+            condition = "" if self.settings.executor == "processes" else ", if the cluster has as many free cores"
         lines = [*self.notes, *text_table(table, right=1)]
         total = self.total
         lines.append(
-            f"{how}: about {duration(total.seconds)}{where}, up to {duration(total.slowest)} by the slowest of "
+            f"{order}: about {duration(total.seconds)}{condition}, up to {duration(total.slowest)} by the slowest of "
             f"{_STEPS} steps of each kind. Nothing was trained."
         )
         largest = max((e.one.memory for e in self.estimates if e.as_tasks), default=0)

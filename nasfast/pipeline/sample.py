@@ -90,7 +90,7 @@ def train_sample(
     tasks = plan_sample(run, count, epochs=epochs)
     folder = run.dir / FOLDER
     with run_lock(run.dir), TaskRunner(folder, settings) as runner:
-        write_atomic(folder / SETTINGS_FILE, _shared_settings(run, count, epochs).to_yaml().encode())
+        write_atomic(folder / SETTINGS_FILE, _load_settings(run, count, epochs).to_yaml().encode())
         results = runner.run(tasks)
         done = {tuple(t.arguments["arch"]): r.result for t, r in zip(tasks, results, strict=True) if r.status == "done"}
         if len(done) < len(tasks):
@@ -120,19 +120,19 @@ def plan_sample(run: Run, count: int, *, epochs: int | None = None) -> list[Task
     space = ensure_space(run)
     archs = stratified_sample(space, count, limits=run.limits, seed=run.cfg.seed)
     # a folder is named after its architecture
-    before = [space.parse(path.parent.name) for path in _finished(run)]
-    cfg = _sample_settings(run, _shared_settings(run, count, epochs))
+    finished = [space.parse(path.parent.name) for path in _list_finished(run)]
+    cfg = _make_config(run, _load_settings(run, count, epochs))
     _check_images(Run(cfg), space, count)
     return [
         network_task(cfg, space, arch, run.cfg.seed, name=arch_file_text(arch), hold_out=True)
-        for arch in dict.fromkeys([*archs, *before])
+        for arch in dict.fromkeys([*archs, *finished])
     ]
 
 
 def estimate_sample(run: Run, count: int, settings: TaskSettings, *, epochs: int | None = None) -> str:
     """What `train_sample` would do, with the time from a few steps of the middle architecture; none is trained."""
     tasks = plan_sample(run, count, epochs=epochs)
-    done = {path.parent.name for path in _finished(run)}
+    done = {path.parent.name for path in _list_finished(run)}
     missing = [task for task in tasks if task.name not in done]
     if not missing:
         return f"all {len(tasks)} architectures are trained"
@@ -144,7 +144,7 @@ def estimate_sample(run: Run, count: int, settings: TaskSettings, *, epochs: int
         pass  # a directory in use is refused; steps are timed without the lock
     start = start_of_task().seconds
     _LOG.info("timing a few steps of the middle one of %d architectures", len(missing))
-    sample_run = Run(_sample_settings(run, _shared_settings(run, count, epochs)))
+    sample_run = Run(_make_config(run, _load_settings(run, count, epochs)))
     sample_run.use_threads()
     epochs = sample_run.cfg.retrain.train.epochs
     one = network_timing(sample_run, space, tuple(middle.arguments["arch"]), hold_out=True).seconds
@@ -222,7 +222,7 @@ def check_names(run: Run, names: Sequence[str]) -> None:
         build_evidence(part, supernet(trained=part.score.trained))
 
 
-def _sample_settings(run: Run, shared: SampleSettings) -> RunConfig:
+def _make_config(run: Run, shared: SampleSettings) -> RunConfig:
     """The settings of a run that matter for its sample; the others, such as limits, may change between calls."""
     train = RECIPE.train.replace(epochs=shared.epochs, eval_every=shared.epochs)
     return RunConfig(
@@ -236,12 +236,12 @@ def _sample_settings(run: Run, shared: SampleSettings) -> RunConfig:
     )
 
 
-def _finished(run: Run) -> list[Path]:
+def _list_finished(run: Run) -> list[Path]:
     """task.json of every finished training."""
     return sorted((run.dir / FOLDER).glob(f"*/{TASK_FILE}"))
 
 
-def _shared_settings(run: Run, count: int, epochs: int | None) -> SampleSettings:
+def _load_settings(run: Run, count: int, epochs: int | None) -> SampleSettings:
     """The settings that the first call saved, or those that it will save."""
     path = run.dir / FOLDER / SETTINGS_FILE
     if not path.exists():

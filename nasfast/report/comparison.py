@@ -162,20 +162,20 @@ def _accuracies(runs: Mapping[str, RunFiles]) -> str:
     images = {name: _read_or_none(partial(_validation_images, run)) for name, run in runs.items()}
     rows = []
     for one, other in itertools.combinations(runs, 2):
-        ours, theirs = bests[one], bests[other]
-        if ours is None or theirs is None:
+        first, second = bests[one], bests[other]
+        if first is None or second is None:
             text = "not both are retrained"
         elif images[one] is None or images[other] is None:
             text = "the images of one are not known"
-        elif images[one] != images[other] or any(ours.get(k) != theirs.get(k) for k in ("images", "ranks")):
+        elif images[one] != images[other] or any(first.get(k) != second.get(k) for k in ("images", "ranks")):
             text = "evaluated on other images"
         else:
-            comparison = compare_runs([ours], [theirs])
+            comparison = compare_runs([first], [second])
             text = _format_gain(comparison)
             if not comparison.significant:
                 text += ": not significant"
-            if ours["epochs"] != theirs["epochs"]:
-                text += f"; {ours['epochs']} and {theirs['epochs']} epochs of retraining"
+            if first["epochs"] != second["epochs"]:
+                text += f"; {first['epochs']} and {second['epochs']} epochs of retraining"
         rows.append([one, other, text])
     note = (
         "Top-1 of the first run's best network minus that of the second, in percentage points, with its 95 % interval "

@@ -115,10 +115,10 @@ def compare(
     return compare_runs([best, *(again for again in repeats if same_terms(best, again))], peers) if peers else None
 
 
-def compare_runs(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> Comparison:
+def compare_runs(group: Sequence[Mapping[str, Any]], rivals: Sequence[Mapping[str, Any]]) -> Comparison:
     """Compare two groups of retrained networks on the images on which all of them were evaluated.
 
-    Let d_i = (share of ours that are right on image i) - (share of theirs), N the number of images, and s_k the
+    Let d_i = (share of `group` that is right on image i) - (share of `rivals`), N the number of images, and s_k the
     standard deviation of the accuracies of the n_k networks of group k. The interval is
 
         mean d +- sqrt((z std(d) / sqrt(N))^2 + sum_k (t_k s_k / sqrt(n_k))^2),
@@ -128,23 +128,23 @@ def compare_runs(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str
     others come from the seeds and the architectures of a group, and are unknown, and left out, for a group of one.
 
     Args:
-        ours, theirs: `result.json` of each network; all were evaluated on the same images.
+        group, rivals: `result.json` of each network; all were evaluated on the same images.
     """
     from scipy import stats  # takes half a second
 
     right = [
-        np.array([answers_from_hex(result["correct"], result["images"]) for result in group], dtype=float)
-        for group in (ours, theirs)
+        np.array([answers_from_hex(result["correct"], result["images"]) for result in results], dtype=float)
+        for results in (group, rivals)
     ]
     difference = right[0].mean(axis=0) - right[1].mean(axis=0)
     images = len(difference)
     terms = [stats.norm.ppf(_TWO_SIDED) * difference.std(ddof=1) / math.sqrt(images) if images > 1 else math.inf]
-    for group in right:
-        if (n := len(group)) > 1:
-            scatter = np.std(group.mean(axis=1), ddof=1)
+    for answers in right:
+        if (n := len(answers)) > 1:
+            scatter = np.std(answers.mean(axis=1), ddof=1)
             terms.append(stats.t.ppf(_TWO_SIDED, n - 1) * scatter / math.sqrt(n))
     gain, half = 100 * float(difference.mean()), 100 * math.hypot(*terms)
-    return Comparison(gain, gain - half, gain + half, len(theirs), images, len(ours))
+    return Comparison(gain, gain - half, gain + half, len(rivals), images, len(group))
 
 
 def same_terms(best: Mapping[str, Any], peer: Mapping[str, Any]) -> bool:

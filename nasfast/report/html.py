@@ -61,10 +61,6 @@ _LEGEND = (
     "k: size of the convolution kernel. e: hidden channels per input channel (expansion). se: squeeze-and-excitation "
     "with its ratio. skip: the layer is left out. s2: stride 2."
 )
-_AT_CHANCE = (
-    "The supernet's training accuracy is at chance, so the ranking does not come from what it learned. Check the "
-    "ranking with <code>nasfast rank</code> or by the comparison with random architectures."
-)
 
 
 def _figure(run: RunFiles, name: str, figure: Figure, caption: str) -> str:
@@ -249,9 +245,13 @@ def _heatmap(run: RunFiles) -> str:
 def _supernet_curves(run: RunFiles) -> str:
     curves = _curves(run, "supernet", ["supernet"], "nasfast supernet")
     top1 = training_top1(run.metrics)
-    if top1 is None or not (run.folder / SPACE_FILE).exists():
+    if top1 is None or not (run.folder / SPACE_FILE).exists() or not at_chance(top1, run.space.num_classes):
         return curves
-    return f'<p class="note">{_AT_CHANCE}</p>{curves}' if at_chance(top1, run.space.num_classes) else curves
+    return (
+        '<p class="note">The supernet\'s training accuracy is at chance, so the ranking does not come from what it '
+        "learned. Check the ranking with <code>nasfast rank</code> or by the comparison with random architectures.</p>"
+        f"{curves}"
+    )
 
 
 def _retrain(run: RunFiles) -> str:

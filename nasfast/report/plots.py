@@ -106,7 +106,7 @@ def indicator_heatmap(table: IndicatorTable, arch: Arch | None = None) -> Figure
 def score_cost(
     front: Sequence[tuple[float, float]],
     cloud: Sequence[tuple[float, float]],
-    chosen: Sequence[tuple[float, float]],
+    candidates: Sequence[tuple[float, float]],
     *,
     label: str,
     limit: float | None = None,
@@ -116,7 +116,7 @@ def score_cost(
     Args:
         front: non-dominated points, smallest cost first.
         cloud: random architectures.
-        chosen: the result of the search, best first.
+        candidates: the result of the search, best first.
         label: name and unit of the cost.
         limit: limit of the search, which is drawn as a line; None for none.
     """
@@ -128,8 +128,8 @@ def score_cost(
         costs, scores = np.array(front).T
         ax.step(costs, scores, where="post", color=_BLUE, lw=1.6, label=f"Pareto front ({len(front)})")
         ax.scatter(costs, scores, s=9, color=_BLUE, zorder=3)
-    if chosen:
-        costs, scores = np.array(chosen).T
+    if candidates:
+        costs, scores = np.array(candidates).T
         ax.scatter(costs[1:], scores[1:], s=45, color=_ORANGE, ec=INK, lw=0.6, zorder=4, label="top K")
         ax.scatter(costs[:1], scores[:1], s=170, marker="*", color=_RED, ec=INK, lw=0.6, zorder=5, label="best")
     if limit is not None:
