@@ -189,7 +189,9 @@ class Ranking:
     def scores(self, rows: Rows | None, weight: float) -> np.ndarray:
         """z(sqrt_size) + weight z(rows); the exact search's sum, so z is over the whole space."""
         structure = structure_table(self.space, "sqrt_size")
-        parts = [(structure, 1.0)] + ([] if rows is None else [(IndicatorTable.of_rows(self.space, rows, {}), weight)])
+        parts = [(structure, 1.0)]
+        if rows is not None:
+            parts.append((IndicatorTable.from_rows(self.space, rows, {}), weight))
         table = z_sum(parts, meta={})
         return merge_rounding(np.array([table.score(arch) for arch in self.archs]))
 

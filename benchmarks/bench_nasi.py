@@ -17,7 +17,7 @@ from benchmarks.steps import memory_of_process, trim_memory
 from benchmarks.straight_through import gradient_of_q
 from nasfast.measure.timing import measure
 from nasfast.research.nasi.search import NasiConfig, sample
-from nasfast.research.nasi.spaces import mixture_of
+from nasfast.research.nasi.spaces import make_mixture
 from nasfast.research.studies.nasi.config import NasiSearchConfig
 from nasfast.research.studies.nasi.searches import Searches
 
@@ -33,7 +33,7 @@ def variants(space: str, batch: int) -> dict[str, Callable[[], dict[str, float]]
     cfg = NasiSearchConfig(space=space, batch=batch)
     searches = Searches(cfg)
     x, y = next(searches.loader(0, batch).epoch(0))
-    mixture = mixture_of(searches.space)
+    mixture = make_mixture(searches.space)
 
     def ours(i: int) -> object:
         return sample(mixture, [(x.contiguous(memory_format=torch.channels_last), y)], NasiConfig(steps=1, seed=i))

@@ -17,7 +17,7 @@ from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.benchmark import Benchmark, run_benchmarks
 from nasfast.indicators.rank import rank
 from nasfast.indicators.registry import check_network_score, get_score
-from nasfast.indicators.scores import default_score, parts_of, score_networks, summed
+from nasfast.indicators.scores import combine_scores, default_score, parse_sum, score_networks
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
 from nasfast.pipeline.inputs import compute_scores, ensure_space, untrained_networks
 from nasfast.pipeline.run import Run, read_result
@@ -94,7 +94,7 @@ def _read_predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arc
 
 def _score_untrained(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[Arch, float], ArchSpace]:
     """Accuracies and scores of untrained networks, and their space; says how many networks have no score."""
-    names = [name for _, name in parts_of(args.score)]
+    names = [name for _, name in parse_sum(args.score)]
     for name in names:
         check_network_score(get_score(name), named_space(args.space))
     networks = untrained_networks(
@@ -110,7 +110,7 @@ def _score_untrained(args: argparse.Namespace) -> tuple[dict[Arch, float], dict[
         if failed:
             first = next(iter(failed.values()))
             print(f"{len(failed)} of {len(scores)} architectures have no {name} and count as the lowest. {first}")
-    return accuracies, summed(args.score, parts, unscored), networks.space
+    return accuracies, combine_scores(args.score, parts, unscored), networks.space
 
 
 def _read_sample(args: argparse.Namespace, space: ArchSpace) -> dict[Arch, float]:

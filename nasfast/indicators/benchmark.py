@@ -16,7 +16,7 @@ from nasfast.indicators.evidence import NetworkEvidence
 from nasfast.indicators.learned import learned_score
 from nasfast.indicators.rank import Estimate, bootstrap_weights, kendall_tau, merge_rounding
 from nasfast.indicators.registry import ScoreError, get_score
-from nasfast.indicators.scores import default_score, parts_of, score_networks, summed
+from nasfast.indicators.scores import combine_scores, default_score, parse_sum, score_networks
 from nasfast.indicators.structure import baselines, structure_scores
 from nasfast.runtime.files import write_atomic
 from nasfast.spaces import Arch
@@ -110,7 +110,7 @@ def run_benchmarks(
     Raises:
         ScoreError: a name is unknown.
     """
-    for part in [part for name in names for _, part in parts_of(name)]:
+    for part in [part for name in names for _, part in parse_sum(name)]:
         get_score(part)  # an unknown name is an error, and no empty row
     rows: dict[str, dict[str, BenchmarkCell]] = {}
     shared = _Scores()
@@ -145,11 +145,11 @@ class _Scores:
 
     def total(self, evidence: NetworkEvidence, name: str, archs: Sequence[Arch]) -> tuple[dict[Arch, float], float]:
         """A sum of scores, and its CPU seconds per architecture."""
-        parts = [self.part(evidence, part, archs) for _, part in parts_of(name)]
+        parts = [self.part(evidence, part, archs) for _, part in parse_sum(name)]
         failed = {arch for part in parts for arch in archs if part[arch][0] is None}
         scores = [{arch: value for arch, (value, _) in part.items() if value is not None} for part in parts]
         seconds = sum(cost for part in parts for _, cost in part.values()) / len(archs)
-        return summed(name, scores, failed), seconds
+        return combine_scores(name, scores, failed), seconds
 
 
 def _column(
@@ -168,17 +168,17 @@ def _column(
         for name in baselines(space)
     }
     best = max(counts, key=lambda name: float(np.nan_to_num(counts[name][0], nan=-1)))
-    yield "best count", BenchmarkCell(Estimate.of(counts[best]), note=best)
+    yield "best count", BenchmarkCell(Estimate.from_samples(counts[best]), note=best)
     for name in names:
         try:
             scores, seconds = shared.total(one.evidence, name, archs)
         except ScoreError:
             continue
         taus = kendall_tau(np.array([scores[arch] for arch in archs]), truth, weights)
-        yield name, BenchmarkCell(Estimate.of(taus), Estimate.of(taus - counts[best]), seconds)
+        yield name, BenchmarkCell(Estimate.from_samples(taus), Estimate.from_samples(taus - counts[best]), seconds)
     default = default_score(space)
     prior, _ = shared.total(one.evidence, default, archs)
-    parts = [shared.total(one.evidence, part, archs)[0] for _, part in parts_of(default)]
+    parts = [shared.total(one.evidence, part, archs)[0] for _, part in parse_sum(default)]
     flat = dict.fromkeys(archs, 0.0)
     for count in trainings:
         if count + _LEAST_LEFT <= len(archs):

@@ -59,7 +59,7 @@ def distill(
         "cross_validated_tau": None if math.isnan(tau) else tau,
         "intercept": float(intercept),
     }
-    return IndicatorTable.of_rows(space, rows, {**meta, **quality})
+    return IndicatorTable.from_rows(space, rows, {**meta, **quality})
 
 
 def z_sum(parts: Sequence[tuple[IndicatorTable, float]], *, meta: dict[str, Any]) -> IndicatorTable:
@@ -83,7 +83,7 @@ def z_sum(parts: Sequence[tuple[IndicatorTable, float]], *, meta: dict[str, Any]
                 # a skip that a table has no score for scores 0, as in `IndicatorTable.score`
                 score = table.scores[i].get(choice, table.layer[i] or 0.0)
                 row[choice] += weight * (score - mean) / math.sqrt(variance)
-    return IndicatorTable.of_rows(space, rows, meta)
+    return IndicatorTable.from_rows(space, rows, meta)
 
 
 def _centre(values: Sequence[Sequence[int]], x: np.ndarray) -> np.ndarray:

@@ -183,7 +183,7 @@ def isometry_table(
         if not 0 < s < math.inf:
             raise ScoreError(f"{block}: the largest singular value of its mean Jacobian is {s}: give other weights")
         rows[place][choice] -= math.log(s) / paths
-    return IndicatorTable.of_rows(space, rows, {"method": "isometry", **settings})
+    return IndicatorTable.from_rows(space, rows, {"method": "isometry", **settings})
 
 
 @register("isometry", additive=True, trained=False, images=False, networks=True)

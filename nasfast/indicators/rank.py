@@ -46,7 +46,7 @@ class Estimate:
         return self.low is not None and self.low > 0
 
     @classmethod
-    def of(cls, samples: np.ndarray) -> Estimate:
+    def from_samples(cls, samples: np.ndarray) -> Estimate:
         """The estimate from a statistic (the first entry) and its bootstrap resamples (the others)."""
         if np.isnan(samples[0]):
             return cls(None, None, None)
@@ -256,7 +256,7 @@ def rank(
         best_accuracy=tuple(float(truth[macs <= b].max()) for b in budgets),
         predictor=reports[0],
         baselines=tuple(reports[1:]),
-        above={name: Estimate.of(taus["predictor"] - taus[name]) for name in structural},
+        above={name: Estimate.from_samples(taus["predictor"] - taus[name]) for name in structural},
         resamples=resamples,
         seed=seed,
         meta=meta,
@@ -337,9 +337,9 @@ def _report(
         regret.append(float(truth[under].max() - truth[favourites].mean()))
     return PredictorReport(
         name=name,
-        kendall=Estimate.of(tau_all),
-        spearman=Estimate.of(spearman_rho(x, truth, weights)),
-        kendall_within_depth=Estimate.of(within),
+        kendall=Estimate.from_samples(tau_all),
+        spearman=Estimate.from_samples(spearman_rho(x, truth, weights)),
+        kendall_within_depth=Estimate.from_samples(within),
         kendall_by_depth=by_depth,
         regret=tuple(regret),
         undefined=_why_undefined(x, truth, depth, within=bool(np.isnan(within[0]))),

@@ -67,7 +67,7 @@ def refine(
         ModuleNotFoundError: scikit-learn is missing.
     """
     space = table.space
-    _check(accuracies)
+    _check_accuracies(accuracies)
     # neighbours in cost go to different folds
     archs = sorted(map(space.check, accuracies), key=lambda arch: (space.cost(arch).macs, arch))
     truth = np.array([accuracies[arch] for arch in archs], dtype=np.float64)
@@ -75,24 +75,25 @@ def refine(
     rng = random.Random(seed)
     count = max(_SAMPLED, 4 * sum(map(len, rows)))
     sampled = [tuple(rng.choice(list(row)) for row in rows) for _ in range(count)]
-    every = list(dict.fromkeys([*archs, *sampled]))
-    prior = dict(zip(every, map(float, _scores(rows, every)), strict=True))
+    points = list(dict.fromkeys([*archs, *sampled]))
+    prior = dict(zip(points, map(float, _scores(rows, points)), strict=True))
 
-    def fitted(known: Sequence[Arch]) -> IndicatorTable:
-        learned = learned_score(space, {arch: accuracies[arch] for arch in known}, prior, seed=seed)
+    def fit(trained: Sequence[Arch]) -> IndicatorTable:
+        learned = learned_score(space, {arch: accuracies[arch] for arch in trained}, prior, seed=seed)
         return distill(space, learned, [tuple(row) for row in rows], meta={})
 
     predicted = np.empty_like(truth)
     for fold in range(_FOLDS):
-        better = fitted([arch for i, arch in enumerate(archs) if i % _FOLDS != fold])
-        predicted[fold::_FOLDS] = _scores(_rows(better), archs[fold::_FOLDS])
+        rest = [arch for i, arch in enumerate(archs) if i % _FOLDS != fold]
+        predicted[fold::_FOLDS] = _scores(_rows(fit(rest)), archs[fold::_FOLDS])
     weights = bootstrap_weights(len(archs), resamples, seed)
     default, refined = (kendall_tau(x, truth, weights) for x in (_scores(rows, archs), predicted))
     # a constant score has no tau; it ranks like chance
-    gain = Estimate.of(refined - np.nan_to_num(default))
-    better = replace(fitted(archs), meta=dict(table.meta)) if gain.positive else table
-    found = Refinement(better, gain.positive, len(archs), Estimate.of(default), Estimate.of(refined), gain)
-    return replace(found, table=replace(better, meta={**table.meta, "refinement": str(found)}))
+    gain = Estimate.from_samples(refined - np.nan_to_num(default))
+    estimates = (Estimate.from_samples(default), Estimate.from_samples(refined), gain)
+    refinement = Refinement(fit(archs) if gain.positive else table, gain.positive, len(archs), *estimates)
+    meta = {**table.meta, "refinement": str(refinement)}
+    return replace(refinement, table=replace(refinement.table, meta=meta))
 
 
 def _rows(table: IndicatorTable) -> list[dict[int, float]]:
@@ -108,7 +109,7 @@ def _scores(rows: Sequence[Mapping[int, float]], archs: Sequence[Arch]) -> np.nd
     return np.array([sum(row.get(v, 0.0) for row, v in zip(rows, arch, strict=True)) for arch in archs])
 
 
-def _check(accuracies: Mapping[Arch, float]) -> None:
+def _check_accuracies(accuracies: Mapping[Arch, float]) -> None:
     """Refuse accuracies that cannot refine a table; see `refine`."""
     if len(accuracies) < MIN_ARCHITECTURES:
         raise AccuracyError(

@@ -104,7 +104,7 @@ def check_score_name(name: str) -> None:
         raise ScoreError(f"unknown score {name!r}; {nearest(name, names)}")
 
 
-def score_of(cfg: ScoreConfig) -> Score:
+def configured_score(cfg: ScoreConfig) -> Score:
     """The score of resolved settings."""
     if cfg.name is None:
         raise ValueError("the name of the score is null: call resolved(method), which takes that of the method")
@@ -114,7 +114,7 @@ def score_of(cfg: ScoreConfig) -> Score:
 def gives_table(cfg: ScoreConfig) -> bool:
     """Whether resolved settings make a table, which the exact search needs."""
     # the last one imports torch
-    return cfg.table is not None or bool(cfg.distill) or score_of(cfg).additive
+    return cfg.table is not None or bool(cfg.distill) or configured_score(cfg).additive
 
 
 def list_scores() -> list[str]:

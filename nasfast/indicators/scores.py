@@ -121,7 +121,7 @@ def _each(score: Score, evidence: Evidence, archs: Collection[Arch]) -> dict[Arc
     return scores
 
 
-def parts_of(name: str) -> list[tuple[float, str]]:
+def parse_sum(name: str) -> list[tuple[float, str]]:
     """The signs and the names in a sum such as `jacov+synflow-ntk_q`; a single score is a sum of one."""
     first, *rest = re.split(r"([+-])", name)
     parts = [] if rest and not first else [(1.0, first)]
@@ -147,13 +147,13 @@ def rank_sum(
     return total
 
 
-def summed(name: str, scores: Sequence[dict[Arch, float]], failed: Collection[Arch] = ()) -> dict[Arch, float]:
-    """What a name such as `jacov+synflow-ntk_q` says of its parts: one score itself, or the `rank_sum` of several.
+def combine_scores(name: str, scores: Sequence[dict[Arch, float]], failed: Collection[Arch] = ()) -> dict[Arch, float]:
+    """The score of a name such as `jacov+synflow-ntk_q`, which is one score itself, or the `rank_sum` of several.
 
-    `scores` are those of its parts, in the order of `parts_of`; the architectures `failed`, which lack one of them, are
-    lower than all others.
+    `scores` are those of its parts, in the order of `parse_sum`. The architectures `failed`, which lack one of them,
+    are lower than all others.
     """
-    signs = [sign for sign, _ in parts_of(name)]
+    signs = [sign for sign, _ in parse_sum(name)]
     total = scores[0] if signs == [1.0] else rank_sum(scores, signs)
     lowest = min(total.values(), default=0.0)
     return {**total, **dict.fromkeys(failed, lowest - abs(lowest) - 1)}
@@ -187,4 +187,4 @@ def score_networks(
             progress.update(done)
     if failed and not scores:
         raise next(iter(failed.values()))
-    return summed(name, [scores], failed), failed
+    return combine_scores(name, [scores], failed), failed

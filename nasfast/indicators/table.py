@@ -46,7 +46,7 @@ class IndicatorTable(Tabular):
     rule: Rule = "product"
 
     @classmethod
-    def of_rows(cls, space: LayerSpace, rows: Sequence[Mapping[int, float]], meta: dict[str, Any]) -> IndicatorTable:
+    def from_rows(cls, space: LayerSpace, rows: Sequence[Mapping[int, float]], meta: dict[str, Any]) -> IndicatorTable:
         """The table with the rule `sum` that has the given scores by layer and Arch value.
 
         Args:
@@ -64,10 +64,10 @@ class IndicatorTable(Tabular):
         return cls(space, block, layer, meta, "sum")
 
     @classmethod
-    def of_costs(cls, space: LayerSpace, costs: CostTable, meta: dict[str, Any]) -> IndicatorTable:
+    def from_costs(cls, space: LayerSpace, costs: CostTable, meta: dict[str, Any]) -> IndicatorTable:
         """The user's values as scores, negated where lower is better, because a search maximises scores."""
         sign = 1.0 if costs.better == "higher" else -1.0
-        return cls.of_rows(space, [{choice: sign * value for choice, value in row} for row in costs.rows], meta)
+        return cls.from_rows(space, [{choice: sign * value for choice, value in row} for row in costs.rows], meta)
 
     @property
     def caption(self) -> str:

@@ -33,7 +33,7 @@ from nasfast.runtime.files import write_atomic
 from nasfast.runtime.onnx import check_provider
 from nasfast.spaces import SKIP, Arch, CostTable, LayerSpace, ModuleSpace, SearchSpace, UniformSampler, format_arch
 from nasfast.spaces.cost import output_size
-from nasfast.spaces.cost_table import FORMAT, LARGE_ERROR, table_of
+from nasfast.spaces.cost_table import FORMAT, LARGE_ERROR, parse_cost_table
 from nasfast.supernet import ModuleSupernet, StandaloneNetwork, build, inherit
 
 _LOG = logging.getLogger(__name__)
@@ -193,7 +193,7 @@ class LatencyReport:
     @property
     def table(self) -> CostTable:
         """The table as a search takes it."""
-        return table_of(self.content, self.space)
+        return parse_cost_table(self.content, self.space)
 
     def save(self, path: str | Path) -> None:
         """Write the file; an older one of the same space and settings of the runtime is replaced."""
@@ -354,7 +354,7 @@ def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = N
         "validation": None,
     }
     if validated:
-        content["validation"] = _validation(table_of(content, space), space, fitted, validated, times)
+        content["validation"] = _validation(parse_cost_table(content, space), space, fitted, validated, times)
     content["about"] = _about(content)
     return LatencyReport(content, space)
 

@@ -12,7 +12,7 @@ from nasfast.config import ConfigError
 from nasfast.data import DataConfig, FolderSource, ImageSource, Loader, make_loader, make_loaders, random_subset
 from nasfast.data.loader import open_images
 from nasfast.indicators.registry import check_score
-from nasfast.indicators.scores import Evidence, NetworkEvidence, parts_of, score_paths, summed
+from nasfast.indicators.scores import Evidence, NetworkEvidence, combine_scores, parse_sum, score_paths
 from nasfast.pipeline.run import Run, same_images
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.settings import SPACE_FILE
@@ -131,12 +131,12 @@ def compute_scores(run: Run, name: str, archs: Collection[Arch]) -> dict[Arch, f
     for part in split_score(run, name):
         net = supernet_to_rank(part, trained=part.score.trained)
         parts.append(score_paths(part.score.name, build_evidence(part, net), archs))
-    return summed(name, parts)
+    return combine_scores(name, parts)
 
 
 def split_score(run: Run, name: str) -> list[Run]:
     """The run with each score of a sum of ranks `A+B-C`."""
-    return [Run(run.cfg.replace(score=run.cfg.score.replace(name=part))) for _, part in parts_of(name)]
+    return [Run(run.cfg.replace(score=run.cfg.score.replace(name=part))) for _, part in parse_sum(name)]
 
 
 def check_scoring(run: Run, net: Supernet) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nasfast.config import ConfigError, difference, load_yaml, merge
 from nasfast.indicators.accuracies import read_accuracies
-from nasfast.indicators.registry import Score, gives_table, score_of
+from nasfast.indicators.registry import Score, configured_score, gives_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
 from nasfast.runtime.arguments import check_type
 from nasfast.runtime.files import CheckpointError, write_atomic
@@ -131,7 +131,7 @@ class Run:
     @property
     def score(self) -> Score:
         """The score that ranks architectures."""
-        return score_of(self.cfg.score)
+        return configured_score(self.cfg.score)
 
     @property
     def gives_table(self) -> bool:

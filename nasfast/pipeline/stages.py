@@ -215,7 +215,7 @@ def score(run: Run) -> IndicatorTable | None:
     meta: dict[str, Any] = {"settings": run.score_settings}
     if settings.table is not None:
         costs = read_cost_table(settings.table, run.space)
-        table = IndicatorTable.of_costs(run.space, costs, {"score": settings.label, **meta})
+        table = IndicatorTable.from_costs(run.space, costs, {"score": settings.label, **meta})
     else:
         evidence, checkpoint = load_evidence(run)
         meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"], **meta}

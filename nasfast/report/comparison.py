@@ -236,7 +236,7 @@ def _agreement(runs: Mapping[str, RunFiles]) -> str:
         elif a.space.fingerprint != b.space.fingerprint:
             tau = "tables of different spaces"
         else:
-            tau = str(Estimate.of(kendall_tau(scores[one], scores[other], weights[a.space.fingerprint])))
+            tau = str(Estimate.from_samples(kendall_tau(scores[one], scores[other], weights[a.space.fingerprint])))
         rows.append([one, other, tau])
     note = (
         f"Kendall's tau-b over at most {_ARCHITECTURES} different random architectures, with its 95 % bootstrap "

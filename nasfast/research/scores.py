@@ -7,7 +7,7 @@ from nasfast.indicators.registry import ScoreError, register
 from nasfast.indicators.table import IndicatorTable
 from nasfast.research.nasi.config import NasiConfig
 from nasfast.research.nasi.search import search
-from nasfast.research.nasi.spaces import LogitTable, mixture_of, table_of
+from nasfast.research.nasi.spaces import LogitTable, make_mixture, make_table
 from nasfast.research.zero_cost import ZERO_COST
 from nasfast.spaces import Arch, format_arch
 from nasfast.supernet import ModuleSupernet, Supernet
@@ -56,7 +56,7 @@ def nasi(evidence: NetworkEvidence) -> IndicatorTable | LogitTable:
     """
     cfg = NasiConfig(mu=1.0, seed=evidence.seed)
     try:
-        found = search(mixture_of(evidence.space, seed=evidence.seed), as_epochs(evidence.images), cfg)
+        found = search(make_mixture(evidence.space, seed=evidence.seed), as_epochs(evidence.images), cfg)
     except (ValueError, FloatingPointError) as error:
         raise ScoreError(f"NASI finds no table of {evidence.space.name}: {error}") from error
-    return table_of(evidence.space, found)
+    return make_table(evidence.space, found)

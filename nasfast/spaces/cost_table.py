@@ -79,7 +79,7 @@ class CostTable:
         """A limit on the cost of a network as a limit on the sum over its layers, in steps of the grid."""
         return self._steps(maximum, ROUND_FLOOR) - self.fixed_steps
 
-    def steps_of(self, arch: Arch) -> int:
+    def count_steps(self, arch: Arch) -> int:
         """Sum over the layers of an architecture, in steps of the grid."""
         return sum(row[choice] for row, choice in zip(self.integers, arch, strict=True))
 
@@ -89,11 +89,11 @@ class CostTable:
 
     def cost(self, arch: Arch) -> float:
         """The cost of the network of an architecture, in the table's unit."""
-        return self.value(self.steps_of(arch))
+        return self.value(self.count_steps(arch))
 
     def admits(self, arch: Arch, maximum: float) -> bool:
         """Whether an architecture costs at most this, exactly."""
-        return self.steps_of(arch) <= self.largest_sum(maximum)
+        return self.count_steps(arch) <= self.largest_sum(maximum)
 
     def _steps(self, value: float, rounding: str) -> int:
         return int(Decimal(repr(float(value))).scaleb(self.decimals).to_integral_value(rounding))
@@ -115,12 +115,12 @@ def read_cost_table(path: str | Path, space: LayerSpace) -> CostTable:
     except ValueError as error:  # bytes that are not text raise one too
         raise ConfigError(f"{path} is not JSON: {error}") from error
     try:
-        return table_of(form, space)
+        return parse_cost_table(form, space)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def table_of(form: Any, space: LayerSpace) -> CostTable:
+def parse_cost_table(form: Any, space: LayerSpace) -> CostTable:
     """The table of a file's content."""
     if not isinstance(form, Mapping) or not isinstance(form.get("entries"), list):
         raise ConfigError('expected {"quantity", "unit", "entries": [{"layer", "choice", "value"}, ...]}')

@@ -97,7 +97,7 @@ def searched(tmp_path):
     run.save_config()
     meta = {"seed": 0, "settings": run.score_settings, "score": "isometry"}
     table = structure_table(run.space, "sqrt_size")
-    type(table).of_rows(run.space, table.block, meta).save(out / "indicators.json")
+    type(table).from_rows(run.space, table.block, meta).save(out / "indicators.json")
     return out
 
 

@@ -114,7 +114,7 @@ def test_a_sum_of_tables_is_that_of_standard_scores(weight):
         rows = [
             {c: random.Random(f"{i} {c}").gauss(5, 2) for c in layer.options} for i, layer in enumerate(space.layers)
         ]
-        first, second = IndicatorTable.of_rows(space, rows, {}), structure_table(space, "sqrt_size")
+        first, second = IndicatorTable.from_rows(space, rows, {}), structure_table(space, "sqrt_size")
         table = z_sum([(first, 1.0), (second, weight)], meta={"structure": weight})
         a, b = (np.array([t.score(arch) for arch in archs]) for t in (first, second))
         wanted = (a - a.mean()) / a.std() + weight * (b - b.mean()) / b.std()
@@ -126,7 +126,7 @@ def test_a_product_table_enters_a_sum_with_its_products():
     identities = [layer.indicator_choice for layer in MACRO.layers]
     block = tuple({c: 1.0 + c + i for c in range(3) if c != identity} for i, identity in enumerate(identities))
     product = IndicatorTable(MACRO, block, tuple(None if identity is None else 3.0 for identity in identities))
-    constant = IndicatorTable.of_rows(MACRO, [dict.fromkeys(range(3), 1.0)] * 4, {})
+    constant = IndicatorTable.from_rows(MACRO, [dict.fromkeys(range(3), 1.0)] * 4, {})
     table = z_sum([(product, 1.0), (constant, 1.0)], meta={})
     a = np.array([product.score(arch) for arch in archs])
     assert [table.score(arch) for arch in archs] == pytest.approx((a - a.mean()) / a.std(), abs=1e-9)

@@ -13,7 +13,14 @@ from tiny import batches, write_folder
 from nasfast.cli.main import main
 from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.indicators.registry import ScoreError
-from nasfast.indicators.scores import NetworkEvidence, default_score, parts_of, rank_sum, score_networks, summed
+from nasfast.indicators.scores import (
+    NetworkEvidence,
+    combine_scores,
+    default_score,
+    parse_sum,
+    rank_sum,
+    score_networks,
+)
 from nasfast.research.cells.space import nas_bench_201_space
 from nasfast.research.nasi.config import NasiConfig
 from nasfast.research.nasi.score import untrained
@@ -73,15 +80,16 @@ def test_a_sum_of_ranks_by_hand():
 
 
 def test_signs_of_a_sum_and_architectures_without_a_part():
-    assert parts_of("x") == [(1, "x")] and parts_of("-x") == [(-1, "x")]
-    assert parts_of("x+y-z") == [(1, "x"), (1, "y"), (-1, "z")]
+    assert parse_sum("x") == [(1, "x")] and parse_sum("-x") == [(-1, "x")]
+    assert parse_sum("x+y-z") == [(1, "x"), (1, "y"), (-1, "z")]
     a, b, c = ARCHS
     parts = [{a: -5.0, b: 0.0, c: 1e9}, {a: 1.0, b: 2.0, c: 1.0}]
-    assert summed("x-y", parts) == pytest.approx({a: log(0.5 * 2 / 9), b: log(1.5 * 0.5 / 9), c: log(2.5 * 2 / 9)})
-    assert summed("x", parts[:1]) == parts[0]
-    assert summed("-x", parts[:1]) == pytest.approx({a: log(2.5 / 3), b: log(1.5 / 3), c: log(0.5 / 3)})
+    expected = {a: log(0.5 * 2 / 9), b: log(1.5 * 0.5 / 9), c: log(2.5 * 2 / 9)}
+    assert combine_scores("x-y", parts) == pytest.approx(expected)
+    assert combine_scores("x", parts[:1]) == parts[0]
+    assert combine_scores("-x", parts[:1]) == pytest.approx({a: log(2.5 / 3), b: log(1.5 / 3), c: log(0.5 / 3)})
     # what lacks a part is the lowest, although a minus would make it the highest
-    found = summed("x-y", parts, {c})
+    found = combine_scores("x-y", parts, {c})
     assert found[c] < min(found[a], found[b]) and found[a] == pytest.approx(log(0.5 * 2 / 9))
 
 

@@ -32,7 +32,7 @@ def total(rows, arch) -> float:
 
 
 def given_table() -> IndicatorTable:
-    return IndicatorTable.of_rows(SPACE, effects(0), {"score": "test"})
+    return IndicatorTable.from_rows(SPACE, effects(0), {"score": "test"})
 
 
 def accuracies(count: int, *, noise: float = 0.0) -> dict:
@@ -74,7 +74,7 @@ def test_accuracies_that_say_nothing_leave_the_score_as_it_is(count):
 
 
 def test_a_constant_score_is_replaced_by_what_was_measured():
-    constant = IndicatorTable.of_rows(SPACE, [dict.fromkeys(row, 1.0) for row in OPTIONS], {})
+    constant = IndicatorTable.from_rows(SPACE, [dict.fromkeys(row, 1.0) for row in OPTIONS], {})
     found = refine(constant, accuracies(60), resamples=10)
     assert found.used
     assert found.default.value is None
@@ -84,7 +84,7 @@ def test_a_constant_score_is_replaced_by_what_was_measured():
 def test_a_skip_that_the_table_scores_is_refined_too():
     legal = [layer.legal for layer in SPACE.layers]
     every = list(itertools.product(*legal))
-    table = IndicatorTable.of_rows(SPACE, [{v: float(v) for v in row} for row in legal], {})
+    table = IndicatorTable.from_rows(SPACE, [{v: float(v) for v in row} for row in legal], {})
     truth = {a: float(sum(5 * (v == SKIP) + v for v in a)) for a in random.Random(0).sample(every, 100)}
     found = refine(table, truth, resamples=10)
     assert found.used

@@ -20,10 +20,10 @@ from nasfast.indicators.registry import (
     ScoreError,
     all_scores,
     available,
+    configured_score,
     get_score,
     list_scores,
     register,
-    score_of,
 )
 from nasfast.indicators.scores import Evidence, score_paths, score_table
 from nasfast.runtime import progress
@@ -185,9 +185,9 @@ def test_a_new_score_is_one_function(trained, monkeypatch):
 
 
 def test_a_config_whose_score_is_null_must_be_resolved():
-    assert score_of(ScoreConfig().resolved("dinas")) is SCORES["path_loss"]
+    assert configured_score(ScoreConfig().resolved("dinas")) is SCORES["path_loss"]
     weights = [ScoreConfig(name=name).resolved("dinas").structure for name in (None, "path_loss", "gamma")]
     assert weights == [METHODS["dinas"].structure, METHODS["dinas"].structure, 0.0]
     assert ScoreConfig(name="gamma", structure=1.0).resolved("dinas").structure == 1.0
     with pytest.raises(ValueError, match=r"call resolved\(method\)"):
-        score_of(ScoreConfig())
+        configured_score(ScoreConfig())

@@ -31,13 +31,13 @@ def test_combined_scores_follow_algorithm_2():
 def test_rows_of_scores_add_up():
     space = nas_bench_macro()
     rows = [{c: 10.0 * i + c for c in range(3)} for i in range(8)]
-    table = IndicatorTable.of_rows(space, rows, {"step": 5})
+    table = IndicatorTable.from_rows(space, rows, {"step": 5})
     assert list(table.scores) == rows
     assert table.score((0, 1, 2, 0, 1, 2, 0, 1)) == sum(10 * i + c for i, c in enumerate((0, 1, 2, 0, 1, 2, 0, 1)))
     # the identities of normal layers are layer scores, those of reductions are candidates like others
     assert table.layer == tuple(None if u.indicator_choice is None else rows[i][0] for i, u in enumerate(space.layers))
     skippable = mobilenet_v2()
-    table = IndicatorTable.of_rows(skippable, [{c: float(c) for c in u.legal} for u in skippable.layers], {})
+    table = IndicatorTable.from_rows(skippable, [{c: float(c) for c in u.legal} for u in skippable.layers], {})
     assert table.score(SKIP if skippable.layers[i].normal else 5 for i in range(20)) == 5 * 5 - 15
     again = IndicatorTable.from_json(table.to_json())
     assert (again.scores, again.layer, again.rule) == (table.scores, table.layer, "sum")

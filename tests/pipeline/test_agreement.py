@@ -32,7 +32,7 @@ def noisy_tables(noise: float, seeds: int, *, seed: int = 0) -> list[IndicatorTa
     rng = np.random.default_rng(seed)
     truth = rng.normal(size=(4, 3))
     rows = [truth + noise * rng.normal(size=truth.shape) for _ in range(seeds)]
-    return [IndicatorTable.of_rows(SPACE, [dict(enumerate(map(float, row))) for row in table], {}) for table in rows]
+    return [IndicatorTable.from_rows(SPACE, [dict(enumerate(map(float, row))) for row in table], {}) for table in rows]
 
 
 def test_tau_is_the_mean_over_pairs_and_its_interval_is_that_of_the_jackknife():
@@ -170,7 +170,7 @@ def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None, no_struc
     for number, table in enumerate(tables):
         out = folder / f"seed-{number}"
         out.mkdir(parents=True)
-        IndicatorTable.of_rows(SPACE, table.scores, {"cross_validated_tau": fit}).save(out / "indicators.json")
+        IndicatorTable.from_rows(SPACE, table.scores, {"cross_validated_tau": fit}).save(out / "indicators.json")
         (out / "metrics.jsonl").write_text(json.dumps({"stage": "supernet", "step": 1, "top1": top1}) + "\n")
     rng, answer = np.random.default_rng(0), found.top[0].arch
     trained = [

@@ -168,7 +168,7 @@ def test_a_comparison_takes_a_table_and_a_sum_of_scores(run, small_forests):
         dict.fromkeys(range(3), -0.3),
         dict.fromkeys(range(3), 0.0),
     ]
-    IndicatorTable.of_rows(space, rows, {}).save(run.dir / "indicators.json")
+    IndicatorTable.from_rows(space, rows, {}).save(run.dir / "indicators.json")
     accuracies = {arch: float(i) for i, arch in enumerate(archs)}
     found = sample.compare_trained(run, accuracies, names=["naswot+synflow"], resamples=10)
     by_table, summed_up = found.rows[:2]

@@ -134,7 +134,7 @@ def run(tmp_path):
     folder.mkdir()
     space.save(folder / "space.yaml")
     rows = [{v: rng.uniform(0.1, 1) for v in layer.options} for layer in space.layers]
-    IndicatorTable.of_rows(space, rows, {}).save(folder / "indicators.json")
+    IndicatorTable.from_rows(space, rows, {}).save(folder / "indicators.json")
     entries = [
         {"layer": i, "choice": v, "value": round(rng.uniform(1, 3), 2)}
         for i, layer in enumerate(space.layers)
@@ -205,7 +205,7 @@ def scored(tmp_path, config):
     resolved(RunConfig.load(config).replace(out=str(out))).save(out / "config.yaml")
     SPACE.save(out / "space.yaml")
     rows = [{v: -float(v) for v in layer.options} for layer in SPACE.layers]
-    IndicatorTable.of_rows(SPACE, rows, {"score": "path_loss", "step": 1}).save(out / "indicators.json")
+    IndicatorTable.from_rows(SPACE, rows, {"score": "path_loss", "step": 1}).save(out / "indicators.json")
     return out
 
 

@@ -124,7 +124,7 @@ def test_a_table_as_the_score(small_space, all_archs, write):
     form = form_of(small_space)
     for better, choose in (("lower", min), ("higher", max)):
         table = read_cost_table(write({**form, "better": better}), small_space)
-        scores = IndicatorTable.of_costs(small_space, table, {"score": "mine"})
+        scores = IndicatorTable.from_costs(small_space, table, {"score": "mine"})
         macs = sorted(small_space.cost(a).macs for a in all_archs)[200]
         legal = [a for a in all_archs if small_space.cost(a).macs <= macs]
         (best,) = top_k(scores, small_space, Limits(max_macs=macs), k=1)

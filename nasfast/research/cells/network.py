@@ -32,7 +32,7 @@ _FINISHED = Operation(nn.Identity(), None)
 """Stands for an operation whose `finish` is applied already."""
 
 
-def columns_of(mask: Tensor) -> Columns:
+def true_columns(mask: Tensor) -> Columns:
     """The columns that are true in a mask (types, edges, ops)."""
     return [[row.nonzero().flatten().tolist() for row in kind] for kind in mask.cpu()]
 
@@ -49,19 +49,17 @@ class CellModule(nn.Module):
     def __init__(self, space: CellSpace, index: int, options: Sequence[Sequence[int]], style: Style) -> None:
         super().__init__()
         self.cell, self.ops = space.cell, space.ops
-        channels = space.channels_of(index)
+        channels = space.cell_channels(index)
         self.preprocess = nn.ModuleList()
         if space.preprocess:
             self.preprocess.extend(make_preprocess(c, channels, s, style) for c, s in space.cell_inputs(index))
+        self.strides = [space.edge_stride(index, e) for e in range(len(options))]
         edges = nn.ModuleList()
         # the types of ModuleList and ModuleDict do not say what is in them
         self.edges: Sequence[Mapping[str, Operation]] = edges  # type: ignore[assignment]
         for e, columns in enumerate(options):
-            made = {
-                space.ops[k]: make_operation(space.ops[k], channels, space.stride_of(index, e), style) for k in columns
-            }
-            edges.append(nn.ModuleDict({op: module for op, module in made.items() if module is not None}))
-        self.strides = [space.stride_of(index, e) for e in range(len(options))]
+            operations = {space.ops[k]: make_operation(space.ops[k], channels, self.strides[e], style) for k in columns}
+            edges.append(nn.ModuleDict({op: module for op, module in operations.items() if module is not None}))
         self.fused = style.fused
 
     def operation(self, edge: int, column: int) -> Operation | None:
@@ -166,8 +164,8 @@ class _Skeleton(nn.Module):
         self.transitions = nn.ModuleDict()
         for i in range(space.cells):
             if i in space.reductions and space.reduce_by != "cell":
-                self.transitions[str(i)] = make_transition(space.reduce_by, space.channels_of(i), style)
-            cells.append(CellModule(space, i, options[space.type_of(i)], style))
+                self.transitions[str(i)] = make_transition(space.reduce_by, space.cell_channels(i), style)
+            cells.append(CellModule(space, i, options[space.cell_type(i)], style))
         head = [style.make_norm(space.features, affine=True), nn.ReLU()] if space.head else []
         self.head = nn.Sequential(*head)
         self.classifier = nn.Linear(space.features, space.num_classes, bias=space.classifier_bias)
@@ -181,7 +179,7 @@ class _Skeleton(nn.Module):
         for i, cell in enumerate(self.cells):
             if str(i) in self.transitions:
                 inputs = [self.transitions[str(i)](y) for y in inputs]
-            output, states = cell(inputs, None if gates is None else gates[i], runs[self.space.type_of(i)])
+            output, states = cell(inputs, None if gates is None else gates[i], runs[self.space.cell_type(i)])
             if nodes is not None:
                 nodes.append([*states, output])
             inputs = [*inputs[1:], output]
@@ -227,7 +225,7 @@ class CellSupernet(_Skeleton):
         """
         if tuple(gates.shape) != self.gate_shape:
             raise ValueError(f"gates must be {self.gate_shape} (cells, edges, ops), got {tuple(gates.shape)}")
-        chosen = [self.space.candidates] * len(self.space.types) if runs is None else columns_of(runs)
+        chosen = [self.space.candidates] * len(self.space.types) if runs is None else true_columns(runs)
         return self.classifier(self._features(x, gates, chosen, nodes).mean((2, 3)))
 
 

@@ -20,7 +20,7 @@ from nasfast.engine import StepResult
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.derive import derivations
 from nasfast.research.cells.gates import Draw, draw_gates, keep_pair_share, logits_gradient, uniform_logits
-from nasfast.research.cells.network import CellSupernet, columns_of
+from nasfast.research.cells.network import CellSupernet, true_columns
 from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs
 from nasfast.research.cells.space import CellSpace
 from nasfast.runtime.files import write_atomic
@@ -105,7 +105,7 @@ class CellSearch(nn.Module):
     costs: Tensor
     edge_costs: Tensor
     outputs: Tensor
-    type_of_cell: Tensor
+    cell_types: Tensor
 
     def __init__(self, space: CellSpace, cfg: CellSearchConfig, steps: int, *, fused: bool = True) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class CellSearch(nn.Module):
         buffer("edge_costs", records, 2, *self.net.gate_shape[:2])
         buffer("outputs", records, 2, len(GROUPS), len(QUANTITIES))
         self.probabilities[0] = self.logits.softmax(-1)
-        self.register_buffer("type_of_cell", torch.tensor(space.type_of_cell), persistent=False)
+        self.register_buffer("cell_types", torch.tensor(space.cell_types), persistent=False)
 
     @property
     def logits(self) -> Tensor:
@@ -146,12 +146,12 @@ class CellSearch(nn.Module):
 
     def spread(self, gates: Tensor) -> Tensor:
         """Repeat (types, ...) values for every cell, as a leaf that autograd follows."""
-        return gates[self.type_of_cell].to(next(self.net.parameters()).dtype).requires_grad_()
+        return gates[self.cell_types].to(next(self.net.parameters()).dtype).requires_grad_()
 
     def collect(self, cost: Tensor) -> Tensor:
         """Sum (cells, edges, ops) costs over the cells of each type: (types, edges, ops), float64."""
         total = cost.new_zeros(len(self.space.types), *cost.shape[1:], dtype=torch.float64)
-        return total.index_add_(0, self.type_of_cell, cost.double())
+        return total.index_add_(0, self.cell_types, cost.double())
 
     def update(self, gradient: Tensor, draw: Draw) -> None:
         """Take one step of Adam on the logits, from their gradient."""
@@ -171,8 +171,8 @@ class CellSearch(nn.Module):
         """Add a batch to the current record."""
         at = self.record()
         # the sums are views of the buffer
-        LocalCosts(*self.costs[at, which]).add(cost, (draw.runs | draw.measures)[self.type_of_cell])
-        self.edge_costs[at, which] += (draw.gates[self.type_of_cell] * cost.double()).sum(-1)
+        LocalCosts(*self.costs[at, which]).add(cost, (draw.runs | draw.measures)[self.cell_types])
+        self.edge_costs[at, which] += (draw.gates[self.cell_types] * cost.double()).sum(-1)
         self.outputs[at, which] += grouped_costs(logits, labels).to(cost.device)
 
     def result(self) -> CellSearchResult:
@@ -268,11 +268,11 @@ class CellSearchEngine:
             for node in range(net.space.cell.inputs, len(states) - 1):
                 states[node].register_hook(partial(gradients.__setitem__, (i, node)))
         loss.backward(inputs=None if weights else [gates])
-        cost, measures = gates.grad, columns_of(draw.measures)
+        cost, measures = gates.grad, true_columns(draw.measures)
         assert cost is not None, "the value of every node depends on a gate"
         with torch.no_grad():
             for (i, node), gradient in gradients.items():
-                for e, k, value in net.cells[i].outputs(node, nodes[i], measures[net.space.type_of(i)], {}):
+                for e, k, value in net.cells[i].outputs(node, nodes[i], measures[net.space.cell_type(i)], {}):
                     cost[i, e, k] += (gradient * value).sum()
         return cost, logits.detach(), loss.detach()
 

@@ -249,20 +249,20 @@ class CellSpace(ArchSpace):
         """The types of cells, each with an architecture of its own."""
         return ("normal", "reduction") if self.reductions and self.reduce_by == "cell" else ("normal",)
 
-    def type_of(self, cell: int) -> int:
+    def cell_type(self, cell: int) -> int:
         """The type of a cell, as an index into `types`."""
         return int(cell in self.reductions and self.reduce_by == "cell")
 
     @cached_property
-    def type_of_cell(self) -> tuple[int, ...]:
+    def cell_types(self) -> tuple[int, ...]:
         """The type of every cell."""
-        return tuple(map(self.type_of, range(self.cells)))
+        return tuple(map(self.cell_type, range(self.cells)))
 
-    def stride_of(self, cell: int, edge: int) -> int:
+    def edge_stride(self, cell: int, edge: int) -> int:
         """Stride of an edge's operation in a cell."""
-        return 2 if self.type_of(cell) and not self.cell.intermediate[edge] else 1
+        return 2 if self.cell_type(cell) and not self.cell.intermediate[edge] else 1
 
-    def channels_of(self, cell: int) -> int:
+    def cell_channels(self, cell: int) -> int:
         """Channels of every node of a cell."""
         return self.channels * 2 ** sum(i <= cell for i in self.reductions)
 
@@ -373,14 +373,14 @@ class CellSpace(ArchSpace):
 
     def output_channels(self, cell: int) -> int:
         """Channels of a cell's output."""
-        return len(self.cell.outputs) * self.channels_of(cell)
+        return len(self.cell.outputs) * self.cell_channels(cell)
 
     @property
     def features(self) -> int:
         """Channels that reach the classifier."""
         return self.output_channels(self.cells - 1)
 
-    def size_of(self, cell: int) -> int:
+    def cell_size(self, cell: int) -> int:
         """Height of the maps at a cell's input nodes, in pixels."""
         size = self.resolution
         for i in range(cell + 1):
@@ -393,7 +393,7 @@ class CellSpace(ArchSpace):
         """See `ArchSpace`: cost of stem, preprocessing, transitions, head and classifier."""
         total = conv_bn_cost(self.in_channels, self.stem_channels, 3, self.resolution)
         for i in range(self.cells):
-            channels, size = self.channels_of(i), self.size_of(i)
+            channels, size = self.cell_channels(i), self.cell_size(i)
             if i in self.reductions:
                 total += transition_cost(self.reduce_by, channels, size)
             if self.preprocess:
@@ -418,10 +418,10 @@ class CellSpace(ArchSpace):
 
     def _operator(self, kind: int, edge: int, column: int) -> Operator:
         op, cost, inputs = self.ops[column], Cost(), []
-        for i in (i for i in range(self.cells) if self.type_of(i) == kind):
-            channels, size = self.channels_of(i), self.size_of(i)
-            reduced = output_size(size, 2) if self.type_of(i) else size
-            cost += operation_cost(op, channels, self.stride_of(i, edge), reduced, pool_norm=self.pool_norm)
+        for i in (i for i in range(self.cells) if self.cell_type(i) == kind):
+            channels, size = self.cell_channels(i), self.cell_size(i)
+            reduced = output_size(size, 2) if self.cell_type(i) else size
+            cost += operation_cost(op, channels, self.edge_stride(i, edge), reduced, pool_norm=self.pool_norm)
             # edges between intermediate nodes of a reduction cell work on maps that its input edges have halved
             inputs.append(channels * (reduced if self.cell.intermediate[edge] else size) ** 2)
         return Operator(cost, tuple(inputs), works=op not in (NONE, SKIP_CONNECT) and "pool" not in op)

@@ -14,7 +14,7 @@ from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.research.cells.config import Rule
 from nasfast.research.cells.derive import derive
 from nasfast.research.cells.gates import uniform_logits
-from nasfast.research.cells.network import CellSupernet, Shared, columns_of
+from nasfast.research.cells.network import CellSupernet, Shared, true_columns
 from nasfast.research.cells.space import CellSpace
 from nasfast.research.nasi.search import Mixture, NasiResult, Output
 from nasfast.runtime.files import write_atomic
@@ -54,14 +54,14 @@ class LayerMixture(Mixture):
         net, x = self.net, self.net.stem(x)
         nodes = [] if nodes is None else nodes
         nodes.append(x)
-        (columns,) = columns_of(self.allowed if runs is None else runs)
+        (columns,) = true_columns(self.allowed if runs is None else runs)
         for i, (layer, module) in enumerate(zip(self.space.layers, net.layers, strict=True)):
             x = sum(gates[0, i, k] * module(x, layer.options[k]) for k in columns[i])
             nodes.append(x)
         return net.classifier(net.head(x).mean((2, 3)))
 
     def outputs(self, nodes: Sequence[Tensor], which: Tensor) -> Iterator[Output]:
-        (columns,) = columns_of(which)
+        (columns,) = true_columns(which)
         for i, (layer, module) in enumerate(zip(self.space.layers, self.net.layers, strict=True)):
             for k in columns[i]:
                 yield (0, i, k), i, i + 1, module(nodes[i], layer.options[k])
@@ -78,7 +78,7 @@ class CellMixture(Mixture):
 
     def __init__(self, space: CellSpace, *, seed: int = 0) -> None:
         super().__init__(CellSupernet(space, fused=False, seed=seed), uniform_logits(space) == 0, space.num_classes)
-        self._types = list(space.type_of_cell)
+        self._types = list(space.cell_types)
 
     def forward(
         self, x: Tensor, gates: Tensor, runs: Tensor | None = None, *, nodes: list[Tensor] | None = None
@@ -92,7 +92,7 @@ class CellMixture(Mixture):
         return logits
 
     def outputs(self, nodes: Sequence[Tensor], which: Tensor) -> Iterator[Output]:
-        start, columns = 0, columns_of(which)
+        start, columns = 0, true_columns(which)
         for kind, module in zip(self._types, self.net.cells, strict=True):
             cell = module.cell
             states = nodes[start : start + cell.inputs + cell.nodes]
@@ -146,7 +146,7 @@ def nasi_table(space: ArchSpace, result: NasiResult, *, meta: dict[str, Any] | N
     return IndicatorTable(space, tuple(block), (None,) * len(space), {"method": METHOD, **(meta or {})})
 
 
-def mixture_of(space: ArchSpace, *, seed: int = 0) -> Mixture:
+def make_mixture(space: ArchSpace, *, seed: int = 0) -> Mixture:
     """The untrained supernet of a space, as PyTorch initialises its modules."""
     if isinstance(space, CellSpace):
         return CellMixture(space, seed=seed)
@@ -170,7 +170,7 @@ def chosen_arch(space: ArchSpace, result: NasiResult, *, rule: Rule | None = Non
     return nasi_table(space, result).argmax()
 
 
-def table_of(space: ArchSpace, result: NasiResult) -> IndicatorTable | LogitTable:
+def make_table(space: ArchSpace, result: NasiResult) -> IndicatorTable | LogitTable:
     """The logits of a search as a table, whose `score` of an architecture is log p(arch) up to a constant."""
     if isinstance(space, CellSpace):
         return LogitTable(result.logits.flatten(0, 1))

@@ -54,7 +54,7 @@ def learned(search: CellSearch, *, step: int = 0) -> tuple[Tensor, Draw, Tensor,
 
 
 def of_cells(space: CellSpace, values: Tensor) -> Tensor:
-    return values[[space.type_of(i) for i in range(space.cells)]]
+    return values[[space.cell_type(i) for i in range(space.cells)]]
 
 
 def all_costs(search: CellSearch, gates: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def all_costs(search: CellSearch, gates: Tensor, x: Tensor, y: Tensor) -> Tensor
             for k in space.candidates[e]:
                 operation = cell.operation(e, k)
                 if operation is not None and gradient is not None:
-                    total[space.type_of(i), e, k] += (gradient * operation(source)).sum().detach()
+                    total[space.cell_type(i), e, k] += (gradient * operation(source)).sum().detach()
     return total
 
 

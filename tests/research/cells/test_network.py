@@ -26,7 +26,7 @@ def images(space: CellSpace, n: int = 3) -> Tensor:
 def gates_of(space: CellSpace, arch: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """One-hot gates of every cell, and the operations that run."""
     gates = F.one_hot(torch.tensor(space.parts(arch)), len(space.ops)).float()
-    return gates[[space.type_of(i) for i in range(space.cells)]], gates > 0
+    return gates[[space.cell_type(i) for i in range(space.cells)]], gates > 0
 
 
 def with_weights_of(network: CellStandalone, net: CellSupernet) -> CellStandalone:

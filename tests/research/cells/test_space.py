@@ -101,8 +101,8 @@ def test_the_skeleton_of_darts():
     """Costs of whole networks, below, check what follows from it."""
     s8 = darts_space()
     assert (s8.cells, s8.channels, s8.reductions, s8.types) == (8, 16, (2, 5), ("normal", "reduction"))
-    assert [s8.channels_of(i) for i in range(8)] == [16, 16, 32, 32, 32, 64, 64, 64]
-    assert [s8.size_of(i) for i in range(8)] == [32, 32, 32, 16, 16, 16, 8, 8]
+    assert [s8.cell_channels(i) for i in range(8)] == [16, 16, 32, 32, 32, 64, 64, 64]
+    assert [s8.cell_size(i) for i in range(8)] == [32, 32, 32, 16, 16, 16, 8, 8]
     # the stem twice, then the cell before the last one and the last one; the older is halved behind a reduction
     assert [s8.cell_inputs(i) for i in (0, 1, 3)] == [((48, 1), (48, 1)), ((48, 1), (64, 1)), ((64, 2), (128, 1))]
     assert (s8.features, len(s8), s8.classifier_bias) == (256, 28, False)
@@ -113,9 +113,9 @@ def test_the_skeleton_of_darts():
 def test_nas_bench_201():
     space = nas_bench_201_space()
     assert (space.cells, space.reductions, len(space), space.cardinality) == (15, (5, 10), 6, 5**6)
-    assert [space.size_of(i) for i in (4, 5, 9, 10)] == [32, 16, 16, 8]
-    assert [space.channels_of(i) for i in (4, 5, 9, 10)] == [16, 32, 32, 64]
-    assert {space.stride_of(5, e) for e in range(6)} == {1}
+    assert [space.cell_size(i) for i in (4, 5, 9, 10)] == [32, 16, 16, 8]
+    assert [space.cell_channels(i) for i in (4, 5, 9, 10)] == [16, 32, 32, 64]
+    assert {space.edge_stride(5, e) for e in range(6)} == {1}
     # the published costs of the cells without any operation and of 3 x 3 convolutions: 7.783 and 220.120 million MACs
     assert space.cost((0,) * 6) == Cost(7_783_040, 73_306)
     assert space.cost((4,) * 6) == Cost(220_119_680, 1_531_546)

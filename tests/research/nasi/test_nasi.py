@@ -18,7 +18,7 @@ from nasfast.research.cells.prototypes import DrawnBatches, prototypes
 from nasfast.research.cells.space import Cell, CellSpace, Edge, darts_space, nas_bench_201_space
 from nasfast.research.nasi.score import score, score_architecture, untrained
 from nasfast.research.nasi.search import NasiConfig, NasiResult, Record, sample, search, solve
-from nasfast.research.nasi.spaces import CellMixture, mixture_of
+from nasfast.research.nasi.spaces import CellMixture, make_mixture
 from nasfast.seeds import derive_seed
 from nasfast.train.batches import as_epochs
 
@@ -164,7 +164,7 @@ def test_soft_gates_have_the_differences_of_q(images):
     ],
 )
 def test_a_step_that_runs_the_drawn_path_has_the_gradient_of_all_candidates(space, temperature):
-    mixture = mixture_of(space).double()
+    mixture = make_mixture(space).double()
     drawn = batches(3, num_classes=space.num_classes, resolution=space.resolution)
     record = sample(mixture, drawn, NasiConfig(steps=3, temperature=temperature))
     unused = 0

@@ -14,7 +14,7 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.research.cells.prototypes import DrawnBatches, prototypes
 from nasfast.research.nasi.search import NasiResult
 from nasfast.research.nasi.search import search as nasi_search
-from nasfast.research.nasi.spaces import METHOD, TABLE_FILE, chosen_arch, mixture_of
+from nasfast.research.nasi.spaces import METHOD, TABLE_FILE, chosen_arch, make_mixture
 from nasfast.research.studies.nasi.config import MODES, NasiSearchConfig
 from nasfast.research.studies.nasi.measure import NOISE, SYNTHETIC
 from nasfast.research.studies.run import Task, no_task
@@ -55,7 +55,7 @@ class Searches:
         loaders = [self.loader(i, cfg.batch_size) for i in range(cfg.seeds)]
         for mode, i in product(cfg.mode_list, range(cfg.seeds)):
             search = cfg.search(i, **MODES[mode])
-            mixture = mixture_of(self.space, seed=search.seed).to(self.device)
+            mixture = make_mixture(self.space, seed=search.seed).to(self.device)
             done = self._task(f"{mode}, seed {search.seed}", search.steps)
             results[mode, i] = nasi_search(mixture, loaders[i], search, device=self.device, progress=done)
         return results

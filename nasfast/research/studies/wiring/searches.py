@@ -177,7 +177,7 @@ def monte_carlo(
     """
     cfg, space = CellSearchConfig(method="uniform", seed=seed), net.space
     table, outputs = LocalCosts.empty(net.gate_shape), torch.zeros(len(GROUPS), len(QUANTITIES), dtype=torch.float64)
-    of_type = torch.tensor(space.type_of_cell)
+    of_type = torch.tensor(space.cell_types)
     logits = uniform_logits(space)
     for step, (x, y) in enumerate(islice(endless(to_learn_from(loader), device), batches)):
         draw = draw_gates(space, cfg, logits, step=step, progress=0.0)

@@ -142,7 +142,7 @@ def take_step(net: CellSupernet, gates: Tensor, images: Tensor, labels: Tensor) 
     """Forward and backward pass; only operations whose gate is not 0 in some cell run."""
     space = net.space
     gates = gates.clone().requires_grad_()
-    alive = [(gates[[kind == t for kind in space.type_of_cell]] != 0).any(0) for t in range(len(space.types))]
+    alive = [(gates[[kind == t for kind in space.cell_types]] != 0).any(0) for t in range(len(space.types))]
     nodes: list[list[Tensor]] = []
     logits = net(images, gates, torch.stack(alive), nodes=nodes)
     flat = [x for values in nodes for x in values]
