@@ -177,15 +177,11 @@ _TABLE: dict[str, tuple[Backend, ...]] = {
 }
 
 
-def _serves_all(name: str) -> Refusal | None:
-    return None
-
-
 def resolve_backend(
     op: str,
     x: Tensor,
     requested: str | None = None,
-    refusal: Callable[[str], Refusal | None] = _serves_all,
+    refusal: Callable[[str], Refusal | None] | None = None,
     *,
     strict: bool = True,
 ) -> Backend:
@@ -195,7 +191,8 @@ def resolve_backend(
         op: operator name, a row of the table.
         x: the operator's input; only its device and dtype are read.
         requested: a name from BACKENDS, or None to ask the context, the environment and the device in this order.
-        refusal: takes the name of a backend, and says why it cannot serve the other arguments; None if it can.
+        refusal: takes the name of a backend, and says why it cannot serve the other arguments; None if it can, or
+            without this function.
         strict: whether a named backend that cannot serve raises. Otherwise it is skipped: a call inside a function of
             another purpose is not what whoever named it meant.
 
@@ -215,7 +212,7 @@ def resolve_backend(
         names = [backend.name for backend in row]
         if name in names:
             named = row[names.index(name)]
-            why_not = _refused(named, x, refusal)
+            why_not = _refuse(named, x, refusal)
             if why_not is None:
                 return named
         else:
@@ -227,7 +224,7 @@ def resolve_backend(
     for backend in row:
         if backend.automatic is not None and x.device.type not in backend.automatic:
             continue
-        why_not = _refused(backend, x, refusal)
+        why_not = _refuse(backend, x, refusal)
         if why_not is None:
             if skipped and not torch.compiler.is_compiling():
                 _log_skipped(op, x, backend.name, skipped)
@@ -236,9 +233,11 @@ def resolve_backend(
     raise AssertionError(f"{op} has no reference backend")
 
 
-def _refused(backend: Backend, x: Tensor, refusal: Callable[[str], Refusal | None]) -> Refusal | None:
+def _refuse(backend: Backend, x: Tensor, refusal: Callable[[str], Refusal | None] | None) -> Refusal | None:
     reason = backend.why_not(x)
-    return Refusal(reason) if reason else refusal(backend.name)
+    if reason:
+        return Refusal(reason)
+    return refusal(backend.name) if refusal is not None else None
 
 
 def _check_name(name: str, source: str) -> None:

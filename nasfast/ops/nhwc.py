@@ -16,12 +16,11 @@ from nasfast.ops.autograd import once_per_gradient, transformed
 
 # false without the extension
 HAS_POOL = hasattr(torch.ops.nasfast, "empty_nhwc")
-_POOLED_TYPES = (torch.float32, torch.bfloat16)
 
 
 def empty_nhwc(shape: Sequence[int], like: Tensor) -> Tensor:
     """An uninitialised tensor (N, C, H, W) in channels_last, of the type and on the device of `like`."""
-    if HAS_POOL and like.device.type == "cpu" and like.dtype in _POOLED_TYPES:
+    if HAS_POOL and like.device.type == "cpu" and like.dtype in (torch.float32, torch.bfloat16):
         return torch.ops.nasfast.empty_nhwc(like, shape)
     return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
 

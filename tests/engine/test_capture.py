@@ -215,8 +215,8 @@ def test_a_run_whose_capture_fails_goes_on_eagerly_and_loses_nothing(cuda, caplo
             assert cuda.state == before
             for optimizer in optimizers:
                 optimizer.step()
-    for (name, wanted), found in zip(want_net.state_dict().items(), net.state_dict().values(), strict=True):
-        assert torch.equal(wanted, found), name
+    for (name, tensor), got in zip(want_net.state_dict().items(), net.state_dict().values(), strict=True):
+        assert torch.equal(tensor, got), name
     assert [len(choices) for choices in captured[:3]] == [1, 1, 0]
     assert [r.message for r in caplog.records if r.levelno >= logging.WARNING] == [
         f"goes on without CUDA graphs: layer 1 choice 0 ({space.label(1, 0)}) could not be captured: operation not "

@@ -90,10 +90,10 @@ def test_candidates_of_other_kinds(kind):
         for net in nets:
             if kind == "shared":
                 bn = BNAct2d(channels, act="relu6")
-                others = [Shared(bn), Shared(bn)]
+                modules = [Shared(bn), Shared(bn)]
             else:
-                others = [Constant()]
-            for i, other in zip(normal, others, strict=False):
+                modules = [Constant()]
+            for i, other in zip(normal, modules, strict=False):
                 net.layers[i].candidates[0] = other.to(DEVICE).train()
         return nets
 
@@ -122,9 +122,9 @@ def test_gradients_of_parameters_outside_the_path_are_none_after_an_eager_step_t
     paths = [tuple(choice for _ in space.layers) for choice in range(3)]
     for x, y, path in ((images, labels, paths[0]), (images[:3], labels[:3], paths[1]), (images, labels, paths[2])):
         engine.forward_backward(x, y, [path])
-        found = set(gradients(net))
+        trained = set(gradients(net))
         EagerEngine(net).forward_backward(x, y, [path])
-        assert found == set(gradients(net))
+        assert trained == set(gradients(net))
 
 
 def test_candidates_are_captured_once_and_only_when_needed_which_is_announced(caplog):
@@ -137,7 +137,7 @@ def test_candidates_are_captured_once_and_only_when_needed_which_is_announced(ca
         f"CUDA graphs: the first step of each candidate captures its graphs ({number} in all), and waits"
     ]
     # the classifier is in the graph of the head
-    assert [len(found) for found in graphs._segments] == [*[1] * (len(graphs._layers) - 1), 0]
+    assert [len(segments) for segments in graphs._segments] == [*[1] * (len(graphs._layers) - 1), 0]
     segment = graphs._segments[1][0, "written"]
     graphs.forward_backward(*random_batch(space, 4, device=DEVICE), [path])
     assert graphs._segments[1][0, "written"] is segment

@@ -117,10 +117,10 @@ def test_a_candidate_begins_the_backward_of_the_layer_before(emulated):
         with Reductions() as reductions:
             got = graphs.forward_backward(images, labels, paths)
         assert torch.equal(want.loss, got.loss) and reductions.count == launches
-        expected, found = gradients(eager_net), gradients(net)
-        assert expected.keys() == found.keys()
+        expected, computed = gradients(eager_net), gradients(net)
+        assert expected.keys() == computed.keys()
         size = sum(float(gradient.norm()) ** 2 for gradient in expected.values()) ** 0.5
-        for name, gradient in found.items():
+        for name, gradient in computed.items():
             assert float((gradient - expected[name]).norm()) <= 2**-9 * size, name
     assert {len(segment.head.chain.plan.stages) for segment in graphs._segments[4].values()} == {4}
 
@@ -134,8 +134,8 @@ def test_a_candidate_with_a_hook_is_no_chain(emulated):
     def hooked(*arguments, **options):
         nets = networks(*arguments, **options)
         for net in nets:
-            net.layers[1].candidates[0].register_forward_pre_hook(lambda module, given: seen.append(given[0].isnan()))
-            net.layers[1].candidates[0].register_forward_hook(lambda module, given, y: seen.append(y.isnan()))
+            net.layers[1].candidates[0].register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0].isnan()))
+            net.layers[1].candidates[0].register_forward_hook(lambda module, inputs, y: seen.append(y.isnan()))
         return nets
 
     with reduced_by_launches():

@@ -94,9 +94,9 @@ CASES = [
 def run(function, tensors, *, act, training):
     """Run function forward and backward on copies of the tensors: result, running statistics, every gradient."""
     running = {name: tensors[name].clone() for name in ("running_mean", "running_var")}
-    given = {name: tensor for name, tensor in tensors.items() if name not in running}
+    arguments = {name: tensor for name, tensor in tensors.items() if name not in running}
     settings = {"act": act, "training": training, "momentum": 0.3, "eps": EPS}
-    return outputs_and_grads(function, given, **running, **settings) | running
+    return outputs_and_grads(function, arguments, **running, **settings) | running
 
 
 def rstd(x):
@@ -109,8 +109,8 @@ def check_case(case, act, residual, training, backend):
 
 def check(tensors, act, training, backend):
     """The results for these tensors are those of float64; a GPU's backend gets them where it runs."""
-    given = tensors if backend in ("cpu", "reference") else {name: on_device(t) for name, t in tensors.items()}
-    got = run(lambda **kw: ops.bn_act(**kw, backend=backend), given, act=act, training=training)
+    arguments = tensors if backend in ("cpu", "reference") else {name: on_device(t) for name, t in tensors.items()}
+    got = run(lambda **kw: ops.bn_act(**kw, backend=backend), arguments, act=act, training=training)
     want = run(reference.bn_act, widened(tensors), act=act, training=training)
     assert got["y"].dtype == got["dx"].dtype == tensors["x"].dtype
     # of a gradient, dz and its projections on 1 and xhat may cancel: their size is that of grad * weight / std

@@ -12,8 +12,8 @@ class KernelCase:
     """One input of an operator; a subclass is a frozen dataclass with `shape` (N, C, H, W), `layout` and `dtype`."""
 
     def __str__(self) -> str:
-        said = ["x".join(map(str, field)) if isinstance(field, tuple) else str(field) for field in astuple(self)]
-        return "-".join(said).replace("torch.", "")
+        parts = ["x".join(map(str, field)) if isinstance(field, tuple) else str(field) for field in astuple(self)]
+        return "-".join(parts).replace("torch.", "")
 
     def generator(self) -> torch.Generator:
         """The same for the same case."""

@@ -32,7 +32,7 @@ CHAIN_KINK_MARGIN = 1e-5
 MAX_DRAWS = 50
 
 
-class Drawn(NamedTuple):
+class ChainInputs(NamedTuple):
     """Arguments of one chain, and the gradient of its result; residual may be x itself."""
 
     x: Tensor
@@ -47,86 +47,88 @@ def converted(function: Callable[[Tensor], Tensor], params: ConvBNParams) -> Con
     return ConvBNParams(*(None if tensor is None else function(tensor) for tensor in params))
 
 
-def converted_images(function: Callable[[Tensor], Tensor], drawn: Drawn) -> Drawn:
+def converted_images(function: Callable[[Tensor], Tensor], inputs: ChainInputs) -> ChainInputs:
     """The same for x, the gradient and the residual, which stays x where it is x."""
-    x, residual = function(drawn.x), drawn.residual
-    residual = x if residual is drawn.x else None if residual is None else function(residual)
-    return drawn._replace(x=x, residual=residual, grad=function(drawn.grad))
+    x, residual = function(inputs.x), inputs.residual
+    residual = x if residual is inputs.x else None if residual is None else function(residual)
+    return inputs._replace(x=x, residual=residual, grad=function(inputs.grad))
 
 
-def converted_chain(function: Callable[[Tensor], Tensor], drawn: Drawn) -> Drawn:
+def converted_chain(function: Callable[[Tensor], Tensor], inputs: ChainInputs) -> ChainInputs:
     """The same for all of its tensors."""
-    stages = [stage._replace(params=converted(function, stage.params)) for stage in drawn.stages]
-    return converted_images(function, drawn)._replace(stages=stages)
+    stages = [stage._replace(params=converted(function, stage.params)) for stage in inputs.stages]
+    return converted_images(function, inputs)._replace(stages=stages)
 
 
-def planned_numbers(drawn: Drawn, *, recompute: bool = False) -> tuple[int, ...]:
+def planned_numbers(inputs: ChainInputs, *, recompute: bool = False) -> tuple[int, ...]:
     """The plan that the operators get for this chain."""
-    n, channels, *size = drawn.x.shape
-    shape = n, channels // 2 if drawn.shuffle else channels, *size
+    n, channels, *size = inputs.x.shape
+    shape = n, channels // 2 if inputs.shuffle else channels, *size
     stages = [
         StageShape(s.params.conv_weight.shape, s.params.conv_weight.dtype, False, s.stride, s.padding, s.groups, s.act)
-        for s in drawn.stages
+        for s in inputs.stages
     ]
-    return make_plan(shape, stages, recompute=recompute, shuffle=drawn.shuffle).numbers
+    return make_plan(shape, stages, recompute=recompute, shuffle=inputs.shuffle).numbers
 
 
-def forward_arguments(drawn: Drawn, *, recompute: bool = False, **changes: Any) -> dict[str, Any]:
+def forward_arguments(inputs: ChainInputs, *, recompute: bool = False, **changes: Any) -> dict[str, Any]:
     """Arguments of the registered conv_bn_act_chain_fwd by name."""
-    params = [stage.params for stage in drawn.stages]
-    empty = drawn.x.new_empty(0, dtype=torch.float32)
+    params = [stage.params for stage in inputs.stages]
+    empty = inputs.x.new_empty(0, dtype=torch.float32)
     return {
-        "x": drawn.x,
+        "x": inputs.x,
         "conv_weights": [p.conv_weight for p in params],
         "bn_weights": [p.bn_weight for p in params],
         "bn_biases": [p.bn_bias for p in params],
-        "running_means": [empty if s.training else s.params.running_mean for s in drawn.stages],
-        "running_vars": [empty if s.training else s.params.running_var for s in drawn.stages],
-        "residual": None if drawn.residual is drawn.x else drawn.residual,
-        "plan": planned_numbers(drawn, recompute=recompute),
-        "eps": [stage.eps for stage in drawn.stages],
-        "add_input": drawn.residual is drawn.x,
+        "running_means": [empty if s.training else s.params.running_mean for s in inputs.stages],
+        "running_vars": [empty if s.training else s.params.running_var for s in inputs.stages],
+        "residual": None if inputs.residual is inputs.x else inputs.residual,
+        "plan": planned_numbers(inputs, recompute=recompute),
+        "eps": [stage.eps for stage in inputs.stages],
+        "add_input": inputs.residual is inputs.x,
         "keep": True,
         **changes,
     }
 
 
 def backward_arguments(
-    drawn: Drawn, operators: Any = torch.ops.nasfast, *, recompute: bool = False, **changes: Any
+    inputs: ChainInputs, operators: Any = torch.ops.nasfast, *, recompute: bool = False, **changes: Any
 ) -> dict[str, Any]:
     """Arguments of conv_bn_act_chain_bwd by name, after a forward of these operators with the changes it shares."""
-    forward = forward_arguments(drawn, recompute=recompute)
+    forward = forward_arguments(inputs, recompute=recompute)
     forward |= {name: value for name, value in changes.items() if name in forward}
     with torch.no_grad():
         _, saved, statistics = operators.conv_bn_act_chain_fwd(**forward)
     shared = ("conv_weights", "bn_weights", "bn_biases", "plan", "eps", "add_input")
     return {
-        "grad": drawn.grad,
-        "x": drawn.x if recompute else None,
+        "grad": inputs.grad,
+        "x": inputs.x if recompute else None,
         "saved": saved,
         "statistics": statistics,
-        "batch_statistics": [stage.training for stage in drawn.stages],
-        "wants": [True] * (1 + 2 * len(drawn.stages)),
+        "batch_statistics": [stage.training for stage in inputs.stages],
+        "wants": [True] * (1 + 2 * len(inputs.stages)),
         **{name: forward[name] for name in shared},
         **changes,
     }
 
 
-def check_opcheck(drawn: Drawn, operators: Any = torch.ops.nasfast, *, x_grad: bool = True, **changes: Any) -> None:
+def check_opcheck(
+    inputs: ChainInputs, operators: Any = torch.ops.nasfast, *, x_grad: bool = True, **changes: Any
+) -> None:
     """Fake kernels, autograd and tracing of both operators of a namespace; changes: see `forward_arguments`.
 
     The outputs of the chain must leave no gap in the saved tensor, whose content is undefined.
     """
-    arguments = forward_arguments(drawn, **changes)
-    arguments["x"] = drawn.x.detach().clone(memory_format=torch.channels_last).requires_grad_(x_grad)
+    arguments = forward_arguments(inputs, **changes)
+    arguments["x"] = inputs.x.detach().clone(memory_format=torch.channels_last).requires_grad_(x_grad)
     for name in ("bn_weights", "bn_biases"):
         arguments[name] = [tensor.clone().requires_grad_() for tensor in arguments[name]]
     # aot_dispatch compares gradients of traced and untraced calls too, with tensors of dynamic shape
     torch.library.opcheck(operators.conv_bn_act_chain_fwd.default, (), arguments)
     if not x_grad:
         return
-    arguments = backward_arguments(drawn, operators, **changes)
-    for wants in (arguments["wants"], [False, True, False] + [True] * (2 * len(drawn.stages) - 2)):
+    arguments = backward_arguments(inputs, operators, **changes)
+    for wants in (arguments["wants"], [False, True, False] + [True] * (2 * len(inputs.stages) - 2)):
         torch.library.opcheck(operators.conv_bn_act_chain_bwd.default, (), arguments | {"wants": wants})
 
 
@@ -168,18 +170,18 @@ class ChainCase:
     x_grad: bool = True
 
     def __str__(self) -> str:
-        said = ["x".join(map(str, self.shape)), self.units.replace(" ", "_")]
+        parts = ["x".join(map(str, self.shape)), self.units.replace(" ", "_")]
         if self.residual != "none":
-            said.append(f"plus_{self.residual}")
+            parts.append(f"plus_{self.residual}")
         if self.shuffle:
-            said.append("shuffle")
+            parts.append("shuffle")
         if self.layout != "nhwc":
-            said.append(self.layout)
+            parts.append(self.layout)
         if self.dtype != torch.float32:
-            said.append(str(self.dtype).removeprefix("torch."))
+            parts.append(str(self.dtype).removeprefix("torch."))
         if self.mean != 0.5:
-            said.append(f"mean{self.mean:g}")
-        return "-".join(said + ["input"] * (not self.x_grad))
+            parts.append(f"mean{self.mean:g}")
+        return "-".join(parts + ["input"] * (not self.x_grad))
 
     @property
     def pixels(self) -> int:
@@ -187,20 +189,20 @@ class ChainCase:
         n, _, height, width = self.shape
         return n * height * width
 
-    def draw(self) -> tuple[Drawn, Exact]:
+    def draw(self) -> tuple[ChainInputs, Exact]:
         """Inputs and their results in float64, drawn again until no element is close to a kink.
 
         Raises:
             ValueError: after MAX_DRAWS attempts; the case has too many elements behind relu or relu6.
         """
         for attempt in range(MAX_DRAWS):
-            drawn = self.draw_once(attempt)
-            exact = exact_chain(drawn, x_grad=self.x_grad)
+            inputs = self.draw_once(attempt)
+            exact = exact_chain(inputs, x_grad=self.x_grad)
             if exact.kink > CHAIN_KINK_MARGIN:
-                return drawn, exact
+                return inputs, exact
         raise ValueError(f"{self}: {MAX_DRAWS} draws all had an element at a kink")
 
-    def draw_once(self, attempt: int = 0) -> Drawn:
+    def draw_once(self, attempt: int = 0) -> ChainInputs:
         """The inputs; the same for the same case and attempt."""
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self} {attempt}".encode()))
 
@@ -235,11 +237,11 @@ class ChainCase:
         x = with_layout(x, self.layout)
         residual = {"none": None, "x": x, "tensor": with_layout(normal(*shape).to(self.dtype), self.layout)}
         grad = normal(*(self.shape if self.shuffle else shape)).to(self.dtype)
-        return Drawn(x, stages, residual[self.residual], self.shuffle, with_layout(grad, self.layout))
+        return ChainInputs(x, stages, residual[self.residual], self.shuffle, with_layout(grad, self.layout))
 
 
 def run_chain(
-    function: Callable[..., Tensor], drawn: Drawn, *, x_grad: bool = True, wanted: Collection[str] | None = None
+    function: Callable[..., Tensor], inputs: ChainInputs, *, x_grad: bool = True, wants: Collection[str] | None = None
 ) -> dict[str, Tensor]:
     """Run function(x, stages, residual=..., shuffle=...) both ways: result, running statistics, every gradient.
 
@@ -247,14 +249,14 @@ def run_chain(
         x_grad: whether dx is among the gradients.
         wanted: names of the gradients that are wanted, None for all; the others are None if they are not computed.
     """
-    x = drawn.x.detach()
+    x = inputs.x.detach()
     residual, leaves = None, {"dx": x} if x_grad else {}
-    if drawn.residual is drawn.x:
+    if inputs.residual is inputs.x:
         residual = x
-    elif drawn.residual is not None:
-        leaves["dresidual"] = residual = drawn.residual.detach()
+    elif inputs.residual is not None:
+        leaves["dresidual"] = residual = inputs.residual.detach()
     stages, running = [], {}
-    for i, stage in enumerate(drawn.stages):
+    for i, stage in enumerate(inputs.stages):
         params = converted(lambda tensor: tensor.detach().clone(), stage.params._replace(conv_weight=None))
         _, gamma, beta, mean, var, bias = params
         leaves |= {f"dgamma{i}": gamma, f"dbeta{i}": beta}
@@ -263,11 +265,11 @@ def run_chain(
         running |= {f"running_mean{i}": mean, f"running_var{i}": var}
         stages.append(stage._replace(params=params._replace(conv_weight=stage.params.conv_weight)))
     for name, leaf in leaves.items():
-        leaf.requires_grad_(wanted is None or name in wanted)
-    y = function(x, stages, residual=residual, shuffle=drawn.shuffle)
+        leaf.requires_grad_(wants is None or name in wants)
+    y = function(x, stages, residual=residual, shuffle=inputs.shuffle)
     assert y.requires_grad == any(leaf.requires_grad for leaf in leaves.values())
     if y.requires_grad:
-        y.backward(drawn.grad)
+        y.backward(inputs.grad)
     return {"y": y.detach(), **running, **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
@@ -276,34 +278,36 @@ Run = Callable[..., dict[str, Tensor]]
 run_native = partial(run_chain, native_chain)
 
 
-def check_wanted(chain: Callable[..., Tensor], drawn: Drawn, wanted: Sequence[str], want: dict[str, Tensor]) -> None:
+def check_wanted(
+    chain: Callable[..., Tensor], inputs: ChainInputs, wants: Sequence[str], want: dict[str, Tensor]
+) -> None:
     """Only these gradients are computed, and they are the same bits as in `want`, where all are."""
-    got = run_chain(chain, drawn, wanted=wanted)
+    got = run_chain(chain, inputs, wants=wants)
     for name in (name for name in got if name.startswith("d")):
-        assert (got[name] is not None) == (name in wanted), (name, wanted)
-        assert name not in wanted or torch.equal(got[name], want[name]), (name, wanted)
+        assert (got[name] is not None) == (name in wants), (name, wants)
+        assert name not in wants or torch.equal(got[name], want[name]), (name, wants)
 
 
-def check_kept(chain: Callable[..., Tensor], drawn: Drawn) -> None:
+def check_kept(chain: Callable[..., Tensor], inputs: ChainInputs) -> None:
     """Where only the last BatchNorm trains, backward keeps what the plan says, and not x."""
-    gamma = drawn.stages[-1].params.bn_weight.requires_grad_()
-    kept, y = saved_by(lambda: chain(drawn.x, drawn.stages))
-    n, _, height, width = drawn.x.shape
-    assert all(stage.stride == 1 for stage in drawn.stages)
-    channels = [stage.params.bn_weight.numel() for stage in drawn.stages]
-    assert max(tensor.numel() for tensor in kept) == sum(-(-n * height * width * c // 64) * 64 for c in channels)
-    assert not any(tensor.data_ptr() == drawn.x.data_ptr() for tensor in kept)
-    y.backward(drawn.grad)
-    assert gamma.grad is not None and drawn.x.grad is None
+    gamma = inputs.stages[-1].params.bn_weight.requires_grad_()
+    saved, y = saved_by(lambda: chain(inputs.x, inputs.stages))
+    n, _, height, width = inputs.x.shape
+    assert all(stage.stride == 1 for stage in inputs.stages)
+    channels = [stage.params.bn_weight.numel() for stage in inputs.stages]
+    assert max(tensor.numel() for tensor in saved) == sum(-(-n * height * width * c // 64) * 64 for c in channels)
+    assert not any(tensor.data_ptr() == inputs.x.data_ptr() for tensor in saved)
+    y.backward(inputs.grad)
+    assert gamma.grad is not None and inputs.x.grad is None
 
 
 # the same inputs in float64
 widened_chain = partial(converted_chain, Tensor.double)
 
 
-def exact_chain(drawn: Drawn, *, x_grad: bool = True) -> Exact:
+def exact_chain(inputs: ChainInputs, *, x_grad: bool = True) -> Exact:
     """Results in float64 by the reference's functions, and the sizes of what was added up on the way."""
-    wide = widened_chain(drawn)
+    wide = widened_chain(inputs)
     tensors = run_chain(lambda *args, **kw: _chain(*args, **kw, at=[], fixed=False), wide, x_grad=x_grad)
     # Gradients are sums and differences of those that BatchNorm with fixed statistics has.
     at: list[dict[str, Tensor]] = []
@@ -520,25 +524,25 @@ def relative_errors(got, exact):
 
 
 def mean_errors(
-    case: ChainCase, *runs: Run, draws: int, change: Callable[[Drawn], Drawn] = lambda drawn: drawn
+    case: ChainCase, *runs: Run, draws: int, change: Callable[[ChainInputs], ChainInputs] = lambda inputs: inputs
 ) -> list[dict[str, float]]:
     """For each of these runs, its `relative_errors` as means over some draws, whose inputs `change` may change."""
     means: list[dict[str, float]] = [{} for _ in runs]
     for attempt in range(draws):
-        drawn = change(case.draw_once(attempt))
-        exact = exact_chain(drawn, x_grad=case.x_grad)
+        inputs = change(case.draw_once(attempt))
+        exact = exact_chain(inputs, x_grad=case.x_grad)
         for run, mean in zip(runs, means, strict=True):
-            for name, error in relative_errors(run(drawn, x_grad=case.x_grad), exact).items():
+            for name, error in relative_errors(run(inputs, x_grad=case.x_grad), exact).items():
                 mean[name] = mean.get(name, 0.0) + error / draws
     return means
 
 
-def check(case: ChainCase, drawn: Drawn, exact: Exact, run: Run = run_native) -> None:
+def check(case: ChainCase, inputs: ChainInputs, exact: Exact, run: Run = run_native) -> None:
     """The results of a chain are those of float64, element by element."""
-    got = run(drawn, x_grad=case.x_grad)
+    got = run(inputs, x_grad=case.x_grad)
     assert got["y"].dtype == case.dtype
     for name, want in exact.tensors.items():
-        if name.startswith("running") and not drawn.stages[int(name[-1])].training:
+        if name.startswith("running") and not inputs.stages[int(name[-1])].training:
             assert torch.equal(got[name].double(), want), name
         assert_close(name, got[name], want, NATIVE_CHAIN, floor=exact.floors[name])
 
@@ -563,10 +567,10 @@ def check_bfloat16(case, *, autocast=True, shift=0.0):
     One result's error is a sum of random roundings, so draws are averaged, and what remains is a fifth of it.
     """
 
-    def change(drawn: Drawn) -> Drawn:
+    def change(inputs: ChainInputs) -> ChainInputs:
         if autocast:  # which usually has float32 weights
-            drawn = converted_images(Tensor.bfloat16, drawn)
-        return drawn._replace(grad=drawn.grad + shift)
+            inputs = converted_images(Tensor.bfloat16, inputs)
+        return inputs._replace(grad=inputs.grad + shift)
 
     case = case if autocast else replace(case, dtype=BFLOAT16)
     runs = partial(run_chain, native_autocast) if autocast else run_native, partial(run_chain, eager_autocast)

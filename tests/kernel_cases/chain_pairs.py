@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from kernel_cases.chain import ChainCase, Drawn
+from kernel_cases.chain import ChainCase, ChainInputs
 from kernel_cases.cuda import moved
 from nasfast import ops, use_backend
 from nasfast.ops.conv import cuda_plan
@@ -27,7 +27,7 @@ PAIRS = [
 ]
 
 
-def drawn_pair(pair, dtype):
+def draw_pair(pair, dtype):
     case, units, residual = pair
     first = replace(case, dtype=dtype).draw_once()
     shape = first.grad.shape
@@ -39,19 +39,19 @@ def nan_like(x: torch.Tensor) -> torch.Tensor:
     return torch.full_like(x, torch.nan)
 
 
-def static_chain(drawn: Drawn, x: torch.Tensor, y: torch.Tensor, **options) -> StaticChain:
+def static_chain(inputs: ChainInputs, x: torch.Tensor, y: torch.Tensor, **options) -> StaticChain:
     """The chain of a case on these buffers, with buffers for the gradients of its BatchNorms."""
-    stages = [with_gradients(stage) for stage in drawn.stages]
+    stages = [with_gradients(stage) for stage in inputs.stages]
     plan = cuda_plan(x.detach().requires_grad_(options.get("dx") is not None), stages)
     parameters = [p for stage in stages for p in (stage.params.bn_weight, stage.params.bn_bias)]
-    adds_input = drawn.residual is drawn.x
+    adds_input = inputs.residual is inputs.x
     return StaticChain(
         lambda: stages, plan, x, y, adds_input, gradients={p: nan_like(p) for p in parameters}, **options
     )
 
 
 def run_two(
-    first: Drawn, second: Drawn, *, defers: bool, trains: bool = True
+    first: ChainInputs, second: ChainInputs, *, defers: bool, trains: bool = True
 ) -> tuple[dict[str, torch.Tensor], DeferredResult | None]:
     """Results and gradients of one chain behind another, whose input is between them, and what the first one deferred.
 
@@ -80,13 +80,13 @@ def run_two(
     return results, one.result
 
 
-def run_both(first: Drawn, second: Drawn, *, trains: bool = True) -> dict[str, torch.Tensor]:
+def run_both(first: ChainInputs, second: ChainInputs, *, trains: bool = True) -> dict[str, torch.Tensor]:
     """The same results by autograd, from two calls of `conv_bn_act_chain`."""
     results, calls = {}, []
     x = first.x.detach().requires_grad_(trains)
-    for drawn in (first, second):
-        stages = [with_gradients(stage) for stage in drawn.stages]
-        y = ops.conv_bn_act_chain(x, stages, residual=x if drawn.residual is drawn.x else None, backend="cuda")
+    for inputs in (first, second):
+        stages = [with_gradients(stage) for stage in inputs.stages]
+        y = ops.conv_bn_act_chain(x, stages, residual=x if inputs.residual is inputs.x else None, backend="cuda")
         calls.append((x, stages, y))
         x = y.detach().requires_grad_()
     calls[1][2].backward(second.grad)

@@ -8,7 +8,7 @@ import torch
 from devices import DEVICE, on_device
 from torch import Tensor
 
-from kernel_cases.chain import Drawn, converted_chain, run_chain
+from kernel_cases.chain import ChainInputs, converted_chain, run_chain
 from nasfast import ops
 from nasfast.ops import _native, backends
 
@@ -33,11 +33,11 @@ def set_emulation(*settings: Any, **named: Any) -> None:
         _emulation.set_emulation(*settings, **named)
 
 
-def moved(drawn: Drawn) -> Drawn:
+def moved(inputs: ChainInputs) -> ChainInputs:
     """The same tensors where the kernels run."""
-    return converted_chain(on_device, drawn) if ON_GPU else drawn
+    return converted_chain(on_device, inputs) if ON_GPU else inputs
 
 
-def run_cuda(drawn: Drawn, *, x_grad: bool = True) -> dict[str, Tensor]:
+def run_cuda(inputs: ChainInputs, *, x_grad: bool = True) -> dict[str, Tensor]:
     """`run_chain` on the kernels, with results on the CPU."""
-    return {name: tensor.cpu() for name, tensor in run_chain(cuda_chain, moved(drawn), x_grad=x_grad).items()}
+    return {name: tensor.cpu() for name, tensor in run_chain(cuda_chain, moved(inputs), x_grad=x_grad).items()}

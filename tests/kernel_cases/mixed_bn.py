@@ -87,11 +87,11 @@ def widened(xs, gates, grad):
 
 
 def check_case(case, backend, device="cpu"):
-    drawn = case.draw()
+    inputs = case.draw()
     got = run(partial(ops.mixed_bn, backend=backend), *case.draw(device), case.normalize)
     got = {name: tensor.cpu() for name, tensor in got.items()}
     assert got["y"].dtype == got["dx0"].dtype == case.dtype and got["dgates"].dtype == torch.float32
-    xs, gates, grad = widened(*drawn)
+    xs, gates, grad = widened(*inputs)
     want = run(reference.mixed_bn, xs, gates, grad, case.normalize)
     # the sizes of the terms; the errors of n terms add up to the root of the sum of their squares
     normal = [

@@ -78,8 +78,8 @@ def check_special_values(stride):
     generator = torch.Generator().manual_seed(0)
     values = torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0])
     for weights in ([1.0, 0, 0, 0], [8.0, 1, 1, 4]):
-        drawn = torch.multinomial(torch.tensor(weights), 2 * 17 * 9 * 7, replacement=True, generator=generator)
-        x = with_layout(values[drawn].view(2, 17, 9, 7), "nhwc")
+        index = torch.multinomial(torch.tensor(weights), 2 * 17 * 9 * 7, replacement=True, generator=generator)
+        x = with_layout(values[index].view(2, 17, 9, 7), "nhwc")
         case = Case((2, 17, 9, 7), "max", stride)
         grad = torch.randn(case.inputs()["grad"].shape, generator=generator)
         got = run(partial(ops.pool_3x3, backend="cpu"), case, {"x": x, "grad": grad})

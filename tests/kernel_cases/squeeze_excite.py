@@ -35,11 +35,11 @@ class Case(KernelCase):
             "excite_weight": (2 / squeezed**0.5, (channels, squeezed, 1, 1)),
             "excite_bias": (2, (channels,)),
         }
-        drawn = {
+        weights = {
             name: (gain * torch.randn(shape, generator=generator)).to(self.weights)
             for name, (gain, shape) in weights.items()
         }
-        return {"x": self.image(x), **drawn, "grad": self.image(grad)}
+        return {"x": self.image(x), **weights, "grad": self.image(grad)}
 
 
 SHAPES = [(1, 1, 1, 1), (2, 5, 1, 4), (3, 17, 3, 2), (2, 16, 8, 8), (2, 24, 9, 8), (1, 130, 5, 4), (1, 67, 33, 31)]

@@ -41,14 +41,14 @@ def test_launches_of_one_stream_share_counters_and_streams_do_not(cuda):
 def test_a_captured_launch_shares_counters_with_nobody(cuda):
     outside = arrivals.zeros(5, GPU)
     cuda.capturing = True
-    kept = [arrivals.zeros(30, GPU) for _ in range(3)]
-    kept.append(arrivals.zeros(30, GPU))  # the block is used up: the graph makes its own
+    counters = [arrivals.zeros(30, GPU) for _ in range(3)]
+    counters.append(arrivals.zeros(30, GPU))  # the block is used up: the graph makes its own
     cuda.capturing = False
-    kept += [outside, arrivals.zeros(5, GPU).clone()]
+    counters += [outside, arrivals.zeros(5, GPU).clone()]
     cuda.capturing = True
-    kept += [arrivals.zeros(30, GPU) for _ in range(3)]
-    assert all(t.tolist() == [0] * t.numel() for t in kept)
-    assert not any(overlap(a, b) for i, a in enumerate(kept) for b in kept[:i])
+    counters += [arrivals.zeros(30, GPU) for _ in range(3)]
+    assert all(t.tolist() == [0] * t.numel() for t in counters)
+    assert not any(overlap(a, b) for i, a in enumerate(counters) for b in counters[:i])
 
 
 def test_a_capture_before_any_other_launch_has_counters(cuda):

@@ -107,5 +107,5 @@ def test_explain_covers_every_operator_and_backend(native):
     assert all(bool(row.reason) != row.available for row in rows)
     with ops.use_backend("cuda"):
         # what has CUDA kernels cannot run on a CPU
-        left = [row.op for row in backends.explain() if row.chosen]
-    assert left == ["bn_act", "mixed_bn", "depthwise_conv2d", "pool_3x3", "squeeze_excite"]
+        chosen = [row.op for row in backends.explain() if row.chosen]
+    assert chosen == ["bn_act", "mixed_bn", "depthwise_conv2d", "pool_3x3", "squeeze_excite"]

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from kernel_cases.case import with_layout
-from kernel_cases.chain import Drawn, run_chain, widened_chain
+from kernel_cases.chain import ChainInputs, run_chain, widened_chain
 from pairs import pairwise
 from tolerances import BFLOAT16_CHAIN, FLOAT32_CHAIN, assert_close
 
@@ -26,7 +26,7 @@ CHAINS = {
 TOLERANCE = {torch.float32: FLOAT32_CHAIN, torch.bfloat16: BFLOAT16_CHAIN}
 
 
-def draw(chain: str, layout: str, dtype: torch.dtype, *, biased: bool, training: bool) -> Drawn:
+def draw(chain: str, layout: str, dtype: torch.dtype, *, biased: bool, training: bool) -> ChainInputs:
     stages = []
     for in_channels, out_channels, kernel, stride, groups in CHAINS[chain]:
         shape = (out_channels, in_channels // groups, kernel, kernel)
@@ -44,7 +44,7 @@ def draw(chain: str, layout: str, dtype: torch.dtype, *, biased: bool, training:
     shape = (3, out_channels, 8 // step + 1, 6 // step + 1)
     x, residual = torch.randn(3, CHAINS[chain][0][0], 9, 7), torch.randn(shape)
     grad = torch.linspace(-1, 1, math.prod(shape)).view(shape).to(dtype)
-    return Drawn(with_layout(x.to(dtype), layout), stages, with_layout(residual.to(dtype), layout), False, grad)
+    return ChainInputs(with_layout(x.to(dtype), layout), stages, with_layout(residual.to(dtype), layout), False, grad)
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,10 @@ def draw(chain: str, layout: str, dtype: torch.dtype, *, biased: bool, training:
 )
 def test_matches_float64_reference(chain, layout, dtype, biased, training, trains, backend):
     """With batch statistics a bias moves nothing but the running mean, and its gradient is exactly zero."""
-    drawn = draw(chain, layout, dtype, biased=biased, training=training)
-    wide = widened_chain(drawn)
-    weights = [[stage.params.conv_weight.requires_grad_(trains) for stage in each.stages] for each in (drawn, wide)]
-    got = run_chain(partial(ops.conv_bn_act_chain, backend=backend), drawn)
+    inputs = draw(chain, layout, dtype, biased=biased, training=training)
+    wide = widened_chain(inputs)
+    weights = [[stage.params.conv_weight.requires_grad_(trains) for stage in each.stages] for each in (inputs, wide)]
+    got = run_chain(partial(ops.conv_bn_act_chain, backend=backend), inputs)
     want = run_chain(reference.conv_bn_act_chain, wide)
     for name, tensor in got.items():
         assert_close(name, tensor, want[name], TOLERANCE[dtype], floor=4.0 if name.startswith("d") else 0.0)
@@ -71,15 +71,15 @@ def test_matches_float64_reference(chain, layout, dtype, biased, training, train
 
 @pytest.mark.parametrize("training", [True, False])
 def test_conv_bn_act_is_a_chain_of_one_stage(training, backend):
-    drawn = draw("depthwise5s2", "nhwc", torch.float32, biased=True, training=training)
+    inputs = draw("depthwise5s2", "nhwc", torch.float32, biased=True, training=training)
 
     def conv_bn_act(x, stages, *, residual, shuffle):
         (stage,) = stages
         settings = stage._asdict()
         return ops.conv_bn_act(x, **settings.pop("params")._asdict(), **settings, residual=residual, backend=backend)
 
-    got = run_chain(conv_bn_act, drawn)
-    want = run_chain(partial(ops.conv_bn_act_chain, backend=backend), drawn)
+    got = run_chain(conv_bn_act, inputs)
+    want = run_chain(partial(ops.conv_bn_act_chain, backend=backend), inputs)
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in got)
 
 

@@ -23,7 +23,7 @@ from kernel_cases.chain import (
     PLANS,
     POINTWISE,
     ChainCase,
-    Drawn,
+    ChainInputs,
     check,
     check_bfloat16,
     check_case,
@@ -78,8 +78,8 @@ def test_the_oracle_is_the_reference():
     for case in CHAINS + PLANS:
         if case.pixels > 10**4:
             continue
-        drawn, exact = case.draw()
-        want = run_chain(reference.conv_bn_act_chain, widened_chain(drawn), x_grad=case.x_grad)
+        inputs, exact = case.draw()
+        want = run_chain(reference.conv_bn_act_chain, widened_chain(inputs), x_grad=case.x_grad)
         for name, tensor in exact.tensors.items():
             assert_close(name, tensor, want[name])
 
@@ -120,10 +120,10 @@ def test_random_chains_match_float64_reference(native, case, recompute):
         assume("!" in unit or n * height * width > 1)
     with planned(recompute=recompute):
         try:
-            drawn, exact = case.draw()
+            inputs, exact = case.draw()
         except ValueError:
             assume(False)
-        check(case, drawn, exact)
+        check(case, inputs, exact)
 
 
 # ---- bfloat16
@@ -143,17 +143,17 @@ def test_bfloat16_gradients_with_a_large_mean(case, plan, native):
 
 
 def test_autocast_computes_in_bfloat16_what_bfloat16_inputs_give(native):
-    drawn = ChainCase((4, 24, 14, 14), "pw144 dw3 pw24/identity", "tensor", dtype=BFLOAT16).draw_once()
-    want = run_chain(native_chain, drawn)
-    got = run_chain(native_autocast, drawn)
+    inputs = ChainCase((4, 24, 14, 14), "pw144 dw3 pw24/identity", "tensor", dtype=BFLOAT16).draw_once()
+    want = run_chain(native_chain, inputs)
+    got = run_chain(native_autocast, inputs)
     assert all(torch.equal(got[name], want[name]) for name in want)
     wide = (
-        drawn.x.float(),
-        [s._replace(params=s.params._replace(conv_weight=s.params[0].float())) for s in drawn.stages],
+        inputs.x.float(),
+        [s._replace(params=s.params._replace(conv_weight=s.params[0].float())) for s in inputs.stages],
     )
     y = native_autocast(*wide)
     assert y.dtype == BFLOAT16
-    assert torch.equal(y, native_chain(drawn.x, drawn.stages))
+    assert torch.equal(y, native_chain(inputs.x, inputs.stages))
     # PyTorch's promotion: a float32 residual makes a float32 sum
     mixed = native_autocast(*wide, residual=wide[0])
     assert mixed.dtype == torch.float32
@@ -165,34 +165,34 @@ def test_autocast_computes_in_bfloat16_what_bfloat16_inputs_give(native):
 
 def test_not_a_number_stays_in_its_channel(native):
     # three groups of channels: what one leaves behind in a shared row must not reach the next
-    drawn = ChainCase((2, 1100, 5, 5), "dw7 dw7s2").draw_once()
+    inputs = ChainCase((2, 1100, 5, 5), "dw7 dw7s2").draw_once()
     channel, group = 700, torch.arange(1100)
-    drawn.x[0, channel, 2, 2] = torch.nan
-    drawn.grad[1, 42, 1, 1] = torch.inf
+    inputs.x[0, channel, 2, 2] = torch.nan
+    inputs.grad[1, 42, 1, 1] = torch.inf
     spoilt = (group == channel) | (group == 42)
-    for name, tensor in run_chain(native_chain, drawn).items():
+    for name, tensor in run_chain(native_chain, inputs).items():
         rest = tensor[~spoilt] if tensor.ndim == 1 else tensor[:, ~spoilt]
         assert rest.isfinite().all(), name
-    y = native_chain(drawn.x, drawn.stages)
+    y = native_chain(inputs.x, inputs.stages)
     assert y[:, channel].isnan().all()
 
 
 @pytest.mark.parametrize("act", ["identity", "tanh"])
 def test_not_a_number_in_the_gradient_stays_in_its_channel(act, native):
     # a wide map has two groups of channels, the second of partial vectors; these activations let NaN through
-    drawn = ChainCase((3, 40, 3, 500), f"pw40/{act} dw5/{act}").draw_once()
-    drawn.grad[1, 24, 1, 1] = torch.nan
-    others = torch.arange(40) != 24
-    affine = {name: t for name, t in run_chain(native_chain, drawn).items() if name.startswith("d") and t.ndim == 1}
+    inputs = ChainCase((3, 40, 3, 500), f"pw40/{act} dw5/{act}").draw_once()
+    inputs.grad[1, 24, 1, 1] = torch.nan
+    unaffected = torch.arange(40) != 24
+    affine = {name: t for name, t in run_chain(native_chain, inputs).items() if name.startswith("d") and t.ndim == 1}
     assert len(affine) == 4
     for name, tensor in affine.items():
-        assert tensor[others].isfinite().all() and tensor[24].isnan(), name
+        assert tensor[unaffected].isfinite().all() and tensor[24].isnan(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=["float32", "bfloat16"])
 def test_images_do_not_see_each_other_in_eval_mode(dtype, plan, native):
-    drawn = ChainCase((4, 8, 9, 9), "pw24 dw3 pw8/identity", "x").draw_once()
-    x = drawn.x.to(dtype)
+    inputs = ChainCase((4, 8, 9, 9), "pw24 dw3 pw8/identity", "x").draw_once()
+    x = inputs.x.to(dtype)
     stages = [
         s._replace(
             training=False,
@@ -202,7 +202,7 @@ def test_images_do_not_see_each_other_in_eval_mode(dtype, plan, native):
                 running_var=torch.ones_like(s.params.bn_bias),
             ),
         )
-        for s in drawn.stages
+        for s in inputs.stages
     ]
     want = torch.cat([native_chain(x[i : i + 1], stages) for i in range(4)])
     x[1], x[2] = torch.nan, 1e20
@@ -212,17 +212,17 @@ def test_images_do_not_see_each_other_in_eval_mode(dtype, plan, native):
 
 @pytest.mark.parametrize("units", ["pw5", "dw3", "pw40 dw3 pw8"])
 def test_not_a_number_spreads_as_far_as_its_sums(units, plan, native):
-    drawn = ChainCase((2, 8, 5, 5), units).draw_once()
-    drawn.x[0, 3, 2, 2] = torch.nan
-    got, want = (f(drawn.x, drawn.stages) for f in (native_chain, reference.conv_bn_act_chain))
+    inputs = ChainCase((2, 8, 5, 5), units).draw_once()
+    inputs.x[0, 3, 2, 2] = torch.nan
+    got, want = (f(inputs.x, inputs.stages) for f in (native_chain, reference.conv_bn_act_chain))
     assert torch.equal(got.isnan(), want.isnan())
 
 
 def test_channels_that_do_not_vary_give_finite_results(plan, native):
-    drawn = ChainCase((2, 8, 5, 5), "pw24 dw3 pw8/identity", "x").draw_once()
-    drawn.x.fill_(3.7)
-    exact = exact_chain(drawn)
-    for name, tensor in run_chain(native_chain, drawn).items():
+    inputs = ChainCase((2, 8, 5, 5), "pw24 dw3 pw8/identity", "x").draw_once()
+    inputs.x.fill_(3.7)
+    exact = exact_chain(inputs)
+    for name, tensor in run_chain(native_chain, inputs).items():
         assert tensor.isfinite().all(), name
         if name.startswith("running"):
             assert_close(name, tensor, exact.tensors[name], NATIVE_CHAIN, floor=exact.floors[name])
@@ -238,17 +238,17 @@ def test_nearly_equal_channels_keep_their_difference(plan, native):
         Stage(ConvBNParams(weight, *affine), act="tanh", momentum=1.0),
         Stage(ConvBNParams(torch.randn(4, 1, 3, 3) / 3, *affine), 1, 1, 4, "identity", momentum=0.0),
     ]
-    drawn = Drawn(x, stages, None, False, torch.randn(4, 4, 16, 16))
-    exact = exact_chain(drawn)
-    for name, tensor in run_chain(native_chain, drawn).items():
+    inputs = ChainInputs(x, stages, None, False, torch.randn(4, 4, 16, 16))
+    exact = exact_chain(inputs)
+    for name, tensor in run_chain(native_chain, inputs).items():
         assert_close(name, tensor, exact.tensors[name], NATIVE_CHAIN, floor=exact.floors[name])
 
 
 def test_concurrent_python_threads_give_the_serial_bits(native):
-    inputs = [case.draw_once() for case in BIG[:3]]
-    serial = [run_chain(native_chain, drawn) for drawn in inputs]
+    chains = [case.draw_once() for case in BIG[:3]]
+    serial = [run_chain(native_chain, chain) for chain in chains]
     with ThreadPoolExecutor(6, initializer=torch.set_num_threads, initargs=(1,)) as threads:
-        for got, want in zip(threads.map(partial(run_chain, native_chain), 8 * inputs), 8 * serial, strict=True):
+        for got, want in zip(threads.map(partial(run_chain, native_chain), 8 * chains), 8 * serial, strict=True):
             assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -257,28 +257,28 @@ def test_concurrent_python_threads_give_the_serial_bits(native):
 
 @pytest.mark.parametrize("units", ["pw18 dw3 pw6/identity", "pw18! dw3! pw6/identity!"])
 def test_only_wanted_gradients_exist(units, plan, native):
-    drawn, exact = ChainCase((2, 6, 5, 4), units).draw()
+    inputs, exact = ChainCase((2, 6, 5, 4), units).draw()
     names = [name for name in exact.tensors if name.startswith("d")]
     for flags in product([True, False], repeat=len(names)):
-        wanted = list(compress(names, flags))
-        got = run_chain(native_chain, drawn, wanted=wanted)
+        wants = list(compress(names, flags))
+        got = run_chain(native_chain, inputs, wants=wants)
         for name in names:
-            assert (got[name] is not None) == (name in wanted)
-            if name in wanted:
+            assert (got[name] is not None) == (name in wants)
+            if name in wants:
                 assert_close(name, got[name], exact.tensors[name], NATIVE_CHAIN, floor=exact.floors[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16], ids=str)
 def test_saves_each_convolution_output_once(dtype, plan, native):
-    drawn = ChainCase((2, 24, 8, 8), "pw48 dw3s2 pw32/identity", dtype=dtype).draw_once()
-    params = [stage.params for stage in drawn.stages]
-    x = drawn.x.requires_grad_()
+    inputs = ChainCase((2, 24, 8, 8), "pw48 dw3s2 pw32/identity", dtype=dtype).draw_once()
+    params = [stage.params for stage in inputs.stages]
+    x = inputs.x.requires_grad_()
     outputs = {"stored": [48 * 64, 48 * 16, 32 * 16], "recomputed": [48 * 16, 32 * 16, 24 * 64]}[plan]
     statistics = 2 * (48 + 48 + 32) * 8
     parameters = sum(p.conv_weight.nbytes + p.bn_weight.nbytes + p.bn_bias.nbytes for p in params)
 
     def run():
-        return native_chain(x, drawn.stages)
+        return native_chain(x, inputs.stages)
 
     saved, _ = saved_by(run)
     assert sum(t.nbytes for t in saved) == 2 * sum(outputs) * dtype.itemsize + statistics + parameters
@@ -292,29 +292,29 @@ def test_saves_each_convolution_output_once(dtype, plan, native):
 
 @pytest.mark.parametrize("pixels, recomputed", [(44, False), (45, True)])
 def test_an_expansion_of_few_pixels_is_stored(pixels, recomputed, native):
-    drawn = ChainCase((1, 24, pixels, pixels), "pw48 dw3").draw_once()
-    planned = planning.plan_chain("cpu", drawn.x, planning.stage_fields(drawn.stages))
+    inputs = ChainCase((1, 24, pixels, pixels), "pw48 dw3").draw_once()
+    planned = planning.plan_chain("cpu", inputs.x, planning.stage_fields(inputs.stages))
     assert planned.recompute == recomputed
 
 
 def test_the_input_is_not_kept_alive(plan, native):
-    drawn = ChainCase((2, 24, 8, 8), "pw48 dw3s2 pw32/identity").draw_once()
+    inputs = ChainCase((2, 24, 8, 8), "pw48 dw3s2 pw32/identity").draw_once()
     source = torch.zeros(1, requires_grad=True)
-    x = drawn.x + source
+    x = inputs.x + source
     gone = weakref.ref(x.untyped_storage())
-    y = native_chain(x, drawn.stages)
+    y = native_chain(x, inputs.stages)
     del x
     assert (gone() is None) == (plan == "stored")
-    y.backward(drawn.grad)
+    y.backward(inputs.grad)
     del y
     assert gone() is None
 
 
 def test_vendor_convolutions_keep_no_input_either(native):
     # a dense 3 x 3 convolution runs in PyTorch; only BatchNorm's input is kept
-    drawn = ChainCase((2, 24, 9, 7), "dense32k3s2").draw_once()
-    x = drawn.x.requires_grad_()
-    saved, _ = saved_by(lambda: native_chain(x, drawn.stages))
+    inputs = ChainCase((2, 24, 9, 7), "dense32k3s2").draw_once()
+    x = inputs.x.requires_grad_()
+    saved, _ = saved_by(lambda: native_chain(x, inputs.stages))
     assert not any(t.data_ptr() == x.data_ptr() for t in saved)
 
 

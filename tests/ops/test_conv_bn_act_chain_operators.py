@@ -46,9 +46,9 @@ def test_opcheck(case, changes, native):
 @pytest.mark.parametrize("training", [True, False])
 def test_without_backward_nothing_is_kept_and_the_result_is_the_same(channels, units, shuffle, recompute, training):
     units = units if training else " ".join(f"{unit}!" for unit in units.split())
-    drawn = ChainCase((2, channels, 17, 9), units, shuffle=shuffle, x_grad=False).draw_once()
-    assert all(stage.training == training for stage in drawn.stages)
-    arguments = forward_arguments(drawn, recompute=recompute)
+    inputs = ChainCase((2, channels, 17, 9), units, shuffle=shuffle, x_grad=False).draw_once()
+    assert all(stage.training == training for stage in inputs.stages)
+    arguments = forward_arguments(inputs, recompute=recompute)
     y, saved, statistics = FORWARD(**arguments)
     y_alone, nothing, statistics_alone = FORWARD(**arguments | {"keep": False})
     assert saved.numel() > 0 and nothing.numel() == 0
@@ -59,14 +59,14 @@ def test_without_backward_nothing_is_kept_and_the_result_is_the_same(channels, u
 
 
 def test_a_trainable_convolution_is_refused_by_the_operator_and_served_by_the_function(native):
-    drawn = BLOCK.draw_once()
-    arguments = forward_arguments(drawn)
+    inputs = BLOCK.draw_once()
+    arguments = forward_arguments(inputs)
     arguments["conv_weights"][1].requires_grad_()
     with pytest.raises(RuntimeError, match="a convolution weight requires grad.*freeze it with requires_grad_"):
         FORWARD(**arguments)
-    y = native_chain(drawn.x, drawn.stages)
-    y.backward(drawn.grad)
-    assert drawn.stages[1].params.conv_weight.grad is not None
+    y = native_chain(inputs.x, inputs.stages)
+    y.backward(inputs.grad)
+    assert inputs.stages[1].params.conv_weight.grad is not None
 
 
 def spoilt(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -90,21 +90,21 @@ def check_refused(operator, arguments: dict) -> None:
             for what, bad in spoilt(tensor).items():
                 if what == "dimensions" and name in ("saved", "statistics"):
                     continue  # only their number of elements counts
-                given = [*value[:i], bad, *value[i + 1 :]] if isinstance(value, list) else bad
+                wrong = [*value[:i], bad, *value[i + 1 :]] if isinstance(value, list) else bad
                 with pytest.raises((RuntimeError, ValueError), match="conv_bn_act_chain|device|meta"):
-                    operator(**arguments | {name: given})
+                    operator(**arguments | {name: wrong})
                     pytest.fail(f"{what} of {name}[{i}]")
         if isinstance(value, list) and name != "plan":
-            for given in (value[:-1], value + value[:1]):
+            for wrong in (value[:-1], value + value[:1]):
                 with pytest.raises((RuntimeError, ValueError), match="conv_bn_act_chain"):
-                    operator(**arguments | {name: given})
-                    pytest.fail(f"{len(given)} {name}")
+                    operator(**arguments | {name: wrong})
+                    pytest.fail(f"{len(wrong)} {name}")
     plan, stages = arguments["plan"], len(arguments["conv_weights"])
     header = len(plan) % STAGE_NUMBERS
     assert len(plan) == header + stages * STAGE_NUMBERS
-    for given in ([], plan[:header], plan[:-1], plan[:-STAGE_NUMBERS]):
+    for wrong in ([], plan[:header], plan[:-1], plan[:-STAGE_NUMBERS]):
         with pytest.raises((RuntimeError, ValueError), match="conv_bn_act_chain"):
-            operator(**arguments | {"plan": given})
+            operator(**arguments | {"plan": wrong})
     for place, number in enumerate(plan):
         for other in (number - 1, number + 1, -3, 2**62):
             what = (place - header) % STAGE_NUMBERS if place >= header else None
@@ -184,7 +184,7 @@ def test_backward_reads_a_range_of_the_channels_of_a_wider_gradient(case, recomp
 
 
 def test_a_gradient_of_a_concatenation_is_not_copied(native):
-    drawn = ChainCase((2, 6, 5, 4), "pw4/relu").draw_once()
+    inputs = ChainCase((2, 6, 5, 4), "pw4/relu").draw_once()
     seen = []
 
     class Calls(TorchDispatchMode):
@@ -192,16 +192,16 @@ def test_a_gradient_of_a_concatenation_is_not_copied(native):
             seen.append(str(func))
             return func(*args, **kwargs or {})
 
-    y, grad = ops.conv_bn_act_chain(drawn.x.requires_grad_(), drawn.stages, backend="cpu"), wide(drawn.grad)
+    y, grad = ops.conv_bn_act_chain(inputs.x.requires_grad_(), inputs.stages, backend="cpu"), wide(inputs.grad)
     with Calls():
-        torch.autograd.grad(y, drawn.x, grad)
+        torch.autograd.grad(y, inputs.x, grad)
     assert not [name for name in seen if "copy" in name or "clone" in name]
 
 
 def test_a_dense_stage_has_no_input_gradient(native):
-    drawn = ChainCase((2, 3, 5, 4), "dense8k3s2").draw_once()
+    inputs = ChainCase((2, 3, 5, 4), "dense8k3s2").draw_once()
     with pytest.raises(RuntimeError, match="a dense stage has no input gradient"):
-        BACKWARD(**backward_arguments(drawn))
+        BACKWARD(**backward_arguments(inputs))
 
 
 @pytest.mark.parametrize("case", [ChainCase((2, 6, 5, 4), "pw4"), ChainCase((2, 6, 5, 4), "dw3s2")], ids=str)

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kernel_cases.chain import ChainCase, Drawn
-from kernel_cases.chain_pairs import PAIRS, drawn_pair, nan_like, run_both, run_two
+from kernel_cases.chain import ChainCase, ChainInputs
+from kernel_cases.chain_pairs import PAIRS, draw_pair, nan_like, run_both, run_two
 from kernel_cases.cuda import needs_kernels
 
 from benchmarks.captures import reduced_by_launches
@@ -20,7 +20,7 @@ def assert_same(results, expected):
         assert torch.equal(results[name], value), name
 
 
-def assert_reduced(results, expected, first: Drawn, norm: DeferredNorm):
+def assert_reduced(results, expected, first: ChainInputs, norm: DeferredNorm):
     """The sums that the second chain takes of its own gradient differ from those of a launch by roundings."""
     rounding = ROUNDING[first.x.dtype]
     for name, value in expected.items():
@@ -49,7 +49,7 @@ def assert_reduced(results, expected, first: Drawn, norm: DeferredNorm):
 @pytest.mark.parametrize("dtype", TYPES, ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]}-{pair[1].replace(' ', '_')}")
 def test_results_and_gradients_are_the_same_bits(pair, dtype, emulation):
-    first, second = drawn_pair(pair, dtype)
+    first, second = draw_pair(pair, dtype)
     expected = run_both(first, second)
     assert_same(run_two(first, second, defers=False)[0], expected)
     with reduced_by_launches():
@@ -67,14 +67,14 @@ def test_results_and_gradients_are_the_same_bits(pair, dtype, emulation):
     assert (results["between"].double() - x).norm() <= 1.2 * ROUNDING[dtype] * x.norm()
 
 
-def last_norm(drawn):
-    stage = drawn.stages[-1]
+def last_norm(inputs):
+    stage = inputs.stages[-1]
     return stage.params.bn_weight.double(), stage.params.bn_bias.double(), stage.eps
 
 
 @pytest.mark.parametrize("multiprocessors", [1, 7, 132])
 def test_a_result_does_not_depend_on_the_order_of_threads_and_blocks(multiprocessors, emulation):
-    first, second = drawn_pair(PAIRS[0], torch.bfloat16)
+    first, second = draw_pair(PAIRS[0], torch.bfloat16)
     between, expected = run_both(first, second)["between"], None
     for backwards, order in [(False, 0), (True, 0), (False, 1), (True, 29)]:
         emulation(multiprocessors, backwards, order)
@@ -87,7 +87,7 @@ def test_a_result_does_not_depend_on_the_order_of_threads_and_blocks(multiproces
 
 
 def test_nan_reaches_the_input_that_is_made(emulation):
-    first, second = drawn_pair(PAIRS[0], torch.bfloat16)
+    first, second = draw_pair(PAIRS[0], torch.bfloat16)
     first.stages[-1].params.bn_weight[5] = torch.nan
     expected = run_both(first, second)
     results, _ = run_two(first, second, defers=True)
@@ -97,7 +97,7 @@ def test_nan_reaches_the_input_that_is_made(emulation):
 
 
 def test_an_input_may_be_made_by_itself(emulation):
-    first, second = drawn_pair(PAIRS[0], torch.bfloat16)
+    first, second = draw_pair(PAIRS[0], torch.bfloat16)
     _, deferred = run_two(first, second, defers=True)
     x = nan_like(second.x)
     deferred.apply(x)
@@ -105,7 +105,7 @@ def test_an_input_may_be_made_by_itself(emulation):
 
 
 def test_tensors_of_another_shape_are_refused(emulation):
-    first, second = drawn_pair(PAIRS[0], torch.bfloat16)
+    first, second = draw_pair(PAIRS[0], torch.bfloat16)
     _, deferred = run_two(first, second, defers=True)
     norm, x = deferred.norm, nan_like(second.x)
     for bad, message in [
@@ -130,7 +130,7 @@ def test_tensors_of_another_shape_are_refused(emulation):
 def test_a_chain_with_nothing_in_front_that_trains(units, emulation):
     """Without kernels of its own in backward, it begins itself."""
     pair = ChainCase((2, 16, 5, 4), units), "pw32/relu6", ""
-    first, second = drawn_pair(pair, torch.bfloat16)
+    first, second = draw_pair(pair, torch.bfloat16)
     expected = run_both(first, second, trains=False)
     results, deferred = run_two(first, second, defers=True, trains=False)
     if len(first.stages) == 1:

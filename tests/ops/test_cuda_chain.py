@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from kernel_cases.chain import (
     ChainCase,
-    Drawn,
+    ChainInputs,
     backward_arguments,
     check_kept,
     check_opcheck,
@@ -39,9 +39,9 @@ ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
 # ---- results, given what the kernels stored
 
 
-def kept_by(drawn: Drawn) -> tuple[torch.Tensor, ...]:
+def kept_by(inputs: ChainInputs) -> tuple[torch.Tensor, ...]:
     """y, saved and statistics of the registered operator, in float64 on the CPU."""
-    results = OPERATORS.conv_bn_act_chain_fwd(**forward_arguments(moved(drawn)))
+    results = OPERATORS.conv_bn_act_chain_fwd(**forward_arguments(moved(inputs)))
     return tuple(tensor.cpu().double() for tensor in results)
 
 
@@ -56,18 +56,18 @@ def note_terms(terms: dict[str, float], i: int, xhat: torch.Tensor, dz: torch.Te
     terms |= {f"dbeta{i}": float(dz.norm()), f"dgamma{i}": float((dz * xhat).norm())}
 
 
-def check_stages(drawn: Drawn, *, x_grad: bool = True) -> None:
+def check_stages(inputs: ChainInputs, *, x_grad: bool = True) -> None:
     """Every number is what float64 makes of the outputs that the kernels stored.
 
     The float64 chain continues with the stored output of each convolution, so that both sides have the same slopes of
     relu and relu6, and what is compared is one stage's arithmetic in forward and rounding alone in backward.
     """
-    rounding = ROUNDING[drawn.x.dtype]
-    _, saved, statistics = kept_by(drawn)
-    plan = read_plan(planned_numbers(drawn))
-    x = drawn.x.double().requires_grad_(x_grad)
+    rounding = ROUNDING[inputs.x.dtype]
+    _, saved, statistics = kept_by(inputs)
+    plan = read_plan(planned_numbers(inputs))
+    x = inputs.x.double().requires_grad_(x_grad)
     a, leaves, terms = x, {"dx": x} if x_grad else {}, {}
-    for i, (stage, planned) in enumerate(zip(drawn.stages, plan.stages, strict=True)):
+    for i, (stage, planned) in enumerate(zip(inputs.stages, plan.stages, strict=True)):
         gamma, beta = (t.double().requires_grad_() for t in stage.params[1:3])
         leaves |= {f"dgamma{i}": gamma, f"dbeta{i}": beta}
         conv = F.conv2d(a, stage.params.conv_weight.double(), None, *stage[1:3], 1, stage.groups)
@@ -84,15 +84,15 @@ def check_stages(drawn: Drawn, *, x_grad: bool = True) -> None:
         z = xhat * gamma.view(-1, 1, 1) + beta.view(-1, 1, 1)
         z.register_hook(partial(note_terms, terms, i, xhat.detach()))
         a = reference.ACTIVATIONS[stage.act](z)
-    residual = x if drawn.residual is drawn.x else drawn.residual
+    residual = x if inputs.residual is inputs.x else inputs.residual
     y = a if residual is None else a + residual.double()
-    y.backward(drawn.grad.double())
-    ours = run_cuda(drawn, x_grad=x_grad)
-    assert ours["y"].dtype == drawn.x.dtype
+    y.backward(inputs.grad.double())
+    ours = run_cuda(inputs, x_grad=x_grad)
+    assert ours["y"].dtype == inputs.x.dtype
     assert relative(ours["y"], y.detach()) <= 1.2 * rounding
     for name, leaf in leaves.items():
         # every stage rounds dz once, and its matrix product dy once
-        allowed = 3 * rounding * len(drawn.stages)
+        allowed = 3 * rounding * len(inputs.stages)
         assert relative(ours[name], leaf.grad, terms.get(name, 0.0)) <= allowed, name
 
 
@@ -221,7 +221,7 @@ def test_numbers_with_the_shared_memory_of_an_h200(case, dtype):
 
 @emulated_only
 @pytest.mark.parametrize(
-    ("kernel", "stride", "size", "wanted"),
+    ("kernel", "stride", "size", "on_tensor_cores"),
     [
         (3, 1, (2, 14), False),
         (5, 2, (2, 14), False),
@@ -234,18 +234,20 @@ def test_numbers_with_the_shared_memory_of_an_h200(case, dtype):
     ],
     ids=str,
 )
-def test_which_stencils_run_on_tensor_cores(kernel, stride, size, wanted):
+def test_which_stencils_run_on_tensor_cores(kernel, stride, size, on_tensor_cores):
     """They round a float32 filter, and the stencils of threads do not."""
-    drawn = ChainCase((1, 8, *size), f"dw{kernel}s{stride}/identity", dtype=torch.bfloat16).draw_once()
-    (stage,) = drawn.stages
+    inputs = ChainCase((1, 8, *size), f"dw{kernel}s{stride}/identity", dtype=torch.bfloat16).draw_once()
+    (stage,) = inputs.stages
     weight = stage.params.conv_weight + 2**-10 * torch.randn(8, 1, kernel, kernel)
     for settings in ({}, H200):
         set_emulation(**settings)
         results = []
         for filters in (weight, weight.bfloat16().float()):
             with torch.autocast("cpu", torch.bfloat16):
-                results.append(cuda_chain(drawn.x, [stage._replace(params=stage.params._replace(conv_weight=filters))]))
-        assert torch.equal(*results) == (wanted and settings == H200)
+                results.append(
+                    cuda_chain(inputs.x, [stage._replace(params=stage.params._replace(conv_weight=filters))])
+                )
+        assert torch.equal(*results) == (on_tensor_cores and settings == H200)
 
 
 @pytest.mark.parametrize("mean", [1e3, -30.0])
@@ -257,13 +259,13 @@ def test_channels_far_from_zero_keep_their_variance(mean):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=["bfloat16", "float16"])
 def test_weights_may_be_float32(dtype):
-    drawn = replace(BLOCKS[2], dtype=dtype).draw_once()
-    wide = [s._replace(params=s.params._replace(conv_weight=s.params.conv_weight.float())) for s in drawn.stages]
-    narrow = moved(drawn)
+    inputs = replace(BLOCKS[2], dtype=dtype).draw_once()
+    wide = [s._replace(params=s.params._replace(conv_weight=s.params.conv_weight.float())) for s in inputs.stages]
+    narrow = moved(inputs)
     want = cuda_chain(narrow.x, narrow.stages)
-    there = moved(drawn._replace(stages=wide))
+    inputs = moved(inputs._replace(stages=wide))
     with torch.autocast(PLACE, dtype):
-        got = cuda_chain(there.x.float(), there.stages)
+        got = cuda_chain(inputs.x.float(), inputs.stages)
     assert got.dtype == dtype
     assert torch.equal(got, want)
 
@@ -330,14 +332,14 @@ def test_errors_are_no_larger_than_those_of_eager_autocast(case, dtype):
 )
 def test_not_a_number_reaches_the_result(units, place):
     shape = (2, 3, 6, 8) if units.startswith("dense") else (2, 8, 6, 6)
-    drawn = replace(ChainCase(shape, units), dtype=torch.bfloat16).draw_once()
+    inputs = replace(ChainCase(shape, units), dtype=torch.bfloat16).draw_once()
     if place == "x":
-        drawn.x[1, 2, 2, 3] = torch.nan
+        inputs.x[1, 2, 2, 3] = torch.nan
     else:
-        drawn.stages[0].params.conv_weight[5, 0, 0, 0] = torch.nan
-    want = reference.conv_bn_act_chain(drawn.x.double(), [widened(stage) for stage in drawn.stages])
-    there = moved(drawn)
-    got = cuda_chain(there.x, there.stages).cpu()
+        inputs.stages[0].params.conv_weight[5, 0, 0, 0] = torch.nan
+    want = reference.conv_bn_act_chain(inputs.x.double(), [widened(stage) for stage in inputs.stages])
+    placed = moved(inputs)
+    got = cuda_chain(placed.x, placed.stages).cpu()
     assert want.isnan().any()
     assert torch.equal(got.isnan(), want.isnan())
 
@@ -347,9 +349,9 @@ def widened(stage: ops.Stage) -> ops.Stage:
 
 
 def test_not_a_number_in_the_gradient_reaches_what_it_must():
-    drawn = replace(BLOCKS[2], dtype=torch.bfloat16).draw_once()
-    drawn.grad[0, 3, 2, 2] = torch.nan
-    want, got = exact_chain(drawn).tensors, run_cuda(drawn)
+    inputs = replace(BLOCKS[2], dtype=torch.bfloat16).draw_once()
+    inputs.grad[0, 3, 2, 2] = torch.nan
+    want, got = exact_chain(inputs).tensors, run_cuda(inputs)
     assert int(got["dbeta2"].isnan().sum()) == 1 and got["dx"].isnan().all()
     for name, tensor in got.items():
         assert torch.equal(tensor.isnan(), want[name].isnan()), name
@@ -358,18 +360,18 @@ def test_not_a_number_in_the_gradient_reaches_what_it_must():
 HIDDEN = ChainCase((3, 48, 9, 7), "pw96/relu dw3/relu pw48/identity", "x")
 
 
-def errors_of(drawn: Drawn) -> tuple[dict[str, float], dict[str, float]]:
+def measure_errors(inputs: ChainInputs) -> tuple[dict[str, float], dict[str, float]]:
     """Errors of the kernels and of eager autocast, relative to float64."""
-    exact = exact_chain(drawn)
-    return relative_errors(run_cuda(drawn), exact), relative_errors(run_chain(eager_autocast, drawn), exact)
+    exact = exact_chain(inputs)
+    return relative_errors(run_cuda(inputs), exact), relative_errors(run_chain(eager_autocast, inputs), exact)
 
 
 @pytest.mark.parametrize("grad_scale", [1e-4, 1e4], ids=str)
 def test_float16_gradients_keep_their_relative_size(grad_scale):
     # the coefficients of BatchNorm's gradient leave the range of float16 here
-    drawn = replace(HIDDEN, dtype=torch.float16).draw_once()
-    got = run_cuda(drawn._replace(grad=drawn.grad / 64))["dx"]
-    scaled = run_cuda(drawn._replace(grad=drawn.grad / 64 * grad_scale))["dx"]
+    inputs = replace(HIDDEN, dtype=torch.float16).draw_once()
+    got = run_cuda(inputs._replace(grad=inputs.grad / 64))["dx"]
+    scaled = run_cuda(inputs._replace(grad=inputs.grad / 64 * grad_scale))["dx"]
     assert torch.isfinite(scaled).all()
     error = relative(scaled / grad_scale, got.double())
     assert error < (0.05 if grad_scale < 1 else 5e-3)
@@ -377,26 +379,26 @@ def test_float16_gradients_keep_their_relative_size(grad_scale):
 
 def test_float16_gradients_whose_mean_is_far_from_zero_cancel():
     # BatchNorm takes the mean of dz away, which here is 30 times as large as what is left
-    drawn = replace(HIDDEN, dtype=torch.float16).draw_once()
-    drawn = drawn._replace(grad=drawn.grad + 30 * drawn.grad.std())
-    ours, theirs = errors_of(drawn)
+    inputs = replace(HIDDEN, dtype=torch.float16).draw_once()
+    inputs = inputs._replace(grad=inputs.grad + 30 * inputs.grad.std())
+    ours, theirs = measure_errors(inputs)
     for name, error in ours.items():
         assert error <= 1.1 * theirs[name] + 1e-3, (name, ours, theirs)
 
 
 def test_a_gamma_close_to_zero_has_an_exact_gradient():
     # the bounds of the relu are then a million deviations from the mean, and further
-    drawn = replace(HIDDEN, dtype=torch.bfloat16).draw_once()
-    drawn.stages[0].params.bn_weight.fill_(1e-6)
-    drawn.stages[0].params.bn_bias.fill_(1.0)
-    ours, theirs = errors_of(drawn)
+    inputs = replace(HIDDEN, dtype=torch.bfloat16).draw_once()
+    inputs.stages[0].params.bn_weight.fill_(1e-6)
+    inputs.stages[0].params.bn_bias.fill_(1.0)
+    ours, theirs = measure_errors(inputs)
     assert ours["dgamma0"] <= 1.25 * theirs["dgamma0"], (ours, theirs)
 
 
 def test_channels_that_do_not_vary_give_finite_results():
-    drawn = replace(BLOCKS[2], dtype=torch.bfloat16).draw_once()
-    drawn.x.fill_(3.7)
-    assert all(tensor.isfinite().all() for tensor in run_cuda(drawn).values())
+    inputs = replace(BLOCKS[2], dtype=torch.bfloat16).draw_once()
+    inputs.x.fill_(3.7)
+    assert all(tensor.isfinite().all() for tensor in run_cuda(inputs).values())
 
 
 # ---- the same bits
@@ -420,12 +422,12 @@ ORDERED = [
 
 @pytest.mark.parametrize(("case", "settings"), ORDERED, ids=str)
 def test_neither_repetition_nor_the_order_of_threads_and_blocks_changes_a_bit(case, settings):
-    drawn = replace(case, dtype=torch.bfloat16).draw_once()
+    inputs = replace(case, dtype=torch.bfloat16).draw_once()
     orders = [{}, {}] if ON_GPU else [{}, {}, *ORDERS]
     results = []
     for order in orders:
         set_emulation(**settings, **order)
-        results.append(run_cuda(drawn, x_grad=case.x_grad))
+        results.append(run_cuda(inputs, x_grad=case.x_grad))
     for result, order in zip(results[1:], orders[1:], strict=True):
         for name, tensor in result.items():
             assert torch.equal(tensor, results[0][name]), (name, order)
@@ -434,26 +436,26 @@ def test_neither_repetition_nor_the_order_of_threads_and_blocks_changes_a_bit(ca
 def test_counters_are_zeros_before_and_after(monkeypatch):
     from nasfast.ops.cuda import conv
 
-    made, zeros = [], conv.zeros
-    monkeypatch.setattr(conv, "zeros", lambda *arguments: made.append(zeros(*arguments)) or made[-1])
+    launches, zeros = [], conv.zeros
+    monkeypatch.setattr(conv, "zeros", lambda *arguments: launches.append(zeros(*arguments)) or launches[-1])
     set_emulation(60)
     run_cuda(replace(BLOCKS[2], dtype=torch.bfloat16).draw_once())
-    assert len(made) == 2 and min(len(counters) for counters in made) > 1
-    assert not any(counters.any() for counters in made)
+    assert len(launches) == 2 and min(len(counters) for counters in launches) > 1
+    assert not any(counters.any() for counters in launches)
 
 
 def test_tensors_may_begin_anywhere():
     """Slices of larger tensors, as in a flat buffer of parameters."""
-    drawn = moved(replace(BLOCKS[2], dtype=torch.bfloat16).draw_once())
-    want = run_chain(cuda_chain, drawn)
+    inputs = moved(replace(BLOCKS[2], dtype=torch.bfloat16).draw_once())
+    want = run_chain(cuda_chain, inputs)
 
     def shifted(tensor: torch.Tensor) -> torch.Tensor:
-        rows = tensor.permute(0, 2, 3, 1).contiguous() if tensor.shape == drawn.x.shape else tensor
+        rows = tensor.permute(0, 2, 3, 1).contiguous() if tensor.shape == inputs.x.shape else tensor
         place = torch.empty(rows.numel() + 1, dtype=rows.dtype, device=rows.device)[1:].view(rows.shape).copy_(rows)
         return place.permute(0, 3, 1, 2) if rows is not tensor else place
 
-    stages = [s._replace(params=converted(shifted, s.params)) for s in drawn.stages]
-    got = run_chain(cuda_chain, Drawn(x := shifted(drawn.x), stages, x, False, shifted(drawn.grad)))
+    stages = [s._replace(params=converted(shifted, s.params)) for s in inputs.stages]
+    got = run_chain(cuda_chain, ChainInputs(x := shifted(inputs.x), stages, x, False, shifted(inputs.grad)))
     for name, tensor in got.items():
         assert name.startswith("running") or torch.equal(tensor, want[name]), name
 
@@ -466,10 +468,10 @@ def test_memory_that_is_kept_is_that_of_the_plan():
 
 
 def test_only_wanted_gradients_exist_and_are_the_same():
-    drawn = moved(replace(BLOCKS[2], dtype=torch.bfloat16).draw_once())
-    want = run_chain(cuda_chain, drawn)
-    for wanted in (["dx"], ["dgamma0"], ["dbeta1"], ["dgamma2", "dbeta2"], ["dx", "dbeta0"], ["dgamma1", "dbeta2"]):
-        check_wanted(cuda_chain, drawn, wanted, want)
+    inputs = moved(replace(BLOCKS[2], dtype=torch.bfloat16).draw_once())
+    want = run_chain(cuda_chain, inputs)
+    for wants in (["dx"], ["dgamma0"], ["dbeta1"], ["dgamma2", "dbeta2"], ["dx", "dbeta0"], ["dgamma1", "dbeta2"]):
+        check_wanted(cuda_chain, inputs, wants, want)
 
 
 @emulated_only  # it reads allocations on the CPU
@@ -478,16 +480,16 @@ def test_only_wanted_gradients_exist_and_are_the_same():
 def test_a_gradient_that_nothing_reads_is_not_written(units, settings):
     """Where the input needs no gradient, the first stage needs only sums over its dz; the second one is depthwise."""
     set_emulation(**settings)
-    drawn = ChainCase((2, 16, 14, 13), units, dtype=torch.bfloat16).draw_once()
+    inputs = ChainCase((2, 16, 14, 13), units, dtype=torch.bfloat16).draw_once()
     results, allocated = [], []
     for x_grad in (True, False):
         with torch.profiler.profile(profile_memory=True) as profile:
-            results.append(run_cuda(drawn, x_grad=x_grad))
+            results.append(run_cuda(inputs, x_grad=x_grad))
         allocated.append({event.cpu_memory_usage for event in profile.events() if event.name == "aten::new_empty"})
     want, got = results
     assert set(want) - set(got) == {"dx"}
     assert all(torch.equal(tensor, want[name]) for name, tensor in got.items())
-    size = 2 * drawn.x.numel()  # that of the output of the first stage, too
+    size = 2 * inputs.x.numel()  # that of the output of the first stage, too
     assert size in allocated[0] and size not in allocated[1]
 
 
@@ -501,8 +503,8 @@ def test_operators_pass_opcheck():
 
 def test_tensors_of_another_plan_are_refused():
     # the kernels would read beyond their ends: a graph that was traced for one size has the plan of this size
-    drawn = moved(replace(ChainCase((2, 8, 3, 3), "pw16/relu dw3s2/relu"), dtype=TYPES[0]).draw_once())
-    good = forward_arguments(drawn)
+    inputs = moved(replace(ChainCase((2, 8, 3, 3), "pw16/relu dw3s2/relu"), dtype=TYPES[0]).draw_once())
+    good = forward_arguments(inputs)
     x, weights, affine, running = good["x"], good["conv_weights"], good["bn_weights"], torch.ones(16, device=PLACE)
     for bad, message in (
         ({"x": x[:1]}, "x must be channels_last"),
@@ -518,7 +520,7 @@ def test_tensors_of_another_plan_are_refused():
     ):
         with pytest.raises((ValueError, RuntimeError), match=f"conv_bn_act_chain.*{message}"):
             OPERATORS.conv_bn_act_chain_fwd(**good | bad)
-    good = backward_arguments(drawn, OPERATORS)
+    good = backward_arguments(inputs, OPERATORS)
     OPERATORS.conv_bn_act_chain_bwd(**good)
     for bad, message in (
         ({"grad": good["grad"][:1]}, "grad must be channels_last"),
@@ -543,9 +545,9 @@ def test_tensors_of_another_plan_are_refused():
     ids=["act", "channels", "dense", "shuffle", "recompute"],
 )
 def test_plans_that_the_kernels_cannot_run_are_refused(case, recompute, message):
-    drawn = moved(replace(case, dtype=TYPES[0]).draw_once())
+    inputs = moved(replace(case, dtype=TYPES[0]).draw_once())
     with pytest.raises(RuntimeError, match=message):
-        OPERATORS.conv_bn_act_chain_fwd(**forward_arguments(drawn, recompute=recompute))
+        OPERATORS.conv_bn_act_chain_fwd(**forward_arguments(inputs, recompute=recompute))
 
 
 def test_too_few_counters_are_refused(monkeypatch):

@@ -42,8 +42,8 @@ CASES["shuffle"] = ChainCase((2, 16, 6, 6), "pw8/relu dw3/identity", shuffle=Tru
 
 
 def call(case: ChainCase, backend: str | None = None) -> torch.Tensor:
-    drawn = case.draw_once()
-    return ops.conv_bn_act_chain(drawn.x, drawn.stages, shuffle=drawn.shuffle, backend=backend)
+    inputs = case.draw_once()
+    return ops.conv_bn_act_chain(inputs.x, inputs.stages, shuffle=inputs.shuffle, backend=backend)
 
 
 @pytest.fixture
@@ -94,10 +94,10 @@ def on_a_gpu(monkeypatch):
     ],
 )
 def test_the_kernels_have_the_limits_that_python_knows(channels, width, units, served):
-    drawn = ChainCase((1, channels, 5, width), units, dtype=torch.bfloat16).draw_once()
-    refusal = served_stages(drawn.x, drawn.stages, stage_fields(drawn.stages))[1]
+    inputs = ChainCase((1, channels, 5, width), units, dtype=torch.bfloat16).draw_once()
+    refusal = served_stages(inputs.x, inputs.stages, stage_fields(inputs.stages))[1]
     assert (refusal is None) == served
-    count = partial(torch.ops.nasfast.conv_bn_act_chain_gpu_counters, drawn.x, planned_numbers(drawn))
+    count = partial(torch.ops.nasfast.conv_bn_act_chain_gpu_counters, inputs.x, planned_numbers(inputs))
     if served:
         assert count() > 0
     else:
@@ -108,9 +108,9 @@ def test_the_kernels_have_the_limits_that_python_knows(channels, width, units, s
 def test_chains_go_to_cuda(on_a_gpu):
     call(GOOD)
     call(replace(GOOD, units="pw16s2/relu6 dw3/relu6"))
-    drawn = GOOD.draw_once()
-    units = [stage.params for stage in drawn.stages]
-    ops.conv_bn_act(drawn.x, *units[0][:3])
+    inputs = GOOD.draw_once()
+    units = [stage.params for stage in inputs.stages]
+    ops.conv_bn_act(inputs.x, *units[0][:3])
     assert on_a_gpu == ["cuda"] * 3
 
 
@@ -147,36 +147,42 @@ def test_the_first_stages_run_on_cuda_and_the_others_on_pytorch(units, emulated,
         return run_chain(x, stages, plan, **rest)
 
     monkeypatch.setattr(conv, "run_chain", noted)
-    drawn = replace(GOOD, units=units).draw_once()
-    exact = [s._replace(params=ConvBNParams(*(t if t is None else t.double() for t in s.params))) for s in drawn.stages]
-    inputs = {"cuda": (drawn.x, drawn.stages), "reference": (drawn.x, drawn.stages), "exact": (drawn.x.double(), exact)}
-    found, grad = {}, None
-    for name, (x, stages) in inputs.items():
+    inputs = replace(GOOD, units=units).draw_once()
+    exact = [
+        s._replace(params=ConvBNParams(*(t if t is None else t.double() for t in s.params))) for s in inputs.stages
+    ]
+    variants = {
+        "cuda": (inputs.x, inputs.stages),
+        "reference": (inputs.x, inputs.stages),
+        "exact": (inputs.x.double(), exact),
+    }
+    results, grad = {}, None
+    for name, (x, stages) in variants.items():
         leaves = [x.clone().requires_grad_(), *(stage.params.bn_weight.requires_grad_() for stage in stages)]
         y = ops.conv_bn_act_chain(leaves[0], stages, backend="reference" if name == "exact" else name)
         grad = torch.randn_like(y) if grad is None else grad.to(y.dtype)
-        found[name] = y.detach(), *torch.autograd.grad(y, leaves, grad)
+        results[name] = y.detach(), *torch.autograd.grad(y, leaves, grad)
     assert ran[0] == ("cuda", BEGUN[units])
-    for ours, theirs, want in zip(*found.values(), strict=True):
+    for ours, theirs, want in zip(*results.values(), strict=True):
         error, allowed = ((got - want).norm() / want.norm() for got in (ours, theirs))
         assert error <= 1.25 * allowed + 2**-7
 
 
 def test_a_stem_goes_to_cuda_unless_the_gradient_of_its_input_is_wanted(on_a_gpu, caplog):
-    drawn = replace(GOOD, shape=(2, 3, 6, 8), units="dense8k3s2/relu6 dw3/relu6 pw16/identity").draw_once()
-    ops.conv_bn_act_chain(drawn.x, drawn.stages)
+    inputs = replace(GOOD, shape=(2, 3, 6, 8), units="dense8k3s2/relu6 dw3/relu6 pw16/identity").draw_once()
+    ops.conv_bn_act_chain(inputs.x, inputs.stages)
     assert on_a_gpu == ["cuda"]
     with caplog.at_level(logging.INFO, logger=backends.__name__):
-        ops.conv_bn_act_chain(drawn.x.requires_grad_(), drawn.stages)
+        ops.conv_bn_act_chain(inputs.x.requires_grad_(), inputs.stages)
     assert "cuda" not in on_a_gpu[1:]
     assert "nor of a stem, whose x has no gradient" in caplog.text
 
 
 def test_weights_that_train_go_to_pytorch(on_a_gpu, caplog):
-    drawn = GOOD.draw_once()
-    drawn.stages[0].params.conv_weight.requires_grad_()
+    inputs = GOOD.draw_once()
+    inputs.stages[0].params.conv_weight.requires_grad_()
     with caplog.at_level(logging.INFO, logger=backends.__name__):
-        ops.conv_bn_act_chain(drawn.x, drawn.stages)
+        ops.conv_bn_act_chain(inputs.x, inputs.stages)
     assert "cuda" not in on_a_gpu
     assert "cuda: the weight of stage 0 trains" in caplog.text
 
@@ -197,21 +203,21 @@ def test_a_network_runs_with_cuda_named_for_all_operators(emulated, monkeypatch)
     net.freeze("bn")
     net.to(memory_format=torch.channels_last).train()
     images = torch.randn(4, space.in_channels, space.resolution, space.resolution)
-    found = {}
+    results = {}
     for name in ("cuda", "reference"):
         with ops.use_backend(name), torch.autocast("cpu", torch.bfloat16):
-            found[name] = net(images, [0] * len(space.layers))
-    torch.testing.assert_close(found["cuda"], found["reference"], rtol=0.05, atol=0.05)
+            results[name] = net(images, [0] * len(space.layers))
+    torch.testing.assert_close(results["cuda"], results["reference"], rtol=0.05, atol=0.05)
     assert set(used) == {"cuda"}
 
 
 def test_types_that_it_lacks_raise_with_the_reason(emulated):
-    drawn = replace(GOOD, dtype=torch.float32).draw_once()
+    inputs = replace(GOOD, dtype=torch.float32).draw_once()
     with pytest.raises(RuntimeError, match="computes in bfloat16 and float16, here it would be torch.float32"):
-        ops.conv_bn_act_chain(drawn.x, drawn.stages, backend="cuda")
-    half = [s._replace(params=s.params._replace(conv_weight=s.params.conv_weight.half())) for s in drawn.stages]
+        ops.conv_bn_act_chain(inputs.x, inputs.stages, backend="cuda")
+    half = [s._replace(params=s.params._replace(conv_weight=s.params.conv_weight.half())) for s in inputs.stages]
     with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="weight of stage 0 is torch.float16"):
-        ops.conv_bn_act_chain(drawn.x, half, backend="cuda")
+        ops.conv_bn_act_chain(inputs.x, half, backend="cuda")
 
 
 def test_cpu_tensors_are_served_only_by_the_emulation_that_is_named(monkeypatch):
@@ -231,5 +237,5 @@ def test_a_gpu_before_ampere_is_refused(monkeypatch):
     class Image:
         device, dtype = torch.device("cuda", 0), torch.bfloat16
 
-    said = "needs compute capability 8.0 (Ampere) or newer, cuda:0 has 7.5"
-    assert backends.why_not_cuda_chain(Image()) == said
+    reason = "needs compute capability 8.0 (Ampere) or newer, cuda:0 has 7.5"
+    assert backends.why_not_cuda_chain(Image()) == reason

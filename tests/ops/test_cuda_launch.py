@@ -57,15 +57,15 @@ def test_early_launches_that_the_driver_refuses_are_plain_from_then_on(launches)
 
 @pytest.mark.parametrize("call", ["cudaFuncSetAttribute", "cudaDeviceGetAttribute", "cudaGetDevice"])
 def test_an_error_is_raised_once_and_not_by_the_next_launch(launches, call):
-    first, *others = launches(call)
+    first, *rest = launches(call)
     assert first[0] == "" and f"{call} failed: invalid argument" in first[1]
-    assert others == [("PE", "")] * 2
+    assert rest == [("PE", "")] * 2
 
 
 def test_the_error_of_a_launch_names_its_kernel(launches):
-    first, *others = launches("cudaLaunchKernelExC")
+    first, *rest = launches("cudaLaunchKernelExC")
     assert first[0] == "-" and "the CUDA kernel first (1 images, 8 x 8 -> 8 x 8 pixels, 16 -> 16 channels" in first[1]
-    assert "invalid argument" in first[1] and others == [("PE", "")] * 2
+    assert "invalid argument" in first[1] and rest == [("PE", "")] * 2
 
 
 def test_more_than_16_million_numbers_of_a_channel_are_counted_exactly(compiled):

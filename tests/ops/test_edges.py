@@ -78,11 +78,11 @@ def chain(text: str, act: str, training: bool, *, added: bool = False, shuffle: 
 
     def call(module, x, *learned):
         x = torch.cat((x, x[:, :3]), 1) if shuffle else x
-        here = [
+        learning = [
             stage._replace(params=stage.params._replace(bn_weight=weight, bn_bias=bias))
             for stage, weight, bias in zip(stages, learned[::2], learned[1::2], strict=True)
         ]
-        return module.conv_bn_act_chain(x, here, residual=x if added else None, shuffle=shuffle)
+        return module.conv_bn_act_chain(x, learning, residual=x if added else None, shuffle=shuffle)
 
     shapes = [(len(stage.params.conv_weight),) for stage in stages]
     return Operator(call, tuple(shape for shape in shapes for _ in range(2)), training)
@@ -182,12 +182,12 @@ INPUTS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def results(operator: Operator, module: Any, x: Tensor, wanted: tuple[bool, ...] = (), change=lambda grad: grad):
+def results(operator: Operator, module: Any, x: Tensor, wants: tuple[bool, ...] = (), change=lambda grad: grad):
     """The result, and the gradients of what is wanted (default: all) for a gradient that `change` has changed."""
     learned = [draw(*shape, seed=10 + i) for i, shape in enumerate(operator.learned)]
     leaves = [x.detach(), *learned]
-    wanted = wanted or (True,) * len(leaves)
-    for leaf, want in zip(leaves, wanted, strict=True):
+    wants = wants or (True,) * len(leaves)
+    for leaf, want in zip(leaves, wants, strict=True):
         leaf.requires_grad_(want)
     y = operator.call(module, *leaves)
     grad = change(draw(*y.shape, seed=99))
@@ -214,11 +214,11 @@ def test_inputs(native, name):
     operator = OPERATORS[name]
     learned = [draw(*shape, seed=10 + i) for i, shape in enumerate(operator.learned)]
     for edge, make in INPUTS.items():
-        made = make()
+        operand = make()
         # at a NaN, PyTorch's vectors and its last elements give different gradients of these two
-        last = 1 if not made.isfinite().all() and ("relu6" in name or "hswish" in name) else None
+        last = 1 if not operand.isfinite().all() and ("relu6" in name or "hswish" in name) else None
         # other strides are the edge
-        for x in [made, made.to(memory_format=torch.channels_last)] if made.is_contiguous() else [made]:
+        for x in [operand, operand.to(memory_format=torch.channels_last)] if operand.is_contiguous() else [operand]:
             got, want = results(operator, ops, x), results(operator, reference, x)
             assert_equal(got[:last], want[:last], edge)
             with torch.no_grad():
@@ -250,9 +250,9 @@ def test_only_some_have_gradients(native, name):
     operator, x = OPERATORS[name], draw(3, C, 6, 7)
     count = 1 + len(operator.learned)
     for i in range(count):
-        for wanted in ([j == i for j in range(count)], [j != i for j in range(count)]):
-            if any(wanted):
-                got, want = (results(operator, module, x, tuple(wanted)) for module in (ops, reference))
+        for wants in ([j == i for j in range(count)], [j != i for j in range(count)]):
+            if any(wants):
+                got, want = (results(operator, module, x, tuple(wants)) for module in (ops, reference))
                 assert_equal(got, want)
 
 
@@ -329,16 +329,16 @@ def test_transforms(native, name):
 def test_batched_gradients_of_parameters(native):
     """Also of tensors in lists, and where the gradients are batched twice."""
     operator, x = OPERATORS["inverted residual relu6 eval"], draw(2, C, 3, 4)
-    found = []
+    messages = []
     for module in (ops, reference):
         learned = [draw(*shape, seed=10 + i).requires_grad_() for i, shape in enumerate(operator.learned)]
         y = operator.call(module, x, *learned)
         grads = draw(2, 3, *y.shape, seed=1)
         backward = lambda grad, y=y, learned=learned: torch.autograd.grad(y, learned, grad, retain_graph=True)  # noqa: E731
-        found.append(
+        messages.append(
             [*torch.vmap(torch.vmap(backward))(grads), *torch.vmap(backward, in_dims=1)(grads[0].transpose(0, 1))]
         )
-    assert_equal(*found)
+    assert_equal(*messages)
 
 
 def test_orthogonalize_is_differentiated_and_vectorized_by_the_reference(native):

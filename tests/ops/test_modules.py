@@ -76,8 +76,8 @@ def test_squeeze_and_excitation_matches_float64(act, gate, expand, frozen, backe
 
     monkeypatch.setattr(squeeze, "_MIN_ELEMENTS", 0)
     sums, called = getattr(torch.ops.nasfast, "squeeze_excite_sums", None), []
-    noted = lambda *given: called.append(given) or sums(*given)  # noqa: E731
-    monkeypatch.setattr(torch.ops.nasfast, "squeeze_excite_sums", noted, raising=False)
+    record = lambda *arguments: called.append(arguments) or sums(*arguments)  # noqa: E731
+    monkeypatch.setattr(torch.ops.nasfast, "squeeze_excite_sums", record, raising=False)
     plain = randomised(block, act="silu", se=SqueezeExcitation(hidden, 8, act=act, gate=gate))
     se = SqueezeExcitation(hidden, 8, act=act, gate=gate, fused=True)
     fused = InvertedResidual(**block, act="silu", se=se, fused=True)

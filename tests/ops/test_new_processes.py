@@ -83,29 +83,29 @@ for name, code in zip(sys.argv[2::2], sys.argv[3::2]):
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory) -> dict[str, str]:
+def printed(tmp_path_factory) -> dict[str, str]:
     """What each program printed; none failed."""
     out = tmp_path_factory.mktemp("programs")
     words = [word for program in PROGRAMS.items() for word in program]
     done = subprocess.run([sys.executable, "-c", DRIVER, str(out), *words], capture_output=True, text=True, check=True)
-    found = {name: (out / name).read_text() for name in PROGRAMS}
-    assert done.stdout.split() == ["0"] * len(PROGRAMS), found
-    return found
+    printed = {name: (out / name).read_text() for name in PROGRAMS}
+    assert done.stdout.split() == ["0"] * len(PROGRAMS), printed
+    return printed
 
 
-def test_tensors_outlive_the_interpreter_with_a_pool_and_with_little_address_space(native, said):
+def test_tensors_outlive_the_interpreter_with_a_pool_and_with_little_address_space(native, printed):
     if "-fsanitize" in native.build_info().flags:
         pytest.skip("the sanitizer's build has no pool")
-    assert said["outlived"] == ""
+    assert printed["outlived"] == ""
 
 
-def test_it_works_without_the_extension_and_says_what_to_do(said):
-    assert "backend 'cpu' (from backend) cannot serve" in said["without extension"]
-    assert "bn_act on cpu: reference" in said["without extension"] and "pip install" in said["without extension"]
+def test_it_works_without_the_extension_and_says_what_to_do(printed):
+    assert "backend 'cpu' (from backend) cannot serve" in printed["without extension"]
+    assert "bn_act on cpu: reference" in printed["without extension"] and "pip install" in printed["without extension"]
 
 
-def test_triton_is_not_imported_and_who_lacks_kernels_learns_it_once(said):
-    lines = said["every operator"].splitlines()
+def test_triton_is_not_imported_and_who_lacks_kernels_learns_it_once(printed):
+    lines = printed["every operator"].splitlines()
     assert "nasfast.ops.triton" not in lines
     if not torch.cuda.is_available():
         assert len([line for line in lines if line.startswith("nasfast has no kernels for cuda:0")]) == 1, lines

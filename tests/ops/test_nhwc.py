@@ -16,7 +16,7 @@ FUNCTIONS = {
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def gradient_of(function, x, grad):
+def differentiate(function, x, grad):
     x = x.detach().clone().requires_grad_()
     y = function(x)
     y.backward(grad)
@@ -29,7 +29,7 @@ def test_values_and_gradients_are_those_of_pytorch(name, dtype):
     for shape, layout in product([(3, 6, 5, 7), (2, 1, 4, 1), (1, 5, 1, 1)], [NHWC, torch.contiguous_format]):
         x = torch.randn(shape).to(dtype).contiguous(memory_format=layout)
         grad = torch.randn_like(theirs(x))
-        for got, want in zip(gradient_of(ours, x, grad), gradient_of(theirs, x, grad), strict=True):
+        for got, want in zip(differentiate(ours, x, grad), differentiate(theirs, x, grad), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 

@@ -41,24 +41,24 @@ class Operator(NamedTuple):
 
     def draw(self, dtype: torch.dtype = FLOAT32) -> list[Tensor]:
         """The tensors; vectors and weights are float32, or float64 like the images."""
-        drawn = [torch.randn(shape) for shape in self.shapes]
+        inputs = [torch.randn(shape) for shape in self.shapes]
         narrow = torch.promote_types(dtype, FLOAT32)
-        return [with_layout(t.to(dtype), "nhwc") if i < self.images else t.to(narrow) for i, t in enumerate(drawn)]
+        return [with_layout(t.to(dtype), "nhwc") if i < self.images else t.to(narrow) for i, t in enumerate(inputs)]
 
-    def run(self, tensors: Sequence[Tensor], wanted: Sequence[bool], backend: str | None) -> dict[str, Tensor | None]:
+    def run(self, tensors: Sequence[Tensor], wants: Sequence[bool], backend: str | None) -> dict[str, Tensor | None]:
         """Result and gradients, by place; None for those that do not exist."""
-        leaves = [t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
+        leaves = [t.detach().requires_grad_(want) for t, want in zip(tensors, wants, strict=True)]
         y = self.call(*leaves, backend=backend)
-        assert y.requires_grad == any(wanted)
-        if any(wanted):
+        assert y.requires_grad == any(wants)
+        if any(wants):
             generator = torch.Generator().manual_seed(1)
             y.backward(torch.randn(y.shape, generator=generator).to(y.dtype))
         return {"y": y.detach(), **{f"d{i}": leaf.grad for i, leaf in enumerate(leaves)}}
 
 
-def saved_by_bn_act(wanted, sizes):
+def saved_by_bn_act(wants, sizes):
     # x, weight and bias, mean and variance of every channel in float64
-    return sum(sizes[:3]) + 2 * 8 * 6 if any(wanted[:3]) else 0
+    return sum(sizes[:3]) + 2 * 8 * 6 if any(wants[:3]) else 0
 
 
 FILTERS = torch.linspace(-1, 1, 54).view(6, 1, 3, 3)
@@ -84,7 +84,7 @@ OPERATORS = {
         [IMAGE, (6,), (6,)],
         1,
         # the output of the convolution, which has the size of x, mean and variance in float64, and the parameters
-        lambda wanted, sizes: any(wanted) * (sum(sizes) + sizes[0] // 576 * FILTERS.numel() + 2 * 8 * 6),
+        lambda wants, sizes: any(wants) * (sum(sizes) + sizes[0] // 576 * FILTERS.numel() + 2 * 8 * 6),
         BFLOAT16,
     ),
     "depthwise_conv2d": Operator(
@@ -92,23 +92,23 @@ OPERATORS = {
         [IMAGE, (6, 1, 5, 5)],
         1,
         # x only for the gradient of the weight
-        lambda wanted, sizes: wanted[1] * sizes[0] + any(wanted) * sizes[1],
+        lambda wants, sizes: wants[1] * sizes[0] + any(wants) * sizes[1],
         BFLOAT16,
     ),
     "mixed_bn": Operator(
         lambda a, b, c, gates, backend: ops.mixed_bn([a, b, c], gates, normalize=[True, False, True], backend=backend),
         [IMAGE, IMAGE, IMAGE, (3,)],
         3,
-        lambda wanted, sizes: sum(sizes) + 2 * 2 * 8 * 6 if any(wanted) else 0,
+        lambda wants, sizes: sum(sizes) + 2 * 2 * 8 * 6 if any(wants) else 0,
     ),
     "max_pool_3x3": Operator(
         lambda x, backend: ops.pool_3x3(x, kind="max", backend=backend),
         [IMAGE],
         1,
-        lambda wanted, sizes: wanted[0] * 2 * 6 * 8 * 6,  # a byte per maximum
+        lambda wants, sizes: wants[0] * 2 * 6 * 8 * 6,  # a byte per maximum
     ),
     "avg_pool_3x3": Operator(
-        lambda x, backend: ops.pool_3x3(x, kind="avg", stride=2, backend=backend), [IMAGE], 1, lambda wanted, sizes: 0
+        lambda x, backend: ops.pool_3x3(x, kind="avg", stride=2, backend=backend), [IMAGE], 1, lambda wants, sizes: 0
     ),
     "squeeze_excite": Operator(
         lambda x, w1, b1, w2, b2, backend: ops.squeeze_excite(
@@ -117,7 +117,7 @@ OPERATORS = {
         [IMAGE, (5, 6, 1, 1), (5,), (6, 5, 1, 1), (6,)],
         1,
         # x, the weights, the means, and what goes into the activation and the gate
-        lambda wanted, sizes: any(wanted) * (sizes[0] + sizes[1] + sizes[3] + 2 * 4 * (6 + 5 + 6)),
+        lambda wants, sizes: any(wants) * (sizes[0] + sizes[1] + sizes[3] + 2 * 4 * (6 + 5 + 6)),
     ),
 }
 
@@ -165,9 +165,9 @@ def test_bn_act_of_the_reference_matches_float64():
 def test_only_wanted_gradients_exist(op, backend):
     tensors = op.draw()
     want = op.run([t.double() for t in tensors], [True] * len(tensors), "reference")
-    for wanted in product([True, False], repeat=len(tensors)):
-        for name, got in op.run(tensors, wanted, backend).items():
-            assert (got is not None) == (name == "y" or wanted[int(name[1:])]), (name, wanted)
+    for wants in product([True, False], repeat=len(tensors)):
+        for name, got in op.run(tensors, wants, backend).items():
+            assert (got is not None) == (name == "y" or wants[int(name[1:])]), (name, wants)
             if got is not None:
                 assert_close(name, got, want[name], FLOAT32_CHAIN, floor=10.0)
 
@@ -175,18 +175,18 @@ def test_only_wanted_gradients_exist(op, backend):
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 def test_saves_only_what_backward_needs(op, dtype, native):
     tensors = op.draw(dtype)
-    for wanted in product([True, False], repeat=len(tensors)):
-        leaves = [t.detach().requires_grad_(want) for t, want in zip(tensors, wanted, strict=True)]
+    for wants in product([True, False], repeat=len(tensors)):
+        leaves = [t.detach().requires_grad_(want) for t, want in zip(tensors, wants, strict=True)]
         run = partial(op.call, *leaves, backend="cpu")
         saved, _ = saved_by(run)
-        assert sum(t.nbytes for t in saved) == op.saved(wanted, [t.nbytes for t in tensors]), wanted
+        assert sum(t.nbytes for t in saved) == op.saved(wants, [t.nbytes for t in tensors]), wants
         with torch.no_grad():
             assert saved_by(run)[0] == []
 
 
 def test_second_derivatives_are_refused_by_the_native_backend_only(op, backend):
-    x, *others = op.draw()
-    y = op.call(x.requires_grad_(), *others, backend=backend)
+    x, *rest = op.draw()
+    y = op.call(x.requires_grad_(), *rest, backend=backend)
     (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
     if backend == "reference":
         assert torch.autograd.grad(gradient.square().sum(), x)[0].isfinite().all()
@@ -195,7 +195,7 @@ def test_second_derivatives_are_refused_by_the_native_backend_only(op, backend):
         with refused:
             gradient.square().sum().backward()
         # as in a gradient penalty: the gradient of the sum is a constant, and nothing but x requires grad
-        y = op.call(x, *others, backend=backend)
+        y = op.call(x, *rest, backend=backend)
         (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
         with refused:
             (y.sum() + gradient.square().sum()).backward()
@@ -296,12 +296,12 @@ def opchecks():
         tensors = bn_act.Case((2, 5, 4, 3), layout, dtype).inputs("relu6", residual=residual)
         x, weight, bias = (tensors[name].requires_grad_() for name in ("x", "weight", "bias"))
         extra = tensors["residual"].requires_grad_() if residual else None
-        kept = (tensors["running_mean"], tensors["running_var"]) if running else (None, None)
-        yield "bn_act_fwd", (x, weight, bias, extra, *kept, 1e-5, "relu6")
-    for wanted in ([True] * 3, [False] * 3, [True, False, True], [False, True, False]):
+        statistics = (tensors["running_mean"], tensors["running_var"]) if running else (None, None)
+        yield "bn_act_fwd", (x, weight, bias, extra, *statistics, 1e-5, "relu6")
+    for wants in ([True] * 3, [False] * 3, [True, False, True], [False, True, False]):
         yield (
             "bn_act_bwd",
-            (x.detach(), x.detach(), weight.detach(), bias.detach(), mean, var, 1e-5, "tanh", True, *wanted),
+            (x.detach(), x.detach(), weight.detach(), bias.detach(), mean, var, 1e-5, "tanh", True, *wants),
         )
     for stride, dilation, dtype, wants in [
         (1, 1, FLOAT32, (True, True)),
@@ -312,8 +312,8 @@ def opchecks():
         x, weight, grad = depthwise_conv2d.Case((2, 5, 6, 5), 3, stride, dilation, "nhwc", dtype).inputs().values()
         leaves = x.clone().requires_grad_(wants[0]), weight.clone().requires_grad_(wants[1])
         yield "depthwise_conv2d_fwd", (*leaves, stride, dilation)
-        kept = x if wants[1] else None
-        yield "depthwise_conv2d_bwd", (grad, kept, list(x.shape), weight, stride, dilation, *wants)
+        saved = x if wants[1] else None
+        yield "depthwise_conv2d_bwd", (grad, saved, list(x.shape), weight, stride, dilation, *wants)
     flags = [True, False, True]
     for layout, dtype in (("nhwc", BFLOAT16), ("nchw", FLOAT32)):
         xs, gates, grad = mixed_bn.MixedCase((2, 6, 4, 3), "nxn", dtype=dtype).draw()
@@ -539,9 +539,9 @@ def test_mixed_bn_is_its_formula_and_has_second_derivatives():
         return y
 
     for case in (case for case in mixed_bn.CASES if case.dtype == FLOAT32):
-        drawn = mixed_bn.widened(*case.draw())
-        got = mixed_bn.run(reference.mixed_bn, *drawn, case.normalize)
-        want = mixed_bn.run(formula, *drawn, case.normalize)
+        inputs = mixed_bn.widened(*case.draw())
+        got = mixed_bn.run(reference.mixed_bn, *inputs, case.normalize)
+        want = mixed_bn.run(formula, *inputs, case.normalize)
         for name, tensor in got.items():
             torch.testing.assert_close(tensor, want[name], rtol=1e-8, atol=1e-8, msg=name)
     xs = torch.randn(3, 2, 3, 2, 2, dtype=torch.float64).unbind()

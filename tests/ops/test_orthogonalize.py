@@ -145,10 +145,10 @@ def test_strides_do_not_matter_and_the_input_stays(runner):
         sliced.copy_(z)
         transposed = z.mT.contiguous().mT
         expected = runner([z])[0]
-        kept = z.clone()
+        copy = z.clone()
         for q in runner([sliced, transposed, z]):
             assert torch.equal(q, expected)
-        assert torch.equal(z, kept)
+        assert torch.equal(z, copy)
 
 
 def test_empty_and_single(runner):
@@ -200,11 +200,11 @@ def test_extreme_scales(runner, dtype, largest):
         assert departure(q) <= EXACTNESS[dtype], shape
         assert (q - want).abs().max() <= SAME_Q[dtype], shape
         # columns apart from each other by as much
-        apart = tall(scaled).clone()
-        apart[:, 1::2] = tall(z)[:, 1::2]
+        scaled_apart = tall(scaled).clone()
+        scaled_apart[:, 1::2] = tall(z)[:, 1::2]
         equal = tall(z).clone()
         equal[:, ::2] = near_one(tall(scaled)[:, ::2], largest)
-        (q,), (want,) = runner([apart]), reference.orthogonalize([equal.to(dtype).double()])
+        (q,), (want,) = runner([scaled_apart]), reference.orthogonalize([equal.to(dtype).double()])
         assert departure(q) <= EXACTNESS[dtype], shape
         assert (q - want).abs().max() <= SAME_Q[dtype], shape
 
@@ -288,8 +288,8 @@ def test_law_is_haar(runner):
 
 
 def test_uncorrected_qr_fails_the_haar_tests():
-    found = deviations(torch.linalg.qr(torch.randn(20_000, 4, 4, dtype=torch.float64))[0])
-    assert found["first"] > 4 and found["determinant"] > 4
+    result = deviations(torch.linalg.qr(torch.randn(20_000, 4, 4, dtype=torch.float64))[0])
+    assert result["first"] > 4 and result["determinant"] > 4
 
 
 def test_threads_do_not_change_the_result():
@@ -361,8 +361,10 @@ def emulated_draw(z: torch.Tensor, seed: int, *, backwards: bool) -> None:
     [
         pytest.param(lambda z, seed: torch.ops.nasfast.gaussian_(z, seed), id="cpu"),
         *(
-            pytest.param(partial(emulated_draw, backwards=way), marks=needs_emulation, id=f"backwards={way}")
-            for way in (False, True)
+            pytest.param(
+                partial(emulated_draw, backwards=backwards), marks=needs_emulation, id=f"backwards={backwards}"
+            )
+            for backwards in (False, True)
         ),
     ],
 )
@@ -378,9 +380,9 @@ def test_gaussians_are_those_of_torch(native, draw, count):
 
 def test_without_the_extension_the_same_is_drawn(native, monkeypatch):
     shapes = [(40, 27), (3, 3), (192, 32)]
-    drawn = ops.orthogonalize_([torch.empty(shape) for shape in shapes])
+    matrices = ops.orthogonalize_([torch.empty(shape) for shape in shapes])
     monkeypatch.setattr(_native, "extension", None)
-    for q, again in zip(drawn, ops.orthogonalize_([torch.empty(shape) for shape in shapes]), strict=True):
+    for q, again in zip(matrices, ops.orthogonalize_([torch.empty(shape) for shape in shapes]), strict=True):
         assert (q - again).abs().max() <= SAME_Q[torch.float32]
 
 
@@ -396,7 +398,7 @@ def test_gaussians_refuse_what_would_corrupt_memory(native):
 @needs_emulation
 def test_the_kernels_refuse_what_would_corrupt_memory():
     z, large = torch.ones(2, 20, 9), torch.ones(1, 1).expand(2**30, 1)
-    for given, message in (
+    for arguments, message in (
         (([z], [], [], [1.0]), "as many q and scales as z"),
         (([z], [z], [], []), "as many q and scales as z"),
         (([z, z], [z, z], [z], [1.0, 1.0]), "as many v, or none"),
@@ -408,14 +410,14 @@ def test_the_kernels_refuse_what_would_corrupt_memory():
         (([large], [large], [], [1.0]), "batch 0 is too large"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            torch.ops.nasfast.householder_emulated(*given, False)
-    for given, message in (
+            torch.ops.nasfast.householder_emulated(*arguments, False)
+    for arguments, message in (
         (([z], []), "as many seeds as tensors"),
         (([z.mT], [1]), "tensor 0 must be contiguous"),
         (([z, z.half()], [1, 2]), "tensor 1 must be contiguous, float32 or float64"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            torch.ops.nasfast.gaussians_emulated(*given, False)
+            torch.ops.nasfast.gaussians_emulated(*arguments, False)
 
 
 def test_drawn_matrices_of_the_supernet_are_orthogonal():
@@ -453,9 +455,9 @@ def targets():
 
 def test_filling_in_place(monkeypatch):
     tensors = targets()
-    kept = list(tensors)
+    passed = list(tensors)
     returned = nasfast.orthogonalize_(tensors, seed=3, gain=2.0)
-    assert all(a is b for a, b in zip(returned, kept, strict=True))
+    assert all(a is b for a, b in zip(returned, passed, strict=True))
     for tensor in tensors:
         if tensor.numel():
             assert departure(tensor.detach().flatten(1) / 2) <= EXACTNESS[tensor.dtype]
@@ -463,9 +465,9 @@ def test_filling_in_place(monkeypatch):
     # the names and the seed decide, and neither order nor grouping or the other tensors; the type only by rounding
     names = [str(i) for i in range(len(tensors))]
     monkeypatch.setattr(orthogonal, "_GROUP_ELEMENTS", 100)
-    others = targets()[::-1]
-    ops.orthogonalize_(others, seed=3, gain=2.0, names=names[::-1])
-    assert all(map(torch.equal, tensors, others[::-1]))
+    reversed_tensors = targets()[::-1]
+    ops.orthogonalize_(reversed_tensors, seed=3, gain=2.0, names=names[::-1])
+    assert all(map(torch.equal, tensors, reversed_tensors[::-1]))
     (alone,) = ops.orthogonalize_([torch.empty(40, 33, dtype=torch.float64)], seed=3, gain=2.0, names=["7"])
     assert (alone - tensors[7]).abs().max() <= 2 * SAME_Q[torch.float32]
     (changed,) = ops.orthogonalize_([torch.empty(40, 33)], seed=4, gain=2.0, names=["7"])

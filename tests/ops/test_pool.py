@@ -26,17 +26,17 @@ def pool(native):
 
 
 @pytest.fixture
-def others(pool):
+def bytes_before(pool):
     """Bytes that tensors of earlier tests still use."""
     return pool.pool_bytes()[0]
 
 
 def run(case):
-    drawn = case.draw_once()
-    return ops.conv_bn_act_chain(drawn.x, drawn.stages, residual=drawn.residual, backend="cpu")
+    inputs = case.draw_once()
+    return ops.conv_bn_act_chain(inputs.x, inputs.stages, residual=inputs.residual, backend="cpu")
 
 
-def saved_of(case):
+def collect_saved(case):
     """The tensor kept for backward: it has gaps between the stages, which nothing writes."""
     return torch.ops.nasfast.conv_bn_act_chain_fwd(**forward_arguments(case.draw_once()))[1]
 
@@ -45,12 +45,12 @@ def saved_of(case):
 def test_poison_reaches_what_the_operators_allocate(case):
     n, _, height, width = case.shape
     written = n * height * width * 5
-    saved = saved_of(case)
+    saved = collect_saved(case)
     assert saved.numel() > written
     assert saved[written:].isnan().all() and saved[:written].isfinite().all()
 
 
-def test_only_large_tensors_are_in_the_pool_while_they_live(pool, others):
+def test_only_large_tensors_are_in_the_pool_while_they_live(pool, bytes_before):
     before = pool.pool_bytes()
     small, large = run(SMALL), run(LARGE)
     used, reached = pool.pool_bytes()
@@ -59,15 +59,15 @@ def test_only_large_tensors_are_in_the_pool_while_they_live(pool, others):
     del large
     assert pool.pool_bytes()[0] == used
     del view
-    assert pool.pool_bytes()[0] == others
+    assert pool.pool_bytes()[0] == bytes_before
 
 
-def test_steps_reuse_the_same_memory(pool, others):
-    drawn = LARGE.draw_once()
+def test_steps_reuse_the_same_memory(pool, bytes_before):
+    inputs = LARGE.draw_once()
 
     def step():
-        x = drawn.x.detach().requires_grad_()
-        ops.conv_bn_act_chain(x, drawn.stages, residual=x, backend="cpu").backward(drawn.grad)
+        x = inputs.x.detach().requires_grad_()
+        ops.conv_bn_act_chain(x, inputs.stages, residual=x, backend="cpu").backward(inputs.grad)
         return x.grad
 
     step()
@@ -75,26 +75,26 @@ def test_steps_reuse_the_same_memory(pool, others):
     for _ in range(5):
         step()
         assert pool.pool_bytes() == (used, reached)
-    assert used == others
+    assert used == bytes_before
     gradient = step()
     assert pool.pool_bytes()[1] == reached
     del gradient
 
 
-def test_empty_cache_keeps_what_is_in_use(pool, others):
+def test_empty_cache_keeps_what_is_in_use(pool, bytes_before):
     kept, freed = run(LARGE), run(LARGE)
     want = kept.clone()
     del freed
     pool.empty_cache()
     assert torch.equal(kept, want)
     used, reached = pool.pool_bytes()
-    assert used == others + kept.nbytes <= reached
+    assert used == bytes_before + kept.nbytes <= reached
     # pages that were given back come again, and hold what is written
     assert torch.equal(run(LARGE), want)
     del kept
     pool.empty_cache()
-    assert pool.pool_bytes()[0] == others
-    assert others or pool.pool_bytes()[1] == 0
+    assert pool.pool_bytes()[0] == bytes_before
+    assert bytes_before or pool.pool_bytes()[1] == 0
 
 
 @pytest.mark.parametrize("order", [[0, 2, 1], [1, 0, 2]], ids=str)
@@ -124,11 +124,11 @@ def test_two_tensors_never_share_memory(pool):
         assert all((tensor == value).all() for value, tensor in alive)
 
 
-def test_threads_allocate_and_free_at_once(pool, others):
+def test_threads_allocate_and_free_at_once(pool, bytes_before):
     want = run(LARGE)
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(lambda _: torch.equal(run(LARGE), want), range(40)))
-    assert pool.pool_bytes()[0] == others + want.nbytes
+    assert pool.pool_bytes()[0] == bytes_before + want.nbytes
 
 
 def test_a_result_is_an_ordinary_tensor(tmp_path):
@@ -157,15 +157,15 @@ class Features(Dataset):
         return float(self.y[i].sum()), float(run(LARGE)[i].sum())
 
 
-def test_workers_that_are_forked_have_their_own(pool, others):
+def test_workers_that_are_forked_have_their_own(pool, bytes_before):
     # OpenMP's threads do not survive a fork
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     y = run(LARGE)
     want = y.clone()
     loader = DataLoader(Features(y), batch_size=2, num_workers=2, multiprocessing_context="fork")
-    for kept, made in loader:
-        assert torch.equal(kept, made)
+    for expected, got in loader:
+        assert torch.equal(expected, got)
     torch.set_num_threads(threads)
     assert torch.equal(y, want)
-    assert pool.pool_bytes()[0] == others + y.nbytes
+    assert pool.pool_bytes()[0] == bytes_before + y.nbytes

@@ -57,10 +57,12 @@ def test_auto_is_bf16_where_the_cuda_kernels_run(capability, missing, device, me
         assert resolve_precision("auto", device) == resolve_precision("auto", device) == meant
         assert {name: resolve_precision(name, device) for name in ("fp32", "bf16")} == {"fp32": "fp32", "bf16": "bf16"}
         reason = default_precision(device)[1]
-    asked = capability is not None and device not in ("cpu", "onnx")
-    said = [record.message for record in caplog.records]
-    assert said == [f"precision auto: {meant} on the GPU ({reason})"] * asked, "once, and only where it was a question"
-    if missing and asked:
+    logs = capability is not None and device not in ("cpu", "onnx")
+    messages = [record.message for record in caplog.records]
+    assert messages == [f"precision auto: {meant} on the GPU ({reason})"] * logs, (
+        "once, and only where it was a question"
+    )
+    if missing and logs:
         assert MISSING in reason
     if capability == (7, 5):
         assert "needs compute capability 8.0" in reason
@@ -76,12 +78,12 @@ def test_auto_is_the_default_of_every_command(machine):
     assert RunConfig().train.precision == RunConfig().retrain.train.precision == "auto"
     assert TrainConfig().precision == StepTimesConfig().dtype == LatencyConfig().dtype == "auto"
     space = LatencyConfig(space="digits_mini").resolve()
-    for capability, wanted in ((None, "fp32"), ((9, 0), "bf16")):
+    for capability, want in ((None, "fp32"), ((9, 0), "bf16")):
         machine(capability)
         with FakeTensorMode():
             cfg = resolved(RunConfig())
-            assert (cfg.train.precision, cfg.retrain.train.precision) == (wanted, wanted)
-            assert table_head(LatencyConfig(device="cuda"), space)["dtype"] == wanted
+            assert (cfg.train.precision, cfg.retrain.train.precision) == (want, want)
+            assert table_head(LatencyConfig(device="cuda"), space)["dtype"] == want
         assert (
             table_head(LatencyConfig(), space)["dtype"]
             == table_head(LatencyConfig(device="onnx"), space)["dtype"]

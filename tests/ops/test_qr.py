@@ -118,7 +118,9 @@ def test_tracers_see_all_that_is_computed(how, function):
     if how == "compile":
         traced = torch.compile(function, backend="aot_eager", fullgraph=True)
     else:
-        traced = {"make_fx": lambda *given: make_fx(given[0])(given[1]), "jit.trace": trace}[how](function, example)
+        traced = {"make_fx": lambda *arguments: make_fx(arguments[0])(arguments[1]), "jit.trace": trace}[how](
+            function, example
+        )
     for got, want in zip(traced(a), function(a), strict=True):
         assert torch.allclose(got, want, atol=1e-4)
 
@@ -129,9 +131,9 @@ def test_complex_numbers_and_autocast():
         assert torch.equal(got, want)
     half = torch.randn(7, 5).bfloat16()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = ops.qr(half)
+        factors = ops.qr(half)
         assert ops.qr(torch.randn(7, 5)).Q.dtype == torch.float32
-    assert all(map(torch.equal, found, torch.linalg.qr(half.float())))
+    assert all(map(torch.equal, factors, torch.linalg.qr(half.float())))
     with pytest.raises(RuntimeError, match="cannot serve: serves float32 and float64, got torch.complex128"):
         ops.qr(a, backend="cpu")
 

@@ -94,8 +94,8 @@ def test_chains_are_pytorchs_convolutions_with_its_passes(case, monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     chain = partial(ops.conv_bn_act_chain, backend="triton")
 
-    def run_here(drawn, *, x_grad=True):
-        got = run_chain(chain, converted_chain(on_device, drawn), x_grad=x_grad)
+    def run_here(inputs, *, x_grad=True):
+        got = run_chain(chain, converted_chain(on_device, inputs), x_grad=x_grad)
         return {name: tensor.cpu() for name, tensor in got.items()}
 
     check_chain(case, *case.draw(), run_here)
@@ -107,8 +107,8 @@ def test_nan_and_infinity_go_where_pytorchs_go():
     arguments = {"x": x, "weight": torch.ones(4), "bias": torch.zeros(4), "grad": torch.ones_like(x)}
     arguments |= {"running_mean": torch.zeros(4), "running_var": torch.ones(4)}
     for training, act in ((True, "relu"), (False, "relu6"), (False, "hswish"), (False, "silu"), (False, "tanh")):
-        here = {name: on_device(tensor) for name, tensor in arguments.items()}
-        y = run(bn_act, here, act=act, training=training)["y"].cpu()
+        on_gpu = {name: on_device(tensor) for name, tensor in arguments.items()}
+        y = run(bn_act, on_gpu, act=act, training=training)["y"].cpu()
         want = run(ops.reference.bn_act, arguments, act=act, training=training)["y"]
         assert_close(f"{act}, {training}", torch.nan_to_num(y, 1.5), torch.nan_to_num(want, 1.5).double())
 
@@ -126,10 +126,10 @@ def test_only_what_is_wanted_is_computed_and_kept():
     saved, _ = saved_by(lambda: bn_act(x, weight, bias))
     assert saved == []
     want = torch.autograd.grad(bn_act(x, weight.requires_grad_(), bias.requires_grad_()).square().sum(), [weight, bias])
-    for given, leaf in enumerate((weight, bias)):
-        (other := (bias, weight)[given]).requires_grad_(False)
+    for i, leaf in enumerate((weight, bias)):
+        (other := (bias, weight)[i]).requires_grad_(False)
         (got,) = torch.autograd.grad(bn_act(x, weight, bias).square().sum(), [leaf])
-        assert torch.equal(got, want[given])
+        assert torch.equal(got, want[i])
         other.requires_grad_()
 
 
