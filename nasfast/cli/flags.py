@@ -339,20 +339,17 @@ def _parser(command: str) -> Parser:
         parser = Parser(description=text)
         commands.add_subcommand(name, parser, help=text)
         parser.prog = f"nasfast {name}"
-        if name == command or command.startswith("--print_completion"):
-            _declare(parser, name)
-    return root
-
-
-def _declare(parser: Parser, command: str) -> None:
-    if command in extensions.COMMANDS:
-        extensions.load(extensions.COMMAND_FLAGS)(parser, command)
-    else:
+        if name != command and not command.startswith("--print_completion"):
+            continue
+        if name in extensions.COMMANDS:
+            extensions.load(extensions.COMMAND_FLAGS)(parser, name)
+            continue
         parser.add_common()
-        COMMANDS[command][1](parser)
-        for short in set(_SHORT) & set(parser._option_string_actions) if command in STAGES else ():
+        COMMANDS[name][1](parser)
+        for short in set(_SHORT) & set(parser._option_string_actions) if name in STAGES else ():
             action = parser._option_string_actions[short]
             action.help, action.metavar = f"short for {_SHORT[short]}", "NAME"  # `parse` writes it out
+    return root
 
 
 def run_config(command: str, values: dict[str, Any]) -> tuple[RunConfig, dict[str, Any]]:

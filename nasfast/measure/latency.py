@@ -340,7 +340,17 @@ def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = N
         **table_head(cfg, space),
         "about": "",
         "fixed": fixed,
-        "entries": list(_entries(space, parts, times, fit)),
+        "entries": [
+            {
+                "layer": i,
+                "choice": choice,
+                "label": space.label(i, choice),
+                "value": 0.0 if name is None else fit.value(medians[name]),
+                "part": name,
+            }
+            for i, row in enumerate(parts.layers)
+            for choice, name in sorted(row.items())
+        ],
         "parts": {name: times[name] for name in parts.modules},
         "fit": {
             "scale": fit.scale,
@@ -399,15 +409,6 @@ def _architectures(space: LayerSpace, cfg: LatencyConfig) -> list[Arch]:
     if len(archs) < count:
         raise ConfigError(f"{_TRIES * count} draws gave only {len(archs)} different architectures: lower --validate")
     return list(archs)
-
-
-def _entries(
-    space: LayerSpace, parts: Parts, times: Mapping[str, dict[str, float]], fit: Fit
-) -> Iterator[dict[str, Any]]:
-    for i, row in enumerate(parts.layers):
-        for choice, name in sorted(row.items()):
-            value = 0.0 if name is None else fit.value(times[name]["median_ms"])
-            yield {"layer": i, "choice": choice, "label": space.label(i, choice), "value": value, "part": name}
 
 
 def _validation(

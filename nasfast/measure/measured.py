@@ -103,11 +103,7 @@ def fit_measured(
     terms = np.concatenate([terms, np.eye(len(pairs))], axis=1)
     chosen = np.array([[space.check(arch)[i] == v for i, v in pairs] for arch in archs], dtype=float)
     x = np.concatenate([np.ones((len(archs), 1)), chosen @ terms], axis=1)
-    order = np.random.default_rng(0).permutation(len(archs)) % _FOLDS
-    predicted = np.empty_like(times)
-    for fold in range(_FOLDS):
-        test = order == fold
-        predicted[test] = x[test] @ _fit(x[~test], times[~test], len(pairs))
+    predicted = _predict_held_out(x, times, len(pairs))
     ratios = np.sort(times / np.maximum(predicted, 1e-9 * times))
     # covers 95 % of the architectures, with one more that stands for a new one
     margin = float(ratios[min(len(times), math.ceil(COVERED * (len(times) + 1))) - 1])
@@ -143,6 +139,16 @@ def fit_measured(
             "held_out": error,
         }
     )
+
+
+def _predict_held_out(x: np.ndarray, times: np.ndarray, places: int) -> np.ndarray:
+    """Each time by a fit without those of its fold."""
+    folds = np.random.default_rng(0).permutation(len(times)) % _FOLDS
+    predicted = np.empty_like(times)
+    for fold in range(_FOLDS):
+        test = folds == fold
+        predicted[test] = x[test] @ _fit(x[~test], times[~test], places)
+    return predicted
 
 
 def _fit(x: np.ndarray, times: np.ndarray, places: int) -> np.ndarray:

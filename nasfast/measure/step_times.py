@@ -190,11 +190,16 @@ def step_times(
     steps: dict[str, Callable[[], dict[str, float]]] = {}
     trainable: dict[str, str] = {}
     first_steps: list[dict[str, Any]] = []
-    networks: dict[tuple[bool, bool], Supernet] = {}
+    networks: dict[tuple[bool, bool], Supernet] = {}  # one of each structure, on the CPU
     with measuring(cfg.threads):
         for name, method, fused, runner in rows:
             start = time.perf_counter()
-            net = _copy_network(networks, space, method, fused, cfg.seed)
+            indicators = METHODS[method].layer_indicators
+            if (fused, indicators) not in networks:
+                networks[fused, indicators] = Supernet(
+                    space, init="he", layer_indicators=indicators, fused=fused, seed=cfg.seed
+                )
+            net = copy.deepcopy(networks[fused, indicators])
             trainable[name] = net.freeze(METHODS[method].trainable).trainable
             net.to(images.device).to(memory_format=torch.channels_last).train()
             steps[name] = _make_step(net, runner, images, labels, path, bf16=cfg.dtype == "bf16")
@@ -216,16 +221,6 @@ def step_times(
         for name, method, fused, runner in rows
     )
     return StepTimesReport(cfg, space, path, measured, measured_on, environment(), tuple(first_steps))
-
-
-def _copy_network(
-    networks: dict[tuple[bool, bool], Supernet], space: SearchSpace, method: MethodName, fused: bool, seed: int
-) -> Supernet:
-    """A network of a row; `networks` keeps one of each structure on the CPU, which others copy."""
-    indicators = METHODS[method].layer_indicators
-    if (fused, indicators) not in networks:
-        networks[fused, indicators] = Supernet(space, init="he", layer_indicators=indicators, fused=fused, seed=seed)
-    return copy.deepcopy(networks[fused, indicators])
 
 
 def _make_step(

@@ -10,7 +10,7 @@ import numpy as np
 
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.pipeline.agreement import GOAL, STABLE_TAU
-from nasfast.report.findings import Comparison, at_chance, compare_runs, is_peer, training_top1
+from nasfast.report.findings import at_chance, compare_runs, is_peer, training_top1
 from nasfast.report.page import escape, format_interval, html_cards, html_details, html_page, html_table
 from nasfast.runtime.files import read_metrics, unseal, write_atomic
 from nasfast.settings import CONFIG_FILE, STABILITY_FILE
@@ -57,7 +57,7 @@ def sentences(run_dir: str | Path) -> list[str]:
     if agreement is not None:
         text.append(_verdict(agreement))
         text += [] if agreement["stable"] else _advice(folder, stability)
-        text += _comparison_sentences(stability["networks"])
+        text += _comparisons(stability["networks"])
         if stability.get("no_structure"):
             text.append(
                 "There is no structural baseline to compare with: the answer skips layers, and without skips no "
@@ -81,24 +81,18 @@ def sentences(run_dir: str | Path) -> list[str]:
     return text
 
 
-def comparisons(networks: Sequence[Mapping[str, Any]]) -> dict[str, Comparison]:
-    """The answer compared with its rivals, by their name; those that are not trained yet are left out."""
+def _comparisons(networks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The answer compared with its rivals, in words; those that are not trained yet are left out."""
     answers = [n["result"] for n in networks if n["role"] == "answer"]
-    rivals = {
-        "random": [n["result"] for n in networks if is_peer(n["role"])],
-        "structure": [n["result"] for n in networks if n["role"] == "structure"],
-    }
-    return {name: compare_runs(answers, results) for name, results in rivals.items() if answers and results}
-
-
-def _comparison_sentences(networks: Sequence[Mapping[str, Any]]) -> list[str]:
-    """`comparisons` in words."""
-    sentences = []
-    for name, comparison in comparisons(networks).items():
-        runs = f"{comparison.runs} seed{'s' if comparison.runs > 1 else ''}"
-        rival = f"the structural baseline ({_BASELINE_COST})" if name == "structure" else None
-        sentences.append(comparison.sentence(f"Retrained with {runs}, the answer", rival))
-    return sentences
+    random = [n["result"] for n in networks if is_peer(n["role"])]
+    structure = [n["result"] for n in networks if n["role"] == "structure"]
+    texts = []
+    for rival, results in ((None, random), (f"the structural baseline ({_BASELINE_COST})", structure)):
+        if answers and results:
+            comparison = compare_runs(answers, results)
+            runs = f"{comparison.runs} seed{'s' if comparison.runs > 1 else ''}"
+            texts.append(comparison.sentence(f"Retrained with {runs}, the answer", rival))
+    return texts
 
 
 def _verdict(agreement: Mapping[str, Any]) -> str:
@@ -236,7 +230,7 @@ def _networks(networks: Sequence[Mapping[str, Any]]) -> str:
         )
     header = ["network", "top-1 (± standard deviation)", "seeds", "MACs", "parameters", "architecture"]
     note = "structure: the highest sqrt_size of at most the answer's MACs + 1 %. random: of the answer's MACs ± 1 %."
-    text = "".join(f"<p>{escape(sentence)}</p>" for sentence in _comparison_sentences(networks))
+    text = "".join(f"<p>{escape(sentence)}</p>" for sentence in _comparisons(networks))
     return html_table(header, rows, text_columns=(0, 5), note=note) + text
 
 
