@@ -11,9 +11,9 @@ from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import modules, rule
-from nasfast.fusion.dynamo import when
+from nasfast.fusion.dynamo import describe_runs
 from nasfast.fusion.find import find_chains
-from nasfast.fusion.match import FusedChain, GraphChain, tensor_of
+from nasfast.fusion.match import FusedChain, GraphChain, example_value
 from nasfast.fusion.region import FusedForward, Region, Settings
 from nasfast.fusion.report import FuseReport, count, listed
 from nasfast.ops.backends import resolve_backend
@@ -64,7 +64,7 @@ def fuse(model: nn.Module, *, only_faster: bool = True, inner: str | Callable[..
         ValueError: model was compiled by torch.compile.
     """
     _check_module("fuse", model)
-    problem = modules.untouchable(model)
+    problem = modules.why_opaque(model)
     if problem is not None and not isinstance(vars(model).get("forward"), FusedForward):
         raise ValueError(
             f"fuse: model is {problem}; call fuse on a module that is neither compiled nor scripted and whose class "
@@ -112,16 +112,16 @@ def _check_module(op: str, model: nn.Module) -> None:
 
 def _expected(chain: GraphChain, owner: str, top: str, only_faster: bool) -> FusedChain:
     """A chain of the trace of the module `top` as it is expected to run, in the model's type and with what trains."""
-    stages: Any = fx.map_arg(chain.stages, tensor_of)
+    stages: Any = fx.map_arg(chain.stages, example_value)
     trains = any(stage.params.conv_weight.requires_grad for stage in stages)
     gradients = any(tensor.requires_grad for stage in stages for tensor in stage.params if tensor is not None)
     x = stages[0].params.conv_weight
     try:
         least = rule.least_results(x, stages, trains=trains, gradients=gradients) if only_faster else 0
-        runs = when(least, x)
+        runs = describe_runs(least, x)
     except RuntimeError:
         runs = "on no backend: the first line says why"
-    return replace(chain.described(runs).below(top), owner=owner)
+    return replace(chain.describe(runs).with_owner(top), owner=owner)
 
 
 def _backend(convs: Iterable[_ConvNd]) -> str:
@@ -145,4 +145,4 @@ def _notes(convs: Mapping[str, _ConvNd]) -> list[str]:
             if stage_kind(conv.weight.shape, conv.stride[0], int(conv.padding[0]), conv.groups) is None
         ],
     }
-    return [f"{count(len(found), 'convolution')} {text}: {listed(found)}" for text, found in notes.items() if found]
+    return [f"{count(len(names), 'convolution')} {text}: {listed(names)}" for text, names in notes.items() if names]

@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from nasfast.fusion import rule
 from nasfast.fusion.excite import ExcitationCall, find_excitations
-from nasfast.fusion.match import FusedChain, GraphChain, Matcher, path_of, tensor_of
+from nasfast.fusion.match import FusedChain, GraphChain, Matcher, example_value, module_path
 from nasfast.fusion.stages import SERVED, plain_stages, run_stages
 from nasfast.ops.autograd import transformed
 from nasfast.ops.plan import storage_dtype
@@ -42,13 +42,13 @@ class GraphFacts:
 
     Attributes:
         chains: every chain, also those that are left to PyTorch.
-        left: why the convolution that is called by the module at this path is in no chain.
+        reasons: why the convolution that is called by the module at this path is in no chain.
         excitations: paths of the squeeze-and-excitations.
         replaced: the number of chains that became calls of the operator.
     """
 
     chains: list[FusedChain] = field(default_factory=list)
-    left: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
     excitations: list[str] = field(default_factory=list)
     replaced: int = 0
 
@@ -78,7 +78,8 @@ def compile_graph(
         raise ValueError(f"backend nasfast: unknown options {sorted(unknown)}; it has inner and only_faster")
     if mode is not None:
         raise ValueError(f"backend nasfast: it has no modes, got {mode!r}; leave out mode, or use backend='inductor'")
-    inner = settings["inner"] or ("inductor" if _has_cpp_compiler() else "eager")
+    can_compile = any(shutil.which(name) for name in torch._inductor.config.cpp.cxx if name)
+    inner = settings["inner"] or ("inductor" if can_compile else "eager")
     facts = fuse_graph(graph_module, always=not settings["only_faster"], keep_layouts=True)
     log.info("%s of %s chains on the operator; the rest is for %s", facts.replaced, len(facts.chains), inner)
     return torch._dynamo.lookup_backend(inner)(graph_module, list(example_inputs))
@@ -98,24 +99,27 @@ def fuse_graph(graph_module: fx.GraphModule, *, always: bool, keep_layouts: bool
         return facts
     matcher = Matcher(graph)
     chains = list(matcher.chains())
-    facts.left = {path_of(conv): reason for conv, reason in matcher.reasons.items()}
+    facts.reasons = {module_path(conv): reason for conv, reason in matcher.reasons.items()}
     reads_layouts = any(node.op == "call_method" and node.target in _LAYOUT_METHODS for node in graph.nodes)
     # what reads a chain's result is replaced before it, and then finds it there
     for chain in sorted(chains, key=lambda chain: -matcher.order[chain.nodes[-1]]):
-        way = _way(chain, always=always, keep_layouts=keep_layouts)
-        facts.chains.append(chain.described(way if isinstance(way, str) else when(way.least, tensor_of(chain.x))))
-        if isinstance(way, ChainCall):
-            way.contiguous = reads_layouts and not _in_channels_last(tensor_of(chain.nodes[-1]))
+        call = _chain_call(chain, always=always, keep_layouts=keep_layouts)
+        runs = call if isinstance(call, str) else describe_runs(call.least, example_value(chain.x))
+        facts.chains.append(chain.describe(runs))
+        if isinstance(call, ChainCall):
+            channels = example_value(chain.nodes[-1]).stride(1)
+            # sizes may be symbols, on which nothing is decided
+            call.contiguous = reads_layouts and not (isinstance(channels, int) and channels == 1)
             tensors = [tensor for stage in chain.stages for tensor in stage.params]
             # a number that has changed before is a node
             numbers = tuple((stage.momentum, stage.eps) for stage in chain.stages)
-            _replace(graph_module, chain.nodes, way, (chain.x, chain.residual, numbers, *tensors))
+            _replace(graph_module, chain.nodes, call, (chain.x, chain.residual, numbers, *tensors))
             facts.replaced += 1
-    for found in find_excitations(graph):
-        facts.excitations.append(path_of(found.nodes[-1]))
-        trains = any(tensor_of(weight).requires_grad for weight in found.weights)
-        call = ExcitationCall(found.act, found.gate, trains)
-        _replace(graph_module, found.nodes, call, (found.x, *found.weights))
+    for excitation in find_excitations(graph):
+        facts.excitations.append(module_path(excitation.nodes[-1]))
+        trains = any(example_value(weight).requires_grad for weight in excitation.weights)
+        replacement = ExcitationCall(excitation.act, excitation.gate, trains)
+        _replace(graph_module, excitation.nodes, replacement, (excitation.x, *excitation.weights))
     facts.chains.reverse()
     graph.lint()
     graph_module.recompile()
@@ -142,7 +146,7 @@ class ChainCall(nn.Module):
         settings: its stages, of which tensors and numbers of BatchNorms are given at each call.
         in_place: whether the addition behind it keeps the type of its result.
         least: the results per thread from which the operator pays.
-        gain: of an input of a shape, as in `rule.gain_of`.
+        gain: of an input of a shape, as in `rule.gain_function`.
 
     Attributes:
         contiguous: whether what follows needs a result that is contiguous, as PyTorch's is.
@@ -185,17 +189,17 @@ class ChainCall(nn.Module):
         return y.contiguous() if self.contiguous else y
 
 
-def _way(chain: GraphChain, *, always: bool, keep_layouts: bool) -> ChainCall | str:
+def _chain_call(chain: GraphChain, *, always: bool, keep_layouts: bool) -> ChainCall | str:
     """The call of the chain; or why it is left to PyTorch."""
-    x, y = tensor_of(chain.x), tensor_of(chain.nodes[-1])
-    stages: Any = fx.map_arg(chain.stages, tensor_of)
+    x, y = example_value(chain.x), example_value(chain.nodes[-1])
+    stages: Any = fx.map_arg(chain.stages, example_value)
     tensors = [tensor for stage in stages for tensor in stage.params if tensor is not None]
     if not all(isinstance(tensor, FakeTensor) for tensor in (x, y, *tensors)) or x.dim() != 4:
         return "on PyTorch: not all of its tensors are ordinary ones with 4 dimensions"
     if keep_layouts and not y.is_contiguous(memory_format=torch.channels_last):
         return "on PyTorch: its result is not in channels_last"
     # autocast may be a part of the graph
-    dtype = tensor_of(chain.nodes[0]).dtype
+    dtype = example_value(chain.nodes[0]).dtype
     casts = dtype.itemsize == 2 and any(
         tensor.dtype != dtype for tensor in (x, *(s.params.conv_weight for s in stages))
     )
@@ -203,22 +207,12 @@ def _way(chain: GraphChain, *, always: bool, keep_layouts: bool) -> ChainCall | 
         trains = y.requires_grad and any(stage.params.conv_weight.requires_grad for stage in stages)
         least = 0 if always else rule.least_results(x, stages, trains=trains, gradients=y.requires_grad)
     if least is None:
-        return when(None, tensor_of(chain.nodes[0]))
-    return ChainCall(chain.stages, chain.in_place, least, rule.gain_of(stages, least, dtype))
+        return describe_runs(None, example_value(chain.nodes[0]))
+    return ChainCall(chain.stages, chain.in_place, least, rule.gain_function(stages, least, dtype))
 
 
-def when(least: int | None, x: Tensor) -> str:
+def describe_runs(least: int | None, x: Tensor) -> str:
     """In words when a chain runs on the operator; least is that of the rule for inputs like x."""
     if least is None:
         return f"on PyTorch: the operator is not faster in {str(x.dtype).removeprefix('torch.')} on {x.device.type}"
     return f"fused where the convolutions give {least:,} numbers or more per thread" if least else "fused"
-
-
-def _in_channels_last(y: Tensor) -> bool:
-    """Whether pixels are apart by more than a channel is; sizes may be symbols, which this does not decide on."""
-    return isinstance(y.stride(1), int) and y.stride(1) == 1
-
-
-def _has_cpp_compiler() -> bool:
-    """Whether inductor can compile for a CPU."""
-    return any(shutil.which(name) for name in torch._inductor.config.cpp.cxx if name)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from nasfast.fusion.match import activation_of, called, conv_of, tensor_of
+from nasfast.fusion.match import callee, example_value, match_activation, match_conv
 from nasfast.fusion.stages import SERVED
 from nasfast.ops import squeeze
 from nasfast.ops.reference import ACTIVATIONS, GATES
@@ -51,29 +51,29 @@ class TracedExcitation(NamedTuple):
 
 def find_excitations(graph: fx.Graph) -> list[TracedExcitation]:
     """Every squeeze-and-excitation of a graph, whatever modules compute it."""
-    return [found for node in graph.nodes if (found := _excitation(node)) is not None]
+    return [excitation for node in graph.nodes if (excitation := _match_excitation(node)) is not None]
 
 
-def _excitation(product: fx.Node) -> TracedExcitation | None:
+def _match_excitation(product: fx.Node) -> TracedExcitation | None:
     """The squeeze-and-excitation that ends with this node."""
-    if called(product) not in _PRODUCTS or len(product.args) != 2 or product.kwargs:
+    if callee(product) not in _PRODUCTS or len(product.args) != 2 or product.kwargs:
         return None
     pairs: list[tuple[Any, Any]] = [(product.args[0], product.args[1]), (product.args[1], product.args[0])]
     for x, gate in pairs:
-        if not isinstance(x, fx.Node) or not _is_read_once(gate) or called(gate) not in _GATE_FUNCTIONS:
+        if not isinstance(x, fx.Node) or not _is_read_once(gate) or callee(gate) not in _GATE_FUNCTIONS:
             continue
         excite = _convolution(_input(gate))
         if excite is None:
             continue
         act_node = _input(excite[0])
-        act = activation_of(act_node) if _is_read_once(act_node) else None
+        act = match_activation(act_node) if _is_read_once(act_node) else None
         squeezed = _convolution(_input(act_node)) if act is not None else None
         if act is None or squeezed is None:
             continue
         mean = _input(squeezed[0])
         if _is_read_once(mean) and _input(mean) is x and _is_mean(mean):
             nodes = (mean, squeezed[0], act_node, excite[0], gate, product)
-            return TracedExcitation(nodes, x, (*squeezed[1:], *excite[1:]), act, _GATE_FUNCTIONS[called(gate)])
+            return TracedExcitation(nodes, x, (*squeezed[1:], *excite[1:]), act, _GATE_FUNCTIONS[callee(gate)])
     return None
 
 
@@ -87,20 +87,20 @@ def _is_read_once(node: Any) -> bool:
 
 def _convolution(node: Any) -> tuple[fx.Node, Any, Any] | None:
     """The node, its weight and its bias, where it multiplies one pixel by a matrix and adds a bias."""
-    conv = conv_of(node) if _is_read_once(node) else ""
+    conv = match_conv(node) if _is_read_once(node) else ""
     if isinstance(conv, str) or conv.bias is None or (conv.stride, conv.padding, conv.groups) != (1, 0, 1):
         return None
-    value = tensor_of(conv.weight)
+    value = example_value(conv.weight)
     return (node, conv.weight, conv.bias) if isinstance(value, Tensor) and value.shape[2:] == (1, 1) else None
 
 
 def _is_mean(node: fx.Node) -> bool:
     """Whether the node computes the mean of all pixels, with both dimensions kept."""
-    function, rest = called(node), [*node.args[1:], *node.kwargs.values()]
+    function, rest = callee(node), [*node.args[1:], *node.kwargs.values()]
     if function is F.adaptive_avg_pool2d:
         return rest in ([1], [(1, 1)], [[1, 1]])
-    kept = [dims for dims in rest if dims is not True]
-    return function in (torch.mean, Tensor.mean) and True in rest and kept in ([(2, 3)], [[2, 3]], [(-2, -1)])
+    dimensions = [argument for argument in rest if argument is not True]
+    return function in (torch.mean, Tensor.mean) and True in rest and dimensions in ([(2, 3)], [[2, 3]], [(-2, -1)])
 
 
 class ExcitationCall(nn.Module):

@@ -23,7 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import modules
-from nasfast.fusion.match import GraphChain, Matcher, common, is_conv, join, path_of, stack_of
+from nasfast.fusion.match import GraphChain, Matcher, common_prefix, is_conv, join, module_path, module_stack
 from nasfast.fusion.region import HOOKS, FusedForward, first_line
 from nasfast.ops.modules import ACTIVATION_MODULES
 
@@ -46,7 +46,7 @@ class Findings:
 def find_chains(model: nn.Module) -> Findings:
     """Search traces of a copy of the model that shares its parameters; the model itself is not touched."""
     try:
-        twin = _twin_of(model)
+        twin = _shadow_copy(model)
     except Exception as error:
         reason = f"the model cannot be copied, so that nothing was traced ({first_line(error)})"
         return Findings(reasons=dict.fromkeys(modules.convolutions(model), reason))
@@ -77,7 +77,7 @@ class _Tracer(fx.Tracer):
         self._opaque = opaque
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if m in self._opaque or modules.untouchable(m) is not None:
+        if m in self._opaque or modules.why_opaque(m) is not None:
             return True
         return super().is_leaf_module(m, module_qualified_name) and not m._modules and not isinstance(m, _KNOWN)
 
@@ -95,7 +95,7 @@ class _Search:
     def visit(self, module: nn.Module) -> None:
         if not modules.convolutions(module) or isinstance(module, _ConvNd) or module in self._opaque:
             return
-        problem = modules.untouchable(module)
+        problem = modules.why_opaque(module)
         if problem is not None:
             self._close(module, f"inside {problem}")
             return
@@ -153,13 +153,13 @@ class _Search:
         top = self._names[module]
         leaves = {module.get_submodule(str(node.target)) for node in graph.nodes if node.op == "call_module"}
         for leaf in leaves:
-            if problem := modules.untouchable(leaf):
+            if problem := modules.why_opaque(leaf):
                 self._close(leaf, f"inside {problem}")
-        reached = {module.get_submodule(path_of(node)) for node in graph.nodes if is_conv(node)}
+        reached = {module.get_submodule(module_path(node)) for node in graph.nodes if is_conv(node)}
         reached |= {leaf for leaf in leaves if isinstance(leaf, _ConvNd)}
         matcher = Matcher(graph)
         for chain in matcher.chains():
-            around = common([stack_of(node) for node in chain.nodes])
+            around = common_prefix([module_stack(node) for node in chain.nodes])
             path = around[-1][1] if around else ""
             owner = module.get_submodule(path)
             if {*modules.convolutions(owner).values()} <= reached:
@@ -168,11 +168,11 @@ class _Search:
                 reason = "is called by a forward whose trace does not reach all of its convolutions"
                 self.findings.reasons |= {join(top, conv): reason for conv in chain.convolutions}
         for node, reason in matcher.reasons.items():
-            self.findings.reasons.setdefault(join(top, path_of(node)), reason)
+            self.findings.reasons.setdefault(join(top, module_path(node)), reason)
         return reached
 
 
-def _twin_of(model: nn.Module) -> nn.Module:
+def _shadow_copy(model: nn.Module) -> nn.Module:
     """A copy with the same parameters and its own buffers, without hooks and without the forwards of `fuse`, whose
     BatchNorms read no sizes and no number of batches.
     """

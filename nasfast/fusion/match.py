@@ -77,8 +77,8 @@ class FusedChain:
     runs: str
     owner: str = ""
 
-    def below(self, owner: str) -> FusedChain:
-        """The chain with its paths below another module, which owns it."""
+    def with_owner(self, owner: str) -> FusedChain:
+        """The chain with its paths below the module at `owner`, which is captured with it."""
         convs, norms = (tuple(join(owner, path) for path in paths) for paths in (self.convolutions, self.batch_norms))
         return replace(self, convolutions=convs, batch_norms=norms, owner=owner)
 
@@ -86,19 +86,19 @@ class FusedChain:
         return ", ".join([*self.stages, *(["+ residual"] if self.residual else [])])
 
 
-def called(node: fx.Node) -> object:
+def callee(node: fx.Node) -> object:
     """The function or the method of tensors that a node calls; None for other nodes."""
     if node.op == "call_method":
         return getattr(Tensor, str(node.target), None)
     return node.target if node.op == "call_function" else None
 
 
-def tensor_of(node: Any) -> Any:
+def example_value(node: Any) -> Any:
     """What a node gives, if that is known; what is no node is itself."""
     return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 
-def path_of(node: fx.Node) -> str:
+def module_path(node: fx.Node) -> str:
     """The path of the module in whose forward the node is, below the module that was captured or traced."""
     stack = list(node.meta.get("nn_module_stack", {}).values())
     path = stack[-1][0] if stack else ""
@@ -114,21 +114,22 @@ def join(*paths: str) -> str:
     return ".".join(filter(None, paths))
 
 
-def activation_of(node: fx.Node) -> str | None:
+def match_activation(node: fx.Node) -> str | None:
     """The value of `Stage.act` for a call of a function or a method; None if no stage has this activation."""
-    function = called(node)
+    function = callee(node)
     if function is None or len(node.all_input_nodes) != 1:
         return None
     if function is F.hardtanh:
-        given = _HARDTANH_ARGUMENTS.bind(*node.args, **node.kwargs)
-        given.apply_defaults()
-        return "relu6" if (given.arguments["min_val"], given.arguments["max_val"]) == (0, 6) else None
+        call = _HARDTANH_ARGUMENTS.bind(*node.args, **node.kwargs)
+        call.apply_defaults()
+        return "relu6" if (call.arguments["min_val"], call.arguments["max_val"]) == (0, 6) else None
     return ACTIVATION_FUNCTIONS.get(function)
 
 
 class Conv(NamedTuple):
-    """The arguments of a convolution that a stage can have; its dilation is 1."""
+    """The arguments of a convolution that a stage can have, with nodes for tensors; its dilation is 1."""
 
+    x: Any
     weight: Any
     bias: Any
     stride: int
@@ -136,42 +137,32 @@ class Conv(NamedTuple):
     groups: int
 
 
-def conv_of(conv: fx.Node) -> Conv | str:
-    """The convolution of a node, with nodes for tensors; or why no stage can have it."""
+def match_conv(conv: fx.Node) -> Conv | str:
+    """The arguments of a convolution, or why no stage can have it."""
     if conv.target is not torch.conv2d:
         return f"is a {_name(conv)}, not a conv2d"
     names = ("input", "weight", *_CONV_ARGUMENTS)
-    given: dict[str, Any] = {**_CONV_ARGUMENTS, **dict(zip(names, conv.args, strict=False)), **conv.kwargs}
+    arguments: dict[str, Any] = {**_CONV_ARGUMENTS, **dict(zip(names, conv.args, strict=False)), **conv.kwargs}
     numbers: list[Any] = []
     for name in ("stride", "padding", "dilation"):
-        value = given[name]
+        value = arguments[name]
         each = {value} if isinstance(value, (int, str)) else set(value)
         if len(each) > 1 or isinstance(value, str) or (name == "dilation" and each != {1}):
             return f"has {name}={value!r}"
         numbers.append(each.pop())
-    return Conv(given["weight"], given["bias"], numbers[0], numbers[1], given["groups"])
+    x, weight, bias, groups = (arguments[name] for name in ("input", "weight", "bias", "groups"))
+    return Conv(x, weight, bias, numbers[0], numbers[1], groups)
 
 
-def norm_of(norm: fx.Node) -> dict[str, Any]:
+def norm_arguments(norm: fx.Node) -> dict[str, Any]:
     """The arguments of a call of F.batch_norm behind its input, by their names."""
-    _, *given = _NORM_ARGUMENTS.bind(*norm.args, **norm.kwargs).arguments.items()
-    return dict(given)
+    _, *arguments = _NORM_ARGUMENTS.bind(*norm.args, **norm.kwargs).arguments.items()
+    return dict(arguments)
 
 
-def stage_of(traced: TracedStage) -> Stage:
-    """The stage, with nodes for tensors."""
-    conv, norm = conv_of(traced.conv), norm_of(traced.norm)
-    assert isinstance(conv, Conv)  # or the matcher would have refused it
-    params = ConvBNParams(
-        conv.weight, norm["weight"], norm["bias"], norm["running_mean"], norm["running_var"], conv.bias
-    )
-    numbers = norm.get("training", False), norm.get("momentum", 0.1), norm.get("eps", 1e-5)
-    return Stage(params, conv.stride, conv.padding, conv.groups, traced.act, *numbers)
-
-
-def describe(stage: Stage) -> str:
+def describe_stage(stage: Stage) -> str:
     """A stage in words, such as "dw3x3 s2 144 relu6" or "1x1 24->144"; its tensors are nodes."""
-    out_channels, per_group, *kernel = tensor_of(stage.params.conv_weight).shape
+    out_channels, per_group, *kernel = example_value(stage.params.conv_weight).shape
     depthwise = per_group == 1 and stage.groups == out_channels > 1
     parts = [
         f"{'dw' if depthwise else ''}{kernel[0]}x{kernel[1]}",
@@ -184,12 +175,15 @@ def describe(stage: Stage) -> str:
 
 
 class TracedStage(NamedTuple):
-    """One stage in a graph: all of its nodes, in order, those of its convolution and BatchNorm, and its activation."""
+    """One stage in a graph: the nodes of its convolution, BatchNorm and activation, its input, and its settings.
+
+    Attributes:
+        stage: it with nodes for tensors.
+    """
 
     nodes: list[fx.Node]
-    conv: fx.Node
-    norm: fx.Node
-    act: str
+    x: Any
+    stage: Stage
 
 
 class GraphChain(NamedTuple):
@@ -212,23 +206,23 @@ class GraphChain(NamedTuple):
     batch_norms: tuple[str, ...]
 
     @classmethod
-    def of(cls, traced: Sequence[TracedStage], add: fx.Node | None) -> GraphChain:
+    def build(cls, traced: Sequence[TracedStage], add: fx.Node | None) -> GraphChain:
         """The chain of these stages, and of the addition behind them if PyTorch does not broadcast it."""
         nodes = [node for stage in traced for node in stage.nodes]
         residual, in_place = None, False
         if add is not None:
             other: Any = add.args[1 if add.args[0] is nodes[-1] else 0]
-            shapes = [getattr(tensor_of(node), "shape", None) for node in (other, nodes[-1])]
+            shapes = [getattr(example_value(node), "shape", None) for node in (other, nodes[-1])]
             if shapes[0] == shapes[1]:
-                residual, in_place = other, ADDITIONS[called(add)]
+                residual, in_place = other, ADDITIONS[callee(add)]
                 nodes.append(add)
-        x: Any = traced[0].conv.args[0]
-        convs, norms = (tuple(map(path_of, its)) for its in zip(*((s.conv, s.norm) for s in traced), strict=True))
-        return cls(x, residual, tuple(map(stage_of, traced)), in_place, tuple(nodes), convs, norms)
+        convs, norms = (tuple(module_path(part.nodes[i]) for part in traced) for i in (0, 1))
+        stages = tuple(part.stage for part in traced)
+        return cls(traced[0].x, residual, stages, in_place, tuple(nodes), convs, norms)
 
-    def described(self, runs: str) -> FusedChain:
-        """It in words."""
-        stages = tuple(map(describe, self.stages))
+    def describe(self, runs: str) -> FusedChain:
+        """It in words; `runs` is when it runs on the operator."""
+        stages = tuple(map(describe_stage, self.stages))
         return FusedChain(self.convolutions, self.batch_norms, stages, self.residual is not None, runs)
 
 
@@ -244,13 +238,13 @@ class Matcher:
         self.reasons: dict[fx.Node, str] = {}
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         # an addition belongs to one chain, even if it adds the results of two
-        self._taken: set[fx.Node] = set()
+        self._additions: set[fx.Node] = set()
         self._changing = [node for node in graph.nodes if node.target is F.batch_norm or _changes_in_place(node)]
         # the convolutions inside of each module, by their paths in the stacks of modules; "" is around all others
         self._inside: dict[str, set[str]] = {"": set()}
         for conv in filter(is_conv, self.order):
-            for path in ("", *(path for _, path in stack_of(conv))):
-                self._inside.setdefault(path, set()).add(path_of(conv))
+            for path in ("", *(path for _, path in module_stack(conv))):
+                self._inside.setdefault(path, set()).add(module_path(conv))
 
     def chains(self) -> Iterator[GraphChain]:
         """Every chain."""
@@ -264,17 +258,16 @@ class Matcher:
                 continue
             stages, add = self.grow(first)
             done.update(n for stage in stages for n in stage.nodes)
-            yield GraphChain.of(stages, add)
+            yield GraphChain.build(stages, add)
 
     def stage(self, conv: fx.Node) -> TracedStage | str:
         """The stage that begins with this convolution, or why none does."""
-        given = conv_of(conv)
-        if isinstance(given, str):
-            return given
-        if tensor_of(given.weight).dim() != 4:
+        matched = match_conv(conv)
+        if isinstance(matched, str):
+            return matched
+        if example_value(matched.weight).dim() != 4:
             return "its weight is computed by the forward"
-        nodes = [conv]
-        norm = self._reader(nodes[-1])
+        norm = self._reader(conv)
         if norm is None:
             return "its result is used more than once" if conv.users else "its result is not used"
         problem = _norm_problem(norm)
@@ -282,20 +275,19 @@ class Matcher:
             return problem
         if not self._together(conv, norm):
             return "its BatchNorm is in another block"
-        nodes.append(norm)
-        act = self._activation(nodes)
+        nodes, act, reader = [conv, norm], None, self._reader(norm)
+        if reader is not None and self._together(norm, reader):
+            act = match_activation(reader)
+            nodes += [] if act is None else [reader]
         if self._interrupted(nodes):
             return "something is changed in place before its BatchNorm or activation"
-        return TracedStage(nodes, conv, norm, act)
-
-    def _activation(self, nodes: list[fx.Node]) -> str:
-        """The activation behind the last of these nodes, a BatchNorm; its node is appended to them."""
-        reader = self._reader(nodes[-1])
-        act = None if reader is None or not self._together(nodes[-1], reader) else activation_of(reader)
-        if reader is None or act is None:
-            return "identity"
-        nodes.append(reader)
-        return act
+        bn = norm_arguments(norm)
+        params = ConvBNParams(
+            matched.weight, bn["weight"], bn["bias"], bn["running_mean"], bn["running_var"], matched.bias
+        )
+        numbers = bn.get("training", False), bn.get("momentum", 0.1), bn.get("eps", 1e-5)
+        stage = Stage(params, matched.stride, matched.padding, matched.groups, act or "identity", *numbers)
+        return TracedStage(nodes, matched.x, stage)
 
     def grow(self, first: TracedStage) -> tuple[list[TracedStage], fx.Node | None]:
         """The longest chain that begins with this stage, and the addition behind it."""
@@ -307,13 +299,14 @@ class Matcher:
                 break
             if is_conv(reader):
                 stage = self.stage(reader)
-                if isinstance(stage, str) or self._interrupted([*nodes, *stage.nodes]):
+                # what it reads may also be its weight
+                if isinstance(stage, str) or stage.x is not nodes[-1] or self._interrupted([*nodes, *stage.nodes]):
                     break
                 stages.append(stage)
                 nodes += stage.nodes
                 continue
             if self._adds(reader, nodes[-1]) and not self._interrupted([*nodes, reader]):
-                self._taken.add(reader)
+                self._additions.add(reader)
                 return stages, reader
             break
         return stages, None
@@ -327,8 +320,8 @@ class Matcher:
         """Whether the node adds another tensor to the value; not if it adds the value in place to the other tensor."""
         if len(node.args) != 2 or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
             return False
-        in_place = ADDITIONS.get(called(node))
-        if in_place is None or node in self._taken or node.args[0] is node.args[1]:
+        in_place = ADDITIONS.get(callee(node))
+        if in_place is None or node in self._additions or node.args[0] is node.args[1]:
             return False
         return not in_place or node.args[0] is value
 
@@ -336,12 +329,12 @@ class Matcher:
         """Whether another node between these changes a tensor in place, because the chain reads its input at its end;
         or one BatchNorm is called twice, so that its statistics would move in another order.
         """
-        own = [norm_of(node)["running_mean"] for node in nodes if node.target is F.batch_norm]
+        own = [norm_arguments(node)["running_mean"] for node in nodes if node.target is F.batch_norm]
         own = [statistics for statistics in own if statistics is not None]
-        places = [self.order[node] for node in nodes]
-        between = {node for node in self._changing if min(places) < self.order[node] < max(places)} - {*nodes}
+        order = [self.order[node] for node in nodes]
+        between = {node for node in self._changing if min(order) < self.order[node] < max(order)} - {*nodes}
         return len({*own}) < len(own) or any(
-            node.target is not F.batch_norm or norm_of(node)["running_mean"] in own for node in between
+            node.target is not F.batch_norm or norm_arguments(node)["running_mean"] in own for node in between
         )
 
     def _together(self, one: fx.Node, other: fx.Node) -> bool:
@@ -351,8 +344,8 @@ class Matcher:
         module that has all convolutions of its caller is the body of its caller and no block of its own, like the
         Sequential in torchvision's InvertedResidual.
         """
-        stacks = stack_of(one), stack_of(other)
-        around = common(stacks)
+        stacks = module_stack(one), module_stack(other)
+        around = common_prefix(stacks)
         whole = self._inside.get(around[-1][1] if around else "", set())
         crossed = [self._inside.get(path, set()) for stack in stacks for _, path in stack[len(around) :]]
         return all(len(inside) <= 1 or inside == whole for inside in crossed)
@@ -369,19 +362,19 @@ def _norm_problem(norm: fx.Node) -> str | None:
         return "its result leaves the module, without a BatchNorm"
     if norm.target is not F.batch_norm:
         return f"followed by {_name(norm)}, not by a BatchNorm"
-    given = norm_of(norm)
-    if given.get("weight") is None or given.get("bias") is None:
+    arguments = norm_arguments(norm)
+    if arguments.get("weight") is None or arguments.get("bias") is None:
         return "its BatchNorm has no affine parameters"
-    numbers = [tensor_of(given.get(name, 0.0)) for name in ("momentum", "eps")]
-    known = all(isinstance(number, (int, float, torch.SymFloat)) for number in numbers)
-    return None if known and isinstance(given.get("training", False), bool) else "its momentum changes"
+    numbers = [example_value(arguments.get(name, 0.0)) for name in ("momentum", "eps")]
+    fixed = all(isinstance(number, (int, float, torch.SymFloat)) for number in numbers)
+    return None if fixed and isinstance(arguments.get("training", False), bool) else "its momentum changes"
 
 
 def _changes_in_place(node: fx.Node) -> bool:
     """Whether the node changes a tensor that others may read."""
     if node.op in ("placeholder", "get_attr", "output"):
         return False
-    value = tensor_of(node)
+    value = example_value(node)
     # what has no value changes a mode, such as autocast
     if value is None or (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable):
         return True
@@ -409,17 +402,17 @@ def _name(node: fx.Node) -> str:
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
-def stack_of(node: fx.Node) -> list[tuple[str, str]]:
+def module_stack(node: fx.Node) -> list[tuple[str, str]]:
     """The modules in whose forward the node runs, outermost first; each is the key of the call and the path."""
     return [(key, path) for key, (path, _) in node.meta.get("nn_module_stack", {}).items()]
 
 
-def common(stacks: Iterable[list[tuple[str, str]]]) -> list[tuple[str, str]]:
+def common_prefix(stacks: Iterable[list[tuple[str, str]]]) -> list[tuple[str, str]]:
     """The levels with which all of these stacks begin."""
-    found: list[tuple[str, str]] = []
+    prefix: list[tuple[str, str]] = []
     # zip to the shortest
     for level in zip(*stacks, strict=False):
         if len(set(level)) > 1:
             break
-        found.append(level[0])
-    return found
+        prefix.append(level[0])
+    return prefix

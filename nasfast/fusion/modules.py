@@ -39,7 +39,7 @@ def has_patched_classes() -> bool:
     return bool(patched) or nn.Conv2d._conv_forward is not _CONV_FUNCTION
 
 
-def untouchable(module: nn.Module) -> str | None:
+def why_opaque(module: nn.Module) -> str | None:
     """Why the forward of this module must stay what it is."""
     if isinstance(module, torch.jit.ScriptModule):
         return "a ScriptModule"

@@ -50,7 +50,7 @@ class Settings:
     Attributes:
         always: whether every chain always runs on the operator.
         inner: the backend for the rest.
-        least_gain: the gain from which its graphs pay, as in `rule.gain_of`.
+        least_gain: the gain from which its graphs pay, as in `rule.gain_function`.
     """
 
     always: bool
@@ -87,12 +87,12 @@ class Region:
         """The result of the module's forward."""
         # a meta tensor has no numbers, so nothing is faster
         shapes_only = any(isinstance(arg, Tensor) and arg.is_meta for arg in args)
-        if shapes_only or _RESTS.get() or _must_run_as_it_is() or _has_hooks_below(module):
+        if shapes_only or _RESTS.get() or _must_run_unfused() or _has_hooks_below(module):
             return _forward(module, *args, **kwargs)
-        kind = _kind_of(module, args)
-        left, rest = self._rests.get(kind, (0, _FIRST_REST // 2))
-        if left:
-            self._rests[kind] = left - 1, rest
+        kind = _call_kind(module, args)
+        remaining, rest = self._rests.get(kind, (0, _FIRST_REST // 2))
+        if remaining:
+            self._rests[kind] = remaining - 1, rest
             token = _RESTS.set(True)
             try:
                 return _forward(module, *args, **kwargs)
@@ -143,7 +143,7 @@ class Region:
                 raise NotImplementedError(f"it calls {node.target.name()} on a part of itself")
         self.facts = fuse_graph(graph_module, always=self.settings.always, keep_layouts=self.settings.inner != "eager")
         self.captures += 1
-        self._alike[_seen_from_outside(module, args)] += 1
+        self._alike[_call_signature(module, args)] += 1
         if max(self._alike.values()) > _MAX_ALIKE:
             self._stopped, self.problem = True, "it takes other ways for the same input"
         elif self.captures >= _MAX_CAPTURES:
@@ -241,7 +241,7 @@ class _DynamicSizes:
                 delattr(image, name)
 
 
-def _seen_from_outside(module: nn.Module, args: Sequence[Any]) -> tuple:
+def _call_signature(module: nn.Module, args: Sequence[Any]) -> tuple:
     """What may well need a graph of its own: modes, types and sizes."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     autocast = [
@@ -252,7 +252,7 @@ def _seen_from_outside(module: nn.Module, args: Sequence[Any]) -> tuple:
     return module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, *images
 
 
-def _kind_of(module: nn.Module, args: Sequence[Any]) -> tuple:
+def _call_kind(module: nn.Module, args: Sequence[Any]) -> tuple:
     """What decides, with the module, whether chains pay in a call.
 
     Of the size it is the order, so that images of changing sizes are of few kinds.
@@ -265,7 +265,7 @@ def _kind_of(module: nn.Module, args: Sequence[Any]) -> tuple:
     return (*where, int(4 * math.log2(x.numel() or 1)), x.dtype, x.requires_grad, autocast)
 
 
-def _must_run_as_it_is() -> bool:
+def _must_run_unfused() -> bool:
     """Whether tracers, modes or torch.func need PyTorch's operators now, or global hooks or patches concern them."""
     return (
         torch.jit.is_tracing()

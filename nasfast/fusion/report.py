@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nasfast.fusion.match import FusedChain, join
 from nasfast.fusion.region import Region
 
 # the number of names that are listed for one reason; further ones are only counted
-_NAMES_SHOWN = 4
+_MOST_NAMES = 4
+_MODEL = "(the model)"
 
 
 @dataclass(frozen=True)
@@ -51,54 +51,45 @@ class FuseReport:
     @property
     def chains(self) -> tuple[FusedChain, ...]:
         """Every chain, in the order of the model's convolutions."""
-        found: dict[tuple[str, ...], FusedChain] = {}
+        chains: list[FusedChain] = []
+        covered: set[str] = set()
         # the outermost module first: what it runs captures the modules inside
         for owner in sorted(self._regions, key=lambda path: path.count(".") + bool(path)):
-            facts = self._regions[owner].facts
-            if facts is None:
-                chains = [chain for chain in self._expected.get(owner, ()) if not self._regions[owner].problem]
+            region = self._regions[owner]
+            if region.facts is not None:
+                own: Sequence[FusedChain] = [chain.with_owner(owner) for chain in region.facts.chains]
             else:
-                chains = [chain.below(owner) for chain in facts.chains]
-            for chain in chains:
-                found.setdefault(chain.convolutions, chain)
-        taken: set[str] = set()
-        kept = []
-        for chain in found.values():
-            if taken.isdisjoint(chain.convolutions):
-                kept.append(chain)
-                taken |= {*chain.convolutions}
-        places = {name: i for i, name in enumerate(self._kinds)}
-        return tuple(sorted(kept, key=lambda chain: places.get(chain.convolutions[0], -1)))
+                own = () if region.problem else self._expected.get(owner, ())
+            for chain in own:
+                if covered.isdisjoint(chain.convolutions):
+                    covered |= {*chain.convolutions}
+                    chains.append(chain)
+        order = {name: i for i, name in enumerate(self._kinds)}
+        return tuple(sorted(chains, key=lambda chain: order.get(chain.convolutions[0], -1)))
 
     @property
     def excitations(self) -> tuple[str, ...]:
         """Paths of the squeeze-and-excitations that were captured, each of which can run as one operator."""
         facts = {owner: region.facts for owner, region in self._regions.items()}
-        found = [join(owner, path) for owner, its in facts.items() if its is not None for path in its.excitations]
-        return tuple(dict.fromkeys(found))
+        paths = [join(owner, path) for owner, its in facts.items() if its is not None for path in its.excitations]
+        return tuple(dict.fromkeys(paths))
 
     @property
     def left(self) -> tuple[NotFused, ...]:
         """Every convolution and BatchNorm outside of the chains and squeeze-and-excitations."""
-        taken = {name for chain in self.chains for name in (*chain.convolutions, *chain.batch_norms)}
-        reasons: dict[str, str] = {}
+        reasons = {**self._reasons}
         for owner, region in self._regions.items():
             if region.facts is not None:
-                reasons |= {join(owner, path): reason for path, reason in region.facts.left.items()}
+                reasons |= {join(owner, path): reason for path, reason in region.facts.reasons.items()}
             elif region.problem:
-                own = [
-                    name
-                    for chain in self._expected.get(owner, ())
-                    for name in (*chain.convolutions, *chain.batch_norms)
-                ]
-                reasons |= dict.fromkeys(
-                    own, f"the forward of {owner or 'the model'} runs on PyTorch: {region.problem}"
-                )
+                reason = f"the forward of {owner or 'the model'} runs on PyTorch: {region.problem}"
+                reasons |= dict.fromkeys(_members(self._expected.get(owner, ())), reason)
+        covered = {*_members(self.chains)}
         inside = tuple(f"{path}." for path in self.excitations)
         return tuple(
-            NotFused(name, kind, reasons.get(name) or self._reasons.get(name, "not behind a fused convolution"))
+            NotFused(name, kind, reasons.get(name, "not behind a fused convolution"))
             for name, kind in self._kinds.items()
-            if name not in taken and not name.startswith(inside)
+            if name not in covered and not name.startswith(inside)
         )
 
     @property
@@ -107,42 +98,47 @@ class FuseReport:
         return sum(len(chain.convolutions) for chain in self.chains)
 
     def __str__(self) -> str:
-        chains, excitations = self.chains, self.excitations
+        chains, excitations, regions = self.chains, self.excitations, self._regions
         lines = [
             f"{self.fused} of {count(self.convolutions, 'convolution')} are in "
             f"{count(len(chains), 'chain')} that can run fused; backend: {self.backend}"
         ]
-        owners = [chain.owner or "(the model)" for chain in chains]
+        owners = [chain.owner or _MODEL for chain in chains]
         width = max(map(len, owners), default=0)
         lines += [f"  {owner:<{width}}  {chain}" for owner, chain in zip(owners, chains, strict=True)]
-        captured = sum(region.facts is not None for region in self._regions.values())
         if chains:
-            known = f"{captured} of {count(len(self._regions), 'module')}" if captured else "nothing"
-            lines.append(f"captured so far: {known}; how chains run:")
-        ways: dict[str, list[str]] = defaultdict(list)
-        for owner, chain in zip(owners, chains, strict=True):
-            ways[chain.runs].append(owner)
-        lines += [f"  {count(len(its), 'chain')} {how}: {listed(its)}" for how, its in ways.items()]
+            captured = sum(region.facts is not None for region in regions.values())
+            progress = f"{captured} of {count(len(regions), 'module')}" if captured else "nothing"
+            lines.append(f"captured so far: {progress}; how chains run:")
+        runs = _grouped((chain.runs, owner) for owner, chain in zip(owners, chains, strict=True))
+        lines += [f"  {count(len(names), 'chain')} {how}: {listed(names)}" for how, names in runs.items()]
         if excitations:
             lines.append(f"one operator each where that is faster: {count(len(excitations), 'squeeze-and-excitation')}")
-        stopped: dict[str, list[str]] = defaultdict(list)
-        for owner, region in self._regions.items():
-            if region.problem and region.captures:
-                stopped[region.problem].append(owner or "(the model)")
-        lines += [f"captured no more, {problem}: {listed(its)}" for problem, its in stopped.items()]
-        reasons: dict[str, list[str]] = defaultdict(list)
-        for entry in self.left:
-            reasons[f"{entry.kind}: {entry.reason}"].append(entry.name)
-        if reasons:
-            lines.append("not fused:")
-            lines += [f"  {reason}: {listed(names)}" for reason, names in reasons.items()]
+        stopped = _grouped((r.problem, owner or _MODEL) for owner, r in regions.items() if r.problem and r.captures)
+        lines += [f"captured no more, {problem}: {listed(names)}" for problem, names in stopped.items()]
+        reasons = _grouped((f"{entry.kind}: {entry.reason}", entry.name) for entry in self.left)
+        lines += ["not fused:"] if reasons else []
+        lines += [f"  {reason}: {listed(names)}" for reason, names in reasons.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def _members(chains: Iterable[FusedChain]) -> list[str]:
+    """Paths of the convolutions and BatchNorms of these chains."""
+    return [name for chain in chains for name in (*chain.convolutions, *chain.batch_norms)]
+
+
+def _grouped(pairs: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """The second texts of these pairs by the first."""
+    groups: dict[str, list[str]] = {}
+    for key, name in pairs:
+        groups.setdefault(key, []).append(name)
+    return groups
 
 
 def listed(names: Sequence[str]) -> str:
     """The first of these names, and how many there are more."""
-    shown = ", ".join(names[:_NAMES_SHOWN])
-    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
+    first = ", ".join(names[:_MOST_NAMES])
+    return first if len(names) <= _MOST_NAMES else f"{first} and {len(names) - _MOST_NAMES} more"
 
 
 def count(number: int, what: str) -> str:

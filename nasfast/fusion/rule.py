@@ -58,8 +58,8 @@ _LEAST_NARROW = 1_600_000
 # always is. A chain of such convolutions counts as one of others, unless a depthwise one, where PyTorch is slow, is in
 # it.
 _DEEP = 192
-# shapes of which a chain keeps what it gains
-_KEPT_SHAPES = 256
+# shapes of which a chain keeps what was decided
+KEPT_SHAPES = 256
 
 
 def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool, gradients: bool) -> int | None:
@@ -71,11 +71,11 @@ def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool, gradients
         trains: whether a convolution trains.
         gradients: whether anything has a gradient.
     """
-    backend = resolve_backend("conv_bn_act_chain", x).name
+    backend, dtype = resolve_backend("conv_bn_act_chain", x).name, storage_dtype(x)
     if backend != "cpu":
-        return _least_elsewhere(backend, x)
+        # the reference is PyTorch itself, and on a GPU float32 is left to PyTorch
+        return None if backend == "reference" or dtype == torch.float32 else 0
     kinds = [stage_kind(s.params.conv_weight.shape, s.stride, s.padding, s.groups) for s in stages]
-    dtype = storage_dtype(x)
     if dtype == torch.float32 and _isa() not in _WITH_AVX512:
         pays = gradients and _products_per_result(stages) <= _MOST_PRODUCTS[trains]
         return _LEAST_NARROW if pays else None
@@ -115,30 +115,25 @@ def _products_per_result(stages: Sequence[Stage]) -> float:
     return products / results
 
 
-def _least_elsewhere(backend: str, x: Tensor) -> int | None:
-    """`least_results` on other backends. The reference is PyTorch itself, and on a GPU float32 is left to PyTorch."""
-    return None if backend == "reference" or storage_dtype(x) == torch.float32 else 0
-
-
-def gain_of(stages: Sequence[Stage], least: int, dtype: torch.dtype) -> Callable[[torch.Size], float]:
+def gain_function(stages: Sequence[Stage], least: int, dtype: torch.dtype) -> Callable[[torch.Size], float]:
     """A function of the shape of an input that says what the operator gains, in units of what a call of it costs.
 
     Below 0 it does not pay; `ALWAYS` if it always does.
     """
     unit = _GAIN_WITH_AMX if dtype == torch.bfloat16 and _isa() == "amx" else 1.0
     sizes = [(s.params.conv_weight.shape[0], *s.params.conv_weight.shape[2:], s.stride, s.padding) for s in stages]
-    kept: dict[tuple[torch.Size, int], float] = {}
+    gains: dict[tuple[torch.Size, int], float] = {}
 
     def gain(shape: torch.Size) -> float:
         if not least:
             return ALWAYS
-        situation = shape, torch.get_num_threads()
-        known = kept.get(situation)
-        if known is None:
-            if len(kept) >= _KEPT_SHAPES:
-                kept.clear()
-            known = kept[situation] = unit * (_results(shape, sizes) / (situation[1] * least) - 1)
-        return known
+        threads = torch.get_num_threads()
+        value = gains.get((shape, threads))
+        if value is None:
+            if len(gains) >= KEPT_SHAPES:
+                gains.clear()
+            value = gains[shape, threads] = unit * (_results(shape, sizes) / (threads * least) - 1)
+        return value
 
     return gain
 

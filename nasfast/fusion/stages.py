@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nasfast.fusion.rule import KEPT_SHAPES
 from nasfast.ops.autograd import save_checkpoint_sentinel
 from nasfast.ops.checks import check_chain
 from nasfast.ops.conv import run_checked_chain
 from nasfast.ops.reference import ACTIVATIONS, Stage
 
-_KEPT_SHAPES = 256
 _HALF = (torch.bfloat16, torch.float16)
 # those that change their input, whose gradients need only the result
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -54,12 +54,12 @@ def run_stages(x: Tensor, stages: Sequence[Stage], residual: Tensor | None, chec
             if residual is not None:
                 return run_stages(x, stages, None, checked) + residual
             return plain_stages(x, stages)
-        if not torch.compiler.is_compiling() and len(checked) < _KEPT_SHAPES:
+        if not torch.compiler.is_compiling() and len(checked) < KEPT_SHAPES:
             checked.add(x.shape)
     y = run_checked_chain(x, exact, residual)
-    for given, used in zip(stages, exact, strict=True):
-        if given is not used and given.training:
-            for running, moved in zip(given.params[3:5], used.params[3:5], strict=True):
+    for stage, wide in zip(stages, exact, strict=True):
+        if stage is not wide and stage.training:
+            for running, moved in zip(stage.params[3:5], wide.params[3:5], strict=True):
                 if running is not None and moved is not None:
                     running.copy_(moved)
     save_checkpoint_sentinel(y)

@@ -19,6 +19,11 @@ class OtherConv(nn.Conv2d):
         return super().forward(2 * x)
 
 
+class KeywordConv(nn.Conv2d):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv2d(input=x, weight=self.weight)
+
+
 class OtherBatchNorm(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -36,6 +41,11 @@ class Untraceable(nn.Module):
 class OwnActivation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.relu6(x)
+
+
+def as_weight(m: Body, x: Tensor) -> Tensor:
+    filters = half(m, x[:, :, :3, :3])
+    return m.extra(F.conv2d(torch.cat([x, x], dim=1), filters, padding=1))
 
 
 def discarded(m: Body, x: Tensor) -> Tensor:
@@ -124,9 +134,17 @@ STRUCTURES = {
         lambda: nn.Sequential(OtherConv(4, 4, 1, bias=False), nn.BatchNorm2d(4)),
         ["1x1 4->4"],
     ),
+    "input by its name": (
+        lambda: nn.Sequential(KeywordConv(4, 4, 1, bias=False), nn.BatchNorm2d(4)),
+        ["1x1 4->4"],
+    ),
     "BatchNorm that overrides": (
         lambda: point(OtherBatchNorm(4)),
         ["1x1 4->4"],
+    ),
+    "result as a weight": (
+        lambda: Body(as_weight, conv2=None, bn2=None, extra=nn.BatchNorm2d(2)),
+        ["1x1 4->8"],
     ),
     "parametrized": (
         lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(conv(4, 4, 1)), nn.BatchNorm2d(4)),
