@@ -34,7 +34,7 @@ from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.runtime.imports import import_modules, imported
 from nasfast.runtime.lock import RunDirectoryError, run_lock
 from nasfast.runtime.progress import Progress, duration
-from nasfast.runtime.termination import Terminated, raised, stopped_at
+from nasfast.runtime.termination import Terminated, raise_on_sigterm, stopped_at
 from nasfast.settings import TaskSettings
 
 __all__ = ["Task", "TaskError", "TaskResult", "TaskRunner", "TaskSettings", "check_done", "gpus_for", "threads_for"]
@@ -371,7 +371,7 @@ def execute(task: Task, folder: Path, directory: str, deadline: float | None, mo
         _log(f"{task.function} on {socket.gethostname()}, process {os.getpid()}")
         ending: Ending
         try:
-            with raised(), stopped_at(deadline), _lock_folder(folder):
+            with raise_on_sigterm(), stopped_at(deadline), _lock_folder(folder):
                 if load_result(folder, task) is None:
                     os.chdir(directory)
                     import_modules(modules)

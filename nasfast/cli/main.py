@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from nasfast.runtime.files import NO_ROOM
 from nasfast.runtime.launcher import environment_rank
 from nasfast.runtime.memory import keep_freed_memory
-from nasfast.runtime.termination import Terminated, raised
+from nasfast.runtime.termination import Terminated, raise_on_sigterm
 
 _JOINT = ("run", "supernet", "retrain")
 """Commands that several processes run together."""
@@ -71,7 +71,7 @@ def _run(argv: list[str]) -> int:
             if command not in _JOINT:
                 return 0
             logging.getLogger("nasfast").setLevel(logging.WARNING)
-        with raised():
+        with raise_on_sigterm():
             # jsonargparse takes half a second, and torch seconds, for which help must not wait
             name, values, parser = importlib.import_module("nasfast.cli.flags").parse(argv)
             dry_run = bool(values.get("dry_run"))

@@ -10,14 +10,14 @@ _SYSTEM = Path("/")
 
 def cores(system: Path = _SYSTEM) -> int:
     """CPU cores that this process may use, at least one: those of its affinity, or fewer by its quota of time."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     group = system / "sys/fs/cgroup"
     # quota and period in microseconds: control groups version 2 ("max" is no quota), then version 1 (-1 is none)
     for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
         numbers = " ".join(_text(group / file) for file in files).split()
         if len(numbers) == 2 and numbers[0].isdigit():
-            found = min(found, int(numbers[0]) // int(numbers[1]))
-    return max(1, found)
+            count = min(count, int(numbers[0]) // int(numbers[1]))
+    return max(1, count)
 
 
 def free_memory(system: Path = _SYSTEM) -> int:

@@ -144,12 +144,12 @@ def start(device: str) -> Iterator[World]:
     size, rank = environment_size(), environment_rank()
     if size == 1:
         # without the agent's store, joining would open a store in this process
-        kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        yield World(attempt=attempt, store=_job_store(_join_store()) if kept else None)
+        has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        yield World(attempt=attempt, store=_job_store(_join_store()) if has_store else None)
         return
     kind = device.split(":")[0]
     if kind == "cuda":
-        _take_gpu(device)
+        _use_own_gpu(device)
     store = _join_store()
     job_store = _job_store(store)
     # torchrun's store outlives the processes; restarted ones must not read the addresses of the dead ones
@@ -179,16 +179,16 @@ def _job_store(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(f"nasfast begun {os.environ.get('TORCHELASTIC_RUN_ID')}", store)
 
 
-def _take_gpu(device: str) -> None:
+def _use_own_gpu(device: str) -> None:
     """Make this process's GPU the current one; errors as in `start`."""
     if ":" in device:
         raise RankError(f"device={device!r} names one GPU for every process: use --device cuda")
     if missing := [name for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE") if name not in os.environ]:
         raise RankError(f"{' and '.join(missing)} is not set, so this process has no GPU: start it with torchrun")
-    local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-    if here > (count := torch.cuda.device_count()):
+    local_rank, processes = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if processes > (count := torch.cuda.device_count()):
         raise RankError(
-            f"{here} processes but {count} GPUs on this machine: start torchrun --nproc-per-node {count}, or use "
+            f"{processes} processes but {count} GPUs on this machine: start torchrun --nproc-per-node {count}, or use "
             "--device cpu"
         )
-    torch.cuda.set_device(local)
+    torch.cuda.set_device(local_rank)

@@ -74,26 +74,26 @@ def check_room(folder: Path, size: int) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def seal(form: dict[str, Any], *, indent: int | None = 1) -> str:
+def seal(data: dict[str, Any], *, indent: int | None = 1) -> str:
     """A mapping as JSON that ends with a digest of its content, by which `unseal` detects damage."""
-    return json.dumps({**form, _DIGEST: _digest(form)}, indent=indent) + "\n"
+    return json.dumps({**data, _DIGEST: _digest(data)}, indent=indent) + "\n"
 
 
 def unseal(text: str) -> dict[str, Any]:
     """The mapping in a text that `seal` made; a text without a digest, written by hand, is accepted unchecked."""
-    form = json.loads(text)
-    if not isinstance(form, dict):
-        raise ValueError(f"expected a mapping, got {type(form).__name__}")
-    digest = form.pop(_DIGEST, None)
-    if digest is not None and digest != _digest(form):
+    data = json.loads(text)
+    if not isinstance(data, dict):
+        raise ValueError(f"expected a mapping, got {type(data).__name__}")
+    digest = data.pop(_DIGEST, None)
+    if digest is not None and digest != _digest(data):
         raise ValueError(
             f"its content does not match its digest: it is damaged, or was edited without deleting {_DIGEST!r}"
         )
-    return form
+    return data
 
 
-def _digest(form: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(form, sort_keys=True).encode(), digest_size=8).hexdigest()
+def _digest(data: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(data, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 @contextlib.contextmanager
@@ -137,11 +137,11 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
     path, metrics = Path(run_dir) / METRICS_FILE, []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []:
         try:
-            form = json.loads(line)
+            row = json.loads(line)
         except ValueError:
             continue
-        if isinstance(form, dict) and {"stage", "step"} <= form.keys():
-            metrics.append(form)
+        if isinstance(row, dict) and {"stage", "step"} <= row.keys():
+            metrics.append(row)
     return metrics
 
 

@@ -67,7 +67,7 @@ def run_lock(run_dir: str | Path, *, create: bool = True) -> Iterator[None]:
     if key in _held or not (create or folder.is_dir()):
         yield
         return
-    made = not folder.exists()
+    is_new = not folder.exists()
     descriptor = _held[key] = _acquire(folder)
     try:
         if descriptor is not None:
@@ -79,7 +79,7 @@ def run_lock(run_dir: str | Path, *, create: bool = True) -> Iterator[None]:
         if _held.pop(key, None) is not None and descriptor is not None:
             (folder / _LOCK_FILE).unlink(missing_ok=True)
             os.close(descriptor)
-            if made:
+            if is_new:
                 with contextlib.suppress(OSError):  # not empty
                     folder.rmdir()
 
@@ -98,10 +98,10 @@ def _acquire(folder: Path) -> int | None:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.read(descriptor, 4096)
+            data = os.read(descriptor, 4096)
             os.close(descriptor)
             raise RunDirectoryError(
-                f"run directory {folder} is in use by {_holder(holder)}: wait until it ends, stop it, or choose "
+                f"run directory {folder} is in use by {_describe_holder(data)}: wait until it ends, stop it, or choose "
                 "another --out. Nothing was changed"
             ) from None
         except OSError as error:
@@ -123,7 +123,7 @@ def _acquire(folder: Path) -> int | None:
 
 def _write_holder(folder: Path, descriptor: int) -> None:
     """Write the holder into the lock file, which also checks that the directory can be written."""
-    form = {
+    holder = {
         "pid": os.getpid(),
         "host": socket.gethostname(),
         "command": shlex.join([os.path.basename(sys.argv[0]), *sys.argv[1:]])[:200],
@@ -132,17 +132,17 @@ def _write_holder(folder: Path, descriptor: int) -> None:
     }
     try:
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, (json.dumps(form) + "\n").encode())
+        os.write(descriptor, (json.dumps(holder) + "\n").encode())
         os.fsync(descriptor)
     except OSError as error:
         raise RunDirectoryError(_not_writable(folder, error)) from error
 
 
-def _holder(data: bytes) -> str:
+def _describe_holder(data: bytes) -> str:
     """The holder of a lock, from the content of the lock file."""
     try:
-        form = json.loads(data)
-        return f"`{form['command']}`, process {form['pid']} on {form['host']}, since {form['since']}"
+        holder = json.loads(data)
+        return f"`{holder['command']}`, process {holder['pid']} on {holder['host']}, since {holder['since']}"
     except (ValueError, LookupError, TypeError):
         return "another process"  # it has not written its name yet
 

@@ -40,11 +40,11 @@ def check_provider(provider: str) -> None:
     require_onnx()
     import onnxruntime
 
-    there = onnxruntime.get_available_providers()
-    if provider not in there:
+    providers = onnxruntime.get_available_providers()
+    if provider not in providers:
         package = _PACKAGES.get(provider.removesuffix("ExecutionProvider"))
         remedy = f"pip install {package} in place of onnxruntime" if package else "choose one of these"
-        raise ConfigError(f"onnxruntime has no provider {provider!r}, but {', '.join(there)}: {remedy}")
+        raise ConfigError(f"onnxruntime has no provider {provider!r}, but {', '.join(providers)}: {remedy}")
 
 
 def write_onnx(network: nn.Module, images: Tensor, path: Path) -> None:

@@ -30,11 +30,6 @@ def followed_by(stages: int) -> Iterator[None]:
         _following = before
 
 
-def following() -> int:
-    """How many stages follow the one that runs, as `followed_by` said."""
-    return _following
-
-
 @contextmanager
 def calling(callbacks: Sequence[Callback]) -> Iterator[None]:
     """Within this block, call these functions with the metrics of each training of this process, as they are logged."""
@@ -70,29 +65,28 @@ class Progress(AbstractContextManager):
         self._next_line = self._start + LINE_EVERY
         self._bar, self._timed = _bar(auto_refresh=not timed) if shown else None, timed
         if self._bar is not None:
-            self._task = self._bar.add_task(stage, total=total, completed=step, text="", left="")
+            self._task = self._bar.add_task(stage, total=total, completed=step, text="", eta="")
             self._bar.start()
 
     def update(self, step: int, text: str | None = None) -> None:
         """Show that `step` steps are done, and the text, which stays until there is another."""
         self._text, now = self._text if text is None else text, time.monotonic()
         if self._bar is not None:
-            left = self._left(step, now)
-            self._bar.update(self._task, completed=step, text=self._text, left=left, refresh=self._timed)
+            eta = self._eta(step, now)
+            self._bar.update(self._task, completed=step, text=self._text, eta=eta, refresh=self._timed)
         elif self._shown and now >= self._next_line:
             self._next_line = now + LINE_EVERY
-            parts = [f"{self._stage} {step}/{self._total}", self._left(step, now), self._text]
+            parts = [f"{self._stage} {step}/{self._total}", self._eta(step, now), self._text]
             print("  ".join(filter(None, parts)), file=sys.stderr, flush=True)
 
-    def _left(self, step: int, now: float) -> str:
+    def _eta(self, step: int, now: float) -> str:
         """The time that is left of this stage, and of it with those that follow; empty before the first step."""
         if step <= self._start_step:
             return ""
         per_step = (now - self._start) / (step - self._start_step)
-        left = per_step * (self._total - step)
-        text = f"eta {duration(left)}"
-        more = following()
-        return text if not more else f"{text}, all {duration(left + more * per_step * self._total)}"
+        seconds = per_step * (self._total - step)
+        text = f"eta {duration(seconds)}"
+        return text if not _following else f"{text}, all {duration(seconds + _following * per_step * self._total)}"
 
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
@@ -116,7 +110,7 @@ def _bar(*, auto_refresh: bool) -> Any:
     return Bar(
         TextColumn("{task.description}", table_column=Column(no_wrap=True)),
         TextColumn("{task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[left]}", table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[eta]}", table_column=Column(no_wrap=True)),
         BarColumn(bar_width=12),
         TextColumn("{task.fields[text]}", table_column=rest),
         console=console,

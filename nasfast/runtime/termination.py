@@ -35,11 +35,8 @@ class StopRequest:
     def __init__(self) -> None:
         self.requested = False
 
-    def _note(self, *_: Any) -> None:
-        self.requested = True
-
     @contextlib.contextmanager
-    def at_once(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """Within this block SIGTERM raises at once.
 
         Raises:
@@ -74,15 +71,19 @@ def _handled_by(handler: Callable[..., None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def noticed() -> Iterator[StopRequest]:
+def defer_sigterm() -> Iterator[StopRequest]:
     """Within this block, SIGTERM only sets `requested` of the StopRequest; only the main thread can do this.
 
     If the block ends without obeying it, the signal is raised again after the block. If the block ends with an error, a
     Terminated from that signal has the error's text in its reason.
     """
     request = StopRequest()
+
+    def note(*_: Any) -> None:
+        request.requested = True
+
     try:
-        with _handled_by(request._note):
+        with _handled_by(note):
             yield request
     except Exception as error:
         # the error may come from another rank that obeyed the signal first
@@ -98,9 +99,9 @@ def noticed() -> Iterator[StopRequest]:
 
 
 @contextlib.contextmanager
-def raised() -> Iterator[None]:
+def raise_on_sigterm() -> Iterator[None]:
     """Within this block, SIGTERM raises Terminated, so that `finally` blocks run."""
-    with StopRequest().at_once():
+    with StopRequest().interruptible():
         yield
 
 

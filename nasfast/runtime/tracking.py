@@ -23,12 +23,15 @@ def _begin(name: str, run: str, folder: Path, settings: Mapping[str, Any]) -> tu
     """Begin a run of a package: what takes metrics and their step, and what takes at the end whether it failed."""
     package = importlib.import_module(name)
     if name == "wandb":
-        begun = package.init(project="nasfast", name=run, dir=str(folder), config=dict(settings))
+        tracked_run = package.init(project="nasfast", name=run, dir=str(folder), config=dict(settings))
         # each stage counts its own steps, so they are a metric, and not wandb's steps, which only rise
-        return lambda metrics, step: begun.log({**metrics, "step": step}), lambda failed: begun.finish(int(failed))
+        return (
+            lambda metrics, step: tracked_run.log({**metrics, "step": step}),
+            lambda failed: tracked_run.finish(int(failed)),
+        )
     if name == "trackio":
-        begun = package.init(project="nasfast", name=run, config=dict(settings))
-        return lambda metrics, step: begun.log(dict(metrics), step=step), lambda failed: begun.finish()
+        tracked_run = package.init(project="nasfast", name=run, config=dict(settings))
+        return lambda metrics, step: tracked_run.log(dict(metrics), step=step), lambda failed: tracked_run.finish()
     package.set_experiment("nasfast")
     package.start_run(run_name=run)
     package.log_params(flatten(settings))
@@ -42,21 +45,21 @@ class _Session:
     """The trackers of a run; each begins with the first metrics, and is given up where it fails."""
 
     def __init__(self, names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> None:
-        self._names, self._begun = list(names), dict[str, tuple[Send, End]]()
+        self._names, self._runs = list(names), dict[str, tuple[Send, End]]()
         self._begin = lambda name: _begin(name, folder.resolve().name, folder, settings)
 
     def __call__(self, stage: str, step: int, metrics: Mapping[str, float | int | None]) -> None:
-        given = {f"{stage}/{key}": value for key, value in metrics.items() if value is not None}
+        values = {f"{stage}/{key}": value for key, value in metrics.items() if value is not None}
         for name in list(self._names):
             with self._giving_up(name):
-                if name not in self._begun:
-                    self._begun[name] = self._begin(name)
-                self._begun[name][0](given, step)
+                if name not in self._runs:
+                    self._runs[name] = self._begin(name)
+                self._runs[name][0](values, step)
 
     def close(self, *, failed: bool) -> None:
-        for name in set(self._names) & self._begun.keys():
+        for name in set(self._names) & self._runs.keys():
             with self._giving_up(name):
-                self._begun[name][1](failed)
+                self._runs[name][1](failed)
 
     @contextmanager
     def _giving_up(self, name: str) -> Iterator[None]:

@@ -26,7 +26,7 @@ from nasfast.engine import Engine, make_engine
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.lock import run_lock
-from nasfast.runtime.termination import Terminated, noticed
+from nasfast.runtime.termination import Terminated, defer_sigterm
 from nasfast.settings import TrainConfig
 from nasfast.spaces import Sampler
 from nasfast.train.batches import EpochLoader, to_learn_from
@@ -139,7 +139,7 @@ class _Training:
         cfg, extras, at, per_epoch = self.cfg, self.extras, self.at, len(self.loader)
         warmup = round(cfg.warmup_epochs * per_epoch)
         with ExitStack() as stack:
-            self.stop = stack.enter_context(noticed())  # first, so that SIGTERM waits for the last checkpoint
+            self.stop = stack.enter_context(defer_sigterm())  # first, so that SIGTERM waits for the last checkpoint
             if self.world.is_main:
                 self.open_files(stack)
             if at.evaluation_due:
@@ -258,7 +258,7 @@ class _Training:
         at.evaluation_due = evaluates
         if self.evaluate is not None and evaluates and not self.stopped:
             try:
-                with self.stop.at_once():
+                with self.stop.interruptible():
                     self.world.broadcast(self.judged.buffers())  # the running statistics of rank 0 count
                     result = self.evaluate(self.judged)
                 at.evaluation_due, better = False, at.best is None or result.top1 > at.best

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from nasfast.cli import commands
-from nasfast.runtime.termination import Terminated, noticed, raised
+from nasfast.runtime.termination import Terminated, defer_sigterm, raise_on_sigterm
 
 
 def send() -> None:
@@ -28,7 +28,7 @@ def handler():
 
 
 def test_it_is_noted_and_comes_again_afterwards(handler):
-    with noticed() as stop:
+    with defer_sigterm() as stop:
         assert not stop.requested
         send()
         send()
@@ -38,11 +38,11 @@ def test_it_is_noted_and_comes_again_afterwards(handler):
 
 
 def test_it_comes_again_behind_an_error(handler):
-    with pytest.raises(KeyError), noticed():
+    with pytest.raises(KeyError), defer_sigterm():
         send()
         raise KeyError
     assert handler == [1]
-    with pytest.raises(Terminated) as error, raised(), noticed():
+    with pytest.raises(Terminated) as error, raise_on_sigterm(), defer_sigterm():
         send()
         raise RuntimeError("the other rank is gone")
     assert error.value.reason == "stopped by SIGTERM (the other rank is gone)"
@@ -51,7 +51,7 @@ def test_it_comes_again_behind_an_error(handler):
 
 def test_it_raises_within_and_finally_blocks_run(handler):
     left = []
-    with pytest.raises(Terminated) as error, raised():
+    with pytest.raises(Terminated) as error, raise_on_sigterm():
         try:
             send()
         finally:
@@ -62,13 +62,13 @@ def test_it_raises_within_and_finally_blocks_run(handler):
 
 
 def test_at_once_within_noticed(handler):
-    with pytest.raises(Terminated), noticed() as stop:
-        with stop.at_once():
+    with pytest.raises(Terminated), defer_sigterm() as stop:
+        with stop.interruptible():
             send()
     assert stop.requested
-    with pytest.raises(Terminated), noticed() as stop:
+    with pytest.raises(Terminated), defer_sigterm() as stop:
         send()
-        with stop.at_once():
+        with stop.interruptible():
             pytest.fail("it had come before")
     assert handler == []
 
@@ -79,7 +79,7 @@ def test_what_python_drops_is_raised_at_the_end(handler):
         def __del__(self) -> None:
             send()
 
-    with pytest.raises(Terminated), raised():
+    with pytest.raises(Terminated), raise_on_sigterm():
         Bad()
 
 
@@ -87,7 +87,7 @@ def test_other_threads_have_no_handlers():
     found = []
 
     def work() -> None:
-        with noticed() as stop, raised():
+        with defer_sigterm() as stop, raise_on_sigterm():
             found.append(stop.requested)
 
     thread = threading.Thread(target=work)
@@ -97,7 +97,7 @@ def test_other_threads_have_no_handlers():
 
 
 def test_the_end_of_the_time_does_not_hide_an_error(monkeypatch):
-    with pytest.raises(Terminated) as stopped, raised(), commands.time_limit(1.0), noticed():
+    with pytest.raises(Terminated) as stopped, raise_on_sigterm(), commands.time_limit(1.0), defer_sigterm():
         later = time.time() + 3600
         monkeypatch.setattr(time, "time", lambda: later)
         send()
