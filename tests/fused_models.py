@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torchvision.models.efficientnet import EfficientNet, MBConvConfig
 from torchvision.models.mobilenetv2 import MobileNetV2
 from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
-from torchvision.models.resnet import BasicBlock, ResNet
+from torchvision.models.regnet import BlockParams, RegNet
+from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 from torchvision.models.shufflenetv2 import ShuffleNetV2
 
 import nasfast
@@ -22,21 +23,17 @@ timm = pytest.importorskip("timm")
 # models of well-known blocks: convolutions in chains, of all, chains
 MODELS = {
     "mobilenet_v2": (52, 52, 19),
-    "shufflenet_v2_x0_5": (56, 56, 21),
     "mnasnet0_5": (52, 52, 18),
-    "resnet18": (20, 20, 12),
-    "resnet50": (53, 53, 21),
-    "mobilenet_v3_small": (34, 52, 22),
-    "regnet_y_400mf": (53, 85, 37),
     "timm/mobilenetv2_100": (52, 52, 19),
     "timm/mobilenetv3_small_100": (34, 53, 22),
-    "timm/efficientnet_lite0": (49, 49, 18),
-    "timm/ghostnet_100": (80, 95, 75),
-    "timm/rexnet_100": (62, 75, 44),
+    "small ghostnet": (24, 27, 22),
     "small mobilenet_v2": (10, 10, 5),
     "small mobilenet_v3": (10, 14, 7),
     "small efficientnet": (13, 21, 10),
+    "small regnet": (12, 18, 9),
     "small resnet": (12, 12, 8),
+    "small resnet of bottlenecks": (20, 20, 10),
+    "small rexnet": (23, 27, 16),
     "small shufflenet_v2": (20, 20, 9),
 }
 
@@ -56,12 +53,27 @@ def small_mobilenet_v3() -> nn.Module:
     return MobileNetV3([InvertedResidualConfig(*block, 1, 1.0) for block in blocks], last_channel=64, num_classes=10)
 
 
-# the blocks of the large ones, each a few times: TorchDynamo takes seconds for a large network
+def small_regnet() -> nn.Module:
+    widths = BlockParams([1, 2], [16, 32], [8, 8], [1.0, 1.0], [2, 2], se_ratio=0.25)
+    return RegNet(widths, num_classes=10)
+
+
+def small_ghostnet() -> nn.Module:
+    """A block without stride, one with stride and one with squeeze-and-excitation, and the residual of each kind."""
+    blocks = [[[3, 16, 16, 0, 1]], [[3, 48, 24, 0, 2]], [[3, 72, 24, 0, 1]], [[5, 72, 40, 0.25, 2]]]
+    return timm.models.ghostnet.GhostNet(blocks, num_classes=10)
+
+
+# the blocks of large ones, each once or twice: TorchDynamo takes seconds for a large network
 SMALL = {
     "small mobilenet_v2": small,
     "small mobilenet_v3": small_mobilenet_v3,
     "small efficientnet": small_efficientnet,
+    "small ghostnet": small_ghostnet,
+    "small regnet": small_regnet,
     "small resnet": lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10),
+    "small resnet of bottlenecks": lambda: ResNet(Bottleneck, [2, 1, 1, 1], num_classes=10),
+    "small rexnet": lambda: timm.models.rexnet.RexNet(depth_mult=0.2, num_classes=10),
     "small shufflenet_v2": lambda: ShuffleNetV2([2, 1, 1], [24, 32, 64, 128, 64], num_classes=10),
 }
 

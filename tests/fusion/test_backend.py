@@ -73,7 +73,7 @@ NETWORKS = [
     ("small resnet", ALL),
     ("small efficientnet", EVAL),
     ("small shufflenet_v2", FROZEN),
-    *(pytest.param(name, FROZEN, marks=pytest.mark.slow) for name in ("mobilenet_v2", "mobilenet_v3_small")),
+    ("small mobilenet_v3", FROZEN),
 ]
 
 

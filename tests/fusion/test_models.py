@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from fused_models import MODELS, check_same, disturb, fuse_all, make, median_error, observe, set_mode
-from pairs import pairwise
 
 import nasfast
 
@@ -19,10 +18,10 @@ FAST = {
     "small mobilenet_v3": MODES[:2],
 }
 CASES = [(name, mode) for name, modes in FAST.items() for mode in modes]
-# the other models in one mode each
+# the other models in one mode each; test_float32_is_as_accurate has mobilenet_v2
 CASES += [
     pytest.param(name, MODES[i % 2], marks=pytest.mark.slow)
-    for i, name in enumerate(sorted(MODELS.keys() - FAST.keys()))
+    for i, name in enumerate(sorted(MODELS.keys() - FAST.keys() - {"mobilenet_v2"}))
 ]
 
 
@@ -45,14 +44,20 @@ def test_models_give_the_same(name, mode, executed):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "mode", "backend"),
-    pairwise(["mobilenet_v2", "small resnet"], MODES[:2], ["cpu", "reference"]),
+    [
+        ("mobilenet_v2", MODES[0], "cpu"),
+        ("small mobilenet_v2", MODES[1], "reference"),
+        ("small resnet", MODES[0], "reference"),
+        ("small resnet", MODES[1], "cpu"),
+    ],
     indirect=["backend"],
 )
 def test_float32_is_as_accurate(name, mode, backend, monkeypatch):
     monkeypatch.setenv("NASFAST_BACKEND", backend)
     plain = set_mode(disturb(make(name)), mode)
     fused, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
-    fuse_all(fused)
+    report = fuse_all(fused)
+    assert (report.fused, report.convolutions, len(report.chains)) == MODELS[name]
     x = torch.randn(4, 3, 64, 64)
     want = observe(exact, x.double())
     assert median_error(observe(fused, x), want) <= 3 * median_error(observe(plain, x), want)
