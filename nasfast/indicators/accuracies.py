@@ -85,14 +85,14 @@ def _read_entries(path: str | Path, space: ArchSpace) -> list[tuple[str, Arch, A
     is_csv = Path(path).suffix.lower() == ".csv"
     try:
         text = Path(path).read_text(encoding="utf-8")
-        form = _csv_entries(text, path) if is_csv else _json_entries(text, path)
+        items = _csv_entries(text, path) if is_csv else _json_entries(text, path)
     except OSError as error:
         raise AccuracyError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise AccuracyError(f"{path} is not {'CSV' if is_csv else 'JSON'}: {error}") from error
     entries: dict[Arch, tuple[str, Arch, Any]] = {}
     foreign, repeated = [], []
-    for key, entry in form:
+    for key, entry in items:
         try:
             arch = space.parse(key)
         except ArchError as error:
@@ -104,25 +104,26 @@ def _read_entries(path: str | Path, space: ArchSpace) -> list[tuple[str, Arch, A
             entries[arch] = key, arch, entry
     if foreign:
         raise AccuracyError(
-            f"{path}: {len(foreign)} of {len(form)} architectures are not of space {space.name!r}; the first, "
+            f"{path}: {len(foreign)} of {len(items)} architectures are not of space {space.name!r}; the first, "
             f"{foreign[0]}. Give the space of the file, or delete these entries"
         )
     if repeated:
         raise AccuracyError(
-            f"{path}: {len(repeated)} of {len(form)} entries repeat an architecture; the first, {repeated[0]}: keep one"
+            f"{path}: {len(repeated)} of {len(items)} entries repeat an architecture; the first, {repeated[0]}: "
+            "keep one"
         )
     return list(entries.values())
 
 
 def _json_entries(text: str, path: str | Path) -> list[tuple[str, Any]]:
     try:
-        form = json.loads(text, object_pairs_hook=tuple)  # a dict would lose keys that are there twice
+        pairs = json.loads(text, object_pairs_hook=tuple)  # a dict would lose keys that are there twice
     except ValueError as error:
         raise AccuracyError(f"{path} is not JSON: {error}") from error
-    if not isinstance(form, tuple) or not form:
-        given = "an empty one" if form == () else type(form).__name__
-        raise AccuracyError(f"{path}: expected a mapping of architecture text to entries, got {given}")
-    return [(key, dict(entry) if isinstance(entry, tuple) else entry) for key, entry in form]
+    if not isinstance(pairs, tuple) or not pairs:
+        kind = "an empty one" if pairs == () else type(pairs).__name__
+        raise AccuracyError(f"{path}: expected a mapping of architecture text to entries, got {kind}")
+    return [(key, dict(entry) if isinstance(entry, tuple) else entry) for key, entry in pairs]
 
 
 def _csv_entries(text: str, path: str | Path) -> list[tuple[str, dict[str, Any]]]:

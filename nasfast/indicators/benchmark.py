@@ -113,39 +113,39 @@ def run_benchmarks(
     for part in [part for name in names for _, part in parse_sum(name)]:
         get_score(part)  # an unknown name is an error, and no empty row
     rows: dict[str, dict[str, BenchmarkCell]] = {}
-    shared = _Scores()
-    for one in benchmarks:
-        for name, cell in _column(one, names, trainings, shared, (resamples, seed)):
-            rows.setdefault(name, {})[one.name] = cell
-    return BenchmarkReport({one.name: len(one.accuracies) for one in benchmarks}, rows)
+    cache = _ScoreCache()
+    for benchmark in benchmarks:
+        for name, cell in _column(benchmark, names, trainings, cache, (resamples, seed)):
+            rows.setdefault(name, {})[benchmark.name] = cell
+    return BenchmarkReport({benchmark.name: len(benchmark.accuracies) for benchmark in benchmarks}, rows)
 
 
-class _Scores:
+class _ScoreCache:
     """Scores of networks with their CPU seconds, each computed once."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, str], dict[Arch, tuple[float | None, float]]] = {}
+        self._cache: dict[tuple[int, str], dict[Arch, tuple[float | None, float]]] = {}
 
-    def part(
+    def scores(
         self, evidence: NetworkEvidence, name: str, archs: Sequence[Arch]
     ) -> dict[Arch, tuple[float | None, float]]:
         """Score, None where there is none, and CPU seconds of each architecture."""
-        known = self._known.setdefault((id(evidence), name), {})
-        missing = [arch for arch in archs if arch not in known]
+        cache = self._cache.setdefault((id(evidence), name), {})
+        missing = [arch for arch in archs if arch not in cache]
         # a table of all candidates costs the same for one architecture as for all
         for group in [missing] if get_score(name).additive else [[arch] for arch in missing]:
             start, values = time.process_time(), dict.fromkeys(group)
             with contextlib.suppress(ScoreError):
                 values |= score_networks(name, evidence, group)[0]
             cost = (time.process_time() - start) / max(len(group), 1)
-            known |= {arch: (value, cost) for arch, value in values.items()}
-        if all(known[arch][0] is None for arch in archs):
+            cache |= {arch: (value, cost) for arch, value in values.items()}
+        if all(cache[arch][0] is None for arch in archs):
             raise ScoreError(f"no architecture of {evidence.space.name} has a score {name!r}")
-        return {arch: known[arch] for arch in archs}
+        return {arch: cache[arch] for arch in archs}
 
     def total(self, evidence: NetworkEvidence, name: str, archs: Sequence[Arch]) -> tuple[dict[Arch, float], float]:
         """A sum of scores, and its CPU seconds per architecture."""
-        parts = [self.part(evidence, part, archs) for _, part in parse_sum(name)]
+        parts = [self.scores(evidence, part, archs) for _, part in parse_sum(name)]
         failed = {arch for part in parts for arch in archs if part[arch][0] is None}
         scores = [{arch: value for arch, (value, _) in part.items() if value is not None} for part in parts]
         seconds = sum(cost for part in parts for _, cost in part.values()) / len(archs)
@@ -153,15 +153,15 @@ class _Scores:
 
 
 def _column(
-    one: Benchmark,
+    benchmark: Benchmark,
     names: Sequence[str],
     trainings: Sequence[int],
-    shared: _Scores,
+    cache: _ScoreCache,
     bootstrap: tuple[int, int],
 ) -> Iterator[tuple[str, BenchmarkCell]]:
     """Names of rows and their entries in the column of one benchmark."""
-    archs, space = list(one.accuracies), one.evidence.space
-    truth = np.array([one.accuracies[arch] for arch in archs])
+    archs, space = list(benchmark.accuracies), benchmark.evidence.space
+    truth = np.array([benchmark.accuracies[arch] for arch in archs])
     weights = bootstrap_weights(len(archs), *bootstrap)
     counts = {
         name: kendall_tau(merge_rounding(np.array(structure_scores(space, name, archs))), truth, weights)
@@ -171,31 +171,31 @@ def _column(
     yield "best count", BenchmarkCell(Estimate.from_samples(counts[best]), note=best)
     for name in names:
         try:
-            scores, seconds = shared.total(one.evidence, name, archs)
+            scores, seconds = cache.total(benchmark.evidence, name, archs)
         except ScoreError:
             continue
         taus = kendall_tau(np.array([scores[arch] for arch in archs]), truth, weights)
         yield name, BenchmarkCell(Estimate.from_samples(taus), Estimate.from_samples(taus - counts[best]), seconds)
     default = default_score(space)
-    prior, _ = shared.total(one.evidence, default, archs)
-    parts = [shared.total(one.evidence, part, archs)[0] for _, part in parse_sum(default)]
+    prior, _ = cache.total(benchmark.evidence, default, archs)
+    parts = [cache.total(benchmark.evidence, part, archs)[0] for _, part in parse_sum(default)]
     flat = dict.fromkeys(archs, 0.0)
     for count in trainings:
         if count + _LEAST_LEFT <= len(archs):
-            yield f"learned from features alone, {count} trainings", _learned(one, flat, [], count, bootstrap[1])
-            yield f"learned, {count} trainings", _learned(one, prior, parts, count, bootstrap[1])
+            yield f"learned from features alone, {count} trainings", _learned(benchmark, flat, [], count, bootstrap[1])
+            yield f"learned, {count} trainings", _learned(benchmark, prior, parts, count, bootstrap[1])
 
 
 def _learned(
-    one: Benchmark, prior: Mapping[Arch, float], parts: Sequence[Mapping[Arch, float]], count: int, seed: int
+    benchmark: Benchmark, prior: Mapping[Arch, float], parts: Sequence[Mapping[Arch, float]], count: int, seed: int
 ) -> BenchmarkCell:
     """Mean, lowest and highest tau of learned scores over draws of the trained architectures."""
-    archs, taus = sorted(one.accuracies), []
+    archs, taus = sorted(benchmark.accuracies), []
     for draw in range(DRAWS):
         order = np.random.default_rng((seed, draw)).permutation(len(archs))
-        known = {archs[i]: one.accuracies[archs[i]] for i in order[:count]}
-        found = learned_score(one.evidence.space, known, prior, parts, seed=draw)
+        trained = {archs[i]: benchmark.accuracies[archs[i]] for i in order[:count]}
+        scores = learned_score(benchmark.evidence.space, trained, prior, parts, seed=draw)
         rest = [archs[i] for i in order[count:]]
-        learned, truth = ([scores[arch] for arch in rest] for scores in (found, one.accuracies))
+        learned, truth = ([values[arch] for arch in rest] for values in (scores, benchmark.accuracies))
         taus.append(float(kendall_tau(learned, truth, np.ones((1, len(rest))))[0]))
     return BenchmarkCell(Estimate(float(np.mean(taus)), min(taus), max(taus)))

@@ -97,16 +97,17 @@ def compare_scores(
     """
     if not 0 < half_width < math.inf:
         raise ValueError(f"the half width of the interval must be positive, got {half_width}")
-    every: dict[str, IndicatorTable | Mapping[Arch, float]] = {
+    predictors: dict[str, IndicatorTable | Mapping[Arch, float]] = {
         **scores,
         **{n: dict(zip(accuracies, structure_scores(space, n, accuracies), strict=True)) for n in BASELINES},
     }
     rows = []
-    for name, values in every.items():
+    for name, values in predictors.items():
         report = rank(accuracies, values, space, resamples=resamples, seed=seed)
-        mine = report.predictor
-        wanted = _architectures_needed(mine.kendall, report.architectures, half_width)
-        rows.append(ScoreRow(name, mine.kendall, mine.spearman, report.above[_REFERENCE], wanted))
+        tau, needed = report.predictor.kendall, None
+        if tau.low is not None and tau.high is not None:
+            needed = math.ceil(report.architectures * ((tau.high - tau.low) / (2 * half_width)) ** 2)
+        rows.append(ScoreRow(name, tau, report.predictor.spearman, report.above[_REFERENCE], needed))
     return ScoreComparison(len(accuracies), half_width, tuple(rows), dict(refused or {}), attainable)
 
 
@@ -130,9 +131,3 @@ def attainable_tau(right: NDArray[np.bool_]) -> float:
     variance = float((noise**2).sum()) / ((networks - 1) * (images - 1) * images)
     total = float(accuracies.var(ddof=1))
     return 2 / math.pi * math.asin(math.sqrt(max(0.0, 1 - variance / total))) if total > 0 else 0.0
-
-
-def _architectures_needed(tau: Estimate, count: int, half_width: float) -> int | None:
-    if tau.low is None or tau.high is None:
-        return None
-    return math.ceil(count * ((tau.high - tau.low) / (2 * half_width)) ** 2)

@@ -35,7 +35,7 @@ class NetworkEvidence:
     @cached_property
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         """The first batch: images (N, C, H, W) and labels (N,)."""
-        return _some(islice(as_epochs(self.images).epoch(0), 1))
+        return _require_batches(islice(as_epochs(self.images).epoch(0), 1))
 
     def network(self, arch: Arch) -> nn.Module:
         """The network of an architecture as PyTorch initialises its modules, in training mode."""
@@ -94,7 +94,7 @@ class Evidence(NetworkEvidence):
     @cached_property
     def batches(self) -> list[tuple[Tensor, Tensor]]:
         """Images (N, C, H, W) and labels (N,) on the supernet's device."""
-        return _some(as_epochs(self.images).epoch(0, device=str(self.device)))
+        return _require_batches(as_epochs(self.images).epoch(0, device=str(self.device)))
 
     def sample(self, count: int | None = None) -> list[Arch]:
         """Fair random paths, the same for the same seed; None takes `paths` of them."""
@@ -136,11 +136,11 @@ class Evidence(NetworkEvidence):
         return self._outcomes[path]
 
 
-def _some(batches: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    found = list(batches)
-    if not found:
+def _require_batches(epoch: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    batches = list(epoch)
+    if not batches:
         raise ScoreError("the loader gave no image to score on: give a loader with at least one batch")
-    return found
+    return batches
 
 
 def layer_space(evidence: NetworkEvidence) -> LayerSpace:

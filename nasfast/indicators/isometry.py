@@ -114,27 +114,27 @@ def candidate_maps(
     space: LayerSpace = net.space
     net.requires_grad_(False).eval().to(memory_format=layout)
     generator = torch.Generator().manual_seed(seed)
-    met: dict[nn.Module, Tensor] = {}
+    inputs: dict[nn.Module, Tensor] = {}
 
-    def meet(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
-        # a layer of blocks is given its choice too
-        given = (*args, *kwargs.values()) if isinstance(net, ModuleSupernet) else args[:1]
-        if len(given) != 1 or not all(isinstance(value, Tensor) and value.ndim == 4 for value in (*given, y)):
+    def keep_input(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Any) -> None:
+        # a layer of blocks gets its choice too
+        values = (*args, *kwargs.values()) if isinstance(net, ModuleSupernet) else args[:1]
+        if len(values) != 1 or not all(isinstance(value, Tensor) and value.ndim == 4 for value in (*values, y)):
             raise ScoreError(f"a choice of {space.name} does not map one (N, C, H, W) to another: take another score")
         # a copy, because what follows may work in place
-        met.setdefault(layer, given[0][: max(2, math.ceil(pixels / math.prod(y.shape[2:])))].clone())
+        inputs.setdefault(layer, values[0][: max(2, math.ceil(pixels / math.prod(y.shape[2:])))].clone())
 
     for layer in net.layers:
-        layer.register_forward_hook(meet, with_kwargs=True)
+        layer.register_forward_hook(keep_input, with_kwargs=True)
     for path in range(paths):
         initialize(weights, init, seed=int(torch.randint(2**31, (), generator=generator)) if path else seed)
         noise = torch.randn((batch, space.in_channels, space.resolution, space.resolution), generator=generator)
-        met.clear()
+        inputs.clear()
         arch = [options[int(torch.randint(len(options), (), generator=generator))] for options in space.options]
         with torch.no_grad():
             net(noise.to(memory_format=layout), arch)
         for place, layer in enumerate(net.layers):
-            leaf = met[layer].requires_grad_()
+            leaf = inputs[layer].requires_grad_()
             for choice in space.options[place]:
                 if choice not in (SKIP, space.layers[place].indicator_choice):
                     yield place, choice, leaf, layer.candidates[choice](leaf.clone())

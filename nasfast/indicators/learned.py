@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -11,10 +10,7 @@ from nasfast import extensions
 from nasfast.indicators.structure import BASELINES, structure_scores
 from nasfast.spaces import Arch, ArchSpace
 
-_TREES = 100
 _FOLDS = 10
-_SHARE = 1 / 3
-"""Share of the features among which each split of a tree chooses."""
 
 
 def features(space: ArchSpace, archs: Sequence[Arch]) -> np.ndarray:
@@ -57,8 +53,10 @@ def learned_score(
     y = _normal(list(accuracies.values()))
     slope = max(0.0, float(p[trained] @ y / max(p[trained] @ p[trained], 1e-12)))
     unseen, predicted = [p[trained]], [p]
+    make_forest = extensions.load("sklearn.ensemble:RandomForestRegressor")
     for target in (y, y - slope * p[trained]):
-        forest = _forest(seed).fit(x[trained], target)
+        forest = make_forest(n_estimators=100, max_features=1 / 3, oob_score=True, random_state=seed)
+        forest.fit(x[trained], target)
         unseen.append(np.nan_to_num(forest.oob_prediction_))
         predicted.append(forest.predict(x))
     from scipy.optimize import nnls  # half a second, as scipy.stats
@@ -78,13 +76,14 @@ def held_out_score(
     seed: int = 0,
 ) -> dict[Arch, float]:
     """The `learned_score` of each architecture that has an accuracy, learned without it, in ten folds."""
-    archs, found = list(accuracies), dict[Arch, float]()
-    folds = np.random.default_rng(seed).permutation(len(archs)) % _FOLDS
+    order = np.random.default_rng(seed).permutation(len(accuracies))
+    folds = dict(zip(accuracies, order % _FOLDS, strict=True))
+    held_out: dict[Arch, float] = {}
     for fold in range(_FOLDS):
-        known = {arch: accuracies[arch] for arch, of in zip(archs, folds, strict=True) if of != fold}
-        learned = learned_score(space, known, prior, scores, seed=seed)
-        found |= {arch: learned[arch] for arch, of in zip(archs, folds, strict=True) if of == fold}
-    return found
+        rest = {arch: accuracy for arch, accuracy in accuracies.items() if folds[arch] != fold}
+        learned = learned_score(space, rest, prior, scores, seed=seed)
+        held_out |= {arch: learned[arch] for arch in accuracies if folds[arch] == fold}
+    return held_out
 
 
 def _normal(values: Sequence[float]) -> np.ndarray:
@@ -92,8 +91,3 @@ def _normal(values: Sequence[float]) -> np.ndarray:
     from scipy.stats import norm, rankdata
 
     return norm.ppf((rankdata(values) - 0.5) / len(values))
-
-
-def _forest(seed: int) -> Any:
-    make = extensions.load("sklearn.ensemble:RandomForestRegressor")
-    return make(n_estimators=_TREES, max_features=_SHARE, oob_score=True, random_state=seed)

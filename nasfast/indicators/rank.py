@@ -134,27 +134,28 @@ class RankReport:
         """One or two sentences that say whether the predictor ranks better than every baseline."""
         if self.predictor.constant:
             return "The predictor gives every architecture the same score: it ranks nothing."
-        mine = f"{self.predictor.kendall.value:+.3f}"
+        tau = f"{self.predictor.kendall.value:+.3f}"
         taus = self._baseline_taus
         if not taus:
-            return f"Every baseline is constant on these architectures; the predictor's tau is {mine}."
+            return f"Every baseline is constant on these architectures; the predictor's tau is {tau}."
+        labels = {name: f"{name} ({value:+.3f})" for name, value in taus.items()}
         beaten = [name for name in taus if self.above[name].positive]
-        worse = [name for name in taus if (self.above[name].high or 0.0) < 0]
-        below, rest = (
-            [f"{name} ({tau:+.3f})" for name, tau in taus.items() if (name in worse) == side and name not in beaten]
-            for side in (True, False)
-        )
+        below = [labels[name] for name in taus if (self.above[name].high or 0.0) < 0]
+        rest = [labels[name] for name in taus if name not in beaten and labels[name] not in below]
         if not (below or rest):
             best = max(taus, key=taus.__getitem__)
             return (
-                f"The predictor beats every baseline: its tau is {mine}, that of the best, {best}, is "
-                f"{taus[best]:+.3f}."
+                f"The predictor beats every baseline: its tau is {tau}, that of the best, {best}, is {taus[best]:+.3f}."
             )
-        said = [f"it is below {', '.join(below)}"] * bool(below)
-        said += [f"it is not above {', '.join(rest)} by more than chance allows"] * bool(rest)
-        said += [f"it is above {', '.join(beaten)}"] * bool(beaten)
-        text = "; ".join(said)
-        return f"The predictor's tau is {mine}. {text[0].upper()}{text[1:]}."
+        clauses = []
+        if below:
+            clauses.append(f"it is below {', '.join(below)}")
+        if rest:
+            clauses.append(f"it is not above {', '.join(rest)} by more than chance allows")
+        if beaten:
+            clauses.append(f"it is above {', '.join(beaten)}")
+        text = "; ".join(clauses)
+        return f"The predictor's tau is {tau}. {text[0].upper()}{text[1:]}."
 
     def to_json(self) -> str:
         """The report and its verdict as JSON."""

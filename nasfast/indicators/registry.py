@@ -10,7 +10,7 @@ the search by evolution calls it for each architecture. Larger is better for all
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -133,22 +133,20 @@ def check_score(score: Score, net: Supernet) -> None:
     """Raise ScoreError for a score that a supernet cannot have."""
     why = score.refusal(net)
     if why is not None:
-        raise ScoreError(f"{net.space.name} has no score {score.name!r}: {why}. It can have {_names(available(net))}")
+        names = ", ".join(sorted(available(net)))
+        raise ScoreError(f"{net.space.name} has no score {score.name!r}: {why}. It can have {names}")
 
 
 def check_network_score(score: Score, space: ArchSpace) -> None:
     """Raise ScoreError for a score that needs a supernet where there are only untrained networks."""
     if not score.networks:
+        names = ", ".join(sorted(name for name, other in all_scores().items() if other.networks))
         raise ScoreError(
             f"the score {score.name!r} needs a supernet, and {space.name} has only single untrained networks here. "
-            f"These can have {_names(name for name, other in all_scores().items() if other.networks)}"
+            f"These can have {names}"
         )
 
 
 def available(net: Supernet) -> list[str]:
     """The names of the scores that a supernet can have."""
     return [name for name, score in all_scores().items() if score.refusal(net) is None]
-
-
-def _names(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))

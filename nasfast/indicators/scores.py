@@ -67,7 +67,7 @@ def score_table(
         table = score.function(evidence)
         table = replace(table, meta={**meta, **table.meta})
     else:
-        scores = _each(score, evidence, dict.fromkeys(evidence.sample()))
+        scores = _score_each(score, evidence, dict.fromkeys(evidence.sample()))
         table = distill(space, scores, evidence.values, meta=meta)
     return with_structure(table, structure)
 
@@ -78,8 +78,10 @@ def untrained_table(
     """The table of a score that needs neither training nor images (`Score.untrained`); see `score_table`."""
     score = get_score(name)
     if not score.untrained:
-        can = ", ".join(sorted(other.name for other in all_scores().values() if other.untrained))
-        raise ScoreError(f"the score {name!r} needs training or images, and here are none: train, or take one of {can}")
+        names = ", ".join(sorted(other.name for other in all_scores().values() if other.untrained))
+        raise ScoreError(
+            f"the score {name!r} needs training or images, and here are none: train, or take one of {names}"
+        )
     table = score.function(NetworkEvidence(space, (), seed=seed))
     return with_structure(replace(table, meta={**(meta or {}), "score": name, **table.meta}), structure)
 
@@ -102,7 +104,7 @@ def score_paths(name: str, evidence: Evidence, archs: Iterable[Arch]) -> dict[Ar
     if score.additive:
         table = score.function(evidence)
         return {arch: table.score(arch) for arch in archs}
-    scores = _each(score, evidence, list(archs))
+    scores = _score_each(score, evidence, list(archs))
     if bad := [arch for arch, value in scores.items() if not math.isfinite(value)]:
         remedy = ": the supernet diverged; train it with a lower train.lr" if score.trained else ""
         raise ScoreError(
@@ -111,7 +113,7 @@ def score_paths(name: str, evidence: Evidence, archs: Iterable[Arch]) -> dict[Ar
     return scores
 
 
-def _each(score: Score, evidence: Evidence, archs: Collection[Arch]) -> dict[Arch, float]:
+def _score_each(score: Score, evidence: Evidence, archs: Collection[Arch]) -> dict[Arch, float]:
     """The score of each path, with signs of life."""
     scores = {}
     with Progress("score", len(archs)) as progress:

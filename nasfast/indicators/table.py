@@ -151,17 +151,17 @@ class IndicatorTable(Tabular):
     def from_json(cls, text: str) -> IndicatorTable:
         """Inverse of `to_json`; TableError for a text that is no table, or damaged."""
         try:
-            form = unseal(text)
-            if form["format"] != _FORMAT:
+            data = unseal(text)
+            if data["format"] != _FORMAT:
                 raise TableError(
-                    f"indicator table has format {form['format']!r}, this version reads {_FORMAT!r}: score again"
+                    f"indicator table has format {data['format']!r}, this version reads {_FORMAT!r}: score again"
                 )
-            block = tuple({int(k): float(v) for k, v in row["block"].items()} for row in form["layers"])
-            layer = tuple(None if row["layer"] is None else float(row["layer"]) for row in form["layers"])
-            space = space_kind(form["space"]).from_dict(form["space"])
+            block = tuple({int(k): float(v) for k, v in row["block"].items()} for row in data["layers"])
+            layer = tuple(None if row["layer"] is None else float(row["layer"]) for row in data["layers"])
+            space = space_kind(data["space"]).from_dict(data["space"])
             if not isinstance(space, LayerSpace):
                 raise TableError(f"space {space.name!r} is one of cells, and a table is of layers")
-            return cls(space, block, layer, form["meta"], form["rule"])
+            return cls(space, block, layer, data["meta"], data["rule"])
         except TableError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -200,7 +200,7 @@ def _notes(trial: Trial, quick: Sequence[str]) -> tuple[str, ...]:
     """What is planned, and what the times leave out."""
     run, space, limits = trial.run, trial.run.space, trial.run.limits
     least, most = layer_costs(space, "macs").range
-    maxima = " and ".join(f"{name} {value:,.10g}" for name, value in limits.given.items()) or "none"
+    maxima = " and ".join(f"{name} {value:,.10g}" for name, value in limits.maxima.items()) or "none"
     notes = [
         f"{space.name}: {len(space)} layers, {space.cardinality:.3g} architectures of {least:,} to {most:,} MACs",
         f"{trial.images:,} training images of {space.num_classes} classes; limits of the search: {maxima}",

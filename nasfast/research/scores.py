@@ -13,18 +13,16 @@ from nasfast.spaces import Arch, format_arch
 from nasfast.supernet import ModuleSupernet, Supernet
 from nasfast.train.batches import as_epochs
 
-_LINEAR_REGIONS = {"relu", "relu6"}
 
-
-def _no_relu(net: Supernet) -> str | None:
+def _refuse_other_than_relu(net: Supernet) -> str | None:
     if isinstance(net, ModuleSupernet):
         return None  # its activations are seen when a network runs
-    others = sorted({net.activation, *net.space.own_activations} - _LINEAR_REGIONS)
-    return f"it counts linear regions of ReLUs, and the activation is {' and '.join(others)}" if others else None
+    smooth = sorted({net.activation, *net.space.own_activations} - {"relu", "relu6"})
+    return f"it counts linear regions of ReLUs, and the activation is {' and '.join(smooth)}" if smooth else None
 
 
 def _register(name: str) -> None:
-    refusal = _no_relu if name == "naswot" else lambda net: None
+    refusal = _refuse_other_than_relu if name == "naswot" else lambda net: None
 
     @register(name, additive=False, trained=False, networks=True, refusal=refusal)
     def path_score(evidence: NetworkEvidence, arch: Arch) -> float:
@@ -41,11 +39,11 @@ for _name in ZERO_COST:
     _register(_name)
 
 
-def _of_module(net: Supernet) -> str | None:
+def _refuse_module(net: Supernet) -> str | None:
     return "it mixes the blocks of spaces of layers or of cells" if isinstance(net, ModuleSupernet) else None
 
 
-@register("nasi", additive=True, trained=False, networks=True, refusal=_of_module)
+@register("nasi", additive=True, trained=False, networks=True, refusal=_refuse_module)
 def nasi(evidence: NetworkEvidence) -> IndicatorTable | LogitTable:
     """The logits of a search by NASI (docs/nasi.md): 100 sampled architectures, each on a batch of its own, mu 1.
 
@@ -56,7 +54,7 @@ def nasi(evidence: NetworkEvidence) -> IndicatorTable | LogitTable:
     """
     cfg = NasiConfig(mu=1.0, seed=evidence.seed)
     try:
-        found = search(make_mixture(evidence.space, seed=evidence.seed), as_epochs(evidence.images), cfg)
+        result = search(make_mixture(evidence.space, seed=evidence.seed), as_epochs(evidence.images), cfg)
     except (ValueError, FloatingPointError) as error:
         raise ScoreError(f"NASI finds no table of {evidence.space.name}: {error}") from error
-    return make_table(evidence.space, found)
+    return make_table(evidence.space, result)

@@ -10,6 +10,7 @@ holds here.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -257,9 +258,8 @@ def vkdnw(module: nn.Module, images: Tensor, labels: Tensor | None = None, *, se
     copied = working_copy(module).eval()
     generator = torch.Generator().manual_seed(seed)
     for layer in weighted_layers(copied).values():
-        drawn = torch.randn(layer.weight.shape, generator=generator)
         deviation = math.sqrt(2 / layer.weight[0].numel())
-        layer.weight.data.copy_(deviation * drawn)
+        layer.weight.data.copy_(deviation * torch.randn(layer.weight.shape, generator=generator))
     tensors = sum(p.requires_grad for p in copied.parameters())
     jacobian, logits = first_weight_jacobian(copied, images)
     uniform = 1 / logits.shape[1]
@@ -283,12 +283,14 @@ def first_weight_jacobian(module: nn.Module, images: Tensor) -> tuple[Tensor, Te
     weight's gradient of one image is the sum over pixels of the output's gradient times what the weight multiplies.
     The module treats images one by one; layers are convolutions, linear layers and BatchNorms.
     """
-    seen: list[tuple[Tensor, list[Tensor]]] = []
+    outputs: list[Tensor] = []
+    factors: list[list[Tensor]] = []
 
     def hook(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if not output.requires_grad:  # a layer before which nothing trains
             output = output.requires_grad_()
-        seen.append((output, [f.detach() for f in _first_factors(layer, inputs[0], output)]))
+        outputs.append(output)
+        factors.append([f.detach() for f in _first_factors(layer, inputs[0], output)])
         return output.clone()  # what follows may work in place
 
     layers = [m for m in module.modules() if next(m.parameters(recurse=False), None) is not None]
@@ -297,9 +299,8 @@ def first_weight_jacobian(module: nn.Module, images: Tensor) -> tuple[Tensor, Te
     logits = module(images)
     rows = []
     for k in range(logits.shape[1]):
-        outputs = [output for output, _ in seen]
         gradients = torch.autograd.grad(logits[:, k].sum(), outputs, retain_graph=True, materialize_grads=True)
-        pairs = ((g[:, 0], f) for g, (_, factors) in zip(gradients, seen, strict=True) for f in factors)
+        pairs = ((g[:, 0], f) for g, group in zip(gradients, factors, strict=True) for f in group)
         rows.append([(g * f).reshape(len(f), -1).sum(1) for g, f in pairs])
     return torch.stack([torch.stack(row, 1) for row in rows], 1).double(), logits.detach().double()
 
@@ -340,7 +341,7 @@ def expressivity(module: nn.Module, images: Tensor, labels: Tensor | None = None
 def progressivity(module: nn.Module, images: Tensor, labels: Tensor | None = None) -> float:
     """The smallest growth from one block to the next of the entropy that `expressivity` sums up (section 3.2)."""
     entropies = _entropies(module, images)
-    return min(after - before for before, after in zip(entropies, entropies[1:], strict=False))
+    return min(b - a for a, b in itertools.pairwise(entropies))
 
 
 def trainability(module: nn.Module, images: Tensor, labels: Tensor | None = None, *, seed: int = 0) -> float:
@@ -351,24 +352,25 @@ def trainability(module: nn.Module, images: Tensor, labels: Tensor | None = None
     the map that the second begins with. `seed` is that of the random signs.
     """
     generator = torch.Generator().manual_seed(seed)
-    before: list[Tensor] = []
+    leaf: Tensor | None = None
     terms: list[float] = []
 
     def measure(name: str, output: Tensor) -> Tensor:
-        if before:
-            if output.shape == before[-1].shape and torch.equal(output, before[-1]):
+        nonlocal leaf
+        if leaf is not None:
+            if output.shape == leaf.shape and torch.equal(output, leaf):
                 raise ScoreError(f"block {name!r} passes its input on unchanged, so nothing in it can be trained")
             try:
                 signs = random_signs(output, generator)
-                s = largest_singular_value(mean_channel_jacobian(before[-1], output, signs))
+                s = largest_singular_value(mean_channel_jacobian(leaf, output, signs))
             except ScoreError as error:
                 raise ScoreError(f"block {name!r}: {error}") from error
             terms.append(2 - s - 1 / s)
         # a new leaf, so that a product of this block needs no other block's graph
-        before[:] = [output.detach().requires_grad_()]
-        return before[-1].clone()
+        leaf = output.detach().requires_grad_()
+        return leaf.clone()
 
-    _run(module, images, measure)
+    _run_blocks(module, images, measure)
     return math.fsum(terms) / len(terms)
 
 
@@ -380,24 +382,24 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
     another kind is looked into.
     """
 
-    def look(parent: nn.Module, prefix: str) -> dict[str, nn.Module]:
-        found: dict[str, nn.Module] = {}
+    def collect(parent: nn.Module, prefix: str) -> dict[str, nn.Module]:
+        children: dict[str, nn.Module] = {}
         listed = type(parent) in (nn.ModuleList, nn.ModuleDict)
         for name, child in parent.named_children():
             path = f"{prefix}{name}"
             if type(child) in (nn.Sequential, nn.ModuleList, nn.ModuleDict):
-                found |= look(child, f"{path}.")
+                children |= collect(child, f"{path}.")
             elif any(isinstance(m, nn.Conv2d) for m in child.modules()) or listed and any(child.children()):
-                found[path] = child
-        return found
+                children[path] = child
+        return children
 
-    found = look(module, "")
-    while len(found) == 1 and not isinstance(child := next(iter(found.values())), nn.Conv2d):
-        inner = look(child, f"{next(iter(found))}.")
+    outer = collect(module, "")
+    while len(outer) == 1 and not isinstance(child := next(iter(outer.values())), nn.Conv2d):
+        inner = collect(child, f"{next(iter(outer))}.")
         if not inner:
             break
-        found = inner
-    return found
+        outer = inner
+    return outer
 
 
 def _entropies(module: nn.Module, images: Tensor) -> list[float]:
@@ -415,17 +417,17 @@ def _entropies(module: nn.Module, images: Tensor) -> list[float]:
         return output
 
     with torch.no_grad():
-        _run(module, images, measure)
+        _run_blocks(module, images, measure)
     return entropies
 
 
-def _run(module: nn.Module, images: Tensor, measure: Callable[[str, Tensor], Tensor]) -> None:
+def _run_blocks(module: nn.Module, images: Tensor, measure: Callable[[str, Tensor], Tensor]) -> None:
     """Run a copy in at least single precision; `measure` gets name and output of each block, and replaces it."""
     copied = working_copy(module)
     if any(p.dtype in (torch.float16, torch.bfloat16) for p in copied.parameters()):
         # sums of half precision over all pixels of a batch would be noise
         copied, images = copied.float(), images.float()
-    ran: list[str] = []
+    names: list[str] = []
 
     def hook(name: str) -> Callable[..., Any]:
         def look(_module: nn.Module, _inputs: tuple[Any, ...], output: Any) -> Any:
@@ -436,18 +438,18 @@ def _run(module: nn.Module, images: Tensor, measure: Callable[[str, Tensor], Ten
                 raise ScoreError(
                     f"this {type(module).__name__} has no finite score: block {name!r} gives no finite map"
                 )
-            ran.append(name)
-            replaced = measure(name, first)
-            return replaced if rest is None else (replaced, *rest)
+            names.append(name)
+            result = measure(name, first)
+            return result if rest is None else (result, *rest)
 
         return look
 
     for name, block in blocks(copied).items():
         block.register_forward_hook(hook(name))
     copied(images)
-    if len(ran) < 2:
+    if len(names) < 2:
         raise ScoreError(
-            f"this {type(module).__name__} has {len(ran)} blocks, and the score compares at least two: give a module "
+            f"this {type(module).__name__} has {len(names)} blocks, and the score compares at least two: give a module "
             "whose children, or elements of nn.Sequential, are blocks with convolutions"
         )
 

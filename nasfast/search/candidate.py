@@ -195,13 +195,13 @@ def load_candidates(path: str | Path, space: LayerSpace | None = None) -> Search
             text names the file.
     """
     try:
-        form = unseal(Path(path).read_text(encoding="utf-8"))
+        data = unseal(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
         raise ConfigError(f"{path} has no result of a search: {error}") from error
     try:
-        result = SearchResult.from_dict(form)
+        result = SearchResult.from_dict(data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     if space is not None and result.fingerprint != space.fingerprint:

@@ -19,8 +19,8 @@ from nasfast.spaces import Arch, LayerSpace
 
 _LOG = logging.getLogger(__name__)
 
-# An operator may propose this many architectures per architecture wanted of it.
-_TRIES_PER_WANTED = 10
+# An operator may propose this many architectures for each that it shall give.
+_TRIES = 10
 
 
 def mutate(arch: Arch, options: list[tuple[int, ...]], rng: random.Random, *, prob: float) -> Arch:
@@ -118,13 +118,13 @@ class _Evolution:
         self._extend(population, "random", config.population - len(population), stranger)
         return list(population.items())
 
-    def _extend(self, population: dict[Arch, str], origin: str, wanted: int, propose: Callable[[], Arch]) -> None:
-        """Add up to `wanted` proposals that are new and within the limits."""
-        target = len(population) + wanted
-        for _ in range(_TRIES_PER_WANTED * wanted):
+    def _extend(self, population: dict[Arch, str], origin: str, count: int, propose: Callable[[], Arch]) -> None:
+        """Add up to `count` proposals that are new and within the limits."""
+        target = len(population) + count
+        for _ in range(_TRIES * count):
             if len(population) == target:
                 return
             arch = propose()
-            unseen = arch not in self.evaluated and arch not in population
-            if unseen and self.limits.admits(self.space.cost(arch), arch):
+            new = arch not in self.evaluated and arch not in population
+            if new and self.limits.admits(self.space.cost(arch), arch):
                 population[arch] = origin

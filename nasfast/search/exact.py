@@ -25,13 +25,13 @@ def option_scores(table: IndicatorTable, *, allow_identity: bool = False) -> tup
     scores = []
     for i, (row, layer) in enumerate(zip(table.scores, table.space.layers, strict=True)):
         if allow_identity and layer.indicator_choice == SKIP:
-            skipped = table.layer[i]
-            if skipped is None:
+            identity = table.layer[i]
+            if identity is None:
                 raise TableError(
                     f"allow_identity: layer {i} has no layer indicator, which is the score of the identity; train with "
                     "layer_indicators=True, or leave allow_identity off"
                 )
-            row = {SKIP: skipped, **row}
+            row = {SKIP: identity, **row}
         scores.append(row)
     return tuple(scores)
 
@@ -51,19 +51,19 @@ def top_k(table: IndicatorTable, space: LayerSpace, limits: Limits, *, k: int = 
     losses = [{v: -score for v, score in row.items()} for row in scores]
     tie = _TIE * sum(max(row.values()) - min(row.values()) for row in scores)
     program = limits.program(space)
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     best = program.minimise(losses)
-    while best is not None and len(found) < k:
+    while best is not None and len(candidates) < k:
         rest = program.copy()
         rest.exclude(best.arch)
-        following = rest.minimise(losses)
+        second = rest.minimise(losses)
         arch = best.arch
-        if following is not None and arch_sum(scores, following.arch) >= arch_sum(scores, arch) - tie:
+        if second is not None and arch_sum(scores, second.arch) >= arch_sum(scores, arch) - tie:
             arch = _first_of_tie(program, losses, arch_sum(losses, arch) + tie, macs)
         cost, score = space.cost(arch), arch_sum(scores, arch)
         # the two sums round differently in the last bit
         bound = max(-best.bound, score)
-        found.append(
+        candidates.append(
             Candidate(
                 arch,
                 score,
@@ -78,8 +78,8 @@ def top_k(table: IndicatorTable, space: LayerSpace, limits: Limits, *, k: int = 
         )
         program.exclude(arch)
         # if another architecture of the tie was taken, `best` is the best of the rest
-        best = following if arch == best.arch else best
-    return found
+        best = second if arch == best.arch else best
+    return candidates
 
 
 def _first_of_tie(
@@ -95,7 +95,7 @@ def _first_of_tie(
     program.limit(macs, sum(row[v] for row, v in zip(macs, arch, strict=True)))
     for layer, values in enumerate(program.options):
         if arch[layer] != values[0]:
-            weights = [dict.fromkeys(others, 0) for others in program.options]
+            weights = [dict.fromkeys(row, 0) for row in program.options]
             weights[layer] = {v: place for place, v in enumerate(values)}
             arch = program.minimiser(weights)
         program.fix(layer, arch[layer])

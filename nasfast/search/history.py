@@ -63,8 +63,8 @@ class History:
             os.truncate(self.path, sum(map(len, lines)))
         for number, line in enumerate(lines[1:], 2):
             try:
-                form = unseal(line.decode())
-                self.scores[space.check(form["arch"])] = float(form["score"])
+                entry = unseal(line.decode())
+                self.scores[space.check(entry["arch"])] = float(entry["score"])
             except (ValueError, KeyError, TypeError) as error:
                 _LOG.warning("%s: line %d is damaged and left out: %s", path, number, error)
 
@@ -73,6 +73,6 @@ class History:
         self.scores[arch] = score
         self._append({"arch": list(arch), "score": score, **details})
 
-    def _append(self, form: dict[str, Any]) -> None:
+    def _append(self, entry: dict[str, Any]) -> None:
         with self.path.open("ab") as file:
-            file.write(seal(form, indent=None).encode())
+            file.write(seal(entry, indent=None).encode())

@@ -89,12 +89,12 @@ class Limits:
     allow_identity: bool = False
 
     def __post_init__(self) -> None:
-        for name, value in self.given.items():
+        for name, value in self.maxima.items():
             if not (0 < value < math.inf):
                 raise ValueError(f"{name} must be positive and finite (None for no limit), got {value!r}")
 
     @property
-    def given(self) -> dict[str, float]:
+    def maxima(self) -> dict[str, float]:
         """The limits that are not None, by name."""
         return {name: value for name, _, value in self._costs}
 
@@ -102,20 +102,20 @@ class Limits:
     def _costs(self) -> list[tuple[str, CostName | CostTable, float]]:
         """Name, cost and largest value of each limit that is not None."""
         plain: list[tuple[CostName, float | None]] = [("macs", self.max_macs), ("params", self.max_params)]
-        found: list[tuple[str, CostName | CostTable, float]] = []
-        found += [(f"max_{name}", name, value) for name, value in plain if value is not None]
+        costs: list[tuple[str, CostName | CostTable, float]] = []
+        costs += [(f"max_{name}", name, value) for name, value in plain if value is not None]
         for number, (table, value) in enumerate(self.tables):
             if value is not None:
                 name = f"max_{table.quantity}_{table.unit}"
                 # two tables may have the same quantity
-                found.append((name if name not in {n for n, _, _ in found} else f"{name}_{number}", table, value))
-        return found
+                costs.append((name if name not in {n for n, _, _ in costs} else f"{name}_{number}", table, value))
+        return costs
 
     def admits(self, cost: Cost, arch: Arch) -> bool:
         """Whether an architecture, whose network has this cost, is within all limits."""
         return all(
-            which.admits(arch, maximum) if isinstance(which, CostTable) else getattr(cost, which) <= maximum
-            for _, which, maximum in self._costs
+            kind.admits(arch, maximum) if isinstance(kind, CostTable) else getattr(cost, kind) <= maximum
+            for _, kind, maximum in self._costs
         )
 
     def values(self, arch: Arch) -> tuple[float, ...]:
@@ -124,12 +124,12 @@ class Limits:
 
     def costs(self, space: LayerSpace) -> list[tuple[str, LayerCosts, int]]:
         """For each limit its name, the costs, and the largest sum over the searchable layers."""
-        found = []
-        for name, which, value in self._costs:
-            costs = layer_costs(space, which, allow_identity=self.allow_identity)
-            top = which.largest_sum(value) if isinstance(which, CostTable) else math.floor(value) - costs.fixed
-            found.append((name, costs, top))
-        return found
+        limits = []
+        for name, kind, value in self._costs:
+            costs = layer_costs(space, kind, allow_identity=self.allow_identity)
+            top = kind.largest_sum(value) if isinstance(kind, CostTable) else math.floor(value) - costs.fixed
+            limits.append((name, costs, top))
+        return limits
 
     def program(self, space: LayerSpace, *, without: str | None = None) -> ChoiceProgram:
         """The integer program of the architectures within the limits, or within all but one, by its name."""
@@ -141,16 +141,16 @@ class Limits:
 
     def met_by_all(self, space: LayerSpace) -> list[str]:
         """A sentence for each limit that every architecture of the space meets, with the range of its cost."""
-        found = []
+        sentences = []
         for name, costs, maximum in self.costs(space):
             least, most = costs.range
             if most <= maximum + costs.fixed:
                 ends = " to ".join(map(costs.text, sorted({least, most})))
                 lower = "a lower limit would choose among them" if least < most else "no limit chooses among them"
-                found.append(
-                    f"Every architecture meets {name}={self.given[name]:,.10g}: they have {ends}, and {lower}."
+                sentences.append(
+                    f"Every architecture meets {name}={self.maxima[name]:,.10g}: they have {ends}, and {lower}."
                 )
-        return found
+        return sentences
 
     def check(self, space: LayerSpace) -> None:
         """Refuse limits that no architecture meets.
@@ -158,13 +158,13 @@ class Limits:
         Raises:
             InfeasibleConstraintError: no architecture meets the limits; the text gives the smallest attainable values.
         """
-        limits, given = self.costs(space), self.given
+        limits, maxima = self.costs(space), self.maxima
         for name, costs, maximum in limits:
             least, _ = costs.range
             if least > maximum + costs.fixed:
                 which = name if name in _SETTINGS else "its limit in search.tables"
                 raise InfeasibleConstraintError(
-                    f"{name}={given[name]:,.10g} cannot be met: the smallest architecture of space {space.name!r} "
+                    f"{name}={maxima[name]:,.10g} cannot be met: the smallest architecture of space {space.name!r} "
                     f"has {costs.text(least)}; raise {which} to at least that"
                 )
         if len(limits) < 2 or self.program(space).minimise(limits[0][1].rows) is not None:
@@ -173,9 +173,9 @@ class Limits:
         for name, costs, _ in limits:
             solution = self.program(space, without=name).minimise(costs.rows)
             if solution is not None:
-                under = " and ".join(f"{other}={value:,.10g}" for other, value in given.items() if other != name)
+                under = " and ".join(f"{other}={value:,.10g}" for other, value in maxima.items() if other != name)
                 attainable.append(f"under {under} the smallest is {costs.text(costs.total(solution.arch))}")
-        together = " and ".join(f"{name}={value:,.10g}" for name, value in given.items())
+        together = " and ".join(f"{name}={value:,.10g}" for name, value in maxima.items())
         raise InfeasibleConstraintError(
             f"{together} cannot {'both' if len(limits) == 2 else 'all'} be met in space {space.name!r}: "
             f"{'; '.join(attainable) or 'nor without any one of them'}; raise one of them"
@@ -191,10 +191,10 @@ def check_range(config: SearchConfig, space: LayerSpace) -> None:
     limits = Limits(config.max_macs, config.max_params, allow_identity=config.allow_identity)
     for name, costs, _ in limits.costs(space):
         least, most = costs.range
-        if not least <= limits.given[name] < most:
-            met = "no architecture" if limits.given[name] < least else "every architecture"
+        if not least <= limits.maxima[name] < most:
+            which = "no architecture" if limits.maxima[name] < least else "every architecture"
             raise InfeasibleConstraintError(
-                f"search.{name}={limits.given[name]:,.10g}: {met} of space {space.name!r} at {space.resolution} x "
+                f"search.{name}={limits.maxima[name]:,.10g}: {which} of space {space.name!r} at {space.resolution} x "
                 f"{space.resolution} pixels meets it, because they have {costs.text(least)} to {costs.text(most)}; "
                 "give a limit between these, or another space or resolution (`nasfast spaces` lists them)"
             )
@@ -221,14 +221,14 @@ def _read_latencies(config: SearchConfig, path: str, space: LayerSpace) -> CostT
             f"{path}: latency_table must have the quantity 'latency' in 'ms', and this has {table.quantity!r} in "
             f"{table.unit!r}: convert its values to ms, or give it in search.tables"
         )
-    wanted = {"device": config.latency_device, "batch": config.latency_batch}
-    wanted = {name: value for name, value in wanted.items() if value is not None}
-    others = {name: given for name in wanted if (given := getattr(table, name)) != wanted[name]}
-    if others:
-        given = " and ".join(
-            f"no {name} is given" if value is None else f"its {name} is {value!r}" for name, value in others.items()
+    settings = {"device": config.latency_device, "batch": config.latency_batch}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    if different := [name for name, value in settings.items() if getattr(table, name) != value]:
+        values = {name: getattr(table, name) for name in different}
+        origin = " and ".join(
+            f"no {name} is given" if value is None else f"its {name} is {value!r}" for name, value in values.items()
         )
-        asked = " and ".join(f"search.latency_{name} is {wanted[name]!r}" for name in others)
-        flags = " ".join(f"--{name} {value}" for name, value in wanted.items())
-        raise ConfigError(f"{path}: {given}, and {asked}: measure a table with `nasfast latency {flags}`")
+        demand = " and ".join(f"search.latency_{name} is {settings[name]!r}" for name in different)
+        flags = " ".join(f"--{name} {value}" for name, value in settings.items())
+        raise ConfigError(f"{path}: {origin}, and {demand}: measure a table with `nasfast latency {flags}`")
     return table

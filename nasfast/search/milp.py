@@ -129,10 +129,10 @@ class ChoiceProgram:
         ]
         return np.concatenate(shifted), float(sum(floors)), scale
 
-    def _indicator(self, chosen: Mapping[int, int]) -> np.ndarray:
+    def _indicator(self, values: Mapping[int, int]) -> np.ndarray:
         """A row with 1 at the variables of these values by layer."""
         row = np.zeros(self._size)
-        row[[self._starts[i] + self.options[i].index(v) for i, v in chosen.items()]] = 1
+        row[[self._starts[i] + self.options[i].index(v) for i, v in values.items()]] = 1
         return row
 
     def _add(self, row: np.ndarray, *, lower: float = -np.inf, upper: float = np.inf) -> None:

@@ -81,14 +81,14 @@ def pareto_front(
     extra = against if isinstance(against, CostTable) and against not in [t for t, _ in limits.tables] else None
     points = []
     for end in range(len(cost)):
-        chosen, index = [], end
+        values, index = [], end
         for parent, choice in reversed(trail):
-            chosen.append(int(choice[index]))
+            values.append(int(choice[index]))
             index = parent[index]
-        arch = tuple(reversed(chosen))
+        arch = tuple(reversed(values))
         whole = space.cost(arch)
-        values = limits.values(arch) + (() if extra is None else (extra.cost(arch),))
-        points.append(ParetoPoint(arch, arch_sum(scores, arch), whole.macs, whole.params, values))
+        by_table = limits.values(arch) + (() if extra is None else (extra.cost(arch),))
+        points.append(ParetoPoint(arch, arch_sum(scores, arch), whole.macs, whole.params, by_table))
     return points
 
 
@@ -104,22 +104,22 @@ def _non_dominated(cost: np.ndarray, criteria: Sequence[np.ndarray], gain: np.nd
 
 def _by_staircase(column: np.ndarray, gain: np.ndarray) -> np.ndarray:
     """Indices of the rows that no earlier row equals or beats in both columns."""
-    # the staircase has the rows kept so far, with an ascending column and ascending gain
+    # the staircase has the best rows so far, with an ascending column and ascending gain
     stair: list[int] = []
     stair_gain: list[int] = []
-    kept = []
+    best = []
     for index, (value, g) in enumerate(zip(column.tolist(), gain.tolist(), strict=True)):
         at = bisect.bisect_right(stair, value)
         if at and stair_gain[at - 1] >= g:
             continue
-        kept.append(index)
+        best.append(index)
         start = bisect.bisect_left(stair, value)
         stop = start
         while stop < len(stair_gain) and stair_gain[stop] <= g:
             stop += 1
         stair[start:stop] = [value]
         stair_gain[start:stop] = [g]
-    return np.array(kept, dtype=np.int64)
+    return np.array(best, dtype=np.int64)
 
 
 def _at_most(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
@@ -129,10 +129,10 @@ def _at_most(rows: np.ndarray, others: np.ndarray) -> np.ndarray:
 
 def _by_blocks(rows: np.ndarray) -> np.ndarray:
     """Indices of the rows of which no earlier row is at most as large in all columns."""
-    kept = np.zeros(0, dtype=np.int64)
+    best = np.zeros(0, dtype=np.int64)
     for start in range(0, len(rows), _BLOCK):
         block = np.arange(start, min(start + _BLOCK, len(rows)))
-        block = block[~np.any(_at_most(rows[kept], rows[block]), axis=1)]
+        block = block[~np.any(_at_most(rows[best], rows[block]), axis=1)]
         beaten = np.any(np.tril(_at_most(rows[block], rows[block]), -1), axis=1)
-        kept = np.concatenate([kept, block[~beaten]])
-    return kept
+        best = np.concatenate([best, block[~beaten]])
+    return best

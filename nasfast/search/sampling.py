@@ -70,12 +70,12 @@ class _Completions:
         """The counts for each layer; see the class."""
         counts = [np.ones([b + 1 for b in self.budget])]
         for layer_steps in reversed(self.steps):
-            after, total = counts[-1], np.zeros_like(counts[-1])
+            rest, total = counts[-1], np.zeros_like(counts[-1])
             for step in layer_steps:
                 if all(s <= b for s, b in zip(step, self.budget, strict=True)):
                     # the ellipsis makes this a view even without limits, where the array has no dimension
                     shifted = total[tuple(slice(s, None) for s in step) + (...,)]
-                    shifted += after[tuple(slice(0, b + 1 - s) for s, b in zip(step, self.budget, strict=True))]
+                    shifted += rest[tuple(slice(0, b + 1 - s) for s, b in zip(step, self.budget, strict=True))]
             counts.append(total)
         return counts[::-1]
 
@@ -94,20 +94,20 @@ class _Completions:
         if at_least > 0:
             corners.append((-1, [at_least - 1, *self.budget[1:]]))
         arch = []
-        for values, steps, after in zip(self.options, self.steps, self.counts[1:], strict=True):
+        for values, steps, counts in zip(self.options, self.steps, self.counts[1:], strict=True):
             weights = []
             for step in steps:
                 ways = 0.0
                 for sign, corner in corners:
-                    left = tuple(c - s for c, s in zip(corner, step, strict=True))
-                    ways += sign * float(after[left]) if min(left, default=0) >= 0 else 0.0
+                    room = tuple(c - s for c, s in zip(corner, step, strict=True))
+                    ways += sign * float(counts[room]) if min(room, default=0) >= 0 else 0.0
                 weights.append(max(ways, 0.0))
             if not sum(weights) > 0:
                 return None
-            chosen = rng.choices(range(len(values)), weights)[0]
-            arch.append(values[chosen])
+            index = rng.choices(range(len(values)), weights)[0]
+            arch.append(values[index])
             for _, corner in corners:
-                corner[:] = [c - s for c, s in zip(corner, steps[chosen], strict=True)]
+                corner[:] = [c - s for c, s in zip(corner, steps[index], strict=True)]
         return tuple(arch)
 
     def cost(self, arch: Arch) -> Cost:
@@ -238,11 +238,11 @@ def stratified_sample(space: LayerSpace, count: int, *, limits: Limits = Limits(
             f"{len(draws)} different ones: ask for at most that many, or raise the limits"
         )
     pool = sorted(draws, key=lambda arch: (space.cost(arch).macs, arch))
-    shift, place, taken = rng.random(), 0, dict[Arch, None]()
-    while len(taken) < count:
-        taken[pool[int((_van_der_corput(place) + shift) % 1 * len(pool))]] = None
-        place += 1
-    return list(taken)
+    shift, number, sample = rng.random(), 0, dict[Arch, None]()
+    while len(sample) < count:
+        sample[pool[int((_van_der_corput(number) + shift) % 1 * len(pool))]] = None
+        number += 1
+    return list(sample)
 
 
 def _van_der_corput(number: int) -> float:

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from numbers import Integral
@@ -101,8 +102,8 @@ class ArchSpace(Tabular, ConfigBase, ABC):
     @cached_property
     def fingerprint(self) -> str:
         """Sixteen hex digits that change with anything but the name; files of another space are refused by it."""
-        form = _without_nulls({k: v for k, v in self.to_dict().items() if k != "name"})
-        return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()[:16]
+        data = _without_nulls({k: v for k, v in self.to_dict().items() if k != "name"})
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
     def check(self, arch: Iterable[int]) -> Arch:
         """Return `arch` as a tuple of ints if it belongs to this space.
@@ -227,8 +228,8 @@ class LayerSpace(ArchSpace):
         labels = sorted({self.label(i, v) for i, v in pairs})
         rows = []
         for arch in archs:
-            chosen = [self.label(i, v) for i, v in enumerate(arch)]
-            rows.append([*(int(arch[i] == v) for i, v in pairs), *map(chosen.count, labels)])
+            counts = Counter(self.label(i, v) for i, v in enumerate(arch))
+            rows.append([*(int(arch[i] == v) for i, v in pairs), *(counts[label] for label in labels)])
         return rows
 
     def place(self, index: int) -> str:
@@ -247,11 +248,11 @@ class LayerSpace(ArchSpace):
         return tuple(map(str, range(max(map(len, self.options)))))
 
 
-def _without_nulls(form: Any) -> Any:
-    """A nested form without the keys whose value is None: a space keeps its fingerprint when its kind gets a field."""
-    if isinstance(form, dict):
-        return {key: _without_nulls(value) for key, value in form.items() if value is not None}
-    return [_without_nulls(value) for value in form] if isinstance(form, list) else form
+def _without_nulls(data: Any) -> Any:
+    """Nested data without the keys whose value is None: a space keeps its fingerprint when its kind gets a field."""
+    if isinstance(data, dict):
+        return {key: _without_nulls(value) for key, value in data.items() if value is not None}
+    return [_without_nulls(value) for value in data] if isinstance(data, list) else data
 
 
 def arch_to_json(arch: Arch, space: ArchSpace) -> str:
@@ -268,15 +269,15 @@ def arch_from_json(text: str, space: ArchSpace) -> Arch:
         ArchError: not that JSON form, written for another space, or not an architecture of `space`.
     """
     try:
-        form = json.loads(text)
-        arch, fingerprint = parse_arch(form["arch"]), form["fingerprint"]
+        data = json.loads(text)
+        arch, fingerprint = parse_arch(data["arch"]), data["fingerprint"]
     except (ValueError, KeyError, TypeError) as error:
         raise ArchError(
             f'not an architecture in JSON: expected {{"space", "fingerprint", "arch"}}, got {text[:80]!r}'
         ) from error
     if fingerprint != space.fingerprint:
         raise ArchError(
-            f"architecture was written for space {form.get('space')!r} ({fingerprint}), "
+            f"architecture was written for space {data.get('space')!r} ({fingerprint}), "
             f"this is {space.name!r} ({space.fingerprint}): load the space it was saved with"
         )
     return space.check(arch)

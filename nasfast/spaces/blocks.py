@@ -45,14 +45,14 @@ class SqueezeExcite(ConfigBase):
     @property
     def label(self) -> str:
         """Short text for tables and pictures; what has its default is left out."""
-        others = [name for name in (self.activation, self.gate) if name not in ("relu", "hsigmoid")]
-        return " ".join([f"se{self.ratio:g}", *others])
+        names = [name for name in (self.activation, self.gate) if name not in ("relu", "hsigmoid")]
+        return " ".join([f"se{self.ratio:g}", *names])
 
     def channels(self, hidden: int) -> int:
         """Rows of W1: hidden * ratio, rounded to the nearest multiple of 8 that is not less than 90 % of it."""
-        wanted = hidden * self.ratio
-        nearest_one = max(_SQUEEZE_DIVISOR, int(wanted + _SQUEEZE_DIVISOR / 2) // _SQUEEZE_DIVISOR * _SQUEEZE_DIVISOR)
-        return nearest_one if nearest_one >= 0.9 * wanted else nearest_one + _SQUEEZE_DIVISOR
+        exact = hidden * self.ratio
+        multiple = max(_SQUEEZE_DIVISOR, int(exact + _SQUEEZE_DIVISOR / 2) // _SQUEEZE_DIVISOR * _SQUEEZE_DIVISOR)
+        return multiple if multiple >= 0.9 * exact else multiple + _SQUEEZE_DIVISOR
 
 
 @dataclass(frozen=True)

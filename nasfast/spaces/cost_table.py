@@ -107,7 +107,7 @@ def read_cost_table(path: str | Path, space: LayerSpace) -> CostTable:
             value that is negative or not finite; the text names the file and the entry.
     """
     try:
-        form = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
             f"cannot read the table {path}: {error.strerror}; `nasfast latency --out FILE` writes one of latencies"
@@ -115,54 +115,54 @@ def read_cost_table(path: str | Path, space: LayerSpace) -> CostTable:
     except ValueError as error:  # bytes that are not text raise one too
         raise ConfigError(f"{path} is not JSON: {error}") from error
     try:
-        return parse_cost_table(form, space)
+        return parse_cost_table(data, space)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-def parse_cost_table(form: Any, space: LayerSpace) -> CostTable:
+def parse_cost_table(data: Any, space: LayerSpace) -> CostTable:
     """The table of a file's content."""
-    if not isinstance(form, Mapping) or not isinstance(form.get("entries"), list):
+    if not isinstance(data, Mapping) or not isinstance(data.get("entries"), list):
         raise ConfigError('expected {"quantity", "unit", "entries": [{"layer", "choice", "value"}, ...]}')
-    if form.get("format", FORMAT) != FORMAT:
-        raise ConfigError(f"its format is {form['format']!r}, this version reads {FORMAT!r}")
+    if data.get("format", FORMAT) != FORMAT:
+        raise ConfigError(f"its format is {data['format']!r}, this version reads {FORMAT!r}")
     for key in ("quantity", "unit"):
-        if not isinstance(form.get(key), str) or not form[key]:
+        if not isinstance(data.get(key), str) or not data[key]:
             raise ConfigError(f"{key!r} must be a text such as {'latency' if key == 'quantity' else 'ms'!r}")
-    if form.get("better", "lower") not in get_args(Better):
-        raise ConfigError(f"'better' must be 'lower' or 'higher', got {form['better']!r}")
-    if form.get("fingerprint", space.fingerprint) != space.fingerprint:
-        raise ConfigError(_other_space(form, space))
-    rows = _rows(form["entries"], space)
-    if form["quantity"] == "latency":
+    if data.get("better", "lower") not in get_args(Better):
+        raise ConfigError(f"'better' must be 'lower' or 'higher', got {data['better']!r}")
+    if data.get("fingerprint", space.fingerprint) != space.fingerprint:
+        raise ConfigError(_compare_spaces(data, space))
+    rows = _read_rows(data["entries"], space)
+    if data["quantity"] == "latency":
         _check_times(rows, space)
     return CostTable(
-        form["quantity"],
-        form["unit"],
+        data["quantity"],
+        data["unit"],
         rows,
-        _number(form.get("fixed", 0.0), "'fixed'"),
-        form.get("better", "lower"),
-        _about(form),
-        form.get("device"),
-        form.get("batch"),
+        _number(data.get("fixed", 0.0), "'fixed'"),
+        data.get("better", "lower"),
+        _describe(data),
+        data.get("device"),
+        data.get("batch"),
     )
 
 
-def _about(form: Mapping[str, Any]) -> str:
+def _describe(data: Mapping[str, Any]) -> str:
     """What the table says of itself, and a warning if its validation found an error above `LARGE_ERROR`."""
-    about = str(form.get("about", ""))
-    validation = form.get("validation")
+    about = str(data.get("about", ""))
+    validation = data.get("validation")
     error = validation.get("error") if isinstance(validation, Mapping) else None
     q80 = error.get("q80") if isinstance(error, Mapping) else None
     if not isinstance(q80, (int, float)) or not q80 > LARGE_ERROR:
         return about
-    error_of = f"{about}; this error" if about else "the error of its validation"
-    return f"{error_of} is above {LARGE_ERROR:.0%}: smaller differences say nothing, and a limit needs such a margin"
+    subject = f"{about}; this error" if about else "the error of its validation"
+    return f"{subject} is above {LARGE_ERROR:.0%}: smaller differences say nothing, and a limit needs such a margin"
 
 
-def _rows(entries: list[Any], space: LayerSpace) -> tuple[tuple[tuple[int, float], ...], ...]:
+def _read_rows(entries: list[Any], space: LayerSpace) -> tuple[tuple[tuple[int, float], ...], ...]:
     """The values by layer; those of skipped layers are 0 where the file has none."""
-    found: list[dict[int, float]] = [{} for _ in space.layers]
+    rows: list[dict[int, float]] = [{} for _ in space.layers]
     for number, entry in enumerate(entries):
         if not isinstance(entry, Mapping) or not {"layer", "choice", "value"} <= entry.keys():
             raise ConfigError(f'entry {number} must be {{"layer", "choice", "value"}}, got {entry!r}')
@@ -172,18 +172,18 @@ def _rows(entries: list[Any], space: LayerSpace) -> tuple[tuple[tuple[int, float
         legal = space.layers[i].legal
         if type(choice) is not int or choice not in legal:
             raise ConfigError(f"entry {number}: layer {i} has the choices {', '.join(map(str, legal))}, got {choice!r}")
-        if choice in found[i]:
+        if choice in rows[i]:
             raise ConfigError(f"entry {number}: layer {i}, choice {choice} is there twice")
-        found[i][choice] = _number(entry["value"], f"layer {i}, choice {choice} ({space.label(i, choice)})")
-    for row, layer in zip(found, space.layers, strict=True):
+        rows[i][choice] = _number(entry["value"], f"layer {i}, choice {choice} ({space.label(i, choice)})")
+    for row, layer in zip(rows, space.layers, strict=True):
         if SKIP in layer.legal:
             row.setdefault(SKIP, 0.0)
-    missing = [(i, v) for i, layer in enumerate(space.layers) for v in layer.legal if v not in found[i]]
+    missing = [(i, v) for i, layer in enumerate(space.layers) for v in layer.legal if v not in rows[i]]
     if missing:
         names = ", ".join(f"layer {i} choice {v} ({space.label(i, v)})" for i, v in missing[:_NAMED])
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise ConfigError(f"it has no value for {names}{more}: add what is missing, or measure the space again")
-    return tuple(tuple(sorted(row.items())) for row in found)
+    return tuple(tuple(sorted(row.items())) for row in rows)
 
 
 def _check_times(rows: tuple[tuple[tuple[int, float], ...], ...], space: LayerSpace) -> None:
@@ -203,12 +203,15 @@ def _number(value: Any, what: str) -> float:
     return float(value)
 
 
-def _other_space(form: Mapping[str, Any], space: LayerSpace) -> str:
+def _compare_spaces(data: Mapping[str, Any], space: LayerSpace) -> str:
     """Says how a table's space differs from the one that is searched."""
-    own = {key: form.get(key) for key in ("resolution", "num_classes") if form.get(key) is not None}
-    given = [f"{key} {value}, not {getattr(space, key)}" for key, value in own.items() if value != getattr(space, key)]
-    differs = f" ({', '.join(given)})" if given else ""
+    differences = [
+        f"{key} {data[key]}, not {getattr(space, key)}"
+        for key in ("resolution", "num_classes")
+        if data.get(key) not in (None, getattr(space, key))
+    ]
+    brackets = f" ({', '.join(differences)})" if differences else ""
     return (
-        f"it is of space {form.get('space')!r} ({form['fingerprint']}){differs}, and the search is in {space.name!r} "
+        f"it is of space {data.get('space')!r} ({data['fingerprint']}){brackets}, and the search is in {space.name!r} "
         f"({space.fingerprint}): measure this space, with its resolution and num_classes"
     )

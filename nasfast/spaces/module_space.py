@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -125,8 +126,7 @@ class ModuleSpace(LayerSpace):
 
 def _require_unique(what: str, kind: str, values: Iterable[str]) -> None:
     """Raise ValueError if a value occurs twice."""
-    seen: set[str] = set()
-    for value in values:
-        if value in seen:
+    counts = Counter(values)
+    for value, count in counts.items():
+        if count > 1:
             raise ValueError(f"{what} have the {kind} {value!r}: results name them by it, so give each its own")
-        seen.add(value)

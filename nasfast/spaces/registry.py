@@ -186,24 +186,24 @@ def list_spaces() -> list[str]:
     return sorted(BUILDERS)
 
 
-def space_kind(form: Mapping[str, Any]) -> type[ArchSpace]:
+def space_kind(data: Mapping[str, Any]) -> type[ArchSpace]:
     """The class of a space by its written form, which has the `KEY` of one kind.
 
     Raises:
         ConfigError: it has no kind's key; the text names the first key that no kind has.
     """
-    if SearchSpace.KEY in form:
+    if SearchSpace.KEY in data:
         return SearchSpace
-    if ModuleSpace.KEY in form:
+    if ModuleSpace.KEY in data:
         return ModuleSpace
     for key, entry in extensions.SPACE_KINDS.items():
-        if key in form:
+        if key in data:
             return extensions.load(entry)
     kinds = [SearchSpace, *map(extensions.load, extensions.SPACE_KINDS.values())]
-    known = sorted({field.name for kind in kinds for field in fields(kind)})
-    for key in form:
-        if key not in known:
-            raise ConfigError(f"unknown config key {key!r}; {nearest(str(key), known)}")
+    keys = sorted({field.name for kind in kinds for field in fields(kind)})
+    for key in data:
+        if key not in keys:
+            raise ConfigError(f"unknown config key {key!r}; {nearest(str(key), keys)}")
     raise ConfigError(f"a space must have one of the keys {', '.join(repr(kind.KEY) for kind in kinds)}")
 
 
@@ -213,9 +213,9 @@ def read_space(path: str | Path) -> ArchSpace:
     Raises:
         ConfigError: unreadable, unknown key (the nearest is named), wrong type or an impossible space.
     """
-    form = load_yaml(path)
+    data = load_yaml(path)
     try:
-        kind = space_kind(form)
+        kind = space_kind(data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return kind.load(path)
@@ -247,10 +247,10 @@ def get_space(
         ConfigError: neither a built-in name (the nearest is named) nor a readable YAML file, a space of cells, or a
             variant of a space that has none.
     """
-    given = {"num_classes": num_classes, "resolution": resolution, "variant": variant}
+    changes = {"num_classes": num_classes, "resolution": resolution, "variant": variant}
     if variant is not None and name != "mobilenet_v2":
         raise ConfigError(f"space.variant={variant!r}: only mobilenet_v2 has variants, not {name}")
-    space = named_space(name, **{key: value for key, value in given.items() if value is not None})
+    space = named_space(name, **{key: value for key, value in changes.items() if value is not None})
     if isinstance(space, ModuleSpace):
         raise ConfigError(
             f"space {name!r} is that of a Python module, which no command can build: go on in Python (docs/choice.md)"

@@ -79,17 +79,15 @@ class FairSampler(Sampler):
         super().__init__(space, seed=seed, layer_indicators=layer_indicators)
         self._decks: list[list[int]] = [[] for _ in self.candidates]
 
-    def _draw(self) -> Arch:
-        path = []
-        for deck, values in zip(self._decks, self.candidates, strict=True):
-            if not deck:
-                deck.extend(values)
-                self._rng.shuffle(deck)
-            path.append(deck.pop())
-        return tuple(path)
-
     def step(self) -> list[Arch]:
-        return [self._draw() for _ in range(self.paths_per_step)]
+        paths = []
+        for _ in range(self.paths_per_step):
+            for deck, values in zip(self._decks, self.candidates, strict=True):
+                if not deck:
+                    deck.extend(values)
+                    self._rng.shuffle(deck)
+            paths.append(tuple(deck.pop() for deck in self._decks))
+        return paths
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "decks": [list(deck) for deck in self._decks]}

@@ -35,15 +35,15 @@ def derive(space: CellSpace, logits: Tensor | np.ndarray, rule: Rule) -> Arch:
         if none is not None:
             best[:, none] = -1
         strength, columns = best.max(-1)
-        chosen = columns.tolist()
+        values = columns.tolist()
         for node in space.cell.inner:
             edges = sorted(space.cell.into(node), key=lambda e: -float(strength[e]))
             for e in edges[2:]:
                 if none is None or none not in space.candidates[e]:
                     raise ValueError(f"derive: edge {space.cell.edges[e].name} has no candidate none to be dropped to")
-                chosen[e] = none
+                values[e] = none
         # an edge with a single candidate keeps it, even if that is none
-        arch += [columns[0] if len(columns) == 1 else k for columns, k in zip(space.candidates, chosen, strict=True)]
+        arch += [columns[0] if len(columns) == 1 else k for columns, k in zip(space.candidates, values, strict=True)]
     return space.check(arch)
 
 

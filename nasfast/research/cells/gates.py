@@ -91,7 +91,7 @@ def draw_once(cfg: CellSearchConfig, logits: Tensor, generator: torch.Generator,
         return Draw(gates, allowed, nothing, gates, t)
     p = torch.softmax(logits.double(), -1)
     if cfg.two_path:
-        return _pair(p, generator)
+        return _draw_pair(p, generator)
     # on the CPU, so that every device draws the same
     rows = torch.softmax(logits.cpu().double(), -1).flatten(0, 1)
     index = torch.multinomial(rows, 1, generator=generator).view(p.shape[:2]).to(logits.device)
@@ -121,8 +121,8 @@ def draw_gates(
 def logits_gradient(cfg: CellSearchConfig, draw: Draw, cost: Tensor) -> Tensor:
     """Gradient by the logits from local costs (types, edges, ops), which are 0 where nothing was measured."""
     if cfg.method in ("dsnas", "uniform"):
-        of_edge = (draw.gates * cost).sum(-1, keepdim=True).clamp(-_CLAMP, _CLAMP)
-        gradient = (draw.gates - draw.weights) * of_edge
+        edge_cost = (draw.gates * cost).sum(-1, keepdim=True).clamp(-_CLAMP, _CLAMP)
+        gradient = (draw.gates - draw.weights) * edge_cost
         return gradient * (_CLIP / gradient.norm()).clamp(max=1)
     return softmax_gradient(draw.weights, cost, draw.temperature)
 
@@ -140,14 +140,14 @@ def keep_pair_share(before: Tensor, after: Tensor, draw: Draw) -> Tensor:
     return torch.where(pair, after + (mass[0] - mass[1]), before)
 
 
-def _pair(p: Tensor, generator: torch.Generator) -> Draw:
+def _draw_pair(p: Tensor, generator: torch.Generator) -> Draw:
     """Two operations per edge drawn by p, one of which runs; the weights are their share of the probability."""
     rows = p.flatten(0, 1).cpu()
     weights, gates = torch.zeros_like(rows), torch.zeros_like(rows)
-    for row, shares, chosen in zip(rows, weights, gates, strict=True):
+    for row, shares, gate in zip(rows, weights, gates, strict=True):
         # an edge with all its probability on one operation has no second one to draw
         pair = torch.multinomial(row, min(2, int((row > 0).sum())), generator=generator)
         shares[pair] = row[pair] / row[pair].sum()
-        chosen[pair[torch.multinomial(shares[pair], 1, generator=generator)]] = 1
+        gate[pair[torch.multinomial(shares[pair], 1, generator=generator)]] = 1
     weights, gates = (rows.view(p.shape).to(p.device) for rows in (weights, gates))
     return Draw(gates, gates > 0, (weights > 0) & (gates == 0), weights)

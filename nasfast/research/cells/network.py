@@ -106,7 +106,7 @@ class CellModule(nn.Module):
                         shared[source, stride, k] = operation(x)
                     yield e, k, shared[source, stride, k], _FINISHED
                     continue
-                if operation.activates:
+                if operation.relu_first:
                     if source not in shared:
                         shared[source] = F.relu(x)
                     x = shared[source]
@@ -120,7 +120,7 @@ class CellModule(nn.Module):
         factors = gates.flatten()[index]
         norms = [operation.norm for *_, operation in terms]
         plain = all(norm is None or is_plain_batch_norm(norm) for norm in norms)
-        if self.fused and plain and not any(operation.after for *_, operation in terms):
+        if self.fused and plain and not any(operation.relu_last for *_, operation in terms):
             eps = next((norm.eps for norm in norms if norm is not None), 1e-5)
             normalize = [norm is not None for norm in norms]
             return ops.mixed_bn([y for *_, y, _ in terms], factors, normalize=normalize, eps=eps)
@@ -225,8 +225,8 @@ class CellSupernet(_Skeleton):
         """
         if tuple(gates.shape) != self.gate_shape:
             raise ValueError(f"gates must be {self.gate_shape} (cells, edges, ops), got {tuple(gates.shape)}")
-        chosen = [self.space.candidates] * len(self.space.types) if runs is None else true_columns(runs)
-        return self.classifier(self._features(x, gates, chosen, nodes).mean((2, 3)))
+        columns = [self.space.candidates] * len(self.space.types) if runs is None else true_columns(runs)
+        return self.classifier(self._features(x, gates, columns, nodes).mean((2, 3)))
 
 
 class CellStandalone(_Skeleton, ArchNetwork):
@@ -240,11 +240,11 @@ class CellStandalone(_Skeleton, ArchNetwork):
     def __init__(self, space: CellSpace, arch: Iterable[int], *, activation: str | None = None) -> None:
         if activation not in (None, "relu"):
             raise ValueError(f"networks of cells have ReLU, got activation={activation!r}: leave it out")
-        self_arch = space.check(arch)
-        options = [[(k,) for k in part] for part in space.parts(self_arch)]
+        arch = space.check(arch)
+        options = [[(k,) for k in part] for part in space.parts(arch)]
         style = Style(space.order, space.norm, True, space.pool_norm, track_running_stats=True, fused=False)
         super().__init__(space, options, style)
-        self.arch, self.activation, self._runs = self_arch, "relu", options
+        self.arch, self.activation, self._runs = arch, "relu", options
         self.num_features = space.features
 
     def forward_features(self, x: Tensor) -> Tensor:

@@ -138,16 +138,16 @@ class Operation(nn.Module):
     norms of all operations that end in a node.
 
     Attributes:
-        activates: whether it starts with a ReLU, which `body` does not contain.
+        relu_first: whether it starts with a ReLU, which `body` does not contain.
         body: everything before the last norm.
         norm: the last norm, or None.
-        after: whether a ReLU follows the norm.
+        relu_last: whether a ReLU follows the norm.
         shared: whether it has no parameters, so that the same operation on the same source gives the same result.
     """
 
-    def __init__(self, body: nn.Module, norm: NormLayer | None, *, activates: bool = False, after: bool = False):
+    def __init__(self, body: nn.Module, norm: NormLayer | None, *, relu_first: bool = False, relu_last: bool = False):
         super().__init__()
-        self.activates, self.body, self.norm, self.after = activates, body, norm, after
+        self.relu_first, self.body, self.norm, self.relu_last = relu_first, body, norm, relu_last
 
     @property
     def shared(self) -> bool:
@@ -156,10 +156,10 @@ class Operation(nn.Module):
     def finish(self, x: Tensor) -> Tensor:
         """Apply what follows `body`."""
         x = x if self.norm is None else self.norm(x)
-        return F.relu(x) if self.after else x
+        return F.relu(x) if self.relu_last else x
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.finish(self.body(F.relu(x) if self.activates else x))
+        return self.finish(self.body(F.relu(x) if self.relu_first else x))
 
 
 class BatchNormReLU(nn.Module):
@@ -203,8 +203,8 @@ def _convolutions(groups: list[list[nn.Module]], channels: int, style: Style) ->
     return Operation(
         nn.Sequential(*body),
         style.make_norm(channels),
-        activates=style.order == "relu_conv_norm",
-        after=style.order == "conv_norm_relu",
+        relu_first=style.order == "relu_conv_norm",
+        relu_last=style.order == "conv_norm_relu",
     )
 
 

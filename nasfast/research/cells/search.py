@@ -139,7 +139,7 @@ class CellSearch(nn.Module):
         """(types, edges, ops), -inf where an edge has no such candidate."""
         return self.alpha.masked_fill(~self.allowed, -torch.inf)
 
-    def record(self) -> int:
+    def record_index(self) -> int:
         """Index of the record that the current step belongs to."""
         records = len(self.costs)
         return min(int(self.done) * records // self.total, records - 1)
@@ -167,13 +167,13 @@ class CellSearch(nn.Module):
         after = keep_pair_share(before, self.logits, draw) if self.cfg.two_path else self.logits
         self.alpha.copy_(torch.where(self.allowed, after, self.alpha))
 
-    def note(self, which: int, draw: Draw, cost: Tensor, logits: Tensor, labels: Tensor) -> None:
+    def record(self, which: int, draw: Draw, cost: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Add a batch to the current record."""
-        at = self.record()
+        index = self.record_index()
         # the sums are views of the buffer
-        LocalCosts(*self.costs[at, which]).add(cost, (draw.runs | draw.measures)[self.cell_types])
-        self.edge_costs[at, which] += (draw.gates[self.cell_types] * cost.double()).sum(-1)
-        self.outputs[at, which] += grouped_costs(logits, labels).to(cost.device)
+        LocalCosts(*self.costs[index, which]).add(cost, (draw.runs | draw.measures)[self.cell_types])
+        self.edge_costs[index, which] += (draw.gates[self.cell_types] * cost.double()).sum(-1)
+        self.outputs[index, which] += grouped_costs(logits, labels).to(cost.device)
 
     def result(self) -> CellSearchResult:
         """The records so far."""
@@ -233,21 +233,21 @@ class CellSearchEngine:
                 self._batches = endless(self._held_out, x.device, step=int(search.done))
             xs, ys = next(self._batches)
             if cfg.second_order:
-                cost, logits, learnt_from = self._second_order(draw, (x, y), (xs, ys))
+                cost, logits, gradient = self._second_order(draw, (x, y), (xs, ys))
             else:
                 cost, logits, _ = self._costs(draw, xs, ys)
-                learnt_from = cost
-            search.note(SEARCH, draw, cost, logits, ys)
-            search.update(logits_gradient(cfg, draw, search.collect(learnt_from)), draw)
+                gradient = cost
+            search.record(SEARCH, draw, cost, logits, ys)
+            search.update(logits_gradient(cfg, draw, search.collect(gradient)), draw)
         draw = self._draw(FOR_WEIGHTS)
         cost, logits, loss = self._costs(draw, x, y, weights=True)
-        search.note(TRAIN, draw, cost, logits, y)
+        search.record(TRAIN, draw, cost, logits, y)
         if self._held_out is None:
             search.update(logits_gradient(cfg, draw, search.collect(cost)), draw)
-        ended = search.record()
+        index = search.record_index()
         search.done += 1
-        if int(search.done) == search.total or search.record() != ended:
-            search.probabilities[ended + 1] = search.logits.softmax(-1)
+        if int(search.done) == search.total or search.record_index() != index:
+            search.probabilities[index + 1] = search.logits.softmax(-1)
         if self._progress is not None:
             self._progress(int(search.done))
         return StepResult(loss, (logits.argmax(1) == y).sum())
@@ -298,12 +298,13 @@ class CellSearchEngine:
             values = {names[weight]: value for weight, value in zip(weights, at, strict=True)}
             logits = torch.func.functional_call(net, values, (batch[0], gates, draw.runs))
             # the preprocessing of an input that no edge leaves has no gradient, and gets zeros
-            found = torch.autograd.grad(F.cross_entropy(logits, batch[1]), [*at, gates], materialize_grads=True)
-            return list(found[:-1]), found[-1], logits.detach()
+            loss = F.cross_entropy(logits, batch[1])
+            *by_weights, by_gates = torch.autograd.grad(loss, [*at, gates], materialize_grads=True)
+            return by_weights, by_gates, logits.detach()
 
         @torch.no_grad()
-        def moved(by: Sequence[Tensor], factor: float) -> list[Tensor]:
-            return [weight.add(t, alpha=factor) for weight, t in zip(weights, by, strict=True)]
+        def move(direction: Sequence[Tensor], factor: float) -> list[Tensor]:
+            return [weight.add(t, alpha=factor) for weight, t in zip(weights, direction, strict=True)]
 
         direction, _, _ = gradients(weights, train_batch)
         with torch.no_grad():
@@ -312,10 +313,10 @@ class CellSearchEngine:
                 buffer = self._optimizer.state.get(weight, {}).get("momentum_buffer")
                 if buffer is not None:
                     direction[i] = direction[i] + momentum * buffer
-        v, cost, logits = gradients(moved(direction, -xi), search_batch)
+        v, cost, logits = gradients(move(direction, -xi), search_batch)
         e = float(0.01 / torch.stack([t.norm() for t in v]).norm().clamp(min=1e-12))
-        _, plus, _ = gradients(moved(v, e), train_batch)
-        _, minus, _ = gradients(moved(v, -e), train_batch)
+        _, plus, _ = gradients(move(v, e), train_batch)
+        _, minus, _ = gradients(move(v, -e), train_batch)
         return cost, logits, cost - xi * (plus - minus) / (2 * e)
 
 
@@ -384,6 +385,6 @@ def search_cells(
         device=device,
         engine=lambda optimizer: CellSearchEngine(search, optimizer, held, progress),
     )
-    found = search.result()
-    found.save(run_dir)
-    return found
+    result = search.result()
+    result.save(run_dir)
+    return result

@@ -283,11 +283,11 @@ class CellSpace(ArchSpace):
         operation and the source of every edge; `nor_conv_3x3` means `conv_3x3`. The cells of the space must all be of
         one type.
         """
-        return self.check(self._named(text) if "|" in text else parse_arch(text))
+        return self.check(self._parse_names(text) if "|" in text else parse_arch(text))
 
-    def _named(self, text: str) -> list[int]:
+    def _parse_names(self, text: str) -> list[int]:
         edges = [(e.source, e.target) for e in self.cell.edges]
-        found = {}
+        columns = {}
         for target, group in enumerate(text.split("+"), start=self.cell.inputs):
             for part in group.strip("|").split("|"):
                 op, _, source = part.partition("~")
@@ -297,12 +297,12 @@ class CellSpace(ArchSpace):
                         f"space {self.name!r} has no operation {part!r} into node {target}, in {text!r}; expected "
                         f"OPERATION~SOURCE with {', '.join(self.ops)} and edges (source, node) {edges}"
                     )
-                if (int(source), target) in found:
+                if (int(source), target) in columns:
                     raise ArchError(f"{text!r} names edge ({source},{target}) of space {self.name!r} twice")
-                found[int(source), target] = self.ops.index(op)
-        if len(self.types) > 1 or len(found) != len(edges):
-            raise ArchError(f"{text!r} names {len(found)} of the {len(self)} values of space {self.name!r}")
-        return [found[edge] for edge in edges]
+                columns[int(source), target] = self.ops.index(op)
+        if len(self.types) > 1 or len(columns) != len(edges):
+            raise ArchError(f"{text!r} names {len(columns)} of the {len(self)} values of space {self.name!r}")
+        return [columns[edge] for edge in edges]
 
     def random(self, rng: np.random.Generator) -> Arch:
         """A uniform architecture among those in which operations other than None lead from an input to every output."""
@@ -360,12 +360,12 @@ class CellSpace(ArchSpace):
         If the cell between was a reduction, one input's map is larger than the other's; the stride 2 halves it.
         """
         outputs = [self.stem_channels, *(self.output_channels(i) for i in range(cell))]
-        found = []
+        inputs = []
         for back in range(self.cell.inputs, 0, -1):
-            between = range(max(cell - back + 1, 0), cell)
-            halved = self.reduce_by == "cell" and any(i in self.reductions for i in between)
-            found.append((outputs[max(cell - back + 1, 0)], 2 if halved else 1))
-        return tuple(found)
+            start = max(cell - back + 1, 0)
+            halved = self.reduce_by == "cell" and any(i in self.reductions for i in range(start, cell))
+            inputs.append((outputs[start], 2 if halved else 1))
+        return tuple(inputs)
 
     @property
     def stem_channels(self) -> int:
@@ -397,12 +397,12 @@ class CellSpace(ArchSpace):
             if i in self.reductions:
                 total += transition_cost(self.reduce_by, channels, size)
             if self.preprocess:
-                for before, stride in self.cell_inputs(i):
+                for in_channels, stride in self.cell_inputs(i):
                     # the input of a strided preprocessing has twice the cell's size
                     if stride == 2:
-                        total += factorized_reduce_cost(before, channels, size)
+                        total += factorized_reduce_cost(in_channels, channels, size)
                     else:
-                        total += conv_bn_cost(before, channels, 1, size)
+                        total += conv_bn_cost(in_channels, channels, 1, size)
         head = Cost(params=2 * self.features) if self.head else Cost()
         weights = self.features * self.num_classes
         return total + head + Cost(weights, weights + self.num_classes * self.classifier_bias)

@@ -140,7 +140,11 @@ def sample(
         progress: called with the number of steps done.
     """
     start, cpu = time.perf_counter(), time.process_time()
-    alpha = _start(mixture, logits)
+    shape = mixture.allowed.shape
+    if logits is not None and logits.shape != shape:
+        raise ValueError(f"logits must be {tuple(shape)} (kinds, edges, ops), got {tuple(logits.shape)}")
+    alpha = torch.zeros(shape, dtype=torch.float64) if logits is None else logits.detach().double()
+    alpha = alpha.masked_fill(~mixture.allowed, -torch.inf)
     q, gradients, picks = [], [], []
     batches = endless(to_learn_from(loader), device)
     step = _soft if cfg.gates == "soft" else _straight_through
@@ -199,10 +203,10 @@ def _straight_through(
     # the graph is not needed any more, and its memory is
     del logits, loss, first
     gate_gradients = gate_gradients.double().cpu()
-    others = (noisy > -torch.inf) & (hard == 0)
+    idle = (noisy > -torch.inf) & (hard == 0)
     leaves = [node.detach().requires_grad_() for node in nodes]
     which, costs = [], []
-    for candidate, source, target, out in mixture.outputs(leaves, others):
+    for candidate, source, target, out in mixture.outputs(leaves, idle):
         # the graph is kept, because candidates share parts of it
         (pulled,) = torch.autograd.grad(out, leaves[source], node_gradients[target], retain_graph=True)
         which.append(candidate)
@@ -230,13 +234,13 @@ def solve(record: Record, cfg: NasiConfig = NasiConfig()) -> NasiResult:
     if not len(q):
         raise FloatingPointError(f"none of {len(record.q)} sampled architectures had a finite Q and gradient")
     limit = limits(q, cfg.constraint, cfg.limit)
-    # R = Q - mu max(0, Q - nu), and nu is a constant
-    of_r = gradients * (1 - cfg.mu * (q > limit).to(q.dtype))[:, None, None, None]
-    norms = of_r.flatten(1).norm(dim=1)
+    # the gradients of R = Q - mu max(0, Q - nu), where nu is a constant
+    slopes = gradients * (1 - cfg.mu * (q > limit).to(q.dtype))[:, None, None, None]
+    norms = slopes.flatten(1).norm(dim=1)
     largest = norms.cummax(0).values
     # until the first gradient that is not 0 there is nothing to divide
     scale = torch.where(largest > 0, 1 / largest.clamp(min=torch.finfo(largest.dtype).tiny), 0.0)
-    delta = cfg.xi * torch.tensordot(scale, of_r, 1) / len(of_r)
+    delta = cfg.xi * torch.tensordot(scale, slopes, 1) / len(slopes)
     return NasiResult(
         logits=record.start + delta,
         delta=delta,
@@ -255,8 +259,8 @@ def limits(q: Tensor, constraint: Constraint, nu: float) -> Tensor:
         return torch.full_like(q, nu)
     if constraint == "quantile":
         return torch.full_like(q, float(torch.quantile(q, nu)))
-    before = torch.cat([q.new_tensor([nu]), q[:-1]])
-    return before.cumsum(0) / torch.arange(1, len(q) + 1, dtype=q.dtype)
+    earlier = torch.cat([q.new_tensor([nu]), q[:-1]])
+    return earlier.cumsum(0) / torch.arange(1, len(q) + 1, dtype=q.dtype)
 
 
 def search(
@@ -274,23 +278,14 @@ def search(
         ValueError: no candidate is preferred, because no sampled architecture has a slope; and as `sample`.
         FloatingPointError: no step was finite.
     """
-    found = solve(sample(mixture, loader, cfg, logits=logits, device=device, progress=progress), cfg)
-    if not found.delta.any():
+    result = solve(sample(mixture, loader, cfg, logits=logits, device=device, progress=progress), cfg)
+    if not result.delta.any():
         raise ValueError(
-            f"no sampled architecture has a slope: {100 * found.above:.0f} % of {len(found.q)} lie above nu = "
-            f"{float(found.nu[-1]):.3g} (Q from {float(found.q.min()):.3g} to {float(found.q.max()):.3g}); "
+            f"no sampled architecture has a slope: {100 * result.above:.0f} % of {len(result.q)} lie above nu = "
+            f"{float(result.nu[-1]):.3g} (Q from {float(result.q.min()):.3g} to {float(result.q.max()):.3g}); "
             "take a larger nu, another mu or more steps"
         )
-    return found
-
-
-def _start(mixture: Mixture, logits: Tensor | None) -> Tensor:
-    """alpha_0 as a new float64 tensor on the CPU, -inf where there is no candidate."""
-    shape = mixture.allowed.shape
-    if logits is not None and logits.shape != shape:
-        raise ValueError(f"logits must be {tuple(shape)} (kinds, edges, ops), got {tuple(logits.shape)}")
-    start = torch.zeros(shape, dtype=torch.float64) if logits is None else logits.detach().double().clone()
-    return start.masked_fill(~mixture.allowed, -torch.inf)
+    return result
 
 
 def random_labels(count: int, classes: int, *, seed: int) -> Tensor:

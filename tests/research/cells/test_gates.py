@@ -45,7 +45,7 @@ def learned(search: CellSearch, *, step: int = 0) -> tuple[Tensor, Draw, Tensor,
     """The gradient that a step of the engine finds for the logits; its gates and costs; images and labels."""
     seen: list[Tensor] = []
     search.update = lambda gradient, draw: seen.append(gradient)
-    search.note = lambda which, draw, cost, *_: seen.extend([draw, cost])
+    search.record = lambda which, draw, cost, *_: seen.extend([draw, cost])
     search.done.fill_(step)
     (x, y), *_ = batches(1, resolution=8)
     CellSearchEngine(search, torch.optim.SGD(search.parameters(), lr=0.1), None).forward_backward(x.double(), y)
