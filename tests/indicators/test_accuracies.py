@@ -71,6 +71,8 @@ def test_names_of_another_cell_are_refused():
         nas_bench_201_space().parse(text)
     with pytest.raises(ArchError, match="darts"):
         darts_space().parse(text)
+    with pytest.raises(ArchError, match="operation 'none~²' into node 1"):  # a digit, and no decimal number
+        nas_bench_201_space().parse("|none~²|+|none~0|none~1|+|none~0|none~1|none~2|")
 
 
 @pytest.mark.parametrize(

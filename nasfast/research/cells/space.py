@@ -292,7 +292,7 @@ class CellSpace(ArchSpace):
             for part in group.strip("|").split("|"):
                 op, _, source = part.partition("~")
                 op = op.removeprefix("nor_")
-                if op not in self.ops or not source.isdigit() or (int(source), target) not in edges:
+                if op not in self.ops or not source.isdecimal() or (int(source), target) not in edges:
                     raise ArchError(
                         f"space {self.name!r} has no operation {part!r} into node {target}, in {text!r}; expected "
                         f"OPERATION~SOURCE with {', '.join(self.ops)} and edges (source, node) {edges}"
