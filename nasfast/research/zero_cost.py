@@ -281,7 +281,7 @@ def first_weight_jacobian(module: nn.Module, images: Tensor) -> tuple[Tensor, Te
 
     Both are in double precision. One backward pass per class gives the gradients by the layers' outputs, and the first
     weight's gradient of one image is the sum over pixels of the output's gradient times what the weight multiplies.
-    The module treats images one by one; layers are convolutions, linear layers and BatchNorms.
+    The module treats images one by one; layers are convolutions that pad with zeros, linear layers and BatchNorms.
     """
     outputs: list[Tensor] = []
     factors: list[list[Tensor]] = []
@@ -309,6 +309,8 @@ def _first_factors(layer: nn.Module, x: Tensor, output: Tensor) -> list[Tensor]:
     """What the first weight and the first bias of a layer multiply, shaped like the first channel of its output."""
     one = torch.ones_like(output[:, 0])
     if isinstance(layer, nn.Conv2d):
+        if layer.padding_mode != "zeros":
+            raise ScoreError(f"vkdnw knows convolutions that pad with zeros, not padding_mode={layer.padding_mode!r}")
         only = torch.zeros_like(layer.weight[:1])
         only[0, 0, 0, 0] = 1
         inputs = x[:, : only.shape[1]]

@@ -251,6 +251,12 @@ def test_frozen_weights_are_not_counted():
             batch()[0],
             "BatchNorms, not GroupNorm",
         ),
+        (
+            vkdnw,
+            nn.Sequential(nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect"), Pointwise()),
+            batch()[0],
+            "convolutions that pad with zeros, not padding_mode='reflect'",
+        ),
     ],
 )
 def test_what_has_no_score_says_why(score, network, images, message):
