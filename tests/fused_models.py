@@ -23,7 +23,6 @@ timm = pytest.importorskip("timm")
 # models of well-known blocks: convolutions in chains, of all, chains
 MODELS = {
     "mobilenet_v2": (52, 52, 19),
-    "mnasnet0_5": (52, 52, 18),
     "timm/mobilenetv2_100": (52, 52, 19),
     "timm/mobilenetv3_small_100": (34, 53, 22),
     "small ghostnet": (24, 27, 22),
