@@ -197,9 +197,8 @@ def _run(
             continue
         stage = part[0]
         y = _conv2d(x, stage)
-        grads = torch.is_grad_enabled() and any(
-            [t.requires_grad for t in (y, stage.params.bn_weight, stage.params.bn_bias)]
-        )
+        learning = y, stage.params.bn_weight, stage.params.bn_bias
+        grads = torch.is_grad_enabled() and any([t.requires_grad for t in learning])
         if name == "cpu" and not stage.training and not grads:
             x = overwrite_with_bn_act(y, stage, added)
         else:
