@@ -110,7 +110,7 @@ struct DenseForward {
       multiply(block, args, band, first, channel_count, weights, input, lanes);
       block.sync();
     }
-    leave(block, args.stage.norm.reduction, first, channel_count, lanes, reinterpret_cast<Share*>(input));
+    write_moments(block, args.stage.norm.reduction, first, channel_count, lanes, reinterpret_cast<Share*>(input));
     finish_norm<kThreads>(block, args.stage.norm, block.x, block.y, first, channel_count,
                           [&](int row) { return bands.numbers(row); });
   }
@@ -319,8 +319,8 @@ struct DenseForward {
 
   // Writes the moments of a block's channels.
   template <class Block>
-  static NASFAST_DEVICE void leave(const Block& block, const Reduction& reduction, int first, int channel_count,
-                                   Local<DenseLane>& lanes, Share* table) {
+  static NASFAST_DEVICE void write_moments(const Block& block, const Reduction& reduction, int first, int channel_count,
+                                           Local<DenseLane>& lanes, Share* table) {
     block.warps([&](const Warp& warp) {
       const auto state_of = [&](int lane) -> auto& { return lanes[32 * warp.index + lane]; };
       NASFAST_UNROLL

@@ -273,7 +273,8 @@ struct Panels {
       });
       block.sync();
       if (index == begin) prepare_results();
-      source.sums() ? leave<true>(block, source, unit, state) : leave<false>(block, source, unit, state);
+      source.sums() ? write_results<true>(block, source, unit, state)
+                    : write_results<false>(block, source, unit, state);
       block.sync();
     }
   }
@@ -382,7 +383,7 @@ struct Panels {
 
   // Gives the results of a unit to source.take.
   template <bool kSums, class Block, class State>
-  NASFAST_DEVICE void leave(const Block& block, const Source& source, const Unit& unit, State& state) const {
+  NASFAST_DEVICE void write_results(const Block& block, const Source& source, const Unit& unit, State& state) const {
     constexpr int kAhead = Source::kAhead, kStep = Panel::kStep;
     block.warps([&](const Warp& warp) {
       const int tile = warp.index % Panel::kTiles, share = warp.index / Panel::kTiles;
@@ -427,7 +428,7 @@ struct Panels {
   }
 };
 
-// Leaves the sums of the lanes in `to`, [warp][channel of the block].
+// Writes the sums of the lanes to `to`, [warp][channel of the block].
 template <class Block>
 NASFAST_DEVICE void gather_by_warp(const Block& block, Local<ChannelSums>& sums, Vec2* to) {
   gather(block, sums, [&](int warp, int lane, int j, float first, float second) {

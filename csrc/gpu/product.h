@@ -388,7 +388,7 @@ struct RowProduct {
         }
         // all groups of columns convert the same rows, and one of them writes
         if constexpr (Source::kWritesInput) {
-          if (block.y == 0) keep(at, row, factor.depth - at.deep + channel, t);
+          if (block.y == 0) write_input(at, row, factor.depth - at.deep + channel, t);
         }
       }
       if (Tile::kStream) weights.store(thread, at.deep, t.weights, memory.pitch, weight_slab(buffer));
@@ -396,7 +396,7 @@ struct RowProduct {
   }
 
   // Writes the pieces of a thread, of channels c to c + 7, in rows that the tile has.
-  NASFAST_DEVICE void keep(const Place& at, int row, int c, const Thread& t) const {
+  NASFAST_DEVICE void write_input(const Place& at, int row, int c, const Thread& t) const {
     uint16_t* to = source.x + (int64_t{at.tile} * Tile::kRows + row) * factor.depth + c;
     const int64_t step = int64_t{Threads::kStep} * factor.depth;
     NASFAST_UNROLL

@@ -24,7 +24,7 @@ struct Result {
   }
   // Of the first of a lane's 8 channels, within the block.
   NASFAST_DEVICE int column(int warp, int lane) const { return warp % Tile::kColumnWarps * 32 + lane % 4 * 8; }
-  // Of the same channel, in what the warps of a block leave of it, [row warp][column].
+  // Of the same channel, in what the warps of a block write of it, [row warp][column].
   NASFAST_DEVICE int part(int warp, int lane) const {
     return warp / Tile::kColumnWarps * Tile::kColumns + column(warp, lane);
   }
@@ -50,8 +50,8 @@ struct Result {
     const int tiles = block < more ? each + 1 : each;
     // the last tile is that of the block before the first one with a tile less
     if (block + 1 != (more > 0 ? more : blocks)) return static_cast<float>(tiles * size);
-    const int here = last - first < 0 ? 0 : last - first < size ? last - first : size;
-    return static_cast<float>((tiles - 1) * size + here);
+    const int last_rows = last - first < 0 ? 0 : last - first < size ? last - first : size;
+    return static_cast<float>((tiles - 1) * size + last_rows);
   }
 };
 

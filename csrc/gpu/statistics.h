@@ -73,9 +73,9 @@ struct ChannelSums {
 };
 
 // Adds the sums of the lanes of a warp that have the same channels, which are those with the same lane % 4. Then calls
-// leave(warp, lane, j, first, second) with the result for channel j of each of the lanes 0 to 3.
-template <class Block, class Leave>
-NASFAST_DEVICE void gather(const Block& block, Local<ChannelSums>& sums, const Leave& leave) {
+// store(warp, lane, j, first, second) with the result for channel j of each of the lanes 0 to 3.
+template <class Block, class Store>
+NASFAST_DEVICE void gather(const Block& block, Local<ChannelSums>& sums, const Store& store) {
   block.warps([&](const Warp& warp) {
     const auto at = [&](int lane) -> auto& { return sums[32 * warp.index + lane]; };
     NASFAST_UNROLL
@@ -86,7 +86,7 @@ NASFAST_DEVICE void gather(const Block& block, Local<ChannelSums>& sums, const L
     warp.each([&](int lane) {
       if (lane >= 4) return;
       NASFAST_UNROLL
-      for (int j = 0; j < 8; ++j) leave(warp.index, lane, j, at(lane).first[j], at(lane).second[j]);
+      for (int j = 0; j < 8; ++j) store(warp.index, lane, j, at(lane).first[j], at(lane).second[j]);
     });
   });
   block.sync();
@@ -292,7 +292,7 @@ NASFAST_DEVICE void add_channels(const Block& block, const Reduction& r, int fir
   });
 }
 
-// Leaves what a group of rows adds up to in a row behind those of all blocks.
+// Writes what a group of rows adds up to, in a row behind those of all blocks.
 struct GroupFinish {
   struct Constants {};
   const Reduction& r;
@@ -348,12 +348,12 @@ NASFAST_DEVICE void reduce_rows(const Block& block, const Reduction& r, int row,
     add_channels<kThreads, kMoments>(block, r, first, channel_count, 0, r.rows, numbers, finish);
     return;
   }
-  const int groups = divide_up(r.rows, kGroup), here = row / kGroup, from = here * kGroup;
+  const int groups = divide_up(r.rows, kGroup), i_group = row / kGroup, from = i_group * kGroup;
   const int rows = r.rows - from < kGroup ? r.rows - from : kGroup;
-  if (!block.comes_last(counters + 1 + here, rows)) return;
+  if (!block.comes_last(counters + 1 + i_group, rows)) return;
   if (kMoments) count_rows<kThreads>(block, rows, [&](int i) { return count(from + i); }, numbers);
   add_channels<kThreads, kMoments>(block, r, first, channel_count, from, from + rows, numbers,
-                                   GroupFinish{r, r.rows + here});
+                                   GroupFinish{r, r.rows + i_group});
   if (!block.comes_last(counters, groups)) return;
   if (kMoments) count_groups<kThreads>(block, r.rows, count, numbers);
   add_channels<kThreads, kMoments>(block, r, first, channel_count, r.rows, r.rows + groups, numbers, finish);
