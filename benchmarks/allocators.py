@@ -10,14 +10,13 @@ as libjemalloc.so.2 of Debian's package libjemalloc2.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.harness import write_json
+from benchmarks.harness import medians, read_json, write_json
 
 KEEPS = "keeps its pages"
 ALLOCATORS = {
@@ -46,28 +45,20 @@ def run(options: list[str], variables: dict[str, str]) -> list[dict]:
         out = Path(folder) / "rows.json"
         command = [sys.executable, "-m", "benchmarks.bench_steps", *options, "--out", str(out)]
         subprocess.run(command, env={**os.environ, **variables}, check=True)
-        return json.loads(out.read_text())["rows"]
-
-
-def medians(row: dict, dtype: str) -> tuple[dict[str, float], dict[str, float]]:
-    """Milliseconds of a step of ours and of the peers, by variant."""
-    times = {
-        name: found["times"]["step"]["median_ms"] for name, found in row["variants"].items() if name.endswith(dtype)
-    }
-    ours = {name: ms for name, ms in times.items() if name.startswith("nasfast")}
-    return ours, {name: ms for name, ms in times.items() if name not in ours}
+        return read_json(out)
 
 
 def table(rows: list[dict], workload: str, dtype: str) -> list[str]:
     """Each allocator's step of ours and of its best peer, and the best of all."""
     lines, ours, peers = [], {}, {}
     for row in (row for row in rows if row["workload"] == workload):
-        mine, theirs = medians(row, dtype)
-        if not mine or not theirs:
+        times = medians({name: variant["times"] for name, variant in row["variants"].items() if name.endswith(dtype)})
+        own = [ms for name, ms in times.items() if name.startswith("nasfast")]
+        peer = min((name for name in times if not name.startswith("nasfast")), key=times.get, default=None)
+        if not own or peer is None:
             continue
-        ms, peer = min(mine.values()), min(theirs, key=theirs.get)
-        ours[row["allocator"]], peers[f"{peer}, {row['allocator']}"] = ms, theirs[peer]
-        lines.append(f"| {row['allocator']} | {ms:.0f} | {theirs[peer]:.0f} ({peer}) | {ms / theirs[peer]:.2f} |")
+        ours[row["allocator"]], peers[f"{peer}, {row['allocator']}"] = ms, peer_ms = min(own), times[peer]
+        lines.append(f"| {row['allocator']} | {ms:.0f} | {peer_ms:.0f} ({peer}) | {ms / peer_ms:.2f} |")
     if not lines:
         return []
     best, peer = min(ours, key=ours.get), min(peers, key=peers.get)
@@ -92,11 +83,11 @@ def main() -> None:
     rows: list[dict] = []
     for name, variables in environments(args.jemalloc).items():
         print(f"\n# {name}", flush=True)
-        found = [{"allocator": name, **row} for row in run(options, variables)]
+        measured = [{"allocator": name, **row} for row in run(options, variables)]
         if name == JEMALLOC:  # it keeps what malloc_trim of glibc would give back, so resident memory says nothing
-            for variant in (variant for row in found for variant in row["variants"].values()):
+            for variant in (variant for row in measured for variant in row["variants"].values()):
                 del variant["memory"]["kept"], variant["memory"]["peak"]
-        rows += found
+        rows += measured
         if args.out:
             write_json(args.out, rows)
     for workload in dict.fromkeys(row["workload"] for row in rows):

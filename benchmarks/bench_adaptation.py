@@ -19,7 +19,8 @@ import torchvision
 from torch import Tensor, nn
 
 import nasfast
-from benchmarks.harness import positive, write_json
+from benchmarks.harness import medians, positive, saved_bytes, write_json
+from benchmarks.steps import train_batch_norms
 from nasfast.measure.timing import measure
 from nasfast.runtime.memory import keep_freed_memory
 
@@ -27,12 +28,7 @@ from nasfast.runtime.memory import keep_freed_memory
 def make() -> nn.Module:
     """The network as TENT configures it: statistics of the batch, and only affine parameters of BatchNorms train."""
     torch.manual_seed(0)
-    model = torchvision.models.resnet50().to(memory_format=torch.channels_last).train().requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.requires_grad_(True)
-            module.track_running_stats, module.running_mean, module.running_var = False, None, None
-    return model
+    return train_batch_norms(torchvision.models.resnet50().to(memory_format=torch.channels_last))
 
 
 def make_step(model: nn.Module, images: Tensor) -> Callable[[], dict[str, float]]:
@@ -51,21 +47,6 @@ def make_step(model: nn.Module, images: Tensor) -> Callable[[], dict[str, float]
     return step
 
 
-def kept_bytes(model: nn.Module, images: Tensor) -> int:
-    """Bytes that a forward keeps for backward."""
-    known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers(), images)}
-    kept: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = model(images)
-    del result
-    return sum(tensor.untyped_storage().nbytes() for place, tensor in kept.items() if place not in known)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=positive, default=8, help="images per step")
@@ -81,11 +62,13 @@ def main() -> None:
     nasfast.fuse(faster)
     nasfast.fuse(smaller, only_faster=False)
     models = {"eager": plain, "fused": faster, "fused, only_faster=False": smaller}
-    kept = {name: kept_bytes(model, images) for name, model in models.items()}
+    kept = {
+        name: saved_bytes(model, [images], exclude=[*model.parameters(), *model.buffers(), images])
+        for name, model in models.items()
+    }
     times = measure({name: make_step(model, images) for name, model in models.items()}, rounds=args.rounds)
-    medians = {name: phases["step"]["median_ms"] for name, phases in times.items()}
-    for name in models:
-        print(f"{name}: {medians[name]:.0f} ms of CPU time, keeps {kept[name] / 2**20:.0f} MiB for backward")
+    for name, ms in medians(times).items():
+        print(f"{name}: {ms:.0f} ms of CPU time, keeps {kept[name] / 2**20:.0f} MiB for backward")
     if args.out:
         write_json(args.out, [{"batch": args.batch, "resolution": args.resolution, "times": times, "kept_bytes": kept}])
 

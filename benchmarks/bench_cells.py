@@ -80,10 +80,10 @@ class _PlainCell(nn.Module):
 
     def forward(self, inputs: list[Tensor], weights: Tensor) -> Tensor:
         states = [pre(x) for pre, x in zip(self.pre, inputs, strict=True)]
-        at = 0
+        first = 0
         for _ in range(self.nodes):
-            states.append(sum(self.edges[at + i](x, weights[at + i]) for i, x in enumerate(states)))
-            at += len(states) - 1
+            states.append(sum(self.edges[first + i](x, weights[first + i]) for i, x in enumerate(states)))
+            first += len(states) - 1
         return torch.cat(states[2:], 1)
 
 
@@ -106,17 +106,17 @@ class PlainDarts(nn.Module):
         return self.classifier(inputs[1].mean((2, 3)))
 
 
-def like(search: CellSearch, layout: torch.memory_format) -> PlainDarts:
+def plain_copy(search: CellSearch, layout: torch.memory_format) -> PlainDarts:
     """The plain network with the weights of a search; both list them in the same order."""
     plain = PlainDarts(search.space.cells, search.space.channels)
     with torch.no_grad():
-        for mine, theirs in zip(plain.parameters(), search.net.parameters(), strict=True):
-            assert mine.shape == theirs.shape
-            mine.copy_(theirs)
+        for copy, weight in zip(plain.parameters(), search.net.parameters(), strict=True):
+            assert copy.shape == weight.shape
+            copy.copy_(weight)
     return plain.to(memory_format=layout)
 
 
-def training(model: nn.Module, forward_backward: Callable[[], None]) -> Callable[[], dict[str, float]]:
+def training_step(model: nn.Module, forward_backward: Callable[[], None]) -> Callable[[], dict[str, float]]:
     """A step that ends with clipping and SGD."""
     weights = list(model.parameters())
     sgd = torch.optim.SGD(weights, lr=0.025, momentum=0.9, weight_decay=3e-4)
@@ -139,7 +139,7 @@ def plain_step(model: nn.Module, alpha: Tensor, x: Tensor, y: Tensor) -> Callabl
         F.cross_entropy(model(x, alpha), y).backward()
         adam.step()
 
-    return training(model, forward_backward)
+    return training_step(model, forward_backward)
 
 
 def our_step(search: CellSearch, x: Tensor, y: Tensor) -> Callable[[], dict[str, float]]:
@@ -151,18 +151,18 @@ def our_step(search: CellSearch, x: Tensor, y: Tensor) -> Callable[[], dict[str,
         search.done.zero_()  # writes the same record at every step
         engine.forward_backward(x, y)
 
-    return training(search.net, forward_backward)
+    return training_step(search.net, forward_backward)
 
 
 def difference(search: CellSearch, plain: PlainDarts, x: Tensor, y: Tensor) -> float:
     """Largest difference between the logits' gradients, relative to the largest gradient."""
     alpha = search.alpha[0].float().requires_grad_()
-    (theirs,) = torch.autograd.grad(F.cross_entropy(plain(x, alpha), y), alpha)
+    (peer,) = torch.autograd.grad(F.cross_entropy(plain(x, alpha), y), alpha)
     draw = draw_once(search.cfg, search.logits, torch.Generator(), 0.0)
     gates = search.spread(draw.gates)
     (cost,) = torch.autograd.grad(F.cross_entropy(search.net(x, gates, draw.runs), y), gates)
-    mine = logits_gradient(search.cfg, draw, search.collect(cost))[0]
-    return float((mine - theirs).abs().max() / theirs.abs().max())
+    ours = logits_gradient(search.cfg, draw, search.collect(cost))[0]
+    return float((ours - peer).abs().max() / peer.abs().max())
 
 
 def make_search(args: argparse.Namespace) -> tuple[CellSearch, Tensor, Tensor]:
@@ -180,8 +180,8 @@ def step_row(args: argparse.Namespace) -> dict[str, Any]:
     variants = {"nasfast": our_step(ours, x, y)}
     for name, layout in (("contiguous", torch.contiguous_format), ("channels_last", torch.channels_last)):
         alpha = ours.alpha[0].float().clone().requires_grad_()
-        variants[name] = plain_step(like(ours, layout), alpha, x.contiguous(memory_format=layout), y)
-    apart = difference(ours, like(ours, torch.channels_last), x, y)
+        variants[name] = plain_step(plain_copy(ours, layout), alpha, x.contiguous(memory_format=layout), y)
+    gradient_difference = difference(ours, plain_copy(ours, torch.channels_last), x, y)
     times = measure(variants, rounds=args.rounds, warmup=1)
     return {
         "name": "one level",
@@ -189,7 +189,7 @@ def step_row(args: argparse.Namespace) -> dict[str, Any]:
         "channels": args.channels,
         "batch": args.batch,
         "times": times,
-        "difference": apart,
+        "difference": gradient_difference,
         "ratio": {phase: ratios(times, "nasfast", phase) for phase in ("step", "cpu")},
     }
 
@@ -221,10 +221,10 @@ def memory(args: argparse.Namespace, method: str, ops: tuple[str, ...]) -> int:
     return saved_bytes(forward, [x], exclude=net.parameters())
 
 
-def kept(args: argparse.Namespace) -> dict[str, int]:
+def memory_of_step(args: argparse.Namespace) -> dict[str, int]:
     """Bytes that the network of the step keeps for backward, in nasfast and in the peer."""
     search, x, _ = make_search(args)
-    plain = like(search, torch.channels_last)
+    plain = plain_copy(search, torch.channels_last)
     draw = draw_once(search.cfg, search.logits, torch.Generator(), 0.0)
     gates, alpha = search.spread(draw.gates), search.alpha[0].float().requires_grad_()
     return {
@@ -246,10 +246,10 @@ def main() -> None:
     if args.quick:
         args.rounds, args.cells, args.channels, args.batch = 1, 1, 4, 8
     with measuring(args.threads):
-        rows = [step_row(args), {"name": "memory, step", "bytes": kept(args)}]
+        rows = [step_row(args), {"name": "memory, step", "bytes": memory_of_step(args)}]
         for method in ("darts", "dsnas", "proxyless"):
-            found = {count: memory(args, method, ops) for count, ops in _OPERATIONS.items()}
-            rows.append({"name": f"memory, {method}", "bytes_by_operations": found})
+            by_operations = {count: memory(args, method, ops) for count, ops in _OPERATIONS.items()}
+            rows.append({"name": f"memory, {method}", "bytes_by_operations": by_operations})
     if args.out:
         write_json(args.out, rows)
     else:

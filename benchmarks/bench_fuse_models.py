@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
-import json
 import math
 import os
 import statistics
@@ -38,7 +37,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.optimization import fuse as fold
 
 import nasfast
-from benchmarks.harness import positive, write_json
+from benchmarks.harness import freeze_all_but_batch_norms, medians, positive, read_json, seconds, write_json
 from nasfast.fusion.dynamo import compile_graph
 from nasfast.measure.timing import measure
 from nasfast.runtime.memory import keep_freed_memory
@@ -89,9 +88,7 @@ def prepare(model: nn.Module, trains: str, kind: str) -> nn.Module:
     """Freeze what does not train, and convert to the type."""
     model = model.to(memory_format=torch.channels_last).train(trains != "nothing").requires_grad_(trains == "all")
     if trains == "batch norms":
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.requires_grad_(True)
+        freeze_all_but_batch_norms(model)
     return model.to(_DTYPES.get(kind, torch.float32))
 
 
@@ -157,31 +154,25 @@ def bench(
         )
         models |= {variant: torch.compile(model, backend=to) for variant, model, to in backends}  # type: ignore[misc]
     runs = {variant: make_run(model, trains, kind, images, labels) for variant, model in models.items()}
-    first_calls = {variant: _seconds(run) for variant, run in runs.items()}
+    first_calls = {variant: seconds(run)[0] for variant, run in runs.items()}
     times = measure(runs, rounds=rounds, warmup=1)
     for variant, run in runs.items():
         if not math.isclose(run.loss, runs["eager"].loss, rel_tol=_TOLERANCE[kind]):
             raise RuntimeError(f"{name}, {trains}, {kind}: {variant} has loss {run.loss}, eager {runs['eager'].loss}")
-    medians = {variant: phases["step"]["median_ms"] for variant, phases in times.items()}
-    peer = min((variant for variant in medians if variant not in _OURS), key=medians.__getitem__)
+    ms = medians(times)
+    peer = min((variant for variant in ms if variant not in _OURS), key=ms.__getitem__)
     if compiled:
-        row["backend_ratio"] = medians["backend"] / min(medians["nasfast"], medians["compile"])
+        row["backend_ratio"] = ms["backend"] / min(ms["nasfast"], ms["compile"])
     return {
         **row,
         "first_call_s": first_calls,
         "times": times,
         "peer": peer,
-        "ratio": medians["nasfast"] / medians[peer],
-        "ratio_to_eager": medians["nasfast"] / medians["eager"],
+        "ratio": ms["nasfast"] / ms[peer],
+        "ratio_to_eager": ms["nasfast"] / ms["eager"],
         "convolutions": report.convolutions,
         "in_chains": report.fused,
     }
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
 
 
 def summary(rows: Sequence[dict]) -> list[str]:
@@ -208,15 +199,15 @@ def summary(rows: Sequence[dict]) -> list[str]:
     return lines
 
 
-def described(row: dict) -> str:
+def describe(row: dict) -> str:
     """One line of what is printed while the benchmark runs."""
     begin = f"{row['model']:34} trains {row['trains']:11} {row['type']:13}"
     if "unable" in row:
         return f"{begin} PyTorch cannot run it: {row['unable']}"
-    eager = row["times"]["eager"]["step"]["median_ms"]
-    others = [f"{name} {phases['step']['median_ms'] / eager:.2f}" for name, phases in row["times"].items()]
+    times = medians(row["times"])
+    of_eager = ", ".join(f"{name} {ms / times['eager']:.2f}" for name, ms in times.items() if name != "eager")
     first = f"first calls {sum(row['first_call_s'].values()):.0f} s"
-    return f"{begin} {row['ratio']:.2f} of {row['peer']:7}; of eager: {', '.join(others[1:])}; {first}"
+    return f"{begin} {row['ratio']:.2f} of {row['peer']:7}; of eager: {of_eager}; {first}"
 
 
 _KEYS = ("model", "trains", "type", "batch", "resolution", "rounds", "threads", "compiled")
@@ -238,17 +229,17 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_freed_memory()
-    rows: list[dict] = json.loads(args.out.read_text())["rows"] if args.out and args.out.exists() else []
+    rows: list[dict] = read_json(args.out) if args.out and args.out.exists() else []
     compiled = list(_COMPILED) if args.compile else []
-    known = [[row.get(key) or [] for key in _KEYS] for row in rows]
+    measured = [[row.get(key) or [] for key in _KEYS] for row in rows]
     for name in args.models or names():
         for trains in args.trains:
             for kind in args.types:
                 settings = name, trains, kind, args.batch, args.resolution, args.rounds
-                if [*settings, args.threads, compiled] in known or (trains, kind) in _LEFT_OUT:
+                if [*settings, args.threads, compiled] in measured or (trains, kind) in _LEFT_OUT:
                     continue
                 rows.append(bench(*settings, compiled=args.compile))
-                print(described(rows[-1]), flush=True)
+                print(describe(rows[-1]), flush=True)
                 if args.out:
                     write_json(args.out, rows)
     print("\n".join(summary(rows)))

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import append_line, provenance, read_lines
+from benchmarks import json_lines
+from benchmarks.harness import RESULTS, provenance
 from nasfast.data import DataConfig, make_loader, make_loaders, random_subset
 from nasfast.indicators.distill import z_sum
 from nasfast.indicators.isometry import (
@@ -49,8 +50,7 @@ from nasfast.spaces import (
 )
 from nasfast.train import TrainConfig
 
-_RESULTS = Path(__file__).parent / "results"
-OUT, TRAINED = _RESULTS / "isometry.json", _RESULTS / "isometry_trained.jsonl"
+OUT, TRAINED = RESULTS / "isometry.json", RESULTS / "isometry_trained.jsonl"
 
 WEIGHT = 0.2
 """The weight of the table beside `sqrt_size`, and of its structural rival; fixed before any other space was trained."""
@@ -97,18 +97,18 @@ def new_spaces(images: Path | None) -> dict[str, tuple[SearchSpace, DataConfig, 
     }
 
 
-def sampled(space: SearchSpace, count: int = COUNT) -> list[Arch]:
+def sample(space: SearchSpace, count: int = COUNT) -> list[Arch]:
     """Distinct architectures, uniform over the space."""
-    rng, found = random.Random(0), dict[Arch, None]()
-    while len(found) < count:
-        found[tuple(rng.choice(options) for options in space.options)] = None
-    return list(found)
+    rng, archs = random.Random(0), dict[Arch, None]()
+    while len(archs) < count:
+        archs[tuple(rng.choice(options) for options in space.options)] = None
+    return list(archs)
 
 
 def train(args: argparse.Namespace) -> None:
     """Train every sampled architecture once, and the first ones with more seeds, which shows the noise."""
     torch.set_num_threads(1)
-    done = {(row["space"], row["arch"], row["seed"]) for row in read_lines(args.trained)}
+    done = {(row["space"], row["arch"], row["seed"]) for row in json_lines.read(args.trained)}
     spaces = new_spaces(args.images)
     loaders = {}
     for name, (space, data, _) in spaces.items():
@@ -116,11 +116,9 @@ def train(args: argparse.Namespace) -> None:
         part = random_subset(full.source, IMAGES, 0)
         loaders[name] = make_loader(data, part, train=True, resolution=space.resolution), held
     # the spaces take turns, so that a stopped program has networks of both
-    for seed, place, name in (
-        (s, i, name) for s, count in enumerate(args.counts) for i in range(count) for name in spaces
-    ):
+    for seed, i, name in ((s, i, name) for s, count in enumerate(args.counts) for i in range(count) for name in spaces):
         space, _, recipe = spaces[name]
-        arch = sampled(space)[place]
+        arch = sample(space)[i]
         if (name, format_arch(arch), seed) in done:
             continue
         start = time.process_time()
@@ -135,7 +133,7 @@ def train(args: argparse.Namespace) -> None:
             "images": result.images,
             "cpu_s": round(time.process_time() - start, 1),
         }
-        append_line(args.trained, row)
+        json_lines.append(args.trained, row)
 
 
 Rows = list[dict[int, float]]
@@ -148,7 +146,7 @@ BEST = "keep times stage - 2 size where it reduces"
 """The one that NAS-Bench-Macro likes best."""
 
 
-def structural(space: SearchSpace) -> dict[str, Rows]:
+def structural_rows(space: SearchSpace) -> dict[str, Rows]:
     """Corrections of `sqrt_size` that know only the space."""
     rows: dict[str, Rows] = {RIVAL: [], BEST: []}
     stages = [number for number, stage in enumerate(space.stages, 1) for _ in range(stage.layers)]
@@ -164,13 +162,13 @@ def structural(space: SearchSpace) -> dict[str, Rows]:
 SEEDS = 2
 
 
-def isometry(space: SearchSpace, seed: int) -> Rows:
+def isometry_rows(space: SearchSpace, seed: int) -> Rows:
     """Minus the mean log of s of each block in 8 Gaussian networks, on 64 images; 0 for the identity."""
     rows, paths = [dict.fromkeys(options, 0.0) for options in space.options], 8
     generator = torch.Generator().manual_seed(seed)
-    for place, choice, x, y in candidate_maps(space, init="gaussian", paths=paths, batch=64, pixels=10**9, seed=seed):
+    for layer, choice, x, y in candidate_maps(space, init="gaussian", paths=paths, batch=64, pixels=10**9, seed=seed):
         s = largest_singular_value(mean_channel_jacobian(x, y, random_signs(y, generator)))
-        rows[place][choice] -= math.log(s) / paths
+        rows[layer][choice] -= math.log(s) / paths
     return rows
 
 
@@ -209,22 +207,22 @@ class Ranking:
 
 def carry(args: argparse.Namespace) -> dict[str, Any]:
     """The new spaces: `sqrt_size`, with isometry, with the rivals, at the weight that was fixed in advance."""
-    found: dict[str, Any] = {}
+    by_space: dict[str, Any] = {}
     for name, (space, _, _) in new_spaces(None).items():
-        lines = [line for line in read_lines(args.trained) if line["space"] == name]
+        lines = [line for line in json_lines.read(args.trained) if line["space"] == name]
         repeats: dict[Arch, list[float]] = {}
         for line in sorted(lines, key=lambda line: line["seed"]):
             repeats.setdefault(space.parse(line["arch"]), []).append(100 * line["top1"])
         ranking = Ranking(space, {arch: values[0] for arch, values in repeats.items()}, resamples=5000)
         start = time.process_time()
-        corrections = {f"isometry, seed {s}": isometry(space, s) for s in range(SEEDS)}
+        corrections = {f"isometry, seed {s}": isometry_rows(space, s) for s in range(SEEDS)}
         seconds = (time.process_time() - start) / SEEDS
-        corrections |= structural(space)
+        corrections |= structural_rows(space)
         x = {key: ranking.scores(rows, WEIGHT) for key, rows in corrections.items()}
         base, rival = ranking.scores(None, 0), x[RIVAL]
         several = [values for values in repeats.values() if len(values) > 1]
         pooled = math.sqrt(statistics.mean(map(statistics.variance, several))) if several else None
-        found[name] = {
+        by_space[name] = {
             "architectures": len(repeats),
             "mean": round(float(ranking.y.mean()), 2),
             "sd": round(float(ranking.y.std(ddof=1)), 2),
@@ -239,7 +237,7 @@ def carry(args: argparse.Namespace) -> dict[str, Any]:
                 for key, scores in x.items()
             ],
         }
-    return {**found, "provenance": provenance()}
+    return {**by_space, "provenance": provenance()}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -256,9 +254,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.part == "train":
         train(args)
     else:
-        known = json.loads(args.out.read_text()) if args.out.exists() else {}
+        parts = json.loads(args.out.read_text()) if args.out.exists() else {}
         # the other parts are of earlier programs, and keep their provenance
-        write_atomic(args.out, (json.dumps({**known, "carry": carry(args)}, indent=1) + "\n").encode())
+        write_atomic(args.out, (json.dumps({**parts, "carry": carry(args)}, indent=1) + "\n").encode())
 
 
 if __name__ == "__main__":

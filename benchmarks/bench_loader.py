@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,6 @@ from nasfast.data import DataConfig, FolderSource, Loader, dali, make_loader
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 WIDTH, HEIGHT, QUALITY = 500, 375, 90
-LOADERS = ("torchvision", "dali", "cache")
 PEER = "DataLoader"
 
 
@@ -54,14 +54,7 @@ def make_photographs(folder: Path, count: int) -> Path:
     return folder
 
 
-# ---- the peer
-
-
-def _tensor(path: str) -> Tensor:
-    return decode_image(path, ImageReadMode.RGB)
-
-
-def plain(folder: Path, resolution: int, batch: int, workers: int, *, pil: bool) -> DataLoader:
+def peer_loader(folder: Path, resolution: int, batch: int, workers: int, *, pil: bool) -> DataLoader:
     """The loader of torchvision's references: ImageFolder, v2 transforms, DataLoader; PIL images or uint8 tensors."""
     if resolution > 64:
         steps = [v2.RandomResizedCrop(resolution, antialias=True), v2.RandomHorizontalFlip()]
@@ -69,22 +62,26 @@ def plain(folder: Path, resolution: int, batch: int, workers: int, *, pil: bool)
         steps = [v2.RandomCrop(resolution, padding=4), v2.RandomHorizontalFlip()]
     images = [v2.PILToTensor()] if pil else []
     transform = v2.Compose([*steps, *images, v2.ToDtype(torch.float32, scale=True), v2.Normalize(MEAN, STD)])
-    data = ImageFolder(folder, transform) if pil else ImageFolder(folder, transform, loader=_tensor)
+    data = (
+        ImageFolder(folder, transform)
+        if pil
+        else ImageFolder(folder, transform, loader=partial(decode_image, mode=ImageReadMode.RGB))
+    )
     return DataLoader(data, batch, shuffle=True, num_workers=workers, drop_last=True, persistent_workers=workers > 0)
 
 
-def ours(folder: Path, kind: str, resolution: int, batch: int, workers: int, cache: Path) -> Loader:
+def our_loader(folder: Path, kind: str, resolution: int, batch: int, workers: int, cache: Path) -> Loader:
     cfg = DataConfig(loader=kind, workers=workers, batch_size=batch, cache_dir=str(cache))
     return make_loader(cfg, FolderSource(folder), resolution=resolution)
 
 
 def loaders(folder: Path, resolution: int) -> list[str]:
     """The loaders that run on this machine; the cache keeps no photographs."""
-    refused = dali.refusal(FolderSource(folder))
-    if refused:
-        print(f"dali is left out: {refused}", flush=True)
-    left_out = {"dali"} if refused else set()
-    return [kind for kind in LOADERS if kind not in left_out | ({"cache"} if resolution > 64 else set())]
+    kinds = ["torchvision", "dali"] if resolution > 64 else ["torchvision", "dali", "cache"]
+    if refusal := dali.refusal(FolderSource(folder)):
+        print(f"dali is left out: {refusal}", flush=True)
+        kinds.remove("dali")
+    return kinds
 
 
 def rate(batches: Iterator[tuple[Tensor, Tensor]], clock: Callable[[], float]) -> float:
@@ -110,19 +107,20 @@ def loader_rows(
     variants: dict[str, Callable[[int], Iterator]] = {}
     for workers in choices:
         for pil in (True, False):
-            form = "PIL" if pil else "tensors"
-            peer = plain(folder, resolution, batch, workers, pil=pil)
-            variants[f"{PEER}, {form}, {workers} workers"] = lambda epoch, peer=peer: iter(peer)
+            images = "PIL" if pil else "tensors"
+            peer = peer_loader(folder, resolution, batch, workers, pil=pil)
+            variants[f"{PEER}, {images}, {workers} workers"] = lambda epoch, peer=peer: iter(peer)
         for kind in loaders(folder, resolution):
-            made = ours(folder, kind, resolution, batch, max(workers, 1) if kind != "torchvision" else workers, cache)
-            variants[f"{kind}, {workers} workers"] = lambda epoch, made=made: made.epoch(epoch)
+            threads = workers if kind == "torchvision" else max(workers, 1)
+            loader = our_loader(folder, kind, resolution, batch, threads, cache)
+            variants[f"{kind}, {workers} workers"] = lambda epoch, loader=loader: loader.epoch(epoch)
     rates: dict[str, list[float]] = {name: [] for name in variants}
     for epoch in range(rounds + 1):
         for name, variant in variants.items():
-            found = rate(variant(epoch), clock)
+            images_per_s = rate(variant(epoch), clock)
             if epoch:  # the first epoch fills the caches of files and modules
-                rates[name].append(found)
-    medians = {name: statistics.median(found) for name, found in rates.items()}
+                rates[name].append(images_per_s)
+    medians = {name: statistics.median(epochs) for name, epochs in rates.items()}
     best_peer = max(value for name, value in medians.items() if name.startswith(PEER))
     rows = []
     for name, value in medians.items():

@@ -5,15 +5,12 @@ The peer is eager PyTorch, because torch.compile has no double backward. Both sa
 
 import argparse
 import itertools
-import multiprocessing
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
 
-from benchmarks.harness import positive, ratios, timed, write_json
-from benchmarks.steps import memory_of_process, trim_memory
+from benchmarks.harness import in_new_process, medians, peak_growth, positive, ratios, timed, write_json
 from benchmarks.straight_through import gradient_of_q
 from nasfast.measure.timing import measure
 from nasfast.research.nasi.search import NasiConfig, sample
@@ -50,21 +47,11 @@ def variants(space: str, batch: int) -> dict[str, Callable[[], dict[str, float]]
 
 
 def peak_mib(space: str, batch: int, name: str, threads: int) -> float:
-    """Growth of this process in a second step, in MiB; `alone` calls this in a new process."""
+    """Growth of this process in a second step, in MiB."""
     torch.set_num_threads(threads)
     step = variants(space, batch)[name]
     step()
-    trim_memory()
-    before = memory_of_process("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    step()
-    return (memory_of_process("VmHWM") - before) / 2**20
-
-
-def alone(space: str, batch: int, name: str) -> float:
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(peak_mib, space, batch, name, torch.get_num_threads()).result()
+    return peak_growth(step) / 2**20
 
 
 def main() -> None:
@@ -76,23 +63,23 @@ def main() -> None:
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    rows = []
+    rows, threads = [], torch.get_num_threads()
     for space in args.spaces:
         batch = BATCHES[space]
-        found = measure(variants(space, batch), rounds=QUICK_ROUNDS if args.quick else ROUNDS, warmup=1)
-        memory = {name: alone(space, batch, name) for name in (OURS, "channels_last")}
+        times = measure(variants(space, batch), rounds=QUICK_ROUNDS if args.quick else ROUNDS, warmup=1)
+        memory = {name: in_new_process(peak_mib, space, batch, name, threads) for name in (OURS, "channels_last")}
         row = {
             "space": space,
             "batch": batch,
-            "threads": torch.get_num_threads(),
-            "times": found,
-            "speedup": ratios(found, OURS, "step"),
+            "threads": threads,
+            "times": times,
+            "speedup": ratios(times, OURS, "step"),
             "peak_mib": memory,
         }
         rows.append(row)
-        times = "  ".join(f"{name} {phases['step']['median_ms']:.0f} ms" for name, phases in found.items())
+        shown = "  ".join(f"{name} {ms:.0f} ms" for name, ms in medians(times).items())
         grown = "  ".join(f"{name} {value:.0f} MiB" for name, value in memory.items())
-        print(f"{space:16} batch {batch:3}  {times}  best peer / ours {row['speedup']['best_peer']:.2f}  {grown}")
+        print(f"{space:16} batch {batch:3}  {shown}  best peer / ours {row['speedup']['best_peer']:.2f}  {grown}")
     if args.out:
         write_json(args.out, rows)
 

@@ -25,7 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.harness import append_line, provenance, read_lines
+from benchmarks import json_lines
+from benchmarks.harness import RESULTS, provenance
 from nasfast.data import DataConfig, make_loader, make_loaders, random_subset
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.rank import kendall_tau, rank
@@ -38,7 +39,7 @@ from nasfast.train import TrainConfig, train_supernet
 from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.supernet import make_supernet
 
-OUT = Path(__file__).parent / "results" / "ranking_nas_bench_macro.jsonl"
+OUT = RESULTS / "ranking_nas_bench_macro.jsonl"
 LEARNED = (("path_loss", 0.0), ("path_loss", METHODS["dinas"].structure), ("path_accuracy", 0.0), ("gamma", 0.0))
 """(score, weight of structure added to it); the first two are those of the default method."""
 _COMPARED = 2000
@@ -83,13 +84,20 @@ class Entry:
         )  # fmt: skip
 
 
-def _initial(init: str) -> Entry:
-    changes = (("init", init), ("layer_indicators", False))
-    return Entry(f"initial-{init}", epochs=0, changes=changes, scores=(("ntk_q", 0.0),), paths=400)
-
-
 QUEUE: tuple[tuple[Entry, tuple[int, ...]], ...] = (
-    *((_initial(init), (0, 1, 2)) for init in ("orthogonal", "aligned", "he")),
+    *(
+        (
+            Entry(
+                f"initial-{init}",
+                epochs=0,
+                changes=(("init", init), ("layer_indicators", False)),
+                scores=(("ntk_q", 0.0),),
+                paths=400,
+            ),
+            (0, 1, 2),
+        )
+        for init in ("orthogonal", "aligned", "he")
+    ),
     (Entry("default"), (0, 1, 2)),
     # their weights train, in fp32, because that takes half the time of bf16 on a CPU
     (Entry("spos", method="spos", epochs=10, scores=LEARNED[:3], precision="fp32"), (0,)),
@@ -116,7 +124,7 @@ def search_space(name: str) -> SearchSpace:
     return nas_bench_macro() if name == "nas_bench_macro" else mobilenet_v2(num_classes=10, resolution=64)
 
 
-def images(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpace) -> tuple[object, object]:
+def make_images(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpace) -> tuple[object, object]:
     """Make the loader of training images, and one of random held-out training images without augmentation."""
     cfg = DataConfig(
         train=args.train, val=args.val, batch_size=entry.batch_size, augment="none", loader="cache",
@@ -127,9 +135,9 @@ def images(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpace
     return train, make_loader(cfg.replace(batch_size=128), subset, train=False, resolution=space.resolution)
 
 
-def trained(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpace) -> tuple[Supernet, object, dict]:
+def train_entry(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpace) -> tuple[Supernet, object, dict]:
     """Train a supernet; returns it, its held-out images, and the cost of its training."""
-    train, held = images(args, entry, seed, space)
+    train, held = make_images(args, entry, seed, space)
     net, sampler = make_supernet(space, entry.method, entry.supernet, seed=seed)
     if not entry.epochs:
         return net, held, {}
@@ -145,55 +153,52 @@ def trained(args: argparse.Namespace, entry: Entry, seed: int, space: SearchSpac
 
 def run(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
-    done = {(r["name"], r["seed"], r["score"], r["structure"]) for r in read_lines(args.out)}
-    for entry, seed in chosen(args):
+    done = {(r["name"], r["seed"], r["score"], r["structure"]) for r in json_lines.read(args.out)}
+    for entry, seed in chosen_entries(args):
         missing = [s for s in entry.scores if (entry.name, seed, *s) not in done]
         if not missing:
             continue
         space = search_space(entry.space)
         truth = read_accuracies(args.accuracies, space) if entry.space == "nas_bench_macro" else None
-        net, held, cost = trained(args, entry, seed, space)
-        evidence = Evidence(net, held, paths=entry.paths, seed=seed, bf16=True)
+        net, held, cost = train_entry(args, entry, seed, space)
+        inputs = Evidence(net, held, paths=entry.paths, seed=seed, bf16=True)
         tables, seconds = {}, {}
         for name, structure in missing:
             if name not in tables:
                 start = time.process_time()
-                tables[name] = score_table(name, evidence)
+                tables[name] = score_table(name, inputs)
                 # path_accuracy takes what path_loss has run already, so only the first of them has a cost
                 seconds[name] = time.process_time() - start
             table = with_structure(tables[name], structure)
             table.save(args.work / f"{entry.name.replace(' ', '-')}-s{seed}-{name}-{structure:g}.json")
-            ranked = _ranked(truth, table, space, args.resamples) if truth else {}
+            agreement = _agreement(truth, table, space, args.resamples) if truth else {}
+            scores = [{str(choice): round(score, 6) for choice, score in row.items()} for row in table.scores]
             row = {
                 "name": entry.name, "space": entry.space, "seed": seed, "score": name, "structure": structure, **cost,
-                "score_cpu_s": round(seconds[name], 1), **ranked, "table": _scores(table), "meta": table.meta,
+                "score_cpu_s": round(seconds[name], 1), **agreement, "table": scores, "meta": table.meta,
                 "threads": args.threads, "supernet": entry.supernet.to_dict(), "train": entry.train.to_dict(),
                 "batch_size": entry.batch_size, "augment": "none", "provenance": provenance(),
             }  # fmt: skip
-            append_line(args.out, row)
+            json_lines.append(args.out, row)
             tau = f"tau {row['kendall']['value']:+.3f}" if truth else "no accuracies to compare with"
             print(f"{entry.name}, seed {seed}, {name} + {structure:g} structure: {tau}", flush=True)
 
 
-def _scores(table: IndicatorTable) -> list[dict[str, float]]:
-    return [{str(choice): round(score, 6) for choice, score in row.items()} for row in table.scores]
-
-
-def _ranked(truth: dict[Arch, float], table: IndicatorTable, space: SearchSpace, resamples: int) -> dict[str, Any]:
-    """What the trained accuracies say of a table."""
+def _agreement(truth: dict[Arch, float], table: IndicatorTable, space: SearchSpace, resamples: int) -> dict[str, Any]:
+    """How a table ranks the trained accuracies."""
     report = rank(truth, table, space, resamples=resamples)
-    mine = report.predictor
+    predictor = report.predictor
     return {
         "architectures": report.architectures,
-        "kendall": asdict(mine.kendall),
-        "within_depth": asdict(mine.kendall_within_depth),
-        "spearman": asdict(mine.spearman),
-        "regret": mine.regret,
+        "kendall": asdict(predictor.kendall),
+        "within_depth": asdict(predictor.kendall_within_depth),
+        "spearman": asdict(predictor.spearman),
+        "regret": predictor.regret,
         "above_sqrt_size": asdict(report.above["sqrt_size"]),
     }
 
 
-def chosen(args: argparse.Namespace) -> Iterator[tuple[Entry, int]]:
+def chosen_entries(args: argparse.Namespace) -> Iterator[tuple[Entry, int]]:
     for entry, seeds in QUEUE:
         for seed in seeds:
             if (not args.only or entry.name in args.only) and (not args.seeds or seed in args.seeds):
@@ -215,8 +220,8 @@ def summary(rows: list[dict[str, Any]]) -> str:
     for (name, score, structure), group in groups.items():
         ranked = [row for row in group if "kendall" in row]
         regrets = zip(*(row["regret"] for row in ranked), strict=True)
-        known = [100 * accuracy[name, r["seed"]] for r in group if (name, r["seed"]) in accuracy]
-        pairs = [_agreement(one["table"], other["table"]) for one, other in itertools.combinations(group, 2)]
+        accuracies = [100 * accuracy[name, r["seed"]] for r in group if (name, r["seed"]) in accuracy]
+        pairs = [_tau_between(one["table"], other["table"]) for one, other in itertools.combinations(group, 2)]
         r2 = [row["meta"]["r2"] for row in group if row["meta"].get("r2") is not None]
         cells = [
             name, score + (f" + {structure:g} structure" if structure else ""),
@@ -226,7 +231,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
             _spread([row["spearman"]["value"] for row in ranked]),
             " ".join(f"{row['above_sqrt_size']['low']:+.3f}" for row in ranked) or "-",
             " ".join(f"{statistics.mean(values):.2f}" for values in regrets) or "-",
-            _spread(r2), _spread(known, "{:.1f} %"), _spread(pairs),
+            _spread(r2), _spread(accuracies, "{:.1f} %"), _spread(pairs),
             f"{_spread([r['train_cpu_s'] for r in group if 'train_cpu_s' in r], '{:.0f}')}, "
             f"{_spread([r['score_cpu_s'] for r in group], '{:.0f}')}",
         ]  # fmt: skip
@@ -234,7 +239,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _agreement(one: list[dict[str, float]], other: list[dict[str, float]]) -> float:
+def _tau_between(one: list[dict[str, float]], other: list[dict[str, float]]) -> float:
     """Kendall's tau between the scores of two tables for the same random architectures."""
     rng = random.Random(0)
     archs = [[rng.choice(list(row)) for row in one] for _ in range(_COMPARED)]
@@ -244,11 +249,12 @@ def _agreement(one: list[dict[str, float]], other: list[dict[str, float]]) -> fl
     return float(kendall_tau(*scores, np.ones((1, _COMPARED)))[0])
 
 
-def _spread(values: list[float], form: str = "{:.3f}") -> str:
+def _spread(values: list[float], number: str = "{:.3f}") -> str:
+    """The mean, and the range of more than one."""
     if not values:
         return "-"
-    mean = form.format(statistics.mean(values))
-    return mean if len(values) == 1 else f"{mean} ({form.format(min(values))} to {form.format(max(values))})"
+    mean = number.format(statistics.mean(values))
+    return mean if len(values) == 1 else f"{mean} ({number.format(min(values))} to {number.format(max(values))})"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -268,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--summary", action="store_true", help="only print the rows of --out as Markdown")
     args = parser.parse_args(argv)
     if args.summary:
-        print(summary(read_lines(args.out)))
+        print(summary(json_lines.read(args.out)))
         return
     if None in (args.train, args.val, args.accuracies):
         parser.error("give --train, --val and --accuracies, or --summary")

@@ -11,12 +11,10 @@ import argparse
 import json
 import random
 import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import write_json
+from benchmarks.harness import seconds, write_json
 from nasfast.indicators.table import IndicatorTable
 from nasfast.measure.timing import summarise
 from nasfast.search import Limits, SearchConfig, pareto_front, run_search, sample_under, top_k
@@ -40,12 +38,6 @@ def random_table(space: SearchSpace, seed: int) -> IndicatorTable:
     return IndicatorTable(space, block, layer)
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    start = time.perf_counter()
-    result = call()
-    return time.perf_counter() - start, result
-
-
 def bench(space: SearchSpace, limits: Limits, repeats: int) -> dict[str, Any]:
     """Measure one row: every search with one space and one limit, interleaved, on `repeats` tables."""
     times: dict[str, list[float]] = {"top_10": [], "pareto": [], "pareto_unlimited": [], "evolution": [], "sample": []}
@@ -56,19 +48,19 @@ def bench(space: SearchSpace, limits: Limits, repeats: int) -> dict[str, Any]:
         config = SearchConfig(
             method="evolution", top_k=1, max_macs=limits.max_macs, max_params=limits.max_params, seed=seed
         )
-        seconds, exact = timed(lambda table=table: top_k(table, space, limits, k=10))
-        times["top_10"].append(seconds)
+        elapsed, exact = seconds(lambda table=table: top_k(table, space, limits, k=10))
+        times["top_10"].append(elapsed)
         proven &= all(candidate.optimal for candidate in exact)
-        seconds, front = timed(lambda table=table: pareto_front(table, space, limits=limits))
-        times["pareto"].append(seconds)
+        elapsed, front = seconds(lambda table=table: pareto_front(table, space, limits=limits))
+        times["pareto"].append(elapsed)
         front_sizes.append(len(front))
-        times["pareto_unlimited"].append(timed(lambda table=table: pareto_front(table, space))[0])
-        seconds, evolved = timed(lambda table=table, config=config: run_search(table, space, config))
-        times["evolution"].append(seconds)
+        times["pareto_unlimited"].append(seconds(lambda table=table: pareto_front(table, space))[0])
+        elapsed, evolved = seconds(lambda table=table, config=config: run_search(table, space, config))
+        times["evolution"].append(elapsed)
         shortfalls.append(exact[0].score - evolved[0].score)
         rng = random.Random(seed)
-        seconds, _ = timed(lambda rng=rng: [sample_under(space, rng, limits) for _ in range(_SAMPLES)])
-        times["sample"].append(seconds / _SAMPLES)
+        elapsed, _ = seconds(lambda rng=rng: [sample_under(space, rng, limits) for _ in range(_SAMPLES)])
+        times["sample"].append(elapsed / _SAMPLES)
     return {
         "space": space.name,
         "repeats": repeats,

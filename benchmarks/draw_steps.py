@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from html import escape
-from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.harness import ROOT
+from benchmarks.harness import RESULTS, ROOT, medians, read_json
 
 PICTURE = ROOT / "docs" / "steps.svg"
-RESULTS = ROOT / "benchmarks" / "results"
 FILES = ("allocators_supernet_cpu-2core-avx512.json", "allocators_fuse_cpu-2core-avx512.json")
 USUAL = "glibc"
 
@@ -32,24 +29,25 @@ class Bar(NamedTuple):
     usual: float
 
 
-def steps(results: Path = RESULTS) -> list[Bar]:
+def steps() -> list[Bar]:
     """A bar for every workload and type of the files.
 
     A peer of either type counts against bfloat16, because PyTorch's own steps are slower in bfloat16 on some networks.
     """
-    found: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
+    # by workload and type: ms of ours and of the best peer, by allocator
+    pairs: dict[tuple[str, str], dict[str, tuple[float, float]]] = {}
     for file in FILES:
-        for row in json.loads((results / file).read_text())["rows"]:
-            times = {name: variant["times"]["step"]["median_ms"] for name, variant in row["variants"].items()}
+        for row in read_json(RESULTS / file):
+            times = medians({name: variant["times"] for name, variant in row["variants"].items()})
             peers = {name: ms for name, ms in times.items() if not name.startswith("nasfast")}
             for dtype in ("fp32", "bf16"):
                 allowed = [ms for name, ms in peers.items() if dtype == "bf16" or name.endswith(dtype)]
                 pair = times[f"nasfast {dtype}"], min(allowed)
-                found.setdefault((row["workload"], dtype), {})[row["allocator"]] = pair
+                pairs.setdefault((row["workload"], dtype), {})[row["allocator"]] = pair
     bars = []
-    for (workload, dtype), pairs in found.items():
-        ours, best = (min(times) for times in zip(*pairs.values(), strict=True))
-        usual = pairs[USUAL][0] / pairs[USUAL][1]
+    for (workload, dtype), by_allocator in pairs.items():
+        ours, best = (min(times) for times in zip(*by_allocator.values(), strict=True))
+        usual = by_allocator[USUAL][0] / by_allocator[USUAL][1]
         bars.append(Bar(f"{_NAMES[workload]}, {dtype}", ours, best, usual))
     return bars
 

@@ -6,23 +6,25 @@ plain modules. A variant whose loss differs from the others is not timed.
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import gc
 import math
-import multiprocessing
 from abc import ABC, abstractmethod
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import floor
-from benchmarks.harness import saved_bytes
-from nasfast import ops
+from benchmarks.harness import (
+    freeze_all_but_batch_norms,
+    in_new_process,
+    medians,
+    peak_growth,
+    process_memory,
+    saved_bytes,
+    trim_memory,
+)
 from nasfast.measure.timing import TrainingStep, measure
 from nasfast.ops.conv import FrozenConv2d
 from nasfast.ops.plan import storage_dtype
@@ -102,10 +104,9 @@ class Workload(ABC):
 
 def train_batch_norms(network: nn.Module) -> nn.Module:
     """Freeze everything except the affine parameters of BatchNorms, and turn their running statistics off."""
-    network.requires_grad_(False).train()
+    freeze_all_but_batch_norms(network.train())
     for module in network.modules():
         if isinstance(module, nn.BatchNorm2d):
-            module.requires_grad_(True)
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
     return network
@@ -149,17 +150,17 @@ def bench(workload: Workload, variants: list[Variant], *, rounds: int, threads: 
     check_losses(steps, {variant.name: variant.dtype for variant in variants})
     times = measure(steps, rounds=rounds)
     del steps
-    found = floor.trace(workload.skeleton, workload.shape)
+    trace = floor.trace(workload.skeleton, workload.shape)
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16}
     used = [name for name in dtypes if any(variant.dtype == name for variant in variants)]
     machines = {name: floor.measure_machine(dtypes[name], quick=quick) for name in used}
-    floors = {name: floor.step_floor(found, machine, dtypes[name]) for name, machine in machines.items()}
+    floors = {name: floor.step_floor(trace, machine, dtypes[name]) for name, machine in machines.items()}
     return {
         "workload": workload.name,
         "batch": workload.batch,
         "resolution": workload.resolution,
         "threads": threads,
-        "macs_per_image": found.macs // workload.batch,
+        "macs_per_image": trace.macs // workload.batch,
         "ceilings": {name: machine._asdict() for name, machine in machines.items()},
         "floor_ms": {
             name: {"forward": 1e3 * f.forward, "backward": 1e3 * f.backward, "step": 1e3 * f.step}
@@ -194,15 +195,15 @@ def check_losses(steps: dict[str, TrainingStep], dtypes: dict[str, str]) -> None
 
 def ratios_to_peers(variants: list[Variant], times: dict[str, dict]) -> dict[str, dict]:
     """Step time of each of our variants divided by that of the best peer of its dtype, and of all peers."""
-    medians = {variant.name: times[variant.name]["step"]["median_ms"] for variant in variants}
+    ms = medians(times)
     ratios = {}
     for ours in (variant for variant in variants if variant.engine == _OURS):
         peers = [variant for variant in variants if variant.engine != _OURS]
         groups = {"same_dtype": [p for p in peers if p.dtype == ours.dtype], "all": peers}
         ratios[ours.name] = {
-            group: {"peer": best.name, "ratio": medians[ours.name] / medians[best.name]}
+            group: {"peer": best.name, "ratio": ms[ours.name] / ms[best.name]}
             for group, members in groups.items()
-            if members and (best := min(members, key=lambda p: medians[p.name]))
+            if members and (best := min(members, key=lambda p: ms[p.name]))
         }
     return ratios
 
@@ -215,51 +216,27 @@ def measure_memory(workload: Workload, variant: Variant, threads: int) -> dict[s
         "kept": growth of resident memory in a forward pass, with what the hooks on saved tensors cannot count;
         "peak": growth of resident memory from before a step to its peak.
     """
-    # a spawned process shares no memory with this one
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_memory_of, workload, variant, threads).result()
+    return in_new_process(step_memory, workload, variant, threads)
 
 
-def _memory_of(workload: Workload, variant: Variant, threads: int) -> dict[str, int]:
+def step_memory(workload: Workload, variant: Variant, threads: int) -> dict[str, int]:
+    """What `measure_memory` returns, measured in this process."""
     torch.set_num_threads(threads)
     step = make_step(workload, variant)
     step()
-    there = [*step.model.parameters(), *step.model.buffers(), step.images]
-    saved = saved_bytes(step.loss, exclude=there)
+    saved = saved_bytes(step.loss, exclude=[*step.model.parameters(), *step.model.buffers(), step.images])
 
-    before = _settled_memory(step)
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    loss = step.loss()
-    loss.backward()
-    del loss
-    peak = memory_of_process("VmHWM") - before
+    step.model.zero_grad(set_to_none=True)
+    peak = peak_growth(lambda: step.loss().backward())
 
-    before = _settled_memory(step)
+    step.model.zero_grad(set_to_none=True)
+    trim_memory()
+    before = process_memory("VmRSS")
     loss = step.loss()
-    trim_memory()  # returns freed memory to the system, so that it is not counted
-    kept = memory_of_process("VmRSS") - before
+    trim_memory()
+    kept = process_memory("VmRSS") - before
     del loss
     return {"saved": saved, "kept": kept, "peak": peak}
-
-
-def _settled_memory(step: TrainingStep) -> int:
-    """Resident bytes between two steps, after free memory was returned to the system."""
-    step.model.zero_grad(set_to_none=True)
-    gc.collect()
-    trim_memory()
-    return memory_of_process("VmRSS")
-
-
-def trim_memory() -> None:
-    ops.empty_cache()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def memory_of_process(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{field}:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError(f"/proc/self/status has no {field}")
 
 
 def show(row: dict) -> None:
@@ -287,14 +264,11 @@ def show(row: dict) -> None:
         )
     for ours, groups in row["ratios"].items():
         parts = [f"{g['ratio']:.2f} of {g['peer']}" for g in groups.values()]
-        print(f"{ours}: step {', '.join(dict.fromkeys(parts))}{_memory_ratio(row['variants'], ours)}", flush=True)
-
-
-def _memory_ratio(variants: dict[str, dict], ours: str) -> str:
-    eager = f"eager channels_last {ours.split()[-1]}"
-    if eager not in variants:
-        return ""
-    mine, theirs = variants[ours]["memory"], variants[eager]["memory"]
-    # allocators that keep their pages have no peak
-    shares = [f"{key} {mine[key] / theirs[key]:.2f}" for key in ("saved", "peak") if theirs[key]]
-    return f"; memory {', '.join(shares)} of {eager}"
+        print(f"{ours}: step {', '.join(dict.fromkeys(parts))}", end="")
+        eager = f"eager channels_last {ours.split()[-1]}"
+        if eager in row["variants"]:
+            memory, peer = (row["variants"][name]["memory"] for name in (ours, eager))
+            # allocators that keep their pages have no peak
+            shares = [f"{kind} {memory[kind] / peer[kind]:.2f}" for kind in ("saved", "peak") if peer[kind]]
+            print(f"; memory {', '.join(shares)} of {eager}", end="")
+        print(flush=True)

@@ -23,10 +23,11 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from benchmarks import json_lines
 from benchmarks.captures import EagerCapture
 from benchmarks.floor import measure_machine, step_floor, trace
 from benchmarks.gpu.launches import noted_chains
-from benchmarks.gpu.plan import PARTS, append
+from benchmarks.gpu.plan import PARTS
 from benchmarks.gpu.system import clocks
 from nasfast.engine import EagerEngine, GraphEngine
 from nasfast.engine.capture import CudaCapture
@@ -88,7 +89,7 @@ class Bench:
         """Append a result to the file of rows, and print it."""
         row = {"part": self.part, "kind": kind, **fields}
         print(row, flush=True)
-        append(self.rows, row)
+        json_lines.append(self.rows, row)
 
     @contextmanager
     def attempt(self, what: str) -> Iterator[None]:

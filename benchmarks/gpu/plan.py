@@ -7,13 +7,12 @@
 Each part is a process with a time limit, so that a crash, a lost CUDA context or a hang ends only its own part; the
 next one runs. The program writes to DIR: rows.jsonl gets every result at once, log.txt has the output of the parts, and
 report.md is one page of all results there. `--device cpu` runs the same code on tiny networks with emulated kernels, to
-test the plan itself; it needs an extension with NASFAST_EMULATION=ON. This module needs only Python's standard library.
+test the plan itself; it needs an extension with NASFAST_EMULATION=ON. This module imports neither torch nor nasfast.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -27,6 +26,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from benchmarks import json_lines
 from benchmarks.gpu.report import report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,23 +70,6 @@ PARTS = (
     Part("command fp32", 35, 75, "nasfast step in fp32"),
     *(Part(f"compile {model}", 20, 60, "torch.compile in one CUDA graph beside fuse in one") for model in _MODELS),
 )
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Append a row to a file of JSON lines."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a file, without lines that were cut off."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            continue
-    return rows
 
 
 def command_of(part: Part, device: str, rows: Path, seconds: float) -> list[str]:
@@ -143,7 +126,7 @@ def environment_of(device: str) -> dict[str, str]:
 
 def run_part(part: Part, command: Sequence[str], env: dict[str, str], out: Path, limit: float) -> dict[str, Any]:
     """Run a part, append a row on its end, and return this row."""
-    append(out / ROWS, {"part": part.name, "kind": "start", "limit_s": round(limit, 1)})
+    json_lines.append(out / ROWS, {"part": part.name, "kind": "start", "limit_s": round(limit, 1)})
     start = time.monotonic()
     with (out / LOG).open("ab") as log:
         log.write(f"==== {part.name}, at most {limit:.0f} s\n".encode())
@@ -178,7 +161,7 @@ def run_part(part: Part, command: Sequence[str], env: dict[str, str], out: Path,
     row = {"part": part.name, "kind": "end", "ok": ok, "seconds": round(time.monotonic() - start, 1)}
     if not ok:
         row |= {"error": f"stopped after {limit:.0f} s" if timed_out else f"exit code {code}", "tail": tail}
-    append(out / ROWS, row)
+    json_lines.append(out / ROWS, row)
     return row
 
 
@@ -203,7 +186,7 @@ def run_plan(parts: Sequence[Part], device: str, out: Path, seconds: float = SEC
         print(f"{part.name}: {part.text}; at most {max(0.0, limit):.0f} s", flush=True)
         if limit < _LEAST:
             row = {"part": part.name, "kind": "end", "ok": False, "seconds": 0.0, "error": "no time", "tail": []}
-            append(out / ROWS, row)
+            json_lines.append(out / ROWS, row)
         else:
             row = run_part(part, command_of(part, device, out / ROWS, limit), env, out, limit)
         print(f"  {row['seconds']} s" + ("" if row["ok"] else f", {row['error']}"), flush=True)
@@ -216,7 +199,7 @@ def run_plan(parts: Sequence[Part], device: str, out: Path, seconds: float = SEC
 def write_report(out: Path) -> None:
     """Write the report of all rows there, from the last run of every part."""
     last: dict[str, list[dict[str, Any]]] = {}
-    for row in read_rows(out / ROWS):
+    for row in json_lines.read(out / ROWS):
         if row["kind"] == "start":
             last[row["part"]] = []
         last.setdefault(row["part"], []).append(row)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu.plan import append
+from benchmarks import json_lines
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,7 +48,7 @@ class Reporter:
             row["error"] = (errors or str(problem).splitlines() or [""])[0].removeprefix("E").strip()[:500]
         if outcome == "skipped" and isinstance(problem, tuple):
             row["reason"] = problem[-1].removeprefix("Skipped: ")
-        append(self.rows, row)
+        json_lines.append(self.rows, row)
 
 
 class Worker:

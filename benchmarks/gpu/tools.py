@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.gpu.plan import ROOT, environment_of, read_rows
+from benchmarks import json_lines
+from benchmarks.gpu.plan import ROOT, environment_of
 
 if TYPE_CHECKING:
     from benchmarks.gpu.parts import Bench
@@ -62,7 +63,7 @@ def bench_ncu(bench: Bench) -> None:
     if bench.on_gpu and found is None:
         raise SystemExit("ncu is not on PATH: it comes with the CUDA toolkit")
     tool = [found, "--clock-control", "none", "--section", "SpeedOfLight", "--csv", "--page", "raw"]
-    tool += ["--kernel-name-base", "demangled", "-k", f"regex:{pattern_of(read_rows(bench.rows))}", "-c", "60"]
+    tool += ["--kernel-name-base", "demangled", "-k", f"regex:{pattern_of(json_lines.read(bench.rows))}", "-c", "60"]
     code, output, seconds = _run(bench, [*(tool if bench.on_gpu else []), *_program("step", bench)], bench.left)
     bench.row("ran", what="ncu" if bench.on_gpu else "the step without ncu", code=code, seconds=seconds)
     # a tool that ran out of time has printed the kernels until then

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from kernel_cases.cuda import needs_emulation
 
+from benchmarks import json_lines
 from benchmarks.gpu import build, parts, per_launch, plan, proofs, users
-from benchmarks.gpu.plan import REPORT, ROWS, Part, read_rows, run_part
+from benchmarks.gpu.plan import REPORT, ROWS, Part, run_part
 from benchmarks.gpu.report import report
 from benchmarks.gpu_step import ROWS as MEASURED
 from nasfast.ops import use_backend
@@ -44,7 +45,7 @@ def dry_run(parts: list[str], env: dict[str, str], out: Path) -> dict[str, list[
     words = [word for part in parts for word in ("--part", part)]
     run = [*COMMAND, "--device", "cpu", "--out", str(out), *words]
     result = subprocess.run(run, env=env, capture_output=True, text=True)
-    rows = read_rows(out / ROWS)
+    rows = json_lines.read(out / ROWS)
     problems = [row for row in rows if row["kind"] in ("error", "left_out") or row.get("ok") is False]
     log = (out / plan.LOG).read_text()[-3000:]
     assert result.returncode == 0 and not problems, (problems, result.stderr[-3000:], log)
@@ -118,7 +119,7 @@ def test_a_step_that_no_kernel_serves_stops(tmp_path, monkeypatch):
     monkeypatch.setattr(parts.Variant, "chosen", lambda self, bench: use_backend("reference"))
     with pytest.raises(parts.NoCudaKernel, match="nasfast engine: no CUDA kernel of a chain ran"):
         parts.bench_variants(bench, (parts.ENGINE,), rounds=1)
-    (row,) = read_rows(tmp_path / ROWS)
+    (row,) = json_lines.read(tmp_path / ROWS)
     assert row["kind"] == "kernels" and row["cuda"] == {}
     with pytest.raises(parts.NoCudaKernel):
         proofs.bits_of(bench, parts.ENGINE, parts.random_paths(bench, 1))
@@ -156,7 +157,7 @@ def test_only_what_does_not_run_here_is_built(serves, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "imported", lambda device: {"build": {}})
     monkeypatch.setattr(build, "problem", lambda found, device: None if serves or built else "not built")
     build.bench_build(parts.Bench("build", tmp_path / ROWS, "cuda", time.monotonic() + 600))
-    rows = {row["kind"]: row for row in read_rows(tmp_path / ROWS)}
+    rows = {row["kind"]: row for row in json_lines.read(tmp_path / ROWS)}
     assert len(built) == (not serves) == rows["built"]["compiled"]
     assert ("left_out" in rows) == (not serves)
 
@@ -223,8 +224,8 @@ def test_a_part_that_crashes_leaves_its_rows_its_last_lines_and_the_next_part(tm
     row = "{'part': 'engine', 'kind': 'first_step', 'name': 'torch eager', 'first_s': 1.0}"
     code = f"""
 import os, pathlib
-from benchmarks.gpu import plan
-plan.append(pathlib.Path({str(tmp_path / ROWS)!r}), {row})
+from benchmarks import json_lines
+json_lines.append(pathlib.Path({str(tmp_path / ROWS)!r}), {row})
 print("line before the end", flush=True)
 os.abort()
 """
@@ -256,9 +257,14 @@ time.sleep(600)
     assert not mark.exists()
 
 
-def test_a_row_that_was_cut_short_is_left_out(tmp_path):
-    (tmp_path / ROWS).write_text(json.dumps({"kind": "start"}) + '\n{"kind": "st')
-    assert read_rows(tmp_path / ROWS) == [{"kind": "start"}]
+def test_a_row_that_was_cut_short_is_left_out_and_spoils_no_other(tmp_path):
+    path = tmp_path / "folder" / ROWS
+    assert json_lines.read(path) == []
+    json_lines.append(path, {"kind": "start"})
+    path.write_text(path.read_text() + '{"kind": "st')
+    assert json_lines.read(path) == [{"kind": "start"}]
+    json_lines.append(path, {"kind": "end"})
+    assert json_lines.read(path) == [{"kind": "start"}, {"kind": "end"}]
 
 
 def test_a_report_has_ratios_with_intervals_and_other_losses():
@@ -283,8 +289,8 @@ def test_parts_for_which_there_is_no_time_say_so_and_the_next_one_runs(tmp_path,
     monkeypatch.setattr(plan, "environment_of", lambda device: dict(os.environ))
     planned = [Part("hangs", 1, 2, ""), Part("next", 1, 60, "")]
     assert not plan.run_plan(planned, "cuda", tmp_path, 100.0)
-    ends = {row["part"]: row for row in read_rows(tmp_path / ROWS) if row["kind"] == "end"}
+    ends = {row["part"]: row for row in json_lines.read(tmp_path / ROWS) if row["kind"] == "end"}
     assert ends["hangs"]["error"] == "stopped after 2 s" and ends["next"]["ok"]
     assert not plan.run_plan([Part("late", 1, 60, "")], "cuda", tmp_path, 0.1)
-    ends = {row["part"]: row for row in read_rows(tmp_path / ROWS) if row["kind"] == "end"}
+    ends = {row["part"]: row for row in json_lines.read(tmp_path / ROWS) if row["kind"] == "end"}
     assert ends["late"]["error"] == "no time" and "late: 0.0 s, FAILED: no time" in (tmp_path / REPORT).read_text()

@@ -67,7 +67,7 @@ def test_running_statistics_are_not_kept():
 @pytest.mark.slow
 def test_one_row(capsys, monkeypatch):
     """Its memory is measured in this process, because a new one takes seconds to start."""
-    monkeypatch.setattr(steps, "measure_memory", steps._memory_of)
+    monkeypatch.setattr(steps, "measure_memory", steps.step_memory)
     row = steps.bench(WORKLOAD, [VARIANTS["nasfast fp32"]], rounds=2, threads=1, quick=True)
     json.dumps(row)
     assert row["macs_per_image"] == digits_mini().cost(WORKLOAD.path).macs
