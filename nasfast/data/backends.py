@@ -77,9 +77,9 @@ def decode_one(source: ImageSource, augmentation: Augmentation, request: Request
         sizes.append((image.height, image.width))
         kept.append(row)
     # views of unreadable images are drawn too, so that the views of the others do not depend on them
-    shown = np.ones((len(request.indices), 2), np.int64)
-    shown[kept] = np.array(sizes, np.int64).reshape(-1, 2)
-    views = augmentation.views(shown, epoch=request.epoch, start=request.start)
+    all_sizes = np.ones((len(request.indices), 2), np.int64)
+    all_sizes[kept] = np.array(sizes, np.int64).reshape(-1, 2)
+    views = augmentation.views(all_sizes, epoch=request.epoch, start=request.start)
     side = augmentation.resolution
     images = torch.empty(
         (len(kept), 1 if augmentation.grey else 3, side, side), dtype=torch.uint8, memory_format=torch.channels_last

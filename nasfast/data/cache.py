@@ -104,17 +104,17 @@ class CacheBackend:
         array = self._on_device(device)
         for request in requests:
             rows, side = self._rows[request.indices], self._augmentation.resolution
-            there = self._images[1][rows]
+            readable = self._images[1][rows]
             if self._augmentation.kind == "eval":
                 window, mirror = np.tile([0, 0, side, side], (len(rows), 1)), np.zeros(len(rows), bool)
             else:
                 sizes = np.full((len(rows), 2), side)
                 _, window, mirror, *_ = self._augmentation.views(sizes, epoch=request.epoch, start=request.start)
-            kept = np.flatnonzero(there)
+            kept = np.flatnonzero(readable)
             images = _windows(array, rows[kept], window[kept], mirror[kept])
             if device.type == "cuda" and not images.is_cuda:
                 images = images.pin_memory()
-            bad = [self._source.name(int(row)) for row in rows[~there]]
+            bad = [self._source.name(int(row)) for row in rows[~readable]]
             yield Decoded(images.permute(0, 3, 1, 2), kept, bad)
 
     def _on_device(self, device: torch.device) -> Tensor:
@@ -139,13 +139,13 @@ class CacheBackend:
             return self._in_memory()
         path = folder / f"{self._fingerprint()}.npy"
         array, unreadable = self._open(path) or self._build(path)
-        there = np.ones(len(array), bool)
+        readable = np.ones(len(array), bool)
         for index in unreadable:  # perhaps only for a time
             pixels = self._decode(index)
-            there[index] = pixels is not None
+            readable[index] = pixels is not None
             if pixels is not None:
                 array[index] = pixels
-        return array, there
+        return array, readable
 
     def _decode(self, index: int) -> np.ndarray | None:
         """The pixels to keep of an image, (resolution, resolution, C) uint8; None if it cannot be read."""
@@ -169,11 +169,11 @@ class CacheBackend:
                 "be used for them: give a folder or a list of image files, which are cached on disk, or set "
                 "data.loader=torchvision"
             )
-        array, there = np.zeros(self._shape, np.uint8), np.zeros(self._shape[0], bool)
+        array, readable = np.zeros(self._shape, np.uint8), np.zeros(self._shape[0], bool)
         for index in range(len(array)):
             if (pixels := self._decode(index)) is not None:
-                array[index], there[index] = pixels, True
-        return array, there
+                array[index], readable[index] = pixels, True
+        return array, readable
 
     def _fingerprint(self) -> str:
         """Digest of the images' files and of what is kept of each image."""
@@ -210,12 +210,12 @@ class CacheBackend:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with locked_file(path.with_suffix(".lock")):
-                if (found := self._open(path)) is not None:
-                    return found
+                if (opened := self._open(path)) is not None:
+                    return opened
                 if path.exists():
                     _LOG.warning("the image cache %s is damaged: decoding its images again", path)
-                for left in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed
-                    left.unlink()
+                for unfinished in path.parent.glob(f".{path.name}.*.tmp"):  # of a process that was killed
+                    unfinished.unlink()
                 check_room(path.parent, self._bytes)
                 try:
                     described = self._write(temporary)

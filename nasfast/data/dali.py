@@ -19,6 +19,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -83,9 +84,9 @@ class _Inbox:
     It has no reference to the pipeline, so that the pipeline is freed when its last user drops it.
     """
 
-    def __init__(self, source: ImageSource, wanted: Sequence[str]) -> None:
+    def __init__(self, source: ImageSource, names: Sequence[str]) -> None:
         self.plans: Iterator[_Plan] = iter(())
-        self._source, self._wanted = source, wanted
+        self._source, self._names = source, names
 
     def __call__(self) -> tuple[list[np.ndarray], ...]:
         request, views, rows = next(self.plans)  # StopIteration tells the pipeline that there are no more batches
@@ -98,8 +99,8 @@ class _Inbox:
         }
         if views.shift is not None:
             numbers["mean"] = -views.shift
-        names = [np.frombuffer(os.fsencode(path), np.uint8) for path in paths]
-        return names, *(numbers[name][rows] for name in self._wanted)
+        files = [np.frombuffer(os.fsencode(path), np.uint8) for path in paths]
+        return files, *(numbers[name][rows] for name in self._names)
 
 
 def _pipeline(
@@ -121,10 +122,10 @@ def _pipeline(
 
     side, windowed = augmentation.resolution, _cuts_window(augmentation)
     lit = windowed and not augmentation.grey
-    wanted = ["corner", "size"] if windowed else []
+    inputs = ["corner", "size"] if windowed else []
     if render:
-        wanted = (wanted or ["fit", "corner"]) + ["mirror"] + ["mean"] * lit
-    inbox = _Inbox(source, wanted)
+        inputs = (inputs or ["fit", "corner"]) + ["mirror"] + ["mean"] * lit
+    inbox = _Inbox(source, inputs)
     # exec_dynamic is the default execution model of DALI 2; its outputs may be kept
     pipeline = Pipeline(
         batch_size=batch_size,
@@ -139,8 +140,8 @@ def _pipeline(
         # chroma upsampling as in libjpeg, which PIL uses; the hardware decoders' share is most DALI versions' default
         options.update(device="mixed", jpeg_fancy_upsampling=True, hw_decoder_load=0.65)
     with pipeline:
-        names, *numbers = fn.external_source(source=inbox, num_outputs=1 + len(wanted))
-        number = dict(zip(wanted, numbers, strict=True))
+        names, *numbers = fn.external_source(source=inbox, num_outputs=1 + len(inputs))
+        number = dict(zip(inputs, numbers, strict=True))
         files = fn.io.file.read(names)
         if windowed:
             images = fn.decoders.image_slice(
@@ -320,9 +321,10 @@ class DaliBackend:
             elif len(rows):
                 self._render(plan, images, pixels, pool)
         kept, bad = np.ones(count, bool), []
-        others = np.setdiff1d(np.arange(count), rows).tolist()
-        requests = [Request(request.indices[row : row + 1], request.epoch, request.start + row) for row in others]
-        for row, one in zip(others, pool.map(self._by_pil, requests), strict=True):
+        rest = np.setdiff1d(np.arange(count), rows).tolist()
+        requests = [Request(request.indices[row : row + 1], request.epoch, request.start + row) for row in rest]
+        decode = partial(decode_one, self._source, self._augmentation)
+        for row, one in zip(rest, pool.map(decode, requests), strict=True):
             bad += one.bad
             kept[row] = not one.bad
             if not one.bad:
@@ -330,9 +332,6 @@ class DaliBackend:
         if bad:
             pixels = pixels[torch.from_numpy(kept)]
         return Decoded(pixels.permute(0, 3, 1, 2), np.flatnonzero(kept), bad)
-
-    def _by_pil(self, request: Request) -> Decoded:
-        return decode_one(self._source, self._augmentation, request)
 
     def _render(self, plan: _Plan, images: Sequence[np.ndarray], pixels: Tensor, pool: ThreadPoolExecutor) -> None:
         """Fill the plan's rows of `pixels` with the views of the images that DALI decoded on the CPU."""

@@ -47,8 +47,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
 def open_image(path: str) -> Image.Image:
     """The image of a file, in RGB; OSError if it is missing, damaged or no image."""
     try:
-        with Image.open(path) as opened:
-            return to_rgb(opened)
+        with Image.open(path) as image:
+            return to_rgb(image)
     except Exception as error:
         # damaged files make PIL's decoders raise anything: ValueError, SyntaxError, DecompressionBombError, ...
         raise OSError(f"{path}: {type(error).__name__}: {error}") from error
@@ -124,22 +124,22 @@ class FolderSource(_FileSource):
         self.root = Path(root)
         if not self.root.is_dir():
             raise DataError(f"image folder {self.root} does not exist: give a folder with one sub-folder per class")
-        found = sorted(entry.name for entry in self.root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-        if not found:
+        names = sorted(entry.name for entry in self.root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        if not names:
             raise DataError(f"image folder {self.root} has no class sub-folder: expected {self.root}/CLASS/IMAGE.jpg")
-        if classes is not None and list(classes) != found:
-            missing, extra = sorted(set(classes) - set(found)), sorted(set(found) - set(classes))
+        if classes is not None and list(classes) != names:
+            missing, extra = sorted(set(classes) - set(names)), sorted(set(names) - set(classes))
             raise DataError(
                 f"classes of {self.root} differ from the training folder's: missing {missing}, extra {extra}; both "
                 "need the same sub-folders, one per class"
             )
-        if len(found) == 1:
+        if len(names) == 1:
             raise DataError(
-                f"image folder {self.root} has one class only ({found[0]!r}): a classifier needs two or more"
+                f"image folder {self.root} has one class only ({names[0]!r}): a classifier needs two or more"
             )
-        self.classes = tuple(found)
+        self.classes = tuple(names)
         self.not_images: list[str] = []
-        numbers = {name: label for label, name in enumerate(found)}
+        numbers = {name: label for label, name in enumerate(names)}
         images = [(path, label) for name, label in numbers.items() for path in self._images(self.root / name)]
         self._paths = [path for path, _ in images]
         self.labels = np.array([label for _, label in images], dtype=np.int64)
@@ -153,15 +153,15 @@ class FolderSource(_FileSource):
     def _images(self, folder: Path) -> Iterator[str]:
         """The images below a folder, those of each folder in sorted order; links to folders are followed once each."""
         seen = set[str]()
-        for place, inner, files in os.walk(folder, followlinks=True):
-            if (real := os.path.realpath(place)) in seen:
-                repeated = f"{place} is a link to a folder whose images are counted already: left out"
+        for directory, inner, files in os.walk(folder, followlinks=True):
+            if (real := os.path.realpath(directory)) in seen:
+                repeated = f"{directory} is a link to a folder whose images are counted already: left out"
                 log_once(_LOG, logging.WARNING, repeated)
                 inner.clear()
                 continue
             seen.add(real)
             inner.sort()
-            yield from filter(self._is_image, (os.path.join(place, name) for name in sorted(files)))
+            yield from filter(self._is_image, (os.path.join(directory, name) for name in sorted(files)))
 
     def _is_image(self, path: str) -> bool:
         name = os.path.basename(path)
@@ -206,32 +206,32 @@ class ListSource(_FileSource):
             labels.append(parts[1])
         if not labels:
             raise DataError(f"{path} lists no image: expected lines 'IMAGE LABEL'")
-        found = sorted(set(labels))
-        if all(label.isdecimal() for label in found):
+        names = sorted(set(labels))
+        if all(label.isdecimal() for label in names):
             labels = [str(int(label)) for label in labels]
             numbers = set(map(int, labels))
-            found = [str(number) for number in sorted(numbers)]
+            names = [str(number) for number in sorted(numbers)]
             if classes is None and len(numbers) <= max(numbers):
                 # labels may be dates, so not all gaps are counted
                 missing = islice((n for n in range(max(numbers)) if n not in numbers), 5)
                 raise DataError(
-                    f"{path} has labels up to {found[-1]}, but no image of label {', '.join(map(str, missing))}: "
+                    f"{path} has labels up to {names[-1]}, but no image of label {', '.join(map(str, missing))}: "
                     "number the labels from 0 without gaps"
                 )
         if classes is not None:
             if unknown := sorted(set(labels) - set(classes)):
                 raise DataError(f"{path} has labels that the training images lack: {', '.join(unknown[:5])}")
-            found = list(classes)
-        if len(found) < 2:
+            names = list(classes)
+        if len(names) < 2:
             raise DataError(f"{path} has images of {len(set(labels))} class only: a classifier needs two or more")
-        self.classes = tuple(found)
+        self.classes = tuple(names)
         if not any(map(os.path.exists, self._paths[:_LOOKED_FOR])):
             raise DataError(
                 f"{path}: none of the first {min(_LOOKED_FOR, len(self._paths))} listed images exists, e.g. "
                 f"{self._paths[0]}; paths are relative to the folder of the list"
             )
-        place = {name: label for label, name in enumerate(found)}
-        self.labels = np.array([place[label] for label in labels], dtype=np.int64)
+        numbers_by_name = {name: number for number, name in enumerate(names)}
+        self.labels = np.array([numbers_by_name[label] for label in labels], dtype=np.int64)
 
 
 def open_files(path: str | Path, *, classes: Sequence[str] | None = None) -> FolderSource | ListSource:
@@ -260,16 +260,16 @@ class DatasetSource(ImageSource):
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise DataError(f"expected a map-style data set (__len__ and __getitem__), got {type(dataset).__name__}")
         self._dataset = dataset
-        given = next(
+        labels = next(
             (value for name in ("targets", "labels") if (value := getattr(dataset, name, None)) is not None), None
         )
-        if given is None:
+        if labels is None:
             _LOG.info("%s has neither `targets` nor `labels`: reading its items once", type(dataset).__name__)
             try:
-                given = [dataset[i][1] for i in range(len(dataset))]
+                labels = [dataset[i][1] for i in range(len(dataset))]
             except (TypeError, LookupError) as error:
                 raise DataError(f"items of {type(dataset).__name__} must be (image, label): {error}") from error
-        self.labels = np.asarray(given)
+        self.labels = np.asarray(labels)
         if self.labels.shape != (len(dataset),) or self.labels.dtype.kind not in "iu" or not len(self.labels):
             raise DataError(
                 f"labels of {type(dataset).__name__} must be one integer per image, got {self.labels.dtype} of shape "

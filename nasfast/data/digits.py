@@ -98,8 +98,8 @@ def _make_cluttered(split: Split) -> tuple[np.ndarray, tuple[Image.Image, ...]]:
     _, images, labels = _load(split)
     pieces, digits = ([np.asarray(_enlarge(image, side)) for image in images] for side in (16, 20))
     rng = np.random.default_rng(0 if split == "train" else 1)
-    drawn = rng.integers(len(images), size=_CLUTTERED[split])
-    return labels[drawn], tuple(_draw(pieces, digits[number], rng) for number in drawn)
+    numbers = rng.integers(len(images), size=_CLUTTERED[split])
+    return labels[numbers], tuple(_draw(pieces, digits[number], rng) for number in numbers)
 
 
 def _draw(pieces: list[np.ndarray], digit: np.ndarray, rng: np.random.Generator) -> Image.Image:
@@ -108,10 +108,10 @@ def _draw(pieces: list[np.ndarray], digit: np.ndarray, rng: np.random.Generator)
         y, x = rng.integers(16 - _PIECE + 1, size=2)
         piece = pieces[other][y : y + _PIECE, x : x + _PIECE]
         y, x = rng.integers(_SIDE - _PIECE + 1, size=2)
-        there = canvas[y : y + _PIECE, x : x + _PIECE]
-        np.maximum(there, _CLUTTER * piece, out=there)
+        window = canvas[y : y + _PIECE, x : x + _PIECE]
+        np.maximum(window, _CLUTTER * piece, out=window)
     y, x = rng.integers(_SIDE - 20 + 1, size=2)
-    there = canvas[y : y + 20, x : x + 20]
-    np.maximum(there, digit, out=there)
+    window = canvas[y : y + 20, x : x + 20]
+    np.maximum(window, digit, out=window)
     noisy = np.clip(canvas + rng.normal(0, _NOISE, canvas.shape), 0, 255)
     return Image.fromarray(noisy.astype(np.uint8)).convert("RGB")

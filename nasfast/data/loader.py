@@ -204,21 +204,20 @@ def _name_some(names: list[str]) -> str:
 
 
 def open_images(cfg: DataConfig, *, seed: int = 0, hold_out: bool = False) -> tuple[ImageSource, ImageSource]:
-    """Training and validation images, before they have loaders; see `make_loaders`."""
-    train, val = _named_images(cfg, seed)
-    return split_source(train, cfg.val_fraction, seed) if hold_out else (train, val)
-
-
-def _named_images(cfg: DataConfig, seed: int) -> tuple[ImageSource, ImageSource]:
-    """Training and validation images that `cfg` names."""
+    """Training and validation images that `cfg` names, before they have loaders; see `make_loaders`."""
+    train: ImageSource
+    val: ImageSource
     if cfg.source != "folder":
         kind = DigitsSource if cfg.source == "digits" else ClutteredDigitsSource
-        return kind("train"), kind("val")
-    cfg.check_paths()
-    train = open_files(str(cfg.train))
-    if cfg.val is None:
-        return split_source(train, cfg.val_fraction, seed if cfg.split_seed is None else cfg.split_seed)
-    return train, open_files(cfg.val, classes=train.classes)
+        train, val = kind("train"), kind("val")
+    else:
+        cfg.check_paths()
+        train = open_files(str(cfg.train))
+        if cfg.val is None:
+            train, val = split_source(train, cfg.val_fraction, seed if cfg.split_seed is None else cfg.split_seed)
+        else:
+            val = open_files(cfg.val, classes=train.classes)
+    return split_source(train, cfg.val_fraction, seed) if hold_out else (train, val)
 
 
 def augment_of(cfg: DataConfig, resolution: int) -> Literal["imagenet", "cifar", "shift", "none"]:

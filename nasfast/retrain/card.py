@@ -93,9 +93,9 @@ def _table_costs(network: ArchNetwork, run_dir: Path) -> dict[str, str]:
     path, space = run_dir / ARCHS_FILE, network.space
     costs = {}
     if isinstance(space, LayerSpace) and path.exists():
-        found = load_candidates(path, space)
-        values = next((point.values for point in found.points if point.arch == network.arch), ())
-        for table, value in zip(found.tables, values, strict=False):
+        front = load_candidates(path, space)
+        values = next((point.values for point in front.points if point.arch == network.arch), ())
+        for table, value in zip(front.tables, values, strict=False):
             costs[f"{table.quantity}, by a table of its layers"] = f"{value:.4g} {table.unit}" + (
                 f" ({table.about})" if table.about else ""
             )

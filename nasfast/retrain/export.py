@@ -96,8 +96,8 @@ def model_folder(folder: Path, name: str) -> Path:
     """The folder of one of the networks in `folder`; FileNotFoundError with the names that exist."""
     if not (folder / name).is_dir():
         names = [file.parent.name for file in folder.glob(f"*/{MODEL_FILE}")]
-        there = nearest(name, names) if names else "`nasfast retrain` makes networks"
-        raise FileNotFoundError(f"{folder} has no network {name!r}; {there}")
+        advice = nearest(name, names) if names else "`nasfast retrain` makes networks"
+        raise FileNotFoundError(f"{folder} has no network {name!r}; {advice}")
     return folder / name
 
 
@@ -237,7 +237,7 @@ def _describe(path: Path, network: ArchNetwork) -> None:
 
     model = onnx.load_model_from_string(path.read_bytes())
     cost = network.space.cost(network.arch)
-    form = {"space": network.space.name, "arch": list(network.arch), "macs": cost.macs, "params": cost.params}
-    form["images"] = _images(network)
-    onnx.helper.set_model_props(model, {key: json.dumps(value) for key, value in form.items()})
+    properties = {"space": network.space.name, "arch": list(network.arch), "macs": cost.macs, "params": cost.params}
+    properties["images"] = _images(network)
+    onnx.helper.set_model_props(model, {key: json.dumps(value) for key, value in properties.items()})
     path.write_bytes(model.SerializeToString())

@@ -36,5 +36,5 @@ def classify(network: ArchNetwork, image: Image.Image | str | Path, *, top_k: in
     x = preprocess(image, network.images).to(next(network.parameters()))
     with torch.no_grad():
         probabilities = network.eval()(x[None]).float().softmax(1)[0]
-    values, places = probabilities.topk(min(top_k, len(probabilities)))
-    return [(network.images.classes[i], p) for i, p in zip(places.tolist(), values.tolist(), strict=True)]
+    values, indices = probabilities.topk(min(top_k, len(probabilities)))
+    return [(network.images.classes[i], p) for i, p in zip(indices.tolist(), values.tolist(), strict=True)]

@@ -137,10 +137,10 @@ def retrain(
         torch.manual_seed(seed)
         started = time.monotonic()
         stage = TrainStage(
-            _stage_name(name),
+            f"retrain/{name}",
             run_dir,
             f"{space.fingerprint}/{arch}",
-            settings={**_settings_of(cfg, seed), "activation": network.activation},
+            settings={**_result_settings(cfg, seed), "activation": network.activation},
             prefix=_prefix(name, arch),
             resume=resume,
             overwrite=overwrite,
@@ -151,31 +151,27 @@ def retrain(
         final = train(
             network, train_loader, cfg.train, stage, evaluate=evaluation, extras=extras, device=device, world=world
         )
-        measured = evaluation(network)
+        accuracy = evaluation(network)
         done = CheckpointFolder.step_of(final) // len(as_epochs(train_loader))
-        result = _result(arch, space.cost(arch), measured, cfg, done, time.monotonic() - started, world)
+        result = _result(arch, space.cost(arch), accuracy, cfg, done, time.monotonic() - started, world)
         return _saved(network, result, earlier, folder) if world.is_main else result
 
 
 def check_not_begun(run_dir: str | Path, name: str, arch: Arch, cfg: RetrainConfig, *, seed: int) -> None:
     """Refuse a retraining that has checkpoints, as `retrain` does without `resume`, before anything is loaded."""
     folder = CheckpointFolder(Path(run_dir) / "checkpoints", _prefix(name, arch))
-    given = {"train": _with_lr(cfg).train.result_settings, **_settings_of(cfg, seed)}
-    known_later = ("stage", "batches_per_epoch", "activation")
-    check_new(folder, _stage_name(name), given, extends=True, unknown=known_later)
+    settings = {"train": _with_lr(cfg).train.result_settings, **_result_settings(cfg, seed)}
+    unknown = ("stage", "batches_per_epoch", "activation")
+    check_new(folder, f"retrain/{name}", settings, extends=True, unknown=unknown)
 
 
 def _with_lr(cfg: RetrainConfig) -> RetrainConfig:
     return cfg if cfg.train.lr is not None else cfg.replace(train=cfg.train.replace(lr=ALL_LR))
 
 
-def _settings_of(cfg: RetrainConfig, seed: int) -> dict[str, Any]:
+def _result_settings(cfg: RetrainConfig, seed: int) -> dict[str, Any]:
     """What the result depends on besides `train` and the network."""
     return {"init": cfg.init, "seed": seed, **cfg.recipe}
-
-
-def _stage_name(name: str) -> str:
-    return f"retrain/{name}"
 
 
 def _prefix(name: str, arch: Arch) -> str:
@@ -234,20 +230,20 @@ def _inherited(
 
 
 def _result(
-    arch: Arch, cost: Cost, measured: Evaluation, cfg: RetrainConfig, epochs: int, seconds: float, world: World
+    arch: Arch, cost: Cost, accuracy: Evaluation, cfg: RetrainConfig, epochs: int, seconds: float, world: World
 ) -> RetrainResult:
     """The result of a training of so many epochs, with the images of all ranks."""
     return RetrainResult(
         arch=arch,
         macs=cost.macs,
         params=cost.params,
-        top1=measured.top1,
-        top5=measured.top5,
-        loss=measured.loss,
+        top1=accuracy.top1,
+        top5=accuracy.top5,
+        loss=accuracy.loss,
         epochs=cfg.train.epochs,
         seconds=seconds,
-        images=measured.images,
-        correct=answers_to_hex(b"".join(world.all_gather(bytes(measured.correct)))),
+        images=accuracy.images,
+        correct=answers_to_hex(b"".join(world.all_gather(bytes(accuracy.correct)))),
         ranks=world.size,
         stopped_after=epochs if epochs < cfg.train.epochs else None,
         settings=cfg.network_settings,

@@ -94,8 +94,8 @@ def _align_path(units: list[ConvBNAct], shared: Tensor, alpha: float, beta: floa
     """Change the last pointwise weight and the depthwise filters of one path; `shared` is R."""
     *inner, last = [unit for unit in units if not _is_depthwise(unit)]
     if inner:
-        product, *others = [unit.conv.weight.flatten(1).to(shared) for unit in inner]
-        for matrix in others:
+        product, *matrices = [unit.conv.weight.flatten(1).to(shared) for unit in inner]
+        for matrix in matrices:
             product = matrix @ product
         weight = _last_weight(shared, product, last.conv.weight.flatten(1).to(shared), beta)
     else:

@@ -73,26 +73,26 @@ class Choice(nn.Module):
 
 def find_choices(module: nn.Module) -> dict[str, Choice]:
     """The choices of a module by name, in the order of `named_modules`."""
-    found: dict[str, Choice] = {}
+    choices: dict[str, Choice] = {}
     for path, choice in module.named_modules():
         if not isinstance(choice, Choice):
             continue
         name = choice.name or path or "choice"  # the module may be a choice itself
-        if name in found:
+        if name in choices:
             raise ValueError(f"two choices have the name {name!r}: rename one, or name them None to take their paths")
-        found[name] = choice
+        choices[name] = choice
         inner = [p for p, m in choice.named_modules() if isinstance(m, Choice) and m is not choice]
         if inner:
             raise ValueError(
                 f"choice {name!r} has another choice inside, {inner[0]}: costs of nested choices do not add up; list "
                 "the combinations as candidates of one choice"
             )
-    if not found:
+    if not choices:
         raise ValueError(
             f"{type(module).__name__} has no nasfast.Choice: put nasfast.Choice(name, [a, b]) where a or b should run"
         )
-    _refuse_shared_parameters(module, found)
-    return found
+    _refuse_shared_parameters(module, choices)
+    return choices
 
 
 def _refuse_shared_parameters(module: nn.Module, choices: Mapping[str, Choice]) -> None:
@@ -100,8 +100,8 @@ def _refuse_shared_parameters(module: nn.Module, choices: Mapping[str, Choice]) 
     paths = {p: names[m] for p, m in module.named_modules(remove_duplicate=False) if isinstance(m, Choice)}
     owners: dict[Tensor, str | None] = {}
     for path, parameter in module.named_parameters(remove_duplicate=False):
-        places = [name for prefix, name in paths.items() if not prefix or path.startswith(f"{prefix}.")]
-        owner = places[0] if places else None
+        inside = (name for prefix, name in paths.items() if not prefix or path.startswith(f"{prefix}."))
+        owner = next(inside, None)
         other = owners.setdefault(parameter, owner)
         if other != owner:
             one, two = (f"choice {o!r}" if o is not None else "the module outside of choices" for o in (other, owner))
@@ -126,9 +126,9 @@ def trace_space(module: nn.Module, example: tuple[Any, ...], *, name: str) -> Mo
     try:
         total, result = _count_macs(module, example, {})
     except (AttributeError, LookupError, TypeError) as error:
-        given = ", ".join(type(value).__name__ for value in example)
+        types = ", ".join(type(value).__name__ for value in example)
         raise TypeError(
-            f"{type(module).__name__} fails on the example ({given}): {str(error).partition(chr(10))[0]}. An example "
+            f"{type(module).__name__} fails on the example ({types}): {str(error).partition(chr(10))[0]}. An example "
             "is a tensor, or a tuple of all positional arguments; where the forward needs others, wrap the module in "
             "one that passes them"
         ) from error

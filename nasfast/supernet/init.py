@@ -94,7 +94,7 @@ def _centre_tap(weight: Tensor) -> Tensor:
     return weight[..., weight.shape[2] // 2, weight.shape[3] // 2]
 
 
-def _made_of(z: Tensor, option: str, shape: Shape) -> Tensor:
+def _weight_from(z: Tensor, option: str, shape: Shape) -> Tensor:
     """The weight for g = 1 by one of the other options.
 
     Args:
@@ -230,7 +230,7 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
     modules = dict(module.named_modules())
     layers = {name: layer for name, layer in modules.items() if isinstance(layer, (nn.Conv2d, nn.Linear))}
     targets: list[Target] = []
-    others: dict[str, str] = {}
+    options: dict[str, str] = {}
     for name, layer in layers.items():
         kind, weight = _kind(layer), layer.weight
         option = getattr(scheme, kind)
@@ -240,15 +240,15 @@ def initialize(module: nn.Module, scheme: Init | InitScheme, *, seed: int = 0) -
             taps = _centre_tap(weight.zero_()) if shape_of is _centre else weight
             targets.append(Target(f"{name}.weight", taps, shape, scale(*shape) * _gain(modules, name)))
         else:
-            others[name] = option
+            options[name] = option
         if layer.bias is not None:
             layer.bias.zero_()
     fill_orthogonal(targets, seed)
-    shapes = {name: tuple(layers[name].weight.shape) for name in others}
-    drawn = {name: shapes[name][:2] if option == "delta" else shapes[name] for name, option in others.items()}
-    draws = draw_gaussians([(f"{name}.weight", shape) for name, shape in drawn.items()], seed)
-    for (name, option), z in zip(others.items(), draws, strict=True):
-        weight = _made_of(z, option, shapes[name])
+    shapes = {name: tuple(layers[name].weight.shape) for name in options}
+    draw_shapes = {name: shapes[name][:2] if option == "delta" else shapes[name] for name, option in options.items()}
+    draws = draw_gaussians([(f"{name}.weight", shape) for name, shape in draw_shapes.items()], seed)
+    for (name, option), z in zip(options.items(), draws, strict=True):
+        weight = _weight_from(z, option, shapes[name])
         layers[name].weight.copy_(weight if option in _WITHOUT_GAIN else weight.mul_(_gain(modules, name)))
     _begin_norms(module, scheme.shift, scheme.branch_scale)
     if scheme.alignment is not None:

@@ -177,15 +177,15 @@ class Supernet(nn.Module):
         block = [bn for layer in self.layers for i in range(len(layer.candidates)) if (bn := layer.block_indicator(i))]
         layer = [layer.layer_indicator for layer in self.layers if layer.layer_indicator is not None]
         indicators = {id(bn) for bn in block + layer}
-        others = [m for m in self.modules() if isinstance(m, _BatchNorm) and id(m) not in indicators]
+        other_bn = [m for m in self.modules() if isinstance(m, _BatchNorm) and id(m) not in indicators]
         roles = {
             "block_indicators": [p for bn in block for p in bn.parameters()],
             "layer_indicators": [p for bn in layer for p in bn.parameters()],
-            "other_bn": [p for bn in others for p in bn.parameters()],
+            "other_bn": [p for bn in other_bn for p in bn.parameters()],
             "classifier": [] if self.classifier is None else list(self.classifier.parameters()),
         }
-        known = {id(p) for parameters in roles.values() for p in parameters}
-        return {**roles, "convolutions": [p for p in self.parameters() if id(p) not in known]}
+        listed = {id(p) for parameters in roles.values() for p in parameters}
+        return {**roles, "convolutions": [p for p in self.parameters() if id(p) not in listed]}
 
     def freeze(self, trainable: Trainable = "indicators", *, classifier: bool = False) -> TrainableSummary:
         """Choose what trains; all other parameters get `requires_grad=False`.

@@ -77,10 +77,10 @@ def _images_and_labels(batch: object, classes: int | None) -> tuple[Tensor, Tens
     """The two tensors of a batch of the user's, checked here because a GPU names no cause for labels out of range."""
     if not isinstance(batch, (list, tuple)) or len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
         parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (list, tuple)) else ()
-        of = f" of {', '.join(type(part).__name__ for part in parts)}" if parts else ""
+        types = f" of {', '.join(type(part).__name__ for part in parts)}" if parts else ""
         raise TypeError(
-            f"loader: each batch must be a pair of tensors (images, labels), got {type(batch).__name__}{of}: give e.g. "
-            "a torch.utils.data.DataLoader with a collate_fn that returns such a pair"
+            f"loader: each batch must be a pair of tensors (images, labels), got {type(batch).__name__}{types}: give "
+            "e.g. a torch.utils.data.DataLoader with a collate_fn that returns such a pair"
         )
     x, y = batch
     if x.ndim != 4 or not x.is_floating_point():

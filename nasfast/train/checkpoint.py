@@ -66,10 +66,10 @@ def storable(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def encode(checkpoint: Checkpoint) -> bytes:
     """A checkpoint as a safetensors file, whose format other libraries read; equal content gives equal bytes."""
     stored = Checkpoint(storable(checkpoint.tensors), checkpoint.state)
-    header = json.dumps({"digest": stored.digest, "state": stored.state}, sort_keys=True)
-    data = save_bytes(stored.tensors, metadata={_KEY: header, **_PYTORCH})
-    form, end = _header(data)
-    return b"".join((_header_bytes(form), memoryview(data)[end:]))
+    own = json.dumps({"digest": stored.digest, "state": stored.state}, sort_keys=True)
+    data = save_bytes(stored.tensors, metadata={_KEY: own, **_PYTORCH})
+    header, end = _header(data)
+    return b"".join((_header_bytes(header), memoryview(data)[end:]))
 
 
 def _header(data: bytes) -> tuple[dict[str, Any], int]:
@@ -78,10 +78,10 @@ def _header(data: bytes) -> tuple[dict[str, Any], int]:
     return json.loads(data[8:end]), end
 
 
-def _header_bytes(form: dict[str, Any]) -> bytes:
+def _header_bytes(header: dict[str, Any]) -> bytes:
     """The header with its metadata in order, which safetensors writes in no fixed order."""
-    form["__metadata__"] = dict(sorted(form["__metadata__"].items()))
-    text = json.dumps(form, separators=(",", ":")).encode()
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
     return len(text).to_bytes(8, "little") + text
 
@@ -90,13 +90,13 @@ def decode(data: bytes, name: str) -> Checkpoint:
     """The checkpoint in bytes that `encode` made; errors say `name`. It raises CheckpointError for all other bytes."""
     try:
         tensors = load_bytes(data)
-        form, end = _header(data)
-        header = json.loads(form["__metadata__"][_KEY])
-        checkpoint, digest = Checkpoint(tensors, header["state"]), header["digest"]
-        form["__metadata__"] |= _PYTORCH
+        header, end = _header(data)
+        own = json.loads(header["__metadata__"][_KEY])
+        checkpoint, digest = Checkpoint(tensors, own["state"]), own["digest"]
+        header["__metadata__"] |= _PYTORCH
     except (SafetensorError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{name} is not a readable checkpoint ({type(error).__name__}: {error})") from error
-    if checkpoint.digest != digest or _header_bytes(form) != data[:end]:
+    if checkpoint.digest != digest or _header_bytes(header) != data[:end]:
         raise CheckpointError(f"{name} is damaged: its content does not match its digest")
     return checkpoint
 
@@ -174,9 +174,10 @@ class CheckpointFolder:
         count = self.keep + 1 + evaluates
         try:
             check_room(self.folder, size)
-            found = [path.stat() for path in (*self.paths(), self.best) if path.exists()]
-            there = sum({f.st_ino: f.st_size for f in found}.values())  # the best may be a second name of another file
-            needed, free = count * size - there, shutil.disk_usage(self.folder).free
+            stats = [path.stat() for path in (*self.paths(), self.best) if path.exists()]
+            # the best may be a second name of another file
+            present = sum({stat.st_ino: stat.st_size for stat in stats}.values())
+            needed, free = count * size - present, shutil.disk_usage(self.folder).free
             if free < needed:
                 raise OSError(errno.ENOSPC, f"{free / 1e6:,.0f} MB are free")
         except OSError as error:

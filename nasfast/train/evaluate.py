@@ -100,8 +100,8 @@ def recalibrate_bn(network: nn.Module, loader: object, *, batches: int = 50, dev
     Raises:
         ValueError: there is no batch; the statistics are as they were.
     """
-    given = islice(as_epochs(loader).epoch(0, device=device), batches)
-    first = next(given, None)
+    images = islice(as_epochs(loader).epoch(0, device=device), batches)
+    first = next(images, None)
     if first is None:
         raise ValueError(f"recalibrate_bn: no batch to average over: the loader gave none, or batches={batches}")
     norms = [m for m in network.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
@@ -111,7 +111,7 @@ def recalibrate_bn(network: nn.Module, loader: object, *, batches: int = 50, dev
             bn.reset_running_stats()
             bn.momentum = None  # None makes BatchNorm compute the cumulative average
         with in_mode(network, training=True):
-            for x, _ in chain([first], given):
+            for x, _ in chain([first], images):
                 network(x)
     finally:
         for bn, momentum in zip(norms, momenta, strict=True):

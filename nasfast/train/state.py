@@ -180,10 +180,10 @@ def _newest(
                 folder.clear()
         check_new(folder, stage.name, state.settings, extends=stage.extends)
         return None
-    found = folder.latest(fingerprint=state.fingerprint)
-    if found is None:
+    latest = folder.latest(fingerprint=state.fingerprint)
+    if latest is None:
         return None
-    path, checkpoint = found
+    path, checkpoint = latest
     saved, step = checkpoint.state["settings"], checkpoint.state["step"]
     old, new = saved["train"]["epochs"], state.settings["train"]["epochs"]
     if stage.extends and new < old:

@@ -46,8 +46,8 @@ def make_supernet(
     indicators = chosen.layer_indicators
     init: Init | InitScheme = chosen.init
     if chosen.init == "aligned":
-        given: dict[str, Any] = {**cfg.aligned}
-        scheme = replace(aligned_scheme(len(space.layers)), **given)
+        overrides: dict[str, Any] = {**cfg.aligned}
+        scheme = replace(aligned_scheme(len(space.layers)), **overrides)
         init = "aligned" if scheme == SCHEMES["aligned"] else scheme
     net = Supernet(space, init=init, activation=cfg.activation, layer_indicators=indicators, seed=seed)
     net.freeze(chosen.trainable, classifier=chosen.classifier)
@@ -141,12 +141,12 @@ def _describe(
         return
     space, config = run_dir / SPACE_FILE, run_dir / CONFIG_FILE
     if stage.overwrite:
-        if left := [name for name in _LATER_FILES if (run_dir / name).exists()]:
+        if stale := [name for name in _LATER_FILES if (run_dir / name).exists()]:
             _LOG.warning(
                 "%s: overwrite replaces the supernet only: %s are of the one before until their stages run again, so "
                 "delete them or run those stages",
                 run_dir,
-                ", ".join(left),
+                ", ".join(stale),
             )
     elif space.exists() and (saved := read_space(space)).fingerprint != net.space.fingerprint:
         raise ConfigError(
@@ -154,7 +154,7 @@ def _describe(
             "name: choose another run_dir, or replace the file by overwrite=True"
         )
     trainable = net.summary.trainable
-    form: dict[str, Any] = {
+    config_data: dict[str, Any] = {
         "out": str(run_dir),
         "space": {"name": str(space)},
         "supernet": {
@@ -169,8 +169,8 @@ def _describe(
         "train": cfg.to_dict(),
     }
     if (images := getattr(loader, "config", None)) is not None:
-        form |= {"seed": getattr(loader, "seed", 0), "data": images.to_dict()}
+        config_data |= {"seed": getattr(loader, "seed", 0), "data": images.to_dict()}
     with run_lock(run_dir) if leads else nullcontext():
-        for path, text in ((space, net.space.to_yaml()), (config, dump_yaml(form))):
+        for path, text in ((space, net.space.to_yaml()), (config, dump_yaml(config_data))):
             if stage.overwrite or not path.exists():
                 write_atomic(path, text.encode())
