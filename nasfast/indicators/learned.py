@@ -10,6 +10,7 @@ from nasfast import extensions
 from nasfast.indicators.structure import BASELINES, structure_scores
 from nasfast.spaces import Arch, ArchSpace
 
+_TREES = 100
 _FOLDS = 10
 
 
@@ -55,7 +56,7 @@ def learned_score(
     unseen, predicted = [p[trained]], [p]
     make_forest = extensions.load("sklearn.ensemble:RandomForestRegressor")
     for target in (y, y - slope * p[trained]):
-        forest = make_forest(n_estimators=100, max_features=1 / 3, oob_score=True, random_state=seed)
+        forest = make_forest(n_estimators=_TREES, max_features=1 / 3, oob_score=True, random_state=seed)
         forest.fit(x[trained], target)
         unseen.append(np.nan_to_num(forest.oob_prediction_))
         predicted.append(forest.predict(x))
