@@ -121,16 +121,16 @@ def read(path: Path) -> Measured:
         ValueError: it has no launches with sizes, or no time of the step.
     """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    found: dict[str, list[Launch]] = {"launch_of_step": [], "launch_if_stored": []}
+    launches: dict[str, list[Launch]] = {"launch_of_step": [], "launch_if_stored": []}
     for row in rows:
-        if row["kind"] in found and "bytes" in row:
+        if row["kind"] in launches and "bytes" in row:
             fields = (row[name] for name in ("kernel", "chain", "bytes", "products"))
-            found[row["kind"]].append(Launch(*fields, row.get("us", float("nan"))))
+            launches[row["kind"]].append(Launch(*fields, row.get("us", float("nan"))))
     whole = [row["all_us"] - row["us"] for row in rows if row["kind"] == "launches" and "all_us" in row]
     step = [1e3 * row["median_ms"] for row in rows if row["kind"] == "step" and row["name"] == ENGINE]
-    if not (found["launch_of_step"] and whole and step):
+    if not (launches["launch_of_step"] and whole and step):
         raise ValueError(f"{path} has no launches with bytes, or no step of the engine: give rows of benchmarks/gpu.sh")
-    return Measured(found["launch_of_step"], found["launch_if_stored"], whole[-1], step[-1])
+    return Measured(launches["launch_of_step"], launches["launch_if_stored"], whole[-1], step[-1])
 
 
 def fit(launches: Sequence[Launch]) -> Constants:
@@ -153,10 +153,10 @@ def fit(launches: Sequence[Launch]) -> Constants:
 def held_out(launches: Sequence[Launch]) -> list[float]:
     """The time of each launch by constants that are fitted to all other chains; its own time for a family of one."""
     chains = {launch.chain for launch in launches}
-    others = {chain: fit([launch for launch in launches if launch.chain != chain]) for chain in chains}
+    constants = {chain: fit([launch for launch in launches if launch.chain != chain]) for chain in chains}
     counts = Counter(launch.family for launch in launches)
     return [
-        launch.us if counts[launch.family] == 1 else others[launch.chain].microseconds(launch) for launch in launches
+        launch.us if counts[launch.family] == 1 else constants[launch.chain].microseconds(launch) for launch in launches
     ]
 
 
@@ -189,11 +189,11 @@ def schedules(measured: Measured, chain: int) -> Schedules:
     errors: dict[str, list[float]] = {}
     for launch, guess in zip(measured.launches, out, strict=True):
         errors.setdefault(launch.family, []).append((guess / launch.us - 1) ** 2)
-    mine = [launch for launch in measured.launches if launch.chain == chain and launch.family in RECOMPUTING]
+    recomputed = [launch for launch in measured.launches if launch.chain == chain and launch.family in RECOMPUTING]
     stored = [launch for launch in measured.stored if launch.chain == chain]
     deviations = [statistics.fmean(errors[each.family]) ** 0.5 * constants.microseconds(each) for each in stored]
     return Schedules(
-        sum(launch.us for launch in mine), sum(map(constants.microseconds, stored)), math.hypot(*deviations)
+        sum(launch.us for launch in recomputed), sum(map(constants.microseconds, stored)), math.hypot(*deviations)
     )
 
 
@@ -218,10 +218,10 @@ def table(measured: Measured) -> list[str]:
         f"outside {measured.outside:.0f}; step {whole / 1e3:.2f} ms, measured {measured.step / 1e3:.2f}",
     ]
     for chain in measured.chains:
-        found = schedules(measured, chain)
+        backward = schedules(measured, chain)
         lines.append(
-            f"chain {chain}: backward of the expansion {found.recomputed:.0f} us where it is computed again, and "
-            f"{found.stored:.0f} +- {found.deviation:.0f} by the formula if it is stored"
+            f"chain {chain}: backward of the expansion {backward.recomputed:.0f} us where it is computed again, and "
+            f"{backward.stored:.0f} +- {backward.deviation:.0f} by the formula if it is stored"
         )
     return lines
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.gpu.plan import ROOT, environment_of
+from benchmarks.gpu.plan import ROOT, part_environment
 from benchmarks.gpu.system import machine_row
 from nasfast.measure.doctor import environment
 
@@ -42,36 +42,36 @@ def bench_build(bench: Bench) -> None:
     """
     bench.row("machine", **machine_row(bench.device))
     start, compiled = time.monotonic(), False
-    found = imported(bench.device)
-    why = problem(found, bench.device)
+    package = inspect_import(bench.device)
+    why = problem(package, bench.device)
     if why and bench.on_gpu:
         bench.row("left_out", what="the build that was there", error=why)
         _build()
-        compiled, found = True, imported(bench.device)
-        why = problem(found, bench.device)
-    bench.row("built", compiled=compiled, seconds=round(time.monotonic() - start, 1), **found)
+        compiled, package = True, inspect_import(bench.device)
+        why = problem(package, bench.device)
+    bench.row("built", compiled=compiled, seconds=round(time.monotonic() - start, 1), **package)
     bench.row("doctor", **environment())
     if why:
         sys.exit(f"the parts would not run the CUDA kernels: {why}")
 
 
-def problem(found: dict[str, Any], device: str) -> str | None:
+def problem(package: dict[str, Any], device: str) -> str | None:
     """Why a part that imports this would run no CUDA kernels; None if it would."""
-    if not Path(found["from"]).is_relative_to(ROOT):
-        return f"nasfast is imported from {found['from']}"
-    if found["missing"]:
-        return found["missing"]
+    if not Path(package["from"]).is_relative_to(ROOT):
+        return f"nasfast is imported from {package['from']}"
+    if package["missing"]:
+        return package["missing"]
     if device == "cpu":
-        return found["emulation"]
-    if not found["build"]["cuda_operators"]:
+        return package["emulation"]
+    if not package["build"]["cuda_operators"]:
         return "the extension has no CUDA operators"
-    return None if found["device"]["kernels_run"] else found["device"]["error"]
+    return None if package["device"]["kernels_run"] else package["device"]["error"]
 
 
-def imported(device: str) -> dict[str, Any]:
+def inspect_import(device: str) -> dict[str, Any]:
     """What a part of the plan imports as nasfast."""
     command = [sys.executable, "-c", _ASK]
-    result = subprocess.run(command, cwd=ROOT, env=environment_of(device), capture_output=True, text=True)
+    result = subprocess.run(command, cwd=ROOT, env=part_environment(device), capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"nasfast cannot be imported from {ROOT}: {result.stderr[-1500:]}")
     return json.loads(result.stdout)

@@ -15,7 +15,7 @@ CHAIN_OPERATORS = tuple(f"conv_bn_act_chain_gpu_{name}" for name in ("fwd", "mak
 
 
 @contextmanager
-def noted_chains() -> Iterator[Counter[str]]:
+def count_chain_calls() -> Iterator[Counter[str]]:
     """Within this context, count the calls of operators that launch CUDA kernels of chains, or their emulation.
 
     Yields:
@@ -39,7 +39,7 @@ def noted_chains() -> Iterator[Counter[str]]:
         yield calls
 
 
-def kernels_of(step: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
+def profile_kernels(step: Callable[[], Any], device: torch.device) -> list[tuple[str, float]]:
     """Name and ms of every kernel that the second of two calls runs on a GPU, in the order they ran.
 
     On a CPU, of every operator.

@@ -26,7 +26,7 @@ from torch import nn
 from benchmarks import json_lines
 from benchmarks.captures import EagerCapture
 from benchmarks.floor import measure_machine, step_floor, trace
-from benchmarks.gpu.launches import noted_chains
+from benchmarks.gpu.launches import count_chain_calls
 from benchmarks.gpu.plan import PARTS
 from benchmarks.gpu.system import clocks
 from nasfast.engine import EagerEngine, GraphEngine
@@ -144,7 +144,9 @@ def network(bench: Bench, variant: Variant) -> Supernet:
     return net.to(device=bench.device, memory_format=torch.channels_last).train()
 
 
-def engine_of(bench: Bench, variant: Variant) -> tuple[Supernet, GraphEngine | EagerEngine, torch.Tensor, torch.Tensor]:
+def make_engine(
+    bench: Bench, variant: Variant
+) -> tuple[Supernet, GraphEngine | EagerEngine, torch.Tensor, torch.Tensor]:
     """A network, its engine by a variant that is `engine` or `eager`, and images and labels."""
     images, labels = random_batch(bench.space, bench.batch, device=bench.device)
     net = network(bench, variant)
@@ -161,7 +163,7 @@ def on_cuda_kernels(bench: Bench, variant: Variant) -> Iterator[None]:
     Raises:
         NoCudaKernel: no CUDA kernel of a chain ran.
     """
-    with variant.chosen(bench), noted_chains() as chains:
+    with variant.chosen(bench), count_chain_calls() as chains:
         yield
     if not chains:
         raise NoCudaKernel(f"{variant.name}: no CUDA kernel of a chain ran")
@@ -189,7 +191,7 @@ class Whole:
     def __init__(self, bench: Bench, variant: Variant) -> None:
         self.device = torch.device(bench.device)
         if variant.how == "engine":
-            net, engine, images, labels = engine_of(bench, variant)
+            net, engine, images, labels = make_engine(bench, variant)
             update = _optimizer(net)
             self.loss = float(engine.forward_backward(images, labels, [bench.path]).loss)
             self.run = lambda: (engine.forward_backward(images, labels, [bench.path]), update.step())
@@ -224,7 +226,7 @@ def make(bench: Bench, variant: Variant) -> Whole:
     Raises:
         NoCudaKernel: the variant is one of nasfast, and no CUDA kernel of a chain ran.
     """
-    with variant.chosen(bench), noted_chains() as chains:
+    with variant.chosen(bench), count_chain_calls() as chains:
         step = Whole(bench, variant)
     bench.row("kernels", variant=variant.name, cuda=dict(chains), loss=step.loss)
     if variant.ops == "nasfast" and not chains:
@@ -248,24 +250,27 @@ def bench_variants(bench: Bench, variants: Sequence[Variant], *, rounds: int) ->
             bench.row("first_step", name=name, batch=bench.batch, first_s=first, loss=steps[name].loss)
     if not steps:
         return
+
     # the variants differ in what they launched when they were captured, or choose again
-    calls = {name: partial(_in_context, bench, names[name], step) for name, step in steps.items()}
+    def run(name: str) -> dict[str, float]:
+        with names[name].chosen(bench):
+            return steps[name]()
+
+    calls = {name: partial(run, name) for name in steps}
     times = measure(calls, rounds=rounds if bench.on_gpu else 1, warmup=2 if bench.on_gpu else 0)
     bench.row("clocks", **clocks())
     for name, phases in times.items():
         bench.row("step", name=name, batch=bench.batch, **phases["step"])
 
 
-def _in_context(bench: Bench, variant: Variant, step: Whole) -> dict[str, float]:
-    with variant.chosen(bench):
-        return step()
-
-
 def bench_engine(bench: Bench) -> None:
     """Time the step of the engine, with and without early launches, and the memory floor."""
     bench_variants(bench, (ENGINE, LATE), rounds=30)
     machine = measure_machine(torch.bfloat16, quick=not bench.on_gpu, device=bench.device)
-    bench.row("floor", ms=1e3 * step_floor(traced(bench), machine, torch.bfloat16).step)
+    space = bench.space
+    shape = (bench.batch, space.in_channels, space.resolution, space.resolution)
+    convolutions = trace(lambda: StandaloneNetwork(space, bench.path), shape)
+    bench.row("floor", ms=1e3 * step_floor(convolutions, machine, torch.bfloat16).step)
 
 
 def bench_peer(bench: Bench, how: str, images: str) -> None:
@@ -273,14 +278,9 @@ def bench_peer(bench: Bench, how: str, images: str) -> None:
 
     Eager runs before its graph in one process, because both wait for cuDNN to try its algorithms.
     """
-    ways = ("eager", "graph") if how == "graph" else (how,)
-    bench_variants(replace(bench, images=int(images)), (*(Variant("torch", way) for way in ways), ENGINE), rounds=30)
-
-
-def traced(bench: Bench) -> Any:
-    space = bench.space
-    shape = (bench.batch, space.in_channels, space.resolution, space.resolution)
-    return trace(lambda: StandaloneNetwork(space, bench.path), shape)
+    modes = ("eager", "graph") if how == "graph" else (how,)
+    peers = [Variant("torch", mode) for mode in modes]
+    bench_variants(replace(bench, images=int(images)), (*peers, ENGINE), rounds=30)
 
 
 def random_paths(bench: Bench, count: int) -> list[Arch]:

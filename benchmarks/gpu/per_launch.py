@@ -25,8 +25,8 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.gpu.launches import CHAIN_OPERATORS, kernels_of
-from benchmarks.gpu.plan import ROOT, environment_of
+from benchmarks.gpu.launches import CHAIN_OPERATORS, profile_kernels
+from benchmarks.gpu.plan import ROOT, part_environment
 from benchmarks.gpu.report import ratio
 from benchmarks.gpu_step import ROWS, read
 
@@ -43,24 +43,24 @@ def bench_launches(bench: Bench) -> None:
 
     step = make(bench, LATE)
     with LATE.chosen(bench):
-        ran = kernels_of(step.run, torch.device(bench.device))
+        ran = profile_kernels(step.run, torch.device(bench.device))
         whole = 1e6 * statistics.median(step()["step"] for _ in range(10 if bench.on_gpu else 1))
-    ours = [(name, family, 1e3 * ms) for name, ms in ran if (family := family_of(name))]
+    ours = [(name, family, 1e3 * ms) for name, ms in ran if (family := parse_family(name))]
     if not ours:
         raise SystemExit(f"no CUDA kernel of a chain ran in the step, but {sorted({name for name, _ in ran})[:5]}")
-    known = read(ROWS).now
-    same = [family for _, family, _ in ours] == [launch.family for launch in known]
+    sizes = read(ROWS).now
+    same = [family for _, family, _ in ours] == [launch.family for launch in sizes]
     bench.row("launches", measured=len(ours), us=sum(us for *_, us in ours), all_us=whole, kernels=len(ran))
     for i, (name, family, us) in enumerate(ours):
-        size = {"chain": known[i].chain, "bytes": known[i].bytes, "products": known[i].products} if same else {}
+        size = {"chain": sizes[i].chain, "bytes": sizes[i].bytes, "products": sizes[i].products} if same else {}
         bench.row("launch_of_step", kernel=family, name=name, **size, us=us)
 
 
-def family_of(kernel: str) -> str | None:
+def parse_family(kernel: str) -> str | None:
     """The family of one of our kernels by the name that the profiler gives, on a CPU the operator; None for others."""
-    found = re.search(r"run_kernel<(?:nasfast::gpu::)?(?:pointwise::)?(\w+)", kernel)
+    match = re.search(r"run_kernel<(?:nasfast::gpu::)?(?:pointwise::)?(\w+)", kernel)
     operator = kernel.partition("nasfast::")[2]
-    return found[1] if found else operator if operator in CHAIN_OPERATORS else None
+    return match[1] if match else operator if operator in CHAIN_OPERATORS else None
 
 
 # ---- two builds
@@ -78,17 +78,17 @@ class Build:
 
     def __init__(self, folder: Path, device: str, rounds: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        with patch.dict(os.environ, environment_of(device), clear=True):
-            context.Process(target=_serve, args=(str(folder), device, rounds, theirs), daemon=True).start()
-        theirs.close()
+        self._pipe, child_pipe = context.Pipe()
+        with patch.dict(os.environ, part_environment(device), clear=True):
+            context.Process(target=_serve, args=(str(folder), device, rounds, child_pipe), daemon=True).start()
+        child_pipe.close()
 
-    def checked(self) -> str:
-        """What is wrong with its chains; empty for nothing."""
+    def check(self) -> str:
+        """Compare its chains with float64; what is wrong with them, empty for nothing."""
         return self._pipe.recv()
 
-    def measured(self) -> Round:
-        """Its next step."""
+    def measure(self) -> Round:
+        """Run its next step."""
         self._pipe.send(None)
         return self._pipe.recv()
 
@@ -112,8 +112,8 @@ def _serve(folder: str, device: str, rounds: int, pipe: Connection) -> None:
             step = parts.make(bench, parts.LATE)
             for _ in range(rounds):
                 pipe.recv()
-                ran = kernels_of(step.run, torch.device(device))
-                launches = [(family, ms) for name, ms in ran if (family := family_of(name))]
+                ran = profile_kernels(step.run, torch.device(device))
+                launches = [(family, ms) for name, ms in ran if (family := parse_family(name))]
                 pipe.send(Round(launches, 1e3 * step()["step"]))
 
 
@@ -137,14 +137,14 @@ def table(before: Sequence[Round], after: Sequence[Round]) -> list[str]:
     lines.append(row("step", "", lambda each: each.step))
     if olds != news:
         return [*lines, "", "the builds launch other kernels"]
-    known = read(ROWS).now
-    same = [launch.family for launch in known] == news
+    launches = read(ROWS).now
+    same = [launch.family for launch in launches] == news
     changes = [
         statistics.median(b.launches[i][1] - a.launches[i][1] for a, b in zip(before, after, strict=True))
         for i in range(len(news))
     ]
     for i in sorted(range(len(news)), key=lambda i: -abs(changes[i]))[:_NAMED]:
-        where = f"chain {known[i].chain}, " if same else ""
+        where = f"chain {launches[i].chain}, " if same else ""
         lines.append(row(f"{where}launch {i}: {news[i]}", 1, lambda each, i=i: each.launches[i][1]))
     return lines
 
@@ -157,8 +157,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: emulated, on a tiny network")
     args = parser.parse_args(arguments)
     builds = [Build(folder.resolve(), args.device, args.rounds) for folder in (args.before, args.after)]
-    wrong = [build.checked() for build in builds]
-    rounds = [[build.measured() for build in builds] for _ in range(args.rounds)]
+    wrong = [build.check() for build in builds]
+    rounds = [[build.measure() for build in builds] for _ in range(args.rounds)]
     print("\n".join(table(*zip(*rounds, strict=True))))
     if any(wrong):
         sys.exit(

@@ -72,7 +72,7 @@ PARTS = (
 )
 
 
-def command_of(part: Part, device: str, rows: Path, seconds: float) -> list[str]:
+def part_command(part: Part, device: str, rows: Path, seconds: float) -> list[str]:
     """The command line of a part."""
     if part.name == "tests":
         return tests_command(rows, _TESTS if device == "cuda" else _DRY_TESTS, device)
@@ -113,7 +113,7 @@ def processes() -> int:
     return max(1, min(16, os.cpu_count() or 1, mebibytes // 2048))
 
 
-def environment_of(device: str) -> dict[str, str]:
+def part_environment(device: str) -> dict[str, str]:
     """The environment of the parts: nasfast and the benchmarks of this checkout."""
     env = {**os.environ, "PYTHONUNBUFFERED": "1"}
     paths = dict.fromkeys([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -179,7 +179,7 @@ def run_plan(parts: Sequence[Part], device: str, out: Path, seconds: float = SEC
     time.
     """
     out.mkdir(parents=True, exist_ok=True)
-    env, well = environment_of(device), True
+    env, well = part_environment(device), True
     end = time.monotonic() + (seconds if device == "cuda" else float("inf"))
     for part in parts:
         limit = min(part.limit * (1 if device == "cuda" else 10), end - time.monotonic())
@@ -188,7 +188,7 @@ def run_plan(parts: Sequence[Part], device: str, out: Path, seconds: float = SEC
             row = {"part": part.name, "kind": "end", "ok": False, "seconds": 0.0, "error": "no time", "tail": []}
             json_lines.append(out / ROWS, row)
         else:
-            row = run_part(part, command_of(part, device, out / ROWS, limit), env, out, limit)
+            row = run_part(part, part_command(part, device, out / ROWS, limit), env, out, limit)
         print(f"  {row['seconds']} s" + ("" if row["ok"] else f", {row['error']}"), flush=True)
         well &= row["ok"]
         write_report(out)

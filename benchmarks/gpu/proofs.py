@@ -58,7 +58,7 @@ _SMALL = (
 )
 
 
-def chains_of(space: SearchSpace, path: Arch, images: int) -> list[Chain]:
+def distinct_chains(space: SearchSpace, path: Arch, images: int) -> list[Chain]:
     """The different chains of a path: each ends behind a pointwise convolution that reads a depthwise one."""
     net = StandaloneNetwork(space, path).to("meta").train()
     convs: list[tuple[str, nn.Conv2d, int]] = []
@@ -123,13 +123,13 @@ def results(function: Any, x: Tensor, stages: Sequence[Stage], grad: Tensor | No
     return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
 
-def errors_of(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
+def relative_errors(got: dict[str, Tensor], want: dict[str, Tensor]) -> dict[str, float]:
     """Norm of each error over that of the truth; infinite where something is not a number."""
-    found = {}
+    errors = {}
     for name, exact in want.items():
         error = float((got[name].double() - exact).norm() / exact.norm().clamp_min(1e-30))
-        found[name] = error if error == error else float("inf")
-    return found
+        errors[name] = error if error == error else float("inf")
+    return errors
 
 
 def bench_parity(bench: Bench, images: int = 8, dtypes: Sequence[torch.dtype] = tuple(ROUNDING)) -> int:
@@ -146,7 +146,7 @@ def bench_parity(bench: Bench, images: int = 8, dtypes: Sequence[torch.dtype] = 
         SystemExit: an error is larger than it may be.
     """
     images, failed, done = images if bench.on_gpu else 2, list[str](), 0
-    chains = chains_of(bench.space, bench.path, images) if bench.on_gpu else list(_SMALL)
+    chains = distinct_chains(bench.space, bench.path, images) if bench.on_gpu else list(_SMALL)
     for chain in chains:
         if bench.left < 3:
             bench.row("left_out", what="parity", error=f"{len(chains) - done} chains: no time")
@@ -180,10 +180,10 @@ def _compare_in(bench: Bench, chain: Chain, images: int, dtype: torch.dtype) -> 
     grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(x)
     grad = grad.contiguous(memory_format=torch.channels_last)
     want = results(reference.conv_bn_act_chain, x, stages, grad, wide=True)
-    theirs = errors_of(results(eager, x, stages, grad, wide=False), want)
-    ours = errors_of(results(kernels, x, stages, grad, wide=False), want)
-    good = all(error <= MOST * theirs[name] + ROUNDINGS * ROUNDING[dtype] for name, error in ours.items())
-    bench.row("parity", chain=str(chain), dtype=str(dtype)[6:], ok=good, ours=ours, eager=theirs)
+    autocast = relative_errors(results(eager, x, stages, grad, wide=False), want)
+    ours = relative_errors(results(kernels, x, stages, grad, wide=False), want)
+    good = all(error <= MOST * autocast[name] + ROUNDINGS * ROUNDING[dtype] for name, error in ours.items())
+    bench.row("parity", chain=str(chain), dtype=str(dtype)[6:], ok=good, ours=ours, eager=autocast)
     return good
 
 
@@ -199,39 +199,42 @@ def bench_bits(bench: Bench) -> None:
     from benchmarks.gpu.parts import ENGINE, LATE, Variant, random_paths
 
     paths = random_paths(bench, 300 if bench.on_gpu else 2)
-    first = bits_of(bench, ENGINE, paths, seconds=bench.left / 7)
+    first = run_bits(bench, ENGINE, paths, seconds=bench.left / 7)
     paths = paths[: len(first)]
-    others = {"again": bits_of(bench, ENGINE, paths), "no early launches": bits_of(bench, LATE, paths)}
+    repeats = {
+        "again": run_bits(bench, ENGINE, paths),
+        "no early launches": run_bits(bench, LATE, paths),
+    }
     with reduced_by_launches():
-        apart = bits_of(bench, ENGINE, paths)
-        others["eager"] = bits_of(bench, Variant("nasfast", "eager"), paths)
+        unfused = run_bits(bench, ENGINE, paths)
+        repeats["eager"] = run_bits(bench, Variant("nasfast", "eager"), paths)
     wrong = []
-    for name, found in others.items():
-        expected = apart if name == "eager" else first
-        different = [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not torch.equal(a, b)]
+    for name, bits in repeats.items():
+        expected = unfused if name == "eager" else first
+        different = [i for i, (a, b) in enumerate(zip(expected, bits, strict=True)) if not torch.equal(a, b)]
         bench.row("bits", what=name, paths=len(paths), different=len(different), first=different[:5])
         wrong += [f"{name}: {len(different)} of {len(paths)} paths"] * bool(different)
     if wrong or not paths:
         raise SystemExit(f"bits differ: {'; '.join(wrong) or 'no path ran'}")
 
 
-def bits_of(bench: Bench, variant: Any, paths: Sequence[Arch], *, seconds: float = float("inf")) -> list[Tensor]:
+def run_bits(bench: Bench, variant: Any, paths: Sequence[Arch], *, seconds: float = float("inf")) -> list[Tensor]:
     """Loss and gradients of each path, on the CPU; as many paths as these seconds allow.
 
     Raises:
         NoCudaKernel: no CUDA kernel of a chain ran.
     """
-    from benchmarks.gpu.parts import engine_of, on_cuda_kernels
+    from benchmarks.gpu.parts import make_engine, on_cuda_kernels
 
-    found, start = [], time.monotonic()
+    bits, start = [], time.monotonic()
     with on_cuda_kernels(bench, variant):
-        net, engine, images, labels = engine_of(bench, variant)
+        net, engine, images, labels = make_engine(bench, variant)
         for path in paths:
             loss = engine.forward_backward(images, labels, [path]).loss
             gradients = [p.grad.flatten() for p in net.parameters() if p.grad is not None]
-            found.append(torch.cat([loss.flatten(), *gradients]).cpu())
+            bits.append(torch.cat([loss.flatten(), *gradients]).cpu())
             if time.monotonic() - start > seconds:
                 break
     del net, engine
     gc.collect()
-    return found
+    return bits

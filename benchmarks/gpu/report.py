@@ -32,27 +32,22 @@ def report(parts: dict[str, Rows]) -> str:
         lines += [f"- {_LINES[row['kind']](row)}" for row in rows if row["kind"] in _LINES]
         kind = name.split()[0]
         lines += pages[kind](rows) if kind in pages else []
-        for row in _of("error", rows) + _of("left_out", rows):
+        for row in _select("error", rows) + _select("left_out", rows):
             lines.append(f"- {'ERROR' if row['kind'] == 'error' else 'left out'}: {row['what']}: {row['error'][:300]}")
-        for row in _of("end", rows):
+        for row in _select("end", rows):
             lines += [] if row["ok"] else ["", "```", *(line[:200] for line in row["tail"][-6:]), "```"]
         lines.append("")
     return "\n".join(lines)
 
 
-def _of(kind: str, rows: Rows) -> Rows:
+def _select(kind: str, rows: Rows) -> Rows:
     return [row for row in rows if row["kind"] == kind]
 
 
 def _heading(name: str, rows: Rows) -> str:
-    for end in _of("end", rows):
+    for end in _select("end", rows):
         return f"{name}: {end['seconds']} s" + ("" if end["ok"] else f", FAILED: {end['error']}")
     return f"{name}: did not end"
-
-
-def _times(rows: Rows) -> dict[str, dict[str, Any]]:
-    """The time of each variant; a later row of the same name replaces an earlier one."""
-    return {row["name"]: row for row in _of("step", rows)}
 
 
 def ratio(ours: dict[str, Any], other: dict[str, Any]) -> str:
@@ -61,17 +56,17 @@ def ratio(ours: dict[str, Any], other: dict[str, Any]) -> str:
     return f"{ours['median_ms'] / other['median_ms']:.2f} ({least:.2f} to {most:.2f})"
 
 
-def _of_machine(row: dict[str, Any]) -> str:
+def _machine_line(row: dict[str, Any]) -> str:
     versions = f"torch {row['torch']}, torchvision {row['packages']['torchvision']}, Python {row['python']}"
     return f"{row['gpu'] or row['cpu']}, {versions}, {row['cores']} cores"
 
 
-def _of_sanitizer(row: dict[str, Any]) -> str:
+def _sanitizer_line(row: dict[str, Any]) -> str:
     ended = "no time" if row["code"] is None else f"exit code {row['code']}"
     return f"{row['tool']}: {ended} after {row['seconds']} s; {'; '.join(row['said'])}"
 
 
-def _of_counters(row: dict[str, Any]) -> str:
+def _counters_line(row: dict[str, Any]) -> str:
     shares = [f"{name.partition('.')[0]} {value}" for name, value in row.items() if name.endswith("elapsed")]
     return f"{row['kernel'][:80]}: {row['time']}; {', '.join(shares)}"
 
@@ -82,18 +77,18 @@ _LINES: dict[str, Callable[[dict[str, Any]], str]] = {
         f"{'compiled' if row['compiled'] else 'was there'}: {row['seconds']} s; "
         f"kernels for {(row['build'] or {}).get('cuda_archs')}, with torch {(row['build'] or {}).get('torch_version')}"
     ),
-    "machine": _of_machine,
+    "machine": _machine_line,
     "bits": lambda row: f"{row['what']}: {row['paths'] - row['different']} of {row['paths']} paths have the same bits",
-    "sanitizer": _of_sanitizer,
-    "counters": _of_counters,
+    "sanitizer": _sanitizer_line,
+    "counters": _counters_line,
 }
 
 
 def _demo(rows: Rows) -> list[str]:
-    found = _of("demo", rows)
-    if not found:
+    steps = _select("demo", rows)
+    if not steps:
         return []
-    first, last = found[0], found[-1]
+    first, last = steps[0], steps[-1]
     return [
         f"- {first['precision']}: {first['step']} steps after {first['s']:.1f} s, {last['step']} of {last['of']} after "
         f"{last['s']:.1f} s; {last['images_per_s']:,.0f} images per second in the last ones"
@@ -102,9 +97,10 @@ def _demo(rows: Rows) -> list[str]:
 
 def _steps(rows: Rows) -> list[str]:
     """Medians, first steps, and the ratio of the last row that is ours to each row of PyTorch."""
-    times, firsts = _times(rows), {row["name"]: row for row in _of("first_step", rows)}
+    # by variant; a later row of the same name replaces an earlier one
+    times, firsts = ({row["name"]: row for row in _select(kind, rows)} for kind in ("step", "first_step"))
     ours = next((name for name in reversed(times) if "nasfast" in name and "no early" not in name), None)
-    floor = next((row["ms"] for row in _of("floor", rows)), None)
+    floor = next((row["ms"] for row in _select("floor", rows)), None)
     lines = ["| | ms (20 % to 80 %) | first step | times the floor | nasfast / it |", "|---|---|---|---|---|"]
     for name in firsts:
         cells = [name, "-", f"{firsts[name]['first_s']:.1f} s", "", ""]
@@ -114,7 +110,7 @@ def _steps(rows: Rows) -> list[str]:
             cells[4] = ratio(times[ours], row) if ours and "nasfast" not in name else ""
         lines.append(f"| {' | '.join(cells)} |")
     lines += [""]
-    for row in (*_of("kernels", rows), *(row for row in firsts.values() if "cuda" in row)):
+    for row in (*_select("kernels", rows), *(row for row in firsts.values() if "cuda" in row)):
         ran = ", ".join(f"{name} {count}" for name, count in row["cuda"].items())
         lines.append(f"- {row.get('variant', row.get('name'))} ran: {ran or 'kernels of PyTorch alone'}")
     losses = {name: row["loss"] for name, row in firsts.items() if "loss" in row}
@@ -124,12 +120,11 @@ def _steps(rows: Rows) -> list[str]:
 
 
 def _parity(rows: Rows) -> list[str]:
-    found = _of("parity", rows)
-    if not found:
+    chains = _select("parity", rows)
+    if not chains:
         return []
-    bad = [row for row in found if not row["ok"]]
-    good = len(found) - len(bad)
-    lines = [f"- {good} of {len(found)} chains and types have errors as small as eager autocast's"]
+    bad = [row for row in chains if not row["ok"]]
+    lines = [f"- {len(chains) - len(bad)} of {len(chains)} chains and types have errors as small as eager autocast's"]
     for row in bad[:_NAMED]:
         name = max(row["ours"], key=lambda n, row=row: row["ours"][n] / max(row["eager"][n], 1e-12))
         error = f"{name}: {row['ours'][name]:.2e}, eager {row['eager'][name]:.2e}"
@@ -140,26 +135,26 @@ def _parity(rows: Rows) -> list[str]:
 def _launches(rows: Rows) -> list[str]:
     lines = [
         f"- {row['measured']} launches of CUDA kernels take {row['us']:.0f} us of a step of {row['all_us']:.0f} us"
-        for row in _of("launches", rows)
+        for row in _select("launches", rows)
     ]
-    found = [
+    launches = [
         Launch(row["kernel"], row["chain"], row["bytes"], row["products"], row["us"])
-        for row in _of("launch_of_step", rows)
+        for row in _select("launch_of_step", rows)
         if "bytes" in row
     ]
-    if not found:
+    if not launches:
         return lines
     constants = fit(read(MEASURED).launches)
     lines += ["", f"| kernel | launches | us | by the constants of {MEASURED.name} | ratio |", "|---|---|---|---|---|"]
-    us = by_family(found, [launch.us for launch in found])
-    formula = by_family(found, map(constants.microseconds, found))
-    for name, count in Counter(launch.family for launch in found).most_common():
+    us = by_family(launches, [launch.us for launch in launches])
+    formula = by_family(launches, map(constants.microseconds, launches))
+    for name, count in Counter(launch.family for launch in launches).most_common():
         lines.append(f"| {name} | {count} | {us[name]:.0f} | {formula[name]:.0f} | {us[name] / formula[name]:.2f} |")
     return [*lines, ""]
 
 
 def _tests(rows: Rows) -> list[str]:
-    tests = _of("test", rows)
+    tests = _select("test", rows)
     counts = Counter(row["outcome"] for row in tests)
     lines = ["- " + ", ".join(f"{number} {outcome}" for outcome, number in sorted(counts.items()))] if tests else []
     reasons = Counter(row.get("reason") for row in tests if row["outcome"] == "skipped")

@@ -18,10 +18,16 @@ _SMI = "name,driver_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.max.mem,po
 
 def machine_row(device: str) -> dict[str, Any]:
     """CPU, GPU, versions and clocks."""
-    found: dict[str, Any] = {**machine(), "cores": os.cpu_count(), "packages": _versions(), "clocks": clocks()}
+    versions: dict[str, str | None] = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    row: dict[str, Any] = {**machine(), "cores": os.cpu_count(), "packages": versions, "clocks": clocks()}
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
-        found |= {
+        row |= {
             "capability": torch.cuda.get_device_capability(),
             "multiprocessors": properties.multi_processor_count,
             "memory_GiB": properties.total_memory / 2**30,
@@ -29,17 +35,7 @@ def machine_row(device: str) -> dict[str, Any]:
             "cudnn": torch.backends.cudnn.version(),
             "nvcc": shutil.which("nvcc"),
         }
-    return found
-
-
-def _versions() -> dict[str, str | None]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return row
 
 
 def clocks() -> dict[str, str]:

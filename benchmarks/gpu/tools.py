@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import json_lines
-from benchmarks.gpu.plan import ROOT, environment_of
+from benchmarks.gpu.plan import ROOT, part_environment
 
 if TYPE_CHECKING:
     from benchmarks.gpu.parts import Bench
@@ -36,19 +36,21 @@ def bench_sanitizer(bench: Bench) -> None:
         SystemExit: a tool found an error.
     """
     tools = SANITIZERS if bench.on_gpu else ("",)
-    found, bad = shutil.which("compute-sanitizer"), []
-    if bench.on_gpu and found is None:
+    sanitizer, bad = shutil.which("compute-sanitizer"), []
+    if bench.on_gpu and sanitizer is None:
         raise SystemExit("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
     for i, tool in enumerate(tools):
-        command = [found, "--tool", tool, "--error-exitcode", "9", "--print-limit", "5"] if tool else []
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "5"] if tool else []
         code, output, seconds = _run(bench, [*command, *_program("chains", bench)], bench.left / (len(tools) - i))
-        said = [
+        summary = [
             line.strip("= ") for line in output.splitlines() if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line
         ]
         lines = [line for line in output.splitlines() if line.startswith("=========")][:12]
-        bench.row("sanitizer", tool=tool or "none", code=code, seconds=seconds, said=said, lines=lines if code else [])
+        bench.row(
+            "sanitizer", tool=tool or "none", code=code, seconds=seconds, said=summary, lines=lines if code else []
+        )
         if code is None or code:
-            bad.append(f"{tool}: {'no time' if code is None else said or output[-300:]}")
+            bad.append(f"{tool}: {'no time' if code is None else summary or output[-300:]}")
     if bad:
         raise SystemExit("; ".join(bad))
 
@@ -59,11 +61,18 @@ def bench_ncu(bench: Bench) -> None:
     Raises:
         SystemExit: the tool is not there, or the machine does not allow its counters.
     """
-    found = shutil.which("ncu")
-    if bench.on_gpu and found is None:
+    ncu = shutil.which("ncu")
+    if bench.on_gpu and ncu is None:
         raise SystemExit("ncu is not on PATH: it comes with the CUDA toolkit")
-    tool = [found, "--clock-control", "none", "--section", "SpeedOfLight", "--csv", "--page", "raw"]
-    tool += ["--kernel-name-base", "demangled", "-k", f"regex:{pattern_of(json_lines.read(bench.rows))}", "-c", "60"]
+    tool = [ncu, "--clock-control", "none", "--section", "SpeedOfLight", "--csv", "--page", "raw"]
+    tool += [
+        "--kernel-name-base",
+        "demangled",
+        "-k",
+        f"regex:{kernel_pattern(json_lines.read(bench.rows))}",
+        "-c",
+        "60",
+    ]
     code, output, seconds = _run(bench, [*(tool if bench.on_gpu else []), *_program("step", bench)], bench.left)
     bench.row("ran", what="ncu" if bench.on_gpu else "the step without ncu", code=code, seconds=seconds)
     # a tool that ran out of time has printed the kernels until then
@@ -73,7 +82,7 @@ def bench_ncu(bench: Bench) -> None:
         raise SystemExit(f"ncu: {'no time' if code is None else output[-500:]}")
 
 
-def pattern_of(rows: list[dict[str, Any]]) -> str:
+def kernel_pattern(rows: list[dict[str, Any]]) -> str:
     """A regular expression of the names of the longest launches among rows; of all our kernels where there are none."""
     launches = sorted((row for row in rows if row["kind"] == "launch_of_step"), key=lambda row: -row["us"])[:_SHOWN]
     # the tools disagree about blanks, about what stands in front of the name, and about the arguments
@@ -102,7 +111,7 @@ def _program(what: str, bench: Bench) -> list[str]:
 
 def _run(bench: Bench, command: list[str], limit: float) -> tuple[int | None, str, float]:
     """Exit code, or None if it had no time; output; seconds. Memory is not cached, so that every access shows."""
-    start, env = time.monotonic(), {**environment_of(bench.device), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    start, env = time.monotonic(), {**part_environment(bench.device), "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         result = subprocess.run(
             command,
@@ -114,8 +123,8 @@ def _run(bench: Bench, command: list[str], limit: float) -> tuple[int | None, st
             timeout=max(1, limit),
         )
     except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
-        return None, said.decode(errors="replace") if isinstance(said, bytes) else said, round(limit, 1)
+        output = error.stdout or b""
+        return None, output.decode(errors="replace") if isinstance(output, bytes) else output, round(limit, 1)
     return result.returncode, result.stdout, round(time.monotonic() - start, 1)
 
 
@@ -147,11 +156,11 @@ def run_chains(device: str) -> int:
 
 def run_step(device: str) -> None:
     """Run forward and backward of the eager engine once."""
-    from benchmarks.gpu.parts import Bench, Variant, engine_of, on_cuda_kernels
+    from benchmarks.gpu.parts import Bench, Variant, make_engine, on_cuda_kernels
 
     bench, variant = Bench("ncu", Path(os.devnull), device, time.monotonic() + 600), Variant("nasfast", "eager")
     with on_cuda_kernels(bench, variant):
-        _, engine, images, labels = engine_of(bench, variant)
+        _, engine, images, labels = make_engine(bench, variant)
         engine.forward_backward(images, labels, [bench.path])
 
 

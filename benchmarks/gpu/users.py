@@ -17,7 +17,8 @@ from torch import nn
 
 import nasfast
 from benchmarks.captures import EagerCapture
-from benchmarks.gpu.launches import noted_chains
+from benchmarks.gpu.launches import count_chain_calls
+from benchmarks.harness import freeze_all_but_batch_norms
 from nasfast.measure.config import StepTimesConfig
 from nasfast.measure.step_times import step_times
 from nasfast.measure.timing import TrainingStep, graphed_step, measure, measuring, random_batch
@@ -46,7 +47,7 @@ def bench_demo(bench: Bench) -> None:
 
     precision = resolve_precision("auto", bench.device)
     net, sampler = make_supernet(space, "dinas")
-    with tempfile.TemporaryDirectory() as out, calling([logged]), noted_chains() as chains:
+    with tempfile.TemporaryDirectory() as out, calling([logged]), count_chain_calls() as chains:
         cfg = TrainConfig(epochs=1, lr=0.1, log_every=every)
         train_supernet(net, [(images, labels)] * steps, sampler, cfg, run_dir=out, device=bench.device)
     bench.row("kernels", variant="demo", cuda=dict(chains))
@@ -63,7 +64,7 @@ def bench_fuse(bench: Bench, name: str, kinds: tuple[str, ...]) -> None:
     labels = torch.arange(len(images), device=bench.device)
     steps: dict[str, Callable[[], dict[str, float]]] = {}
     for kind in kinds:
-        with bench.attempt(kind), noted_chains() as chains:
+        with bench.attempt(kind), count_chain_calls() as chains:
             model = _model(name).to(bench.device)
             start = time.monotonic()
             steps[kind] = _fused_step(bench, model, kind, images, labels)
@@ -93,10 +94,7 @@ def _model(name: str) -> nn.Module:
     from torchvision import models  # without it, only these parts fail
 
     model = models.get_model(name, weights=None).to(memory_format=torch.channels_last).train()
-    model.requires_grad_(False)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.requires_grad_()
+    freeze_all_but_batch_norms(model)
     return model
 
 

@@ -105,7 +105,7 @@ class Call:
         """A function that does the passes once and returns when their work is done."""
         function, inputs, leaves = self.function, self.inputs, self.leaves
         # a kernel on a GPU is still running when its launch returns
-        wait = torch.cuda.synchronize if inputs[0].is_cuda else _no_wait
+        wait = torch.cuda.synchronize if inputs[0].is_cuda else lambda: None
 
         def forward() -> None:
             function(*inputs)
@@ -120,10 +120,6 @@ class Call:
             wait()
 
         return both
-
-
-def _no_wait() -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -158,7 +154,7 @@ class Case:
 
     def settings(self, device: str) -> list[Setting]:
         """Every dtype, with every backend that can serve it on this device and every peer."""
-        found = []
+        settings = []
         for dtype in self.dtypes:
             # on the CPU, Triton's interpreter and the emulation of CUDA kernels serve too, but only for tests
             backends = [
@@ -168,8 +164,8 @@ class Case:
                 and row.available
                 and row.backend in {"cpu": ["cpu"]}.get(device, ["triton", "cuda"])
             ]
-            found += [Setting(provider, dtype, device) for provider in (*backends, *self.peers)]
-        return found
+            settings += [Setting(provider, dtype, device) for provider in (*backends, *self.peers)]
+        return settings
 
 
 def prepare(case: Case, setting: Setting) -> Call:
@@ -205,8 +201,10 @@ def _on_backend(function: Callable[..., Tensor | list[Tensor]], backend: str) ->
 
 def _check(case: Case, setting: Setting, call: Call, oracle: Call) -> None:
     # not under no_grad, for which torch.compile would make another graph
-    got, want = ([_compared(case, y) for y in _tensors(c.function(*c.inputs))] for c in (call, oracle))
-    pairs = list(zip(got, want, strict=True))
+    got, want = (c.function(*c.inputs) for c in (call, oracle))
+    results = [[y] if isinstance(y, Tensor) else y for y in (got, want)]
+    compared = case.compared or (lambda y: y)
+    pairs = [[compared(y.detach().double()) for y in pair] for pair in zip(*results, strict=True)]
     # the mean, because the largest error of an ill-conditioned matrix among thousands says nothing
     error = float(sum((g - w).abs().sum() for g, w in pairs) / sum(w.abs().sum() for _, w in pairs))
     if not error < _TOLERANCES[setting.dtype]:
@@ -214,12 +212,3 @@ def _check(case: Case, setting: Setting, call: Call, oracle: Call) -> None:
             f"{case.name}, {setting.dtype}: {setting.provider} differs from {case.peers[0]} by {error:.3g} "
             "of the mean value: not the same work"
         )
-
-
-def _compared(case: Case, result: Tensor) -> Tensor:
-    whole = result.detach().double()
-    return whole if case.compared is None else case.compared(whole)
-
-
-def _tensors(result: Tensor | list[Tensor]) -> list[Tensor]:
-    return [result] if isinstance(result, Tensor) else result

@@ -53,11 +53,11 @@ def cases(size: Size) -> list[Case]:
 def parts() -> list[Part]:
     """The first part of each kind and resolution: units and blocks of MobileNetV2's path, units of ShuffleNetV2's."""
     mobilenet, shufflenet = mobilenet_v2(), shufflenet_v2()
-    found = [part for layer, block in _layers(mobilenet) for part in _units(mobilenet, layer, block)]
-    found += [_block(mobilenet, layer, block) for layer, block in _layers(mobilenet) if block.kind == "mbconv"]
-    found += [_block(shufflenet, layer, block) for layer, block in _layers(shufflenet) if "shuffle" in block.kind]
+    every = [part for layer, block in _layers(mobilenet) for part in _units(mobilenet, layer, block)]
+    every += [_block(mobilenet, layer, block) for layer, block in _layers(mobilenet) if block.kind == "mbconv"]
+    every += [_block(shufflenet, layer, block) for layer, block in _layers(shufflenet) if "shuffle" in block.kind]
     # a later entry of a dictionary replaces an earlier one
-    return list({(part.kind, part.size): part for part in reversed(found)}.values())[::-1]
+    return list({(part.kind, part.size): part for part in reversed(every)}.values())[::-1]
 
 
 def _layers(space: SearchSpace) -> list[tuple[Layer, Block]]:
@@ -80,16 +80,16 @@ def _block(space: SearchSpace, layer: Layer, block: Block) -> Part:
 def _units(space: SearchSpace, layer: Layer, block: Block) -> list[Part]:
     """The convolution units of a block."""
     units = UnitFactory(act=space.activation, fused=False, track_running_stats=False)
-    found = []
+    parts = []
 
     def note(unit: ConvBNAct, inputs: tuple, output: Tensor) -> None:
         conv, size = unit.conv, inputs[0].shape[-1]
         arguments = (conv.in_channels, conv.out_channels, conv.kernel_size[0])
         options = {"stride": conv.stride[0], "groups": conv.groups, "act": unit.act_name, "track_running_stats": False}
-        found.append(
+        parts.append(
             Part(
                 op="conv_bn_act",
-                kind=_kind_of(conv, unit.act_name),
+                kind=_kind(conv, unit.act_name),
                 label=f"{conv.in_channels} to {conv.out_channels}",
                 channels=conv.in_channels,
                 size=size,
@@ -104,10 +104,10 @@ def _units(space: SearchSpace, layer: Layer, block: Block) -> list[Part]:
             if isinstance(unit, ConvBNAct):
                 unit.register_forward_hook(note)
         module(torch.empty(2, layer.in_channels, layer.size, layer.size))
-    return found
+    return parts
 
 
-def _kind_of(conv: nn.Conv2d, act: str) -> str:
+def _kind(conv: nn.Conv2d, act: str) -> str:
     kernel, stride = conv.kernel_size[0], conv.stride[0]
     if conv.groups > 1:
         return f"depthwise k{kernel} s{stride}"

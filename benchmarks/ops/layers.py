@@ -33,19 +33,19 @@ POOLS = [("max", 1), ("avg", 1), ("max", 2), ("avg", 2)]
 def cases(size: Size) -> list[Case]:
     expanded = _shapes(BN_ACT_BATCH, BN_ACT_SHAPES, size)
     cells = _shapes(CELL_BATCH, CELL_SHAPES, size)
-    found = [Case("bn_act", "relu6", _text(shape), partial(_bn_act, shape)) for shape in expanded]
+    table = [Case("bn_act", "relu6", _text(shape), partial(_bn_act, shape)) for shape in expanded]
     for count in TENSORS:
         family = f"{count} tensors"
-        found += [Case("mixed_bn", family, _text(shape), partial(_mixed_bn, count, shape)) for shape in cells]
+        table += [Case("mixed_bn", family, _text(shape), partial(_mixed_bn, count, shape)) for shape in cells]
     for conv in CONVS:
-        found += [case for shape in cells for case in _depthwise_cases(shape, conv)]
+        table += [case for shape in cells for case in _depthwise_cases(shape, conv)]
     for kind, stride in POOLS:
         family = f"{kind} s{stride}"
-        found += [Case("pool_3x3", family, _text(shape), partial(_pool, shape, kind, stride)) for shape in cells]
+        table += [Case("pool_3x3", family, _text(shape), partial(_pool, shape, kind, stride)) for shape in cells]
     for channels, height, squeezed in EXCITATIONS:
         (shape,) = _shapes(BN_ACT_BATCH, [(channels, height)], size)
-        found.append(Case("squeeze_excite", f"to {squeezed}", _text(shape), partial(_excite, shape, squeezed)))
-    return found
+        table.append(Case("squeeze_excite", f"to {squeezed}", _text(shape), partial(_excite, shape, squeezed)))
+    return table
 
 
 def _shapes(batch: int, shapes: list[tuple[int, int]], size: Size) -> list[Shape]:
@@ -65,10 +65,10 @@ def _bn_act(shape: Shape, setting: Setting) -> Call:
     def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return ops.bn_act(x, weight, bias, act="relu6")
 
-    def theirs(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    def peer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return F.relu6(F.batch_norm(x, None, None, weight, bias, True))
 
-    return Call(ours if setting.ours else theirs, [x, weight, bias], [weight, bias])
+    return Call(ours if setting.ours else peer, [x, weight, bias], [weight, bias])
 
 
 def _mixed_bn(count: int, shape: Shape, setting: Setting) -> Call:
@@ -78,18 +78,18 @@ def _mixed_bn(count: int, shape: Shape, setting: Setting) -> Call:
     def ours(gates: Tensor, *xs: Tensor) -> Tensor:
         return ops.mixed_bn(xs, gates, normalize=[True] * len(xs))
 
-    def theirs(gates: Tensor, *xs: Tensor) -> Tensor:
+    def peer(gates: Tensor, *xs: Tensor) -> Tensor:
         return sum(gate * F.batch_norm(x, None, None, None, None, True) for gate, x in zip(gates, xs, strict=True))
 
-    return Call(ours if setting.ours else theirs, [gates, *xs], [gates])
+    return Call(ours if setting.ours else peer, [gates, *xs], [gates])
 
 
 def _depthwise_cases(shape: Shape, conv: tuple[int, int, int]) -> list[Case]:
     """Cases with both gradients, with that of x alone, and with that of the weight alone."""
     family, text = "k{} s{} d{}".format(*conv), _text(shape)
-    found = [Case("depthwise_conv2d", family, text, partial(_depthwise, shape, conv, (True, True)))]
+    table = [Case("depthwise_conv2d", family, text, partial(_depthwise, shape, conv, (True, True)))]
     for name, wants in (("x", (True, False)), ("weight", (False, True))):
-        found.append(
+        table.append(
             Case(
                 "depthwise_conv2d",
                 f"{family} gradient of {name}",
@@ -100,7 +100,7 @@ def _depthwise_cases(shape: Shape, conv: tuple[int, int, int]) -> list[Case]:
                 passes=(BOTH,),
             )
         )
-    return found
+    return table
 
 
 def _depthwise(shape: Shape, conv: tuple[int, int, int], wants: tuple[bool, bool], setting: Setting) -> Call:
@@ -111,22 +111,22 @@ def _depthwise(shape: Shape, conv: tuple[int, int, int], wants: tuple[bool, bool
     def ours(x: Tensor, weight: Tensor) -> Tensor:
         return ops.depthwise_conv2d(x, weight, stride=stride, dilation=dilation)
 
-    def theirs(x: Tensor, weight: Tensor) -> Tensor:
+    def peer(x: Tensor, weight: Tensor) -> Tensor:
         return F.conv2d(x, weight, None, stride, dilation * (kernel // 2), dilation, channels)
 
-    return Call(ours if setting.ours else theirs, [x, weight], [weight])
+    return Call(ours if setting.ours else peer, [x, weight], [weight])
 
 
 def _pool(shape: Shape, kind: str, stride: int, setting: Setting) -> Call:
     def ours(x: Tensor) -> Tensor:
         return ops.pool_3x3(x, kind=kind, stride=stride)
 
-    def theirs(x: Tensor) -> Tensor:
+    def peer(x: Tensor) -> Tensor:
         if kind == "max":
             return F.max_pool2d(x, 3, stride, 1)
         return F.avg_pool2d(x, 3, stride, 1, count_include_pad=False)
 
-    return Call(ours if setting.ours else theirs, [setting.images(shape)])
+    return Call(ours if setting.ours else peer, [setting.images(shape)])
 
 
 def _excite(shape: Shape, squeezed: int, setting: Setting) -> Call:
@@ -137,9 +137,9 @@ def _excite(shape: Shape, squeezed: int, setting: Setting) -> Call:
     def ours(x: Tensor) -> Tensor:
         return ops.squeeze_excite(x, *weights)
 
-    def theirs(x: Tensor) -> Tensor:
+    def peer(x: Tensor) -> Tensor:
         w1, b1, w2, b2 = weights
         hidden = F.relu(F.conv2d(F.adaptive_avg_pool2d(x, 1), w1, b1))
         return x * F.hardsigmoid(F.conv2d(hidden, w2, b2))
 
-    return Call(ours if setting.ours else theirs, [x])
+    return Call(ours if setting.ours else peer, [x])

@@ -32,12 +32,12 @@ def settings(size: str, device: str) -> dict[str, tuple[Case, Setting]]:
 
     It has only characters that pytest's option -k takes.
     """
-    found = {}
+    works = {}
     for case in table(size):
         for setting in case.settings(device):
             parts = (case.op, case.family, case.shape, setting.dtype, setting.provider)
-            found["-".join(parts).replace(" ", "_")] = case, setting
-    return found
+            works["-".join(parts).replace(" ", "_")] = case, setting
+    return works
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -51,12 +51,12 @@ def dry_run(parts: list[str], env: dict[str, str], out: Path) -> dict[str, list[
     assert result.returncode == 0 and not problems, (problems, result.stderr[-3000:], log)
     assert (out / REPORT).read_text() in result.stdout and "FAILED" not in result.stdout
     assert list(dict.fromkeys(row["part"] for row in rows)) == parts
-    found = {part: [row for row in rows if row["part"] == part] for part in parts}
-    assert all(rows[-1]["kind"] == "end" for rows in found.values())
-    return found
+    by_part = {part: [row for row in rows if row["part"] == part] for part in parts}
+    assert all(rows[-1]["kind"] == "end" for rows in by_part.values())
+    return by_part
 
 
-def of(kind: str, rows: list[dict], key: str = "name") -> list:
+def column(kind: str, rows: list[dict], key: str = "name") -> list:
     return [row[key] for row in rows if row["kind"] == kind]
 
 
@@ -66,14 +66,14 @@ def test_what_users_do_first(bare, tmp_path):
     pytest.importorskip("torchvision")
     names = ["build", "demo", "fuse mobilenet_v2", "command bf16", "compile resnet50"]
     parts = dry_run(names, bare, tmp_path)
-    assert of("built", parts["build"], "compiled") == [False]  # the build that is there serves
-    assert of("machine", parts["build"], "packages")[0]["torch"] is not None
-    assert of("demo", parts["demo"], "step") == [2, 4]
-    assert of("demo", parts["demo"], "precision") == ["fp32"] * 2, "what auto means on a CPU"
+    assert column("built", parts["build"], "compiled") == [False]  # the build that is there serves
+    assert column("machine", parts["build"], "packages")[0]["torch"] is not None
+    assert column("demo", parts["demo"], "step") == [2, 4]
+    assert column("demo", parts["demo"], "precision") == ["fp32"] * 2, "what auto means on a CPU"
     for part, kinds in (("fuse mobilenet_v2", users.EAGER_AND_GRAPHS), ("compile resnet50", users.COMPILED)):
-        assert of("first_step", parts[part]) == of("step", parts[part]) == list(kinds)
-    assert of("first_step", parts["command bf16"]) == of("step", parts["command bf16"])
-    assert len(of("step", parts["command bf16"])) == 4
+        assert column("first_step", parts[part]) == column("step", parts[part]) == list(kinds)
+    assert column("first_step", parts["command bf16"]) == column("step", parts["command bf16"])
+    assert len(column("step", parts["command bf16"])) == 4
     text = (tmp_path / REPORT).read_text()
     assert "fp32: 2 steps after" in text and "| nasfast fuse graph |" in text
     shown = subprocess.run([*COMMAND, "--report", "--out", str(tmp_path)], env=bare, capture_output=True, text=True)
@@ -85,25 +85,27 @@ def test_what_users_do_first(bare, tmp_path):
 def test_the_kernels_and_their_peers(bare, tmp_path):
     names = ["engine", "launches", "peer compile 32", "parity", "bits", "peer graph 128", "tests", "ncu", "sanitizer"]
     parts = dry_run(names, bare, tmp_path)
-    assert of("step", parts["engine"]) == ["nasfast engine", "nasfast engine, no early launches"]
-    assert of("step", parts["peer compile 32"]) == ["torch compile", "nasfast engine"]
+    assert column("step", parts["engine"]) == ["nasfast engine", "nasfast engine, no early launches"]
+    assert column("step", parts["peer compile 32"]) == ["torch compile", "nasfast engine"]
     larger = [f"{name}, batch 128" for name in ("torch eager", "torch graph", "nasfast engine")]
-    assert of("step", parts["peer graph 128"]) == larger
-    assert set(of("step", parts["peer graph 128"], "batch")) == {4} and of("step", parts["engine"], "batch") == [1, 1]
+    assert column("step", parts["peer graph 128"]) == larger
+    assert set(column("step", parts["peer graph 128"], "batch")) == {4} and column(
+        "step", parts["engine"], "batch"
+    ) == [1, 1]
     for part in ("peer compile 32", "peer graph 128"):
-        losses = of("first_step", parts[part], "loss")
+        losses = column("first_step", parts[part], "loss")
         assert max(losses) < 1.05 * min(losses)
     # which kernels ran, by name
     ran = {row["variant"]: row for row in parts["peer compile 32"] if row["kind"] == "kernels"}
     assert ran["nasfast engine"]["cuda"].keys() >= {"conv_bn_act_chain_gpu_fwd", "conv_bn_act_chain_gpu_bwd"}
     # two chains in both types
-    assert sorted(of("parity", parts["parity"], "dtype")) == ["bfloat16"] * 2 + ["float16"] * 2
-    assert of("bits", parts["bits"], "what") == ["again", "no early launches", "eager"]
-    assert of("bits", parts["bits"], "different") == [0, 0, 0]
+    assert sorted(column("parity", parts["parity"], "dtype")) == ["bfloat16"] * 2 + ["float16"] * 2
+    assert column("bits", parts["bits"], "what") == ["again", "no early launches", "eager"]
+    assert column("bits", parts["bits"], "different") == [0, 0, 0]
     (launches,) = (row for row in parts["launches"] if row["kind"] == "launches")
-    assert launches["measured"] == len(of("launch_of_step", parts["launches"])) > 4 and 0 < launches["us"]
-    assert of("sanitizer", parts["sanitizer"], "code") == [0] and of("ran", parts["ncu"], "code") == [0]
-    assert of("test", parts["tests"], "outcome") == ["passed"] * 2
+    assert launches["measured"] == len(column("launch_of_step", parts["launches"])) > 4 and 0 < launches["us"]
+    assert column("sanitizer", parts["sanitizer"], "code") == [0] and column("ran", parts["ncu"], "code") == [0]
+    assert column("test", parts["tests"], "outcome") == ["passed"] * 2
     text = (tmp_path / REPORT).read_text()
     assert "LOSSES DIFFER" not in text and "4 of 4 chains and types" in text
 
@@ -122,7 +124,7 @@ def test_a_step_that_no_kernel_serves_stops(tmp_path, monkeypatch):
     (row,) = json_lines.read(tmp_path / ROWS)
     assert row["kind"] == "kernels" and row["cuda"] == {}
     with pytest.raises(parts.NoCudaKernel):
-        proofs.bits_of(bench, parts.ENGINE, parts.random_paths(bench, 1))
+        proofs.run_bits(bench, parts.ENGINE, parts.random_paths(bench, 1))
 
 
 @pytest.mark.parametrize(
@@ -143,9 +145,9 @@ def test_a_build_whose_kernels_would_not_run_is_found(changed, why):
         "build": {"cuda_operators": True},
         "device": {"kernels_run": True, "error": ""},
     }
-    found = build.problem(good | changed, "cuda")
-    assert found is None if why is None else why in found
-    assert plan.environment_of("cuda")["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
+    problem = build.problem(good | changed, "cuda")
+    assert problem is None if why is None else why in problem
+    assert plan.part_environment("cuda")["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
 
 
 @pytest.mark.parametrize("serves", [True, False])
@@ -154,8 +156,8 @@ def test_only_what_does_not_run_here_is_built(serves, tmp_path, monkeypatch):
     built = []
     monkeypatch.setattr(build, "_build", lambda: built.append(True))
     monkeypatch.setattr(build, "machine_row", lambda device: {})
-    monkeypatch.setattr(build, "imported", lambda device: {"build": {}})
-    monkeypatch.setattr(build, "problem", lambda found, device: None if serves or built else "not built")
+    monkeypatch.setattr(build, "inspect_import", lambda device: {"build": {}})
+    monkeypatch.setattr(build, "problem", lambda package, device: None if serves or built else "not built")
     build.bench_build(parts.Bench("build", tmp_path / ROWS, "cuda", time.monotonic() + 600))
     rows = {row["kind"]: row for row in json_lines.read(tmp_path / ROWS)}
     assert len(built) == (not serves) == rows["built"]["compiled"]
@@ -168,7 +170,7 @@ def test_only_what_does_not_run_here_is_built(serves, tmp_path, monkeypatch):
 def test_the_chains_of_a_step_are_those_that_were_measured():
     rows = [json.loads(line) for line in MEASURED.read_text().splitlines()]
     space = get_space("mobilenet_v2")
-    chains = proofs.chains_of(space, mean_path(space), 32)
+    chains = proofs.distinct_chains(space, mean_path(space), 32)
     measured = {row["chain"] for row in rows if row["kind"] == "launch_of_step"}
     assert len(chains) == len(measured) == 22
     compared = {row["chain"] for row in rows if row["kind"] == "parity"}
@@ -177,9 +179,11 @@ def test_the_chains_of_a_step_are_those_that_were_measured():
 
 def test_our_kernels_are_known_by_the_names_of_a_profiler():
     name = "void nasfast::gpu::run_kernel<nasfast::gpu::DepthwiseForward<nasfast::gpu::Bf16, 3, 1, true> >(...)"
-    assert per_launch.family_of(name) == "DepthwiseForward"
-    assert per_launch.family_of(name.replace("DepthwiseForward", "pointwise::PointwiseForward")) == "PointwiseForward"
-    assert per_launch.family_of("void at::native::vectorized_elementwise_kernel<4, ...>") is None
+    assert per_launch.parse_family(name) == "DepthwiseForward"
+    assert (
+        per_launch.parse_family(name.replace("DepthwiseForward", "pointwise::PointwiseForward")) == "PointwiseForward"
+    )
+    assert per_launch.parse_family("void at::native::vectorized_elementwise_kernel<4, ...>") is None
 
 
 @needs_emulation
@@ -191,8 +195,8 @@ def test_two_builds_take_turns_and_one_that_computes_something_else_is_named(tmp
     launcher.write_text(launcher.read_text().replace("return y, saved", "return 2 * y, saved"))
     with pytest.raises(SystemExit, match="before: errors are too large in 2 chains.*; after: none"):
         per_launch.main(["--device", "cpu", "--rounds", "3", "--before", str(tmp_path)])
-    said = capsys.readouterr().out
-    assert "| conv_bn_act_chain_gpu_bwd | 4 |" in said and "| step |  |" in said and "| launch " in said
+    table = capsys.readouterr().out
+    assert "| conv_bn_act_chain_gpu_bwd | 4 |" in table and "| step |  |" in table and "| launch " in table
 
 
 def test_builds_with_other_launches_are_compared_by_family():
@@ -285,8 +289,8 @@ def test_parts_for_which_there_is_no_time_say_so_and_the_next_one_runs(tmp_path,
     """A part that hangs is ended at its own limit, and what comes after the plan's end is left out by name."""
     monkeypatch.setattr(plan, "_LEAST", 0.5)
     commands = {"hangs": "import time; time.sleep(600)", "next": "print(1)", "late": "print(2)"}
-    monkeypatch.setattr(plan, "command_of", lambda part, *_: [sys.executable, "-c", commands[part.name]])
-    monkeypatch.setattr(plan, "environment_of", lambda device: dict(os.environ))
+    monkeypatch.setattr(plan, "part_command", lambda part, *_: [sys.executable, "-c", commands[part.name]])
+    monkeypatch.setattr(plan, "part_environment", lambda device: dict(os.environ))
     planned = [Part("hangs", 1, 2, ""), Part("next", 1, 60, "")]
     assert not plan.run_plan(planned, "cuda", tmp_path, 100.0)
     ends = {row["part"]: row for row in json_lines.read(tmp_path / ROWS) if row["kind"] == "end"}
