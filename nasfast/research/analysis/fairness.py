@@ -14,7 +14,7 @@ mean. Every spread is over the candidates m of one layer on a common input, so 0
   (`nasfast.research.analysis.jacobian.isometry`).
 
 A BatchNorm at the end makes f_mean and f_var nearly 0 for any weights, so measure without it too
-(`without_indicator_bn`).
+(`without_block_indicator`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nasfast.research.analysis.jacobian import applied, frozen_copy
+from nasfast.research.analysis.jacobian import apply, frozen_copy
 from nasfast.spaces import UniformSampler
 from nasfast.supernet import Supernet
 
@@ -53,7 +53,7 @@ def fairness(
     distances = _pair_distances(h)
     if not float(distances.min()) > 0:
         raise ValueError("fairness: two samples of h are equal or not finite: give different finite samples")
-    outputs = [applied(frozen_copy(module, h, dtype=h.dtype), h) for module in candidates]
+    outputs = [apply(frozen_copy(module, h, dtype=h.dtype), h) for module in candidates]
     for i, y in enumerate(outputs):
         if not torch.isfinite(y).all():
             raise ValueError(f"fairness: the result of candidate {i} is not finite")
@@ -88,28 +88,28 @@ def _pair_distances(h: Tensor) -> Tensor:
     return torch.cat(rows).double()
 
 
-def without_indicator_bn(module: nn.Module) -> nn.Module:
+def without_block_indicator(module: nn.Module) -> nn.Module:
     """A copy of a block of plain modules whose block indicator is the identity."""
     module = copy.deepcopy(module)
-    last = getattr(module, "block_indicator", None)
+    indicator = getattr(module, "block_indicator", None)
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if child is last:
+            if child is indicator:
                 setattr(parent, name, nn.Identity())
     return module
 
 
 @torch.no_grad()
 def depth_spread(
-    net: Supernet, images: Tensor, *, paths: int = 64, indicator_bn: bool = True, seed: int = 0
+    net: Supernet, images: Tensor, *, paths: int = 64, block_indicator: bool = True, seed: int = 0
 ) -> dict[str, list[float]]:
     """Follow random paths through a supernet and compare the variances of their signals.
 
     Args:
-        net: the supernet, which is not changed; it must have plain modules (`fused=False`) if indicator_bn is off.
+        net: the supernet, which is not changed; it must have plain modules (`fused=False`) if block_indicator is false.
         images: (N, C, H, W).
         paths: number of uniformly random paths, at least two, without layer indicators.
-        indicator_bn: whether blocks keep their indicator BatchNorms.
+        block_indicator: whether blocks keep their block indicators.
         seed: seed of the paths.
 
     Returns:
@@ -117,8 +117,8 @@ def depth_spread(
         averaged over channels; and the `ratio` of the largest Var(h_l) to the smallest.
     """
     layers = [list(layer.candidates) for layer in net.layers]
-    if not indicator_bn:
-        layers = [[without_indicator_bn(c) for c in candidates] for candidates in layers]
+    if not block_indicator:
+        layers = [[without_block_indicator(c) for c in candidates] for candidates in layers]
     sampler = UniformSampler(net.space, seed=seed, layer_indicators=False)
     first, logs = net.stem(images), np.zeros((paths, len(layers)))
     for i in range(paths):

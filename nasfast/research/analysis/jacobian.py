@@ -87,9 +87,9 @@ class Isometry:
 
     def to_dict(self) -> dict[str, Any]:
         """The numbers as JSON; the density is given by quantiles."""
-        form = {k: v for k, v in vars(self).items() if k not in ("values", "weights")}
-        form["quantiles"] = {str(q): self.quantile(q) for q in _QUANTILES if len(self.values)}
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in form.items()}
+        data = {k: v for k, v in vars(self).items() if k not in ("values", "weights")}
+        data["quantiles"] = {str(q): self.quantile(q) for q in _QUANTILES if len(self.values)}
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in data.items()}
 
 
 def isometry(
@@ -134,11 +134,11 @@ def isometry(
     _check(x, samples, probes, method, bn_mode)
     generator = torch.Generator().manual_seed(seed)
     with differentiable_operators():
-        function, points = _prepared(module, x, bn_mode, circular, torch.float32, samples)
+        function, points = _function_and_points(module, x, bn_mode, circular, torch.float32, samples)
         w_in, w_out = points[0].numel(), _output_size(function, points)
         method = method or ("exact" if w_in * w_out <= max_exact else "probes")
         if method == "exact":
-            function, points = _prepared(module, x, bn_mode, circular, torch.float64, samples)
+            function, points = _function_and_points(module, x, bn_mode, circular, torch.float64, samples)
             estimates = _exact(function, points, w_out)
         else:
             estimates = _probed(function, points, w_out, probes, min(lanczos_steps, w_out), generator)
@@ -169,7 +169,7 @@ def _check(x: Tensor, samples: int, probes: int, method: str | None, bn_mode: st
             raise ValueError(f"isometry: unknown {name}={value!r}; {nearest(value, valid)}")
 
 
-def _prepared(
+def _function_and_points(
     module: nn.Module, x: Tensor, bn_mode: BNMode, circular: bool, dtype: torch.dtype, samples: int
 ) -> tuple[Function, Tensor]:
     """A function that works on each row of its input, and the points at which to differentiate it."""
@@ -218,7 +218,7 @@ def frozen_copy(
     if bn_mode == "constant" and norms:
         statistics: dict[_BatchNorm, tuple[Tensor, Tensor]] = {}
         handles = [norm.register_forward_pre_hook(functools.partial(_record, statistics)) for norm in norms]
-        applied(frozen, x.to(dtype))
+        apply(frozen, x.to(dtype))
         for handle in handles:
             handle.remove()
         for norm, (mean, var) in statistics.items():
@@ -241,7 +241,7 @@ def _record(statistics: dict[_BatchNorm, tuple[Tensor, Tensor]], norm: _BatchNor
     statistics[norm] = x.mean(dims), x.var(dims, correction=0)
 
 
-def applied(function: Function, x: Tensor) -> Tensor:
+def apply(function: Function, x: Tensor) -> Tensor:
     """function(x), which must be one tensor."""
     try:
         y = function(x)
@@ -262,14 +262,14 @@ def applied(function: Function, x: Tensor) -> Tensor:
 @torch.no_grad()
 def _output_size(function: Function, points: Tensor) -> int:
     """Elements of one sample's output; checks that the function works row by row and gives finite values."""
-    y = applied(function, points)
+    y = apply(function, points)
     if y.ndim < 1 or y.shape[0] != points.shape[0] or y.numel() == 0:
         raise ValueError(
             f"isometry: the module maps {tuple(points.shape)} to {tuple(y.shape)}; the first dimension must be samples"
         )
     if not torch.isfinite(y).all():
         raise ValueError("isometry: the output of the module is not finite: weights that are nan, or an overflow")
-    alone = applied(function, points[:1])
+    alone = apply(function, points[:1])
     # the same arithmetic with another batch size may differ only by rounding
     if not torch.allclose(alone, y[:1], rtol=1e-2, atol=1e-3 * float(y.abs().max())):
         raise ValueError(
@@ -415,24 +415,24 @@ def _density(
         products = _Products(function, rows)
         q = torch.randn(len(rows), w_out, generator=generator, dtype=torch.float64).to(rows)
         q = q / q.norm(dim=1, keepdim=True)
-        basis, diagonal, beside = [q], [], []
+        basis, diagonal, off_diagonal = [q], [], []
         for _ in range(steps):
             r = products.push(products.pull(q))
             diagonal.append((r * q).sum(1))
             size = r.norm(dim=1, keepdim=True)
             for _ in range(2):
-                known = torch.stack(basis, 1)
-                r = r - torch.einsum("kmw,km->kw", known, torch.einsum("kmw,kw->km", known, r))
+                previous = torch.stack(basis, 1)
+                r = r - torch.einsum("kmw,km->kw", previous, torch.einsum("kmw,kw->km", previous, r))
             norm = r.norm(dim=1, keepdim=True)
             # a remainder at the level of rounding is no direction: the space is complete, and later steps get no weight
             live = norm > 1e-5 * size
             q = torch.where(live, r / norm.clamp(min=1e-30), 0.0)
-            beside.append(torch.where(live, norm, 0.0)[:, 0])
+            off_diagonal.append(torch.where(live, norm, 0.0)[:, 0])
             basis.append(q)
         tridiagonal = torch.diag_embed(torch.stack(diagonal, 1).double())
-        off = torch.diag_embed(torch.stack(beside, 1).double()[:, : steps - 1], offset=1)
-        ritz, vectors = torch.linalg.eigh(tridiagonal + off + off.mT)
-        complete = (torch.stack(beside, 1)[:, : steps - 1] == 0).any(1)
+        upper = torch.diag_embed(torch.stack(off_diagonal, 1).double()[:, : steps - 1], offset=1)
+        ritz, vectors = torch.linalg.eigh(tridiagonal + upper + upper.mT)
+        complete = (torch.stack(off_diagonal, 1)[:, : steps - 1] == 0).any(1)
         for nodes, share, whole in zip(ritz.clamp(min=0).sqrt(), vectors[:, 0] ** 2, complete, strict=True):
             node, weight = nodes.cpu().numpy(), share.cpu().numpy()
             largest = max(largest, float(node[weight > 1e-12].max()))

@@ -38,7 +38,7 @@ def sample_shape(text: str) -> tuple[int, ...]:
     return shape
 
 
-def _imported(name: str) -> Any:
+def _import_source(name: str) -> Any:
     """The user's module, or the function that makes it, of a name `package.module:factory`."""
     package, _, attribute = name.partition(":")
     if not package or not attribute:
@@ -53,8 +53,8 @@ def _imported(name: str) -> Any:
         raise ConfigError(f"module {name!r}: cannot import it: {type(error).__name__}: {error}") from error
 
 
-def _made(name: str, source: Any) -> nn.Module:
-    """A new module from what `_imported` gave."""
+def _make_module(name: str, source: Any) -> nn.Module:
+    """A new module from what `_import_source` returned."""
     try:
         module = copy.deepcopy(source) if isinstance(source, nn.Module) else source()
     except Exception as error:
@@ -66,20 +66,20 @@ def _made(name: str, source: Any) -> nn.Module:
     return module
 
 
-def initialised(name: str, shape: str, seed: int, measure: Callable[[str, nn.Module], Result]) -> dict[str, Result]:
+def measure_inits(name: str, shape: str, seed: int, measure: Callable[[str, nn.Module], Result]) -> dict[str, Result]:
     """What `measure(setting, module)` makes of a user's module as it is, and with orthogonal and Gaussian weights.
 
     The name is `package.module:factory`, and the shape of a sample is for messages.
     """
-    source = _imported(name)
+    source = _import_source(name)
     settings: dict[str, Init | None] = {"as it is": None, "orthogonal": "orthogonal", "gaussian": "gaussian"}
-    found = {}
+    results = {}
     for setting, init in settings.items():
-        module = _made(name, source)
+        module = _make_module(name, source)
         try:
             if init is not None:
                 initialize(module, init, seed=seed)
-            found[setting] = measure(setting, module)
+            results[setting] = measure(setting, module)
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"module {name!r}, input {shape}, {setting}: {error}") from error
-    return found
+    return results

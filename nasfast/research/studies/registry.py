@@ -42,7 +42,7 @@ class Study:
         return load(f"nasfast.research.studies.{getattr(self, attribute)}")
 
 
-_FOUND = "space.yaml, and indicators.json (layers) or arch_nasi.json (cells)"
+_NASI_FILES = "space.yaml, and indicators.json (layers) or arch_nasi.json (cells)"
 # fmt: off
 _ALL = (
     Study("isometry", "", "isometry.config:IsometryConfig", "isometry.study:run", "isometry"),
@@ -65,9 +65,9 @@ _ALL = (
     Study("nasi quick", "how well Q predicts accuracy, with marks",
           "nasi.config:NasiQuickConfig", "nasi.study:quick", "nasi-quick"),
     Study("nasi search", "any space, at initialisation",
-          "nasi.config:NasiSearchConfig", "nasi.study:search", "nasi-search", writes=_FOUND),
+          "nasi.config:NasiSearchConfig", "nasi.study:search", "nasi-search", writes=_NASI_FILES),
     Study("nasi compare", "nas_bench_macro, ranked",
-          "nasi.config:NasiCompareConfig", "nasi.study:compare", "nasi-compare", writes=_FOUND),
+          "nasi.config:NasiCompareConfig", "nasi.study:compare", "nasi-compare", writes=_NASI_FILES),
 )
 # fmt: on
 
@@ -91,34 +91,34 @@ def flags(parser: Parser, command: str) -> None:
     commands = parser.add_subcommands(dest="command", metavar="KIND")
     for name, study in STUDIES.items():
         if name.startswith(f"{command} "):
-            of_kind = Parser(description=study.text)
-            commands.add_subcommand(name.removeprefix(f"{command} "), of_kind, help=study.text)
-            of_kind.prog = f"nasfast {name}"
-            _study_flags(of_kind, study)
+            subcommand = Parser(description=study.text)
+            commands.add_subcommand(name.removeprefix(f"{command} "), subcommand, help=study.text)
+            subcommand.prog = f"nasfast {name}"
+            _study_flags(subcommand, study)
 
 
 def _study_flags(parser: Parser, study: Study) -> None:
     parser.add_common()
-    more = f", {study.writes}" if study.writes else ""
-    resumed = "; a run that was stopped continues from what it has there" if study.resumes else ""
-    text = f"also write {study.files}.json, the page {study.files}.html{more}{resumed}"
+    files = f", {study.writes}" if study.writes else ""
+    resumes = "; a run that was stopped continues from what it has there" if study.resumes else ""
+    text = f"also write {study.files}.json, the page {study.files}.html{files}{resumes}"
     parser.add_argument("--out", metavar="DIR", help=text)
     if study.tasks:
         parser.add_class_arguments(TaskSettings)
     parser.add_class_arguments(study.load("config"))
 
 
-def run(command: str, given: dict[str, Any]) -> None:
-    """Print the report of a command's study, save it, and raise where a mark is missed; `given` are its flags."""
+def run(command: str, values: dict[str, Any]) -> None:
+    """Print the report of a command's study from the values of its flags, save it, and raise where a mark is missed."""
     # imported here, because they import torch, and help must not wait for that
     from nasfast.cli.commands import time_limit
     from nasfast.pipeline.run import check_one_process
     from nasfast.research.studies.run import run_study
     from nasfast.runtime.launcher import environment_size
 
-    study, out = find(command), given.pop("out", None)
-    tasks = take_tasks(given) if study.tasks else TaskSettings()
-    cfg = study.load("config").from_dict(given)
+    study, out = find(command), values.pop("out", None)
+    tasks = take_tasks(values) if study.tasks else TaskSettings()
+    cfg = study.load("config").from_dict(values)
     check_one_process(tasks.executor_settings, environment_size())
     with time_limit(tasks.max_hours):
         report = run_study(study.name, cfg, out=out, tasks=tasks.executor_settings)

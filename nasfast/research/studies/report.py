@@ -47,7 +47,7 @@ class Check:
         return {**vars(self), "passed": self.passed}
 
 
-def checks_of(name: str, marks: Mapping[str, tuple[float, float, float]]) -> list[Check]:
+def name_checks(name: str, marks: Mapping[str, tuple[float, float, float]]) -> list[Check]:
     """The pass marks of one thing: what is measured -> the ends of the interval, and the value."""
     return [Check(f"{name}: {what}", low, high, float(value)) for what, (low, high, value) in marks.items()]
 
@@ -105,7 +105,7 @@ def marks_table(checks: Iterable[Check]) -> Table:
     return Table.of("pass marks", columns, rows)
 
 
-Form = Mapping[str, Any]
+Record = Mapping[str, Any]
 """A report, or a part of it, as JSON."""
 
 
@@ -171,8 +171,8 @@ class StudyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as JSON; what is not finite becomes null."""
-        form = {key: value for key, value in vars(self).items() if key not in ("data", "figures", "files")}
-        return plain({**form, **self.data, "config": self.config.to_dict()})
+        record = {key: value for key, value in vars(self).items() if key not in ("data", "figures", "files")}
+        return plain({**record, **self.data, "config": self.config.to_dict()})
 
     def save(self, folder: str | Path) -> Path:
         """Write NAME.json, NAME.html and its figures into a directory; returns the page's path."""

@@ -26,18 +26,18 @@ Task = Callable[[str, int], Done]
 @contextmanager
 def progress() -> Iterator[Task]:
     """Shows the part of a study that runs, one at a time; see `nasfast.runtime.progress.Progress`."""
-    with ExitStack() as shown:
+    with ExitStack() as current:
 
         def task(name: str, total: int) -> Done:
-            shown.close()  # the part before has ended
-            part = shown.enter_context(Progress(name, total))
+            current.close()  # the part before has ended
+            part = current.enter_context(Progress(name, total))
 
-            def tell(done: int) -> None:
+            def update(done: int) -> None:
                 part.update(done)
                 if done >= total:
-                    shown.close()  # what follows may show its own progress
+                    current.close()  # what follows may show its own progress
 
-            return tell
+            return update
 
         yield task
 
@@ -70,8 +70,14 @@ def run_study(
     start = time.perf_counter()
     with measuring(config.threads):
         with progress() as task:
-            more = {} if tasks is None else {"tasks": tasks}
-            found: StudyReport = run(config, None if out is None else Path(out), task, **more)
-        where = {"device": device, **machine()}
-    seconds = time.perf_counter() - start
-    return replace(found, name=study.files, config=config, seconds=seconds, machine=where, environment=environment())
+            keywords = {} if tasks is None else {"tasks": tasks}
+            report: StudyReport = run(config, None if out is None else Path(out), task, **keywords)
+        computer = {"device": device, **machine()}
+    return replace(
+        report,
+        name=study.files,
+        config=config,
+        seconds=time.perf_counter() - start,
+        machine=computer,
+        environment=environment(),
+    )

@@ -10,7 +10,7 @@ import torch
 from tiny import tiny_space
 from torch import nn
 
-from nasfast.research.analysis.fairness import SPREADS, depth_spread, fairness, without_indicator_bn
+from nasfast.research.analysis.fairness import SPREADS, depth_spread, fairness, without_block_indicator
 from nasfast.supernet import Supernet
 
 
@@ -65,7 +65,7 @@ def test_a_batchnorm_at_the_end_makes_variances_equal(net):
     layer = net.layers[0]
     h = torch.randn(64, 8, 8, 8)
     with_bn = fairness(list(layer.candidates), h)
-    bare = [without_indicator_bn(c) for c in layer.candidates]
+    bare = [without_block_indicator(c) for c in layer.candidates]
     without = fairness(bare, h)
     assert with_bn["f_var"] < 1e-3 < without["f_var"]
     assert with_bn["f_mean"] < 1e-6 < without["f_mean"]
@@ -78,7 +78,7 @@ def test_depth_spread_follows_paths(net):
     assert {name: len(values) for name, values in with_bn.items()} == {"mean": 4, "std": 4, "ratio": 4}
     # layers 0 and 2 end in a BatchNorm without residual, so that every path has variance 1 there
     assert with_bn["mean"][0] == pytest.approx(0, abs=1e-3) and with_bn["std"][2] < 1e-3 < with_bn["std"][3]
-    without = depth_spread(net, images, paths=6, indicator_bn=False)
+    without = depth_spread(net, images, paths=6, block_indicator=False)
     assert without["std"][0] > 1e-3
     assert all(r >= 1 for r in without["ratio"])
     assert depth_spread(net, images, paths=6) == with_bn

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nasfast.research.analysis.jacobian import frozen_copy, jacobian
-from nasfast.research.analysis.moments.module import held, module_moments, push, sensitivity
+from nasfast.research.analysis.moments.module import hold_statistics, module_moments, push, sensitivity
 
 
 def net() -> nn.Module:
@@ -26,14 +26,14 @@ X = torch.randn(12, 3, 6, 6, generator=torch.Generator().manual_seed(1))
 def module_chi(module: nn.Module, x: torch.Tensor, dx: torch.Tensor | None = None, draws: int = 4) -> float:
     """chi of a whole module, for one noise or averaged over draws of white noise."""
     noises = [torch.randn(x.shape) for _ in range(draws)] if dx is None else [dx]
-    logs = [sensitivity(*push(held(module), (x, noise))) - sensitivity(x, noise) for noise in noises]
+    logs = [sensitivity(*push(hold_statistics(module), (x, noise))) - sensitivity(x, noise) for noise in noises]
     return math.sqrt(np.mean(np.exp(2 * np.array(logs))))
 
 
 def test_push_is_the_jacobian_with_constant_statistics():
     module, dx = net(), torch.randn(X.shape)
     # as a network is at initialisation, in training mode: its running statistics are not used
-    y, dy = push(held(module), (X, dx))
+    y, dy = push(hold_statistics(module), (X, dx))
     frozen = frozen_copy(module, X)
     torch.testing.assert_close(y, frozen(X).detach(), rtol=1e-4, atol=1e-5)
     wanted = jacobian(frozen, X[:1], y[0].numel()) @ dx[0].flatten()
@@ -42,7 +42,7 @@ def test_push_is_the_jacobian_with_constant_statistics():
 
 
 def test_statistics_are_those_of_each_batch():
-    copy = held(net())
+    copy = hold_statistics(net())
     for scale in (1.0, 5.0):
         y, _ = push(copy[1], (scale * torch.randn(64, 8, 5, 5), torch.zeros(64, 8, 5, 5)))
         assert float(y.var()) == pytest.approx(1, abs=0.05)

@@ -21,7 +21,7 @@ from nasfast.research.analysis.moments.networks import (
     images,
     run,
     run_chunk,
-    standardised,
+    standardise,
 )
 
 SMALL = {"width": 24, "batch": 16, "depth": 12, "every": 3}
@@ -115,7 +115,7 @@ def test_a_lost_signal_is_flagged():
 
 
 def test_inputs():
-    x = standardised(fields(3, 16)(32, torch.Generator().manual_seed(0)))
+    x = standardise(fields(3, 16)(32, torch.Generator().manual_seed(0)))
     assert x.shape == (32, 3, 16, 16)
     torch.testing.assert_close(x.mean((0, 2, 3)), torch.zeros(3), atol=1e-5, rtol=0)
     torch.testing.assert_close(x.var((0, 2, 3), correction=0), torch.ones(3))
@@ -128,7 +128,7 @@ def test_inputs():
     with pytest.raises(ValueError, match="a batch of 11 needs 11 images, got 10"):
         images(pixels)(11, torch.Generator())
     # a pixel that never changes has no deviation
-    assert torch.isfinite(standardised(torch.ones(4, 2))).all()
+    assert torch.isfinite(standardise(torch.ones(4, 2))).all()
 
 
 L = np.arange(4.0, 201, 4)

@@ -86,10 +86,10 @@ def test_every_candidate_under_every_setting(report):
 
 
 def test_fairness_depth_convolutions_and_marks(report):
-    kinds = {(f["setting"], f["layer"], f["indicator_bn"]) for f in report.data["fairness"]}
+    kinds = {(f["setting"], f["layer"], f["block_indicator"]) for f in report.data["fairness"]}
     assert kinds == {(s, i, bn) for s in SETTINGS for i in range(4) for bn in (True, False)}
-    assert all((f["f_phi"] is not None) == f["indicator_bn"] for f in report.data["fairness"])
-    assert [(d["setting"], d["indicator_bn"], len(d["std"])) for d in report.data["depth"]] == [
+    assert all((f["f_phi"] is not None) == f["block_indicator"] for f in report.data["fairness"])
+    assert [(d["setting"], d["block_indicator"], len(d["std"])) for d in report.data["depth"]] == [
         (s, bn, 4) for s in SETTINGS for bn in (True, False)
     ]
     orthogonal = {c["kind"]: c for c in report.data["convolutions"] if c["setting"] == "orthogonal, relu6"}
@@ -97,8 +97,12 @@ def test_fairness_depth_convolutions_and_marks(report):
     assert orthogonal["pointwise, expansion x 3"]["varphi"] == pytest.approx(2, abs=1e-6)
     assert not [mark.name for mark in report.missed]
     assert len(report.claims) == 7
-    found = [f["f_iso"] for f in report.data["fairness"] if (f["setting"], f["indicator_bn"]) == (SETTINGS[1], False)]
-    mean = next(m for m in report.data["fairness_means"] if (m["setting"], m["indicator_bn"]) == (SETTINGS[1], False))
+    found = [
+        f["f_iso"] for f in report.data["fairness"] if (f["setting"], f["block_indicator"]) == (SETTINGS[1], False)
+    ]
+    mean = next(
+        m for m in report.data["fairness_means"] if (m["setting"], m["block_indicator"]) == (SETTINGS[1], False)
+    )
     assert mean["f_iso"] == pytest.approx(sum(found) / 4) and mean["f_phi"] is None
 
 

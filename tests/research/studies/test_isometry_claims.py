@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from nasfast.research.analysis.fairness import SPREADS
-from nasfast.research.studies.isometry.claims import claims_of, judged
+from nasfast.research.studies.isometry.claims import judge, judge_claims
 from nasfast.research.studies.isometry.marks import relative_gain
 from nasfast.research.studies.isometry.measure import Measured, Row
 
@@ -17,7 +17,7 @@ R = relative_gain("relu6")
 
 
 def claim(which: int, *, rows=None, **measured):
-    return claims_of("relu6", Measured({**rows_of(GAUSS), **(rows or {})}, **measured))[which]
+    return judge_claims("relu6", Measured({**rows_of(GAUSS), **(rows or {})}, **measured))[which]
 
 
 def rows_of(setting: str, *, phi: float = 1.0, varphi: float | list[float] = 0.0) -> dict[str, list[Row]]:
@@ -42,12 +42,12 @@ def spreads_of(value: float, gaussian: float, **changes: tuple[float, float]) ->
     """All spreads alike, except those named as `f_var_bare`, without the indicator BatchNorm."""
     spreads = []
     for which, setting in enumerate((ORTHO, GAUSS)):
-        for indicator_bn in (True, False):
+        for block_indicator in (True, False):
             values = dict.fromkeys(SPREADS, (value, gaussian)[which])
             values |= {
-                k.removesuffix("_bare"): v[which] for k, v in changes.items() if k.endswith("_bare") != indicator_bn
+                k.removesuffix("_bare"): v[which] for k, v in changes.items() if k.endswith("_bare") != block_indicator
             }
-            spreads.append({"setting": setting, "layer": 0, "indicator_bn": indicator_bn, **values})
+            spreads.append({"setting": setting, "layer": 0, "block_indicator": block_indicator, **values})
     return spreads
 
 
@@ -57,7 +57,7 @@ FLAT, RISING = [0.1] * 20, [0.1 * math.sqrt(i + 1) for i in range(20)]
 def depth_of(orthogonal: list[float], gaussian: list[float], gaussian_bare: list[float] | None = None) -> list:
     found = {(ORTHO, True): orthogonal, (GAUSS, True): gaussian}
     found |= {(ORTHO, False): orthogonal, (GAUSS, False): gaussian_bare or gaussian}
-    return [{"setting": s, "indicator_bn": bn, "std": std} for (s, bn), std in found.items()]
+    return [{"setting": s, "block_indicator": bn, "std": std} for (s, bn), std in found.items()]
 
 
 @pytest.mark.parametrize(
@@ -111,5 +111,5 @@ def test_verdict_on_the_gain():
 
 
 def test_a_sentence_holds_in_part():
-    part = judged("c", {"a": ("1", True), "b": ("2", False)}, "because")
+    part = judge("c", {"a": ("1", True), "b": ("2", False)}, "because")
     assert (part.claim, part.measured, part.verdict) == ("c", "a 1; b 2", "holds in part: a; theory: because.")

@@ -15,7 +15,7 @@ from nasfast.research.analysis.moments.detect import detect, summarise
 from nasfast.research.analysis.moments.networks import NetConfig, gaussian, run
 from nasfast.research.studies.moments import marks, study
 from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
-from nasfast.research.studies.moments.measure import source_of
+from nasfast.research.studies.moments.measure import input_source
 from nasfast.research.studies.report import Check
 from nasfast.research.studies.run import run_study
 
@@ -117,7 +117,7 @@ NAMES = {2: "vanilla_histo", 3: "vanilla", 4: "bn_ff", 5: "bn_res"}
 
 def published(folder, cfg: FiguresConfig, shift: float = 0.0) -> None:
     """Arrays of our own networks, as if they were the published ones."""
-    source = source_of(cfg)
+    source = input_source(cfg)
     for figure, name in NAMES.items():
         found = run(cfg.network(figure), source, realisations=8, seed=7)
         curves = found.curves()

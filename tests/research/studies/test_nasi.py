@@ -14,7 +14,7 @@ from nasfast.indicators import IndicatorTable
 from nasfast.research.cells.prototypes import prototypes
 from nasfast.research.nasi.spaces import CellMixture
 from nasfast.research.studies.nasi.config import NasiCompareConfig, NasiQuickConfig, NasiSearchConfig
-from nasfast.research.studies.nasi.measure import enumerated, slope, small_space
+from nasfast.research.studies.nasi.measure import enumerate_space, slope, small_space
 from nasfast.research.studies.run import run_study
 from nasfast.search import search_table
 from nasfast.spaces import SearchSpace, load_arch, nas_bench_macro, read_space
@@ -52,16 +52,16 @@ def test_quick_tells_marks_and_tables(tmp_path):
 def test_the_expectation_is_that_of_the_enumeration_and_the_closed_form_is_its_best_direction():
     space, ((x, y), _) = small_space(), prototypes(3.0, 8, 1)
     mixture = CellMixture(space).double()
-    archs, q = enumerated(mixture, space, x.double(), y)
+    archs, q = enumerate_space(mixture, space, x.double(), y)
     assert len(archs) == len(q) == space.cardinality == 27 and float(q.min()) > 0
     # sum_A p(A) Q(A) (1[A_e = k] - 1 / K) at alpha = 0
-    found = slope(archs, q, torch.zeros(mixture.allowed.shape, dtype=torch.float64))
+    gradient = slope(archs, q, torch.zeros(mixture.allowed.shape, dtype=torch.float64))
     by_hand = [[q[[arch[e] == k for arch in archs]].sum() - q.sum() / 3 for k in range(3)] for e in range(3)]
-    torch.testing.assert_close(found, torch.tensor(by_hand)[None] / 27)
+    torch.testing.assert_close(gradient, torch.tensor(by_hand)[None] / 27)
     # no direction of norm 1 gains more to first order than the closed form
-    directions = torch.randn(5000, found.numel(), dtype=torch.float64)
-    gains = (directions / directions.norm(dim=1, keepdim=True)) @ found.flatten()
-    assert 0.5 * float(found.norm()) < float(gains.max()) <= float(found.norm())
+    directions = torch.randn(5000, gradient.numel(), dtype=torch.float64)
+    gains = (directions / directions.norm(dim=1, keepdim=True)) @ gradient.flatten()
+    assert 0.5 * float(gradient.norm()) < float(gains.max()) <= float(gradient.norm())
 
 
 @pytest.mark.parametrize("space", ["nas_bench_201", "choice_blocks", pytest.param("darts", marks=pytest.mark.slow)])
@@ -85,9 +85,9 @@ def test_a_layer_wise_search_writes_a_table_for_the_other_stages(tmp_path):
         NasiSearchConfig(space="nas_bench_macro", modes="standard, random labels", seeds=2, **TINY),
         out=tmp_path,
     )
-    found = IndicatorTable.load(tmp_path / "indicators.json")
-    assert found.meta == {"method": "nasi", "steps": 2, "seed": 0, "images": False}
-    best = search_table(found, found.space, top_k=1)[0].arch
+    indicators = IndicatorTable.load(tmp_path / "indicators.json")
+    assert indicators.meta == {"method": "nasi", "steps": 2, "seed": 0, "images": False}
+    best = search_table(indicators, indicators.space, top_k=1)[0].arch
     assert report.tables[0].rows[0][1] == " ".join(map(str, best))
     moved = [row[0] for row in table(report, "of 8 choices").rows]
     assert moved == [

@@ -12,7 +12,7 @@ import pytest
 from nasfast.research.cells.gates import uniform_logits
 from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchConfig, CellSearchResult
 from nasfast.research.cells.space import DARTS_OPS, Cell, CellSpace, Edge, minimal_cell
-from nasfast.research.studies.report import StudyReport, checks_of
+from nasfast.research.studies.report import StudyReport, name_checks
 from nasfast.research.studies.run import no_task
 from nasfast.research.studies.wiring import study
 from nasfast.research.studies.wiring.config import CollapseConfig, GrowthConfig, WidthConfig
@@ -185,7 +185,7 @@ def assert_marks(found: StudyReport, expected: Mapping[str, tuple[float, float, 
 def test_a_pattern_is_judged_for_every_seed(runner):
     found = study.growth(GrowthConfig(seeds=2), None, no_task)
     m = measures(runner.found["dsnas", 1])
-    expected = checks_of("seed 1", PATTERNS["P1"].marks(m))
+    expected = name_checks("seed 1", PATTERNS["P1"].marks(m))
     assert len(found.checks) == 2 * len(expected) and found.checks[len(expected) :] == tuple(expected)
     assert found.notes == ()
     verdict = found.verdicts["P1, seed 0"]
@@ -316,5 +316,5 @@ SEEN = {
 def test_signs_and_marks_of_a_pattern(pattern, change, sign, mark):
     found, m = PATTERNS[pattern], {**SEEN[pattern], **change}
     assert [what for what, is_so in found.signs.items() if not is_so(m)] == ([sign] if sign else [])
-    missed = [check.name for check in checks_of("m", found.marks(m)) if not check.passed]
+    missed = [check.name for check in name_checks("m", found.marks(m)) if not check.passed]
     assert missed == ([f"m: {mark}"] if mark else [])

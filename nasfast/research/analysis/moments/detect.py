@@ -43,8 +43,8 @@ class Line:
 def fit_line(x: Array, y: Array) -> Line:
     """The straight line through the finite points; nan if there are fewer than two."""
     x, y = np.asarray(x, dtype=float), np.asarray(y, dtype=float)
-    known = np.isfinite(x) & np.isfinite(y)
-    x, y = x[known], y[known]
+    finite = np.isfinite(x) & np.isfinite(y)
+    x, y = x[finite], y[finite]
     if len(x) < 2 or np.ptp(x) == 0:
         return Line(math.nan, math.nan, math.nan)
     slope, intercept = np.polyfit(x, y, 1)
@@ -74,7 +74,7 @@ def fit_power_law(depth: Array, chi: Array, increments: Array, units: int) -> Po
     return PowerLaw(tau, float((chi * power).sum() / (power**2).sum()))
 
 
-def power_law_of(run: Run) -> PowerLaw:
+def predict_power_law(run: Run) -> PowerLaw:
     """`fit_power_law` for the run of a residual network."""
     chi, first = np.exp(run.log_chi("sum")), np.exp(run.log_chi("unit"))
     increments = first.mean(0) / np.exp(run.log_chi("input")).mean(0)
@@ -89,12 +89,12 @@ def summarise(curves: Mapping[str, Array]) -> dict[str, Array]:
     """
     result: dict[str, Array] = {}
     for name, values in curves.items():
-        known = np.where(np.isfinite(values), values, np.nan)
+        finite = np.where(np.isfinite(values), values, np.nan)
         with warnings.catch_warnings():
             # numpy warns of a record without a value
             warnings.simplefilter("ignore", RuntimeWarning)
-            low, high = np.nanquantile(known, (0.16, 0.84), axis=0)
-            result |= {f"{name}_mean": np.nanmean(known, 0), f"{name}_std": np.nanstd(known, 0)}
+            low, high = np.nanquantile(finite, (0.16, 0.84), axis=0)
+            result |= {f"{name}_mean": np.nanmean(finite, 0), f"{name}_std": np.nanstd(finite, 0)}
         result |= {f"{name}_p16": low, f"{name}_p84": high}
     return result
 
@@ -125,8 +125,8 @@ def detect(depth: Array, curves: Mapping[str, Array]) -> Verdict:
             (realisations, records). Records whose signal is lost in rounding are nan and left out.
     """
     mean = {name: summarise({name: np.atleast_2d(values)})[f"{name}_mean"] for name, values in curves.items()}
-    known = np.isfinite(mean["logchi"]) & np.isfinite(mean["variance_share"])
-    layers, mean = np.asarray(depth, dtype=float)[known], {name: values[known] for name, values in mean.items()}
+    valid = np.isfinite(mean["logchi"]) & np.isfinite(mean["variance_share"])
+    layers, mean = np.asarray(depth, dtype=float)[valid], {name: values[valid] for name, values in mean.items()}
     if not len(layers):
         raise ValueError("detect: no record with a signal")
     half, late = layers >= layers[-1] / 2, layers > layers[-1] / 4

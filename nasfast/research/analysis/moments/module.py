@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from nasfast.config import nearest
-from nasfast.research.analysis.jacobian import Array, applied, differentiable_operators, frozen_copy
+from nasfast.research.analysis.jacobian import Array, apply, differentiable_operators, frozen_copy
 from nasfast.research.analysis.moments.pairs import Pair, energies, ranks, shape
 
 Function = Callable[[Tensor], Tensor]
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-def held(module: _Module) -> _Module:
+def hold_statistics(module: _Module) -> _Module:
     """A copy in evaluation mode whose BatchNorms use the statistics of each batch as constants of the derivative.
 
     One forward pass is enough, because every BatchNorm takes its statistics from its input just before it uses them.
@@ -33,11 +33,11 @@ def held(module: _Module) -> _Module:
         if isinstance(norm, nn.modules.batchnorm._BatchNorm):
             norm.track_running_stats = True
             norm.eval()
-            norm.register_forward_pre_hook(_hold)
+            norm.register_forward_pre_hook(_set_statistics)
     return copy
 
 
-def _hold(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def _set_statistics(norm: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     """Set a BatchNorm's running statistics to those of its input."""
     x = forward_ad.unpack_dual(inputs[0]).primal if forward_ad._current_level >= 0 else inputs[0]
     over = [d for d in range(x.ndim) if d != 1]
@@ -50,14 +50,14 @@ def push(function: Function, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tenso
     """(f(x), J dx) in one forward pass; J dx is zero if f does not depend on x.
 
     Args:
-        function: a function of one tensor, with forward-mode derivatives; a module should be `held`.
+        function: a function of one tensor, with forward-mode derivatives; a module should come from `hold_statistics`.
         pair: x and dx, (N, ...).
 
     Raises:
         ValueError: the function cannot take x, returns no tensor, or has an operation without derivative.
     """
     with differentiable_operators(), torch.no_grad(), forward_ad.dual_level():
-        y, dy = forward_ad.unpack_dual(applied(function, forward_ad.make_dual(*pair)))
+        y, dy = forward_ad.unpack_dual(apply(function, forward_ad.make_dual(*pair)))
         return y, torch.zeros_like(y) if dy is None else dy
 
 
@@ -81,7 +81,7 @@ class ModuleMoments:
     curves: dict[str, Array]
 
 
-def statistics_of(x: Tensor, dx: Tensor, start: float) -> dict[str, float]:
+def measure_place(x: Tensor, dx: Tensor, start: float) -> dict[str, float]:
     """The values of the curves at one place, from signal and noise (N, C, *spatial).
 
     `start` is the `sensitivity` of the inputs.
@@ -120,10 +120,10 @@ def module_moments(
     """
     if draws < 1:
         raise ValueError(f"module_moments: draws must be at least 1, got {draws}")
-    copy = held(module)
+    copy = hold_statistics(module)
     modules = dict(copy.named_modules())
-    chosen = _children(copy) if probes is None else list(probes)
-    for name in chosen:
+    probe_names = _children(copy) if probes is None else list(probes)
+    for name in probe_names:
         if name not in modules:
             raise ValueError(f"module_moments: no submodule {name!r}; {nearest(name, [n for n in modules if n])}")
     generator = torch.Generator().manual_seed(seed)
@@ -137,16 +137,20 @@ def module_moments(
         def record(name: str, y: object, start: float = start, row: list = row, names: list = names) -> None:
             if isinstance(y, Tensor) and y.ndim > 1 and len(y) == len(x):
                 primal, tangent = forward_ad.unpack_dual(y)
-                row.append(statistics_of(primal, torch.zeros_like(primal) if tangent is None else tangent, start))
+                row.append(measure_place(primal, torch.zeros_like(primal) if tangent is None else tangent, start))
                 names.append(name)
 
-        handles = [modules[name].register_forward_hook(lambda _m, _i, y, name=name: record(name, y)) for name in chosen]
+        handles = [
+            modules[name].register_forward_hook(lambda _m, _i, y, name=name: record(name, y)) for name in probe_names
+        ]
         push(copy, (x.float(), dx))
         for handle in handles:
             handle.remove()
         rows.append(row)
     if not names:
-        raise ValueError(f"module_moments: none of the probes {', '.join(chosen)} was called with one tensor as result")
+        raise ValueError(
+            f"module_moments: none of the probes {', '.join(probe_names)} was called with one tensor as result"
+        )
     curves = {key: np.array([[place[key] for place in row] for row in rows]) for key in rows[0][0]}
     curves["inc"] = np.exp(np.diff(curves["logchi"], axis=1, prepend=0.0))
     return ModuleMoments(tuple(names), curves)

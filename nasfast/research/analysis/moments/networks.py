@@ -77,13 +77,13 @@ def images(pixels: Tensor, *, flat: bool = False) -> Source:
     def draw(batch: int, generator: torch.Generator) -> Tensor:
         if batch > len(pixels):
             raise ValueError(f"moments: a batch of {batch} needs {batch} images, got {len(pixels)}: lower the batch")
-        chosen = pixels[torch.randperm(len(pixels), generator=generator)[:batch]].float()
-        return chosen.flatten(1) if flat else chosen
+        batch_pixels = pixels[torch.randperm(len(pixels), generator=generator)[:batch]].float()
+        return batch_pixels.flatten(1) if flat else batch_pixels
 
     return draw
 
 
-def standardised(x: Tensor) -> Tensor:
+def standardise(x: Tensor) -> Tensor:
     """Scale (B, C, *spatial) to mean 0 and standard deviation 1 per channel, over samples and positions."""
     over = (0, *range(2, x.ndim))
     std, mean = torch.std_mean(x, over, correction=0, keepdim=True)
@@ -112,7 +112,7 @@ class Draws:
 
     def inputs(self, source: Source, batch: int) -> Pair:
         """Standardised inputs and white noise."""
-        x = torch.stack([standardised(source(batch, g)) for g in self.data], 1)
+        x = torch.stack([standardise(source(batch, g)) for g in self.data], 1)
         dx = torch.stack([torch.randn(x[:, r].shape, generator=g) for r, g in enumerate(self.noise)], 1)
         return Pair.of(x.to(self.device, self.dtype), dx.to(self.device, self.dtype))
 
@@ -175,9 +175,15 @@ def propagate(cfg: NetConfig, draws: Draws, pair: Pair) -> Iterator[dict[str, Pa
         yield places
 
 
-_OF_LAYER: dict[str, tuple[Callable[[Pair], dict[str, Tensor]], ...]]
-_OF_LAYER = {"input": (energies,), "norm": (energies, shape), "act": (energies, ranks)}
-_OF_RESIDUAL = {**_OF_LAYER, "act": (ranks,), "unit": (energies,), "branch": (energies,), "sum": (energies, ranks)}
+_LAYER_STATISTICS: dict[str, tuple[Callable[[Pair], dict[str, Tensor]], ...]]
+_LAYER_STATISTICS = {"input": (energies,), "norm": (energies, shape), "act": (energies, ranks)}
+_RESIDUAL_STATISTICS = {
+    **_LAYER_STATISTICS,
+    "act": (ranks,),
+    "unit": (energies,),
+    "branch": (energies,),
+    "sum": (energies, ranks),
+}
 """The statistics that are taken at each place."""
 
 
@@ -243,23 +249,22 @@ def run_chunk(
     ratio = start["log_mu2_noise"] - start["log_mu2_signal"]
     values: dict[str, Array] = {"log_ratio_0": ratio[:, None].cpu().numpy()}
     lost = np.zeros(len(realisations), dtype=bool)
-    records = cfg.records
     for layer, places in enumerate(propagate(cfg, draws, pair), 1):
         if layer % cfg.every:
             continue
-        measured = {
+        statistics = {
             f"{name}_{place}": statistic.cpu().numpy()
-            for place, functions in (_OF_RESIDUAL if cfg.residual else _OF_LAYER).items()
+            for place, functions in (_RESIDUAL_STATISTICS if cfg.residual else _LAYER_STATISTICS).items()
             for function in functions
             for name, statistic in function(places[place]).items()
         }
         out = "sum" if cfg.residual else "act"
         with np.errstate(invalid="ignore"):
-            share = measured[f"log_mu2_signal_{out}"] - measured[f"log_nu2_signal_{out}"]
+            share = statistics[f"log_mu2_signal_{out}"] - statistics[f"log_nu2_signal_{out}"]
         # the condition is written so that nan counts as lost
         lost |= ~(share > np.log(_LOST[cfg.dtype]))
-        for key, statistic in measured.items():
-            curve = values.setdefault(key, np.full((len(realisations), len(records)), np.nan))
+        for key, statistic in statistics.items():
+            curve = values.setdefault(key, np.full((len(realisations), len(cfg.records)), np.nan))
             curve[~lost, layer // cfg.every - 1] = statistic[~lost]
         if lost.all():
             break

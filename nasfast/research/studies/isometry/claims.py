@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,51 +20,51 @@ _NEARLY_ALL = 0.95
 # The largest deviation that still counts as "~ 1" or "~ 0".
 _NEAR = 0.1
 
-Found = dict[str, tuple[str, bool]]
+Evidence = dict[str, tuple[str, bool]]
 """What a sentence speaks of -> what was measured, and whether the sentence holds for it."""
 
 
-def claims_of(own: str, measured: Measured) -> list[Claim]:
-    """The paper's sentences beside the numbers, for a space whose activation is `own`.
+def judge_claims(act: str, measured: Measured) -> list[Claim]:
+    """The paper's sentences beside the numbers, for a space whose activation is `act`.
 
     Every verdict follows from the numbers by the thresholds above. The text behind "theory:" is the reason that a
     closed form gives.
     """
-    tanh, orthogonal, gaussian = "orthogonal, tanh", f"orthogonal, {own}", f"gaussian, {own}"
+    tanh, orthogonal, gaussian = "orthogonal, tanh", f"orthogonal, {act}", f"gaussian, {act}"
     rows = measured.rows
-    fair = (("f_var", False), ("f_iso", False), ("f_iso", True), ("f_phi", True), ("distortion", True))
+    spreads = (("f_var", False), ("f_iso", False), ("f_iso", True), ("f_phi", True), ("distortion", True))
     return [
-        judged(
+        judge(
             "orthogonal convolutions are dynamical isometries: phi / g^2 = 1 and varphi / g^4 = 0",
             _convolutions_isometric(orthogonal, measured),
             "an expansion by t has varphi t - 1, as its output has directions that no input reaches, and a depthwise "
             "filter 0 only with a single live tap",
         ),
-        judged(
+        judge(
             "candidate modules with orthogonal weights are dynamical isometries (medians over branches)",
             _modules_isometric((tanh, orthogonal), measured),
             "it assumes tanh and has no BatchNorm",
         ),
-        judged(
+        judge(
             "the theory of layers without BatchNorm carries over to blocks with it: differences grow as the signal "
             "does",
-            _gain_is_one(own, rows.get(orthogonal, ())),
+            _gain_is_one(act, rows.get(orthogonal, ())),
             "BatchNorm makes the gain r^(number of activations), whatever the weights",
         ),
-        judged(
+        judge(
             "orthogonal weights are nearer to isometry than Gaussian ones (varphi of the branch)",
             _nearer(rows.get(orthogonal, ()), rows.get(gaussian, ())),
         ),
-        judged(
+        judge(
             "orthogonal candidates of a layer transmit signals equally, Gaussian ones do not (spreads over candidates)",
-            _clearly_smaller(orthogonal, gaussian, measured, fair),
+            _clearly_smaller(orthogonal, gaussian, measured, spreads),
         ),
-        judged(
+        judge(
             "equal variances of the candidates come from the orthogonal weights",
             _clearly_smaller(orthogonal, gaussian, measured, (("f_var", True), ("f_var", False))),
             "a BatchNorm at the end makes variances equal with any weights",
         ),
-        judged(
+        judge(
             "with orthogonal weights the differences between paths do not add up with depth, with Gaussian ones they "
             "do",
             _adds_up(orthogonal, gaussian, measured),
@@ -72,59 +72,59 @@ def claims_of(own: str, measured: Measured) -> list[Claim]:
     ]
 
 
-def judged(claim: str, found: Mapping[str, tuple[str, bool]], theory: str = "") -> Claim:
+def judge(claim: str, evidence: Evidence, theory: str = "") -> Claim:
     """A sentence and its verdict: it holds, holds in part, or does not hold; `theory` is why it may not."""
-    if not found:
+    if not evidence:
         return Claim(claim, "nothing to compare", "-")
-    held = [name for name, (_, so) in found.items() if so]
-    whole = len(held) == len(found)
-    verdict = "holds" if whole else f"holds in part: {', '.join(held)}" if held else "does not hold"
+    confirmed = [name for name, (_, holds) in evidence.items() if holds]
+    whole = len(confirmed) == len(evidence)
+    verdict = "holds" if whole else f"holds in part: {', '.join(confirmed)}" if confirmed else "does not hold"
     verdict += f"; theory: {theory}" if theory and not whole else ""
-    return Claim(claim, "; ".join(f"{name} {words}" for name, (words, _) in found.items()), f"{verdict}.")
+    return Claim(claim, "; ".join(f"{name} {words}" for name, (words, _) in evidence.items()), f"{verdict}.")
 
 
-def bn_text(indicator_bn: bool) -> str:
-    """Whether the indicator BatchNorms are there, in words."""
-    return f"{'with' if indicator_bn else 'without'} indicator BN"
+def indicator_text(block_indicator: bool) -> str:
+    """Whether the block indicators are there, in words."""
+    return f"{'with' if block_indicator else 'without'} indicator BN"
 
 
 def _isometric(phi: float, varphi: float) -> bool:
     return abs(phi - 1) <= _NEAR and abs(varphi) <= _NEAR
 
 
-def _convolutions_isometric(setting: str, measured: Measured) -> Found:
-    found = {}
+def _convolutions_isometric(setting: str, measured: Measured) -> Evidence:
+    evidence = {}
     for c in (c for c in measured.convolutions if c["setting"] == setting):
         expected = "" if c["expected_varphi"] is None else f" (closed form {c['expected_varphi']:.2f})"
         words = f"{c['phi']:.3f}, {c['varphi']:.2f}{expected}"
-        found[c["kind"].replace(",", "")] = words, _isometric(c["phi"], c["varphi"])
-    return found
+        evidence[c["kind"].replace(",", "")] = words, _isometric(c["phi"], c["varphi"])
+    return evidence
 
 
-def _modules_isometric(settings: Sequence[str], measured: Measured) -> Found:
-    found = {}
+def _modules_isometric(settings: Sequence[str], measured: Measured) -> Evidence:
+    evidence = {}
     for setting in dict.fromkeys(s for s in settings if s in measured.rows):
         phi, varphi = np.median([(r.branch.phi, r.branch.varphi) for r in measured.rows[setting]], axis=0)
-        found[f"({setting})"] = f"phi {phi:.2f}, varphi {varphi:.2f}", _isometric(phi, varphi)
-    return found
+        evidence[f"({setting})"] = f"phi {phi:.2f}, varphi {varphi:.2f}", _isometric(phi, varphi)
+    return evidence
 
 
-def _gain_is_one(own: str, rows: Sequence[Row]) -> Found:
-    r = relative_gain(own)
+def _gain_is_one(act: str, rows: Sequence[Row]) -> Evidence:
+    r = relative_gain(act)
     # a branch with a constant output has no gain
-    found = [(x.gain, x.acts) for x in rows if x.acts is not None and math.isfinite(x.gain)]
-    if not found:
+    gains = [(row.gain, row.acts) for row in rows if row.acts is not None and math.isfinite(row.gain)]
+    if not gains:
         return {}
-    gain = float(np.median([value for value, _ in found]))
-    middle, low, high = np.quantile([value / r**acts for value, acts in found], (0.5, 0.05, 0.95))
+    gain = float(np.median([value for value, _ in gains]))
+    middle, low, high = np.quantile([value / r**acts for value, acts in gains], (0.5, 0.05, 0.95))
     words = (
-        f"{gain:.2f} of {len(found)} candidates; over r^(number of activations), r = {r:.3f} for {own}: median "
+        f"{gain:.2f} of {len(gains)} candidates; over r^(number of activations), r = {r:.3f} for {act}: median "
         f"{middle:.2f}, 5 % to 95 % from {low:.2f} to {high:.2f}"
     )
     return {"median gain phi Var(in) / Var(out)": (words, abs(gain - 1) <= _NEAR)}
 
 
-def _nearer(orthogonal: Sequence[Row], gaussian: Sequence[Row]) -> Found:
+def _nearer(orthogonal: Sequence[Row], gaussian: Sequence[Row]) -> Evidence:
     """Orthogonal with Gaussian weights, by varphi of the branches."""
     by_place = {(r.layer, r.name): r.branch.varphi for r in gaussian}
     pairs = [(r.branch.varphi, by_place[r.layer, r.name]) for r in orthogonal]
@@ -141,15 +141,18 @@ def _nearer(orthogonal: Sequence[Row], gaussian: Sequence[Row]) -> Found:
     }
 
 
-def _clearly_smaller(orthogonal: str, gaussian: str, measured: Measured, which: Sequence[tuple[str, bool]]) -> Found:
-    """Means over layers of spreads, with or without indicator BN, orthogonal against Gaussian."""
-    means = {(m["setting"], m["indicator_bn"]): m for m in measured.fairness_means}
-    found = {}
-    for key, bn in which if means else ():
-        a, b = (means[setting, bn][key] for setting in (orthogonal, gaussian))
+def _clearly_smaller(
+    orthogonal: str, gaussian: str, measured: Measured, spreads: Sequence[tuple[str, bool]]
+) -> Evidence:
+    """Means over layers of spreads, with or without block indicators, orthogonal against Gaussian."""
+    means = {(m["setting"], m["block_indicator"]): m for m in measured.fairness_means}
+    evidence = {}
+    for spread, indicator in spreads if means else ():
+        a, b = (means[setting, indicator][spread] for setting in (orthogonal, gaussian))
         if a is not None and b is not None and math.isfinite(a) and math.isfinite(b):
-            found[f"{key} {bn_text(bn)}"] = f"{a:.4f} against {b:.4f}", a < _CLEARLY * b and b > _ROUNDING
-    return found
+            name = f"{spread} {indicator_text(indicator)}"
+            evidence[name] = f"{a:.4f} against {b:.4f}", a < _CLEARLY * b and b > _ROUNDING
+    return evidence
 
 
 def _growth(std: Sequence[float]) -> tuple[float, float]:
@@ -158,29 +161,30 @@ def _growth(std: Sequence[float]) -> tuple[float, float]:
     The root of depth is how a spread grows where every layer adds a difference of its own. Layers without any spread
     are left out, because a BatchNorm at the end of a reduction sets it to 0 at any depth.
     """
-    known = np.array(std)
-    deep = np.flatnonzero(known > _ROUNDING)
-    if len(deep) < 2:
+    spread = np.array(std)
+    layers = np.flatnonzero(spread > _ROUNDING)
+    if len(layers) < 2:
         return 1.0, 1.0
-    quarter = max(1, len(deep) // 4)
-    first, last = deep[:quarter], deep[-quarter:]
-    return float(known[last].mean() / known[first].mean()), float(np.sqrt(last + 1).mean() / np.sqrt(first + 1).mean())
+    quarter = max(1, len(layers) // 4)
+    first, last = layers[:quarter], layers[-quarter:]
+    root = np.sqrt(last + 1).mean() / np.sqrt(first + 1).mean()
+    return float(spread[last].mean() / spread[first].mean()), float(root)
 
 
-def _adds_up(orthogonal: str, gaussian: str, measured: Measured) -> Found:
+def _adds_up(orthogonal: str, gaussian: str, measured: Measured) -> Evidence:
     """Differences between paths: std of log Var(h), last quarter of the layers over first."""
-    std = {(d["setting"], d["indicator_bn"]): d["std"] for d in measured.depth}
-    found = {}
-    for bn in (True, False):
-        pair = [std.get((s, bn), ()) for s in (orthogonal, gaussian)]
+    std = {(d["setting"], d["block_indicator"]): d["std"] for d in measured.depth}
+    evidence = {}
+    for indicator in (True, False):
+        pair = [std.get((setting, indicator), ()) for setting in (orthogonal, gaussian)]
         if min(map(len, pair)) < 2 or max(map(max, pair)) <= _ROUNDING:
             continue
-        grown = [_growth(values) for values in pair]
+        growths = [_growth(values) for values in pair]
         # 64 paths give the std of one layer to a tenth
-        adds = [value >= max(1 / _CLEARLY, _CLEARLY * alone) for value, alone in grown]
+        adds_up = [growth >= max(1 / _CLEARLY, _CLEARLY * root) for growth, root in growths]
         words = " against ".join(
-            f"{np.mean(values):.4f}, growing by {value:.2f} ({alone:.2f} if differences add up)"
-            for values, (value, alone) in zip(pair, grown, strict=True)
+            f"{np.mean(values):.4f}, growing by {growth:.2f} ({root:.2f} if differences add up)"
+            for values, (growth, root) in zip(pair, growths, strict=True)
         )
-        found[bn_text(bn)] = words, adds == [False, True]
-    return found
+        evidence[indicator_text(indicator)] = words, adds_up == [False, True]
+    return evidence

@@ -10,7 +10,7 @@ from matplotlib.colors import TwoSlopeNorm
 from nasfast.research.analysis.meanfield import phase_diagram
 from nasfast.research.studies.draw import GREY, INK, SERIES, Figure, level, literal
 from nasfast.research.studies.isometry.measure import EDGES, Row
-from nasfast.research.studies.report import Form
+from nasfast.research.studies.report import Record
 
 _DIAGRAM_ACT = "tanh"
 _DENSITIES = 6
@@ -20,7 +20,7 @@ Rows = Mapping[str, Sequence[Row]]
 
 def _places(rows: Rows) -> list[str]:
     """The places of the horizontal axis: layers, or the parts of a module without the whole, which would dwarf them."""
-    places = list(dict.fromkeys(row.place for own in rows.values() for row in own))
+    places = list(dict.fromkeys(row.place for setting_rows in rows.values() for row in setting_rows))
     return [place for place in places if place != "whole"] or places
 
 
@@ -37,8 +37,9 @@ def moments(title: str, rows: Rows) -> Figure:
     names = [literal(place.removeprefix("layer ")) for place in places]
     for ax, (text, (ideal, value)) in zip(figure.axes, quantities.items(), strict=True):
         shifts = np.linspace(-0.22, 0.22, len(rows))
-        for colour, shift, (setting, own) in zip(SERIES, shifts, rows.items(), strict=False):
-            x, y = np.array([(places.index(r.place), value(r)) for r in own if r.place in places], dtype=float).T
+        for colour, shift, (setting, setting_rows) in zip(SERIES, shifts, rows.items(), strict=False):
+            dots = [(places.index(row.place), value(row)) for row in setting_rows if row.place in places]
+            x, y = np.array(dots, dtype=float).T
             ax.plot(x + shift, y, "o", color=colour, ms=3, alpha=0.55)
             medians = [np.nanmedian(y[x == at]) for at in np.unique(x)]
             ax.plot(np.unique(x) + shift, medians, color=colour, label=setting)
@@ -51,16 +52,16 @@ def moments(title: str, rows: Rows) -> Figure:
 def densities(rows: Rows) -> Figure:
     """Histograms of the singular values at a few places."""
     places = _places(rows)
-    chosen = np.unique(np.linspace(0, len(places) - 1, min(_DENSITIES, len(places))).astype(int))
+    panels = np.unique(np.linspace(0, len(places) - 1, min(_DENSITIES, len(places))).astype(int))
     caption = (
         "Share of the branch's singular values per bin of 0.1, pooled over the candidates of the layer; isometry would "
         "be one spike at 1. The bin at 0 is cut off."
     )
-    figure = Figure("singular values", caption, len(chosen), columns=3, height=2.4)
-    for ax, place in zip(figure.axes, (places[i] for i in chosen), strict=True):
+    figure = Figure("singular values", caption, len(panels), columns=3, height=2.4)
+    for ax, place in zip(figure.axes, (places[i] for i in panels), strict=True):
         top = 0.0
-        for colour, (setting, own) in zip(SERIES, rows.items(), strict=False):
-            shares = [row.histogram for row in own if row.place == place]
+        for colour, (setting, setting_rows) in zip(SERIES, rows.items(), strict=False):
+            shares = [row.histogram for row in setting_rows if row.place == place]
             if shares:
                 mean = np.mean(shares, axis=0)
                 # the bin of singular values at 0 would hide the rest
@@ -71,21 +72,21 @@ def densities(rows: Rows) -> Figure:
     return figure
 
 
-def by_layer(title: str, caption: str, found: Sequence[Form], panels: Mapping[str, str]) -> Figure:
-    """A line for every setting: solid with indicator BatchNorms, dotted without; a panel for every key of `found`.
+def spreads(title: str, caption: str, records: Sequence[Record], panels: Mapping[str, str]) -> Figure:
+    """A line for every setting by layer, solid with block indicators and dotted without; a panel for every key.
 
-    A row has the values of all layers, or is one layer's.
+    A record has the values of all layers, or is one layer's.
     """
     figure = Figure(title, caption + " Solid: with indicator BN. Dotted: without it.", len(panels))
     for ax, (key, text) in zip(figure.axes, panels.items(), strict=True):
-        for colour, setting in zip(SERIES, dict.fromkeys(f["setting"] for f in found), strict=False):
-            for bn in (True, False):
-                rows = [f for f in found if (f["setting"], f["indicator_bn"]) == (setting, bn)]
-                whole = bool(rows) and "layer" not in rows[0]
-                values = rows[0][key] if whole else [row[key] for row in rows]
-                x = range(len(values)) if whole else [row["layer"] for row in rows]
+        for colour, setting in zip(SERIES, dict.fromkeys(r["setting"] for r in records), strict=False):
+            for indicator in (True, False):
+                rows = [r for r in records if (r["setting"], r["block_indicator"]) == (setting, indicator)]
+                all_layers = bool(rows) and "layer" not in rows[0]
+                values = rows[0][key] if all_layers else [row[key] for row in rows]
+                x = range(len(values)) if all_layers else [row["layer"] for row in rows]
                 y = np.array(values, dtype=float)  # None becomes nan
-                ax.plot(x, y, "-" if bn else ":", color=colour, label=setting if bn else None)
+                ax.plot(x, y, "-" if indicator else ":", color=colour, label=setting if indicator else None)
         ax.set(title=text, xlabel="layer", ylim=(1 if key == "ratio" else 0, None))
     return figure
 

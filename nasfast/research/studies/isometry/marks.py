@@ -13,7 +13,7 @@ from nasfast.ops.modules import ConvBNAct, InvertedResidual
 from nasfast.research.analysis.fairness import channel_moments
 from nasfast.research.analysis.jacobian import circular_conv_moments, isometry
 from nasfast.research.analysis.meanfield import activation, normal_nodes
-from nasfast.research.studies.isometry.measure import branch_of
+from nasfast.research.studies.isometry.measure import select_branch
 from nasfast.research.studies.report import Check
 from nasfast.supernet import Init, initialize
 from nasfast.supernet.init import GAINS
@@ -26,6 +26,8 @@ _SIGMAS = 4
 _MIN_GAUSSIAN_WEIGHTS = 80_000
 # Channels of the linear pair of the spec, and of the blocks with BatchNorm and the size of their map.
 _PAIR_CHANNELS, _BLOCK_CHANNELS, _BLOCK_SIZE = 96, 32, 14
+# Expansion of both.
+_EXPANSION = 6
 # One Gaussian pair scatters by more than the mark allows, and finite width adds a percent.
 _PAIR_DRAWS = 32
 
@@ -41,7 +43,7 @@ def relative_gain(act: str) -> float:
     return float(weights @ a.slope(nodes) ** 2 / (weights @ values**2 - (weights @ values) ** 2))
 
 
-def _kind_of(conv: nn.Conv2d) -> tuple[str, dict[str, float]]:
+def _convolution_kind(conv: nn.Conv2d) -> tuple[str, dict[str, float]]:
     """A kind of convolution, and the closed form of varphi / g^4 by scheme of its weights, where there is one."""
     k, out, fan_in = conv.kernel_size[0], conv.out_channels, conv.in_channels
     if conv.groups == fan_in > 1:
@@ -67,38 +69,34 @@ def measure_convolutions(module: nn.Module, *, setting: str, scheme: str) -> tup
     for unit in module.modules():
         if not isinstance(unit, ConvBNAct):
             continue
-        (name, forms), g2 = _kind_of(unit.conv), GAINS[unit.act_name] ** 2
+        (name, forms), g2 = _convolution_kind(unit.conv), GAINS[unit.act_name] ** 2
         firsts, seconds = circular_conv_moments(unit.conv.weight, unit.conv.groups)
         weights[name] = weights.get(name, 0) + unit.conv.weight.numel()
         closed = np.full(len(firsts), forms.get(scheme, math.nan))
         pooled.setdefault(name, []).append((firsts / g2, seconds / g2**2, closed))
     rows, marks = [], []
-    for name, found in sorted(pooled.items()):
-        # the filters of a depthwise convolution share a row of `found`; any other convolution is one block
-        firsts, seconds, closed = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    for name, convolutions in sorted(pooled.items()):
+        # a depthwise convolution has moments for each of its filters, any other one for all of it
+        firsts, seconds, closed = (np.concatenate(parts) for parts in zip(*convolutions, strict=True))
         phi = float(firsts.mean())
         varphi = float(seconds.mean() - phi**2)
         expected = None if np.isnan(closed).any() else float(closed.mean())
-        row: dict[str, Any] = {"setting": setting, "kind": name, "count": len(found), "phi": phi, "varphi": varphi}
+        row = {"setting": setting, "kind": name, "count": len(convolutions), "phi": phi, "varphi": varphi}
         rows.append({**row, "expected_varphi": expected})
         if scheme == "gaussian" and weights[name] < _MIN_GAUSSIAN_WEIGHTS:
             continue
-        marks.append(Check.near(f"{setting}: {name}: phi / g^2", 1.0, max(_PHI_MARK, _SIGMAS * _error(firsts)), phi))
+        tolerance = max(_PHI_MARK, _SIGMAS * _standard_error(firsts))
+        marks.append(Check.near(f"{setting}: {name}: phi / g^2", 1.0, tolerance, phi))
         if expected is not None:
-            allowed = max(_VARPHI_MARK * (expected or 1), _SIGMAS * _error(seconds - 2 * phi * firsts - closed))
-            marks.append(Check.near(f"{setting}: {name}: varphi / g^4", expected, allowed, varphi))
+            error = _standard_error(seconds - 2 * phi * firsts - closed)
+            tolerance = max(_VARPHI_MARK * (expected or 1), _SIGMAS * error)
+            marks.append(Check.near(f"{setting}: {name}: varphi / g^4", expected, tolerance, varphi))
     return rows, marks
 
 
-def _error(values: np.ndarray) -> float:
+def _standard_error(values: np.ndarray) -> float:
+    """Standard error of the mean; 0 of a single value."""
     return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else 0.0
-
-
-def _pair_varphi(scheme: Init, expansion: int, seed: int) -> float:
-    wide = expansion * _PAIR_CHANNELS
-    pair = nn.Sequential(nn.Linear(_PAIR_CHANNELS, wide, bias=False), nn.Linear(wide, _PAIR_CHANNELS, bias=False))
-    initialize(pair, scheme, seed=seed)
-    return isometry(pair, torch.zeros(1, _PAIR_CHANNELS), samples=1).varphi
 
 
 def block_marks(act: str, *, seed: int = 0) -> list[Check]:
@@ -109,24 +107,22 @@ def block_marks(act: str, *, seed: int = 0) -> list[Check]:
     """
     marks = []
     generator = torch.Generator().manual_seed(seed)
-    expansion = 6
+    narrow, wide = _PAIR_CHANNELS, _EXPANSION * _PAIR_CHANNELS
     signs: dict[Init, int] = {"orthogonal": -1, "gaussian": 1}
     for scheme, sign in signs.items():
-        found = [_pair_varphi(scheme, expansion, _PAIR_DRAWS * seed + i) for i in range(_PAIR_DRAWS)]
-        expected, name = 1 + sign / expansion, f"{scheme}: linear pair, expansion {expansion}: varphi"
-        marks.append(Check.near(name, expected, _VARPHI_MARK * expected, float(np.mean(found))))
+        varphis = []
+        for i in range(_PAIR_DRAWS):
+            pair = nn.Sequential(nn.Linear(narrow, wide, bias=False), nn.Linear(wide, narrow, bias=False))
+            initialize(pair, scheme, seed=_PAIR_DRAWS * seed + i)
+            varphis.append(isometry(pair, torch.zeros(1, narrow), samples=1).varphi)
+        expected, name = 1 + sign / _EXPANSION, f"{scheme}: linear pair, expansion {_EXPANSION}: varphi"
+        marks.append(Check.near(name, expected, _VARPHI_MARK * expected, float(np.mean(varphis))))
     for name in dict.fromkeys(("identity", "tanh", act)):
-        block = InvertedResidual(_BLOCK_CHANNELS, _BLOCK_CHANNELS, kernel_size=3, stride=1, expand=expansion, act=name)
+        block = InvertedResidual(_BLOCK_CHANNELS, _BLOCK_CHANNELS, kernel_size=3, stride=1, expand=_EXPANSION, act=name)
         initialize(block, "orthogonal", seed=seed)
         h = torch.randn(64, _BLOCK_CHANNELS, _BLOCK_SIZE, _BLOCK_SIZE, generator=generator)
-        branch = isometry(branch_of(block)[0], h, probes=32, samples=4, lanczos_steps=0, circular=True, seed=seed)
-        expected = relative_gain(name) ** 2
-        marks.append(
-            Check.near(
-                f"orthogonal: branch with BatchNorm, {name}: phi Var(h)",
-                expected,
-                _GAIN_MARK * expected,
-                branch.phi * channel_moments(h)[1],
-            )
-        )
+        branch = isometry(select_branch(block)[0], h, probes=32, samples=4, lanczos_steps=0, circular=True, seed=seed)
+        expected, gain = relative_gain(name) ** 2, branch.phi * channel_moments(h)[1]
+        mark = f"orthogonal: branch with BatchNorm, {name}: phi Var(h)"
+        marks.append(Check.near(mark, expected, _GAIN_MARK * expected, gain))
     return marks

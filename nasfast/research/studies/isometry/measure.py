@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from nasfast.ops.modules import ConvBNAct, InvertedResidual
-from nasfast.research.analysis.fairness import SPREADS, channel_moments, fairness, without_indicator_bn
-from nasfast.research.analysis.jacobian import Isometry, applied, frozen_copy, isometry
+from nasfast.research.analysis.fairness import SPREADS, channel_moments, fairness, without_block_indicator
+from nasfast.research.analysis.jacobian import Isometry, apply, frozen_copy, isometry
 from nasfast.research.studies.isometry.config import IsometryConfig
-from nasfast.research.studies.report import Form
+from nasfast.research.studies.report import Record
 from nasfast.research.studies.run import Task, no_task
 from nasfast.spaces import SKIP, Arch
 from nasfast.supernet import Supernet
@@ -75,30 +75,33 @@ class Measured:
 
     Attributes:
         rows: setting -> its rows.
-        fairness: for each setting and layer, with and without indicator BatchNorms, the SPREADS (None: not known).
-        depth: for each setting, with and without indicator BatchNorms, what `depth_spread` gives.
+        fairness: for each setting and layer, with and without block indicators, the SPREADS (None: not known).
+        depth: for each setting, with and without block indicators, what `depth_spread` gives.
         convolutions: for each setting and kind of convolution, its moments and the closed form.
     """
 
     rows: Mapping[str, Sequence[Row]]
-    fairness: Sequence[Form] = ()
-    depth: Sequence[Form] = ()
-    convolutions: Sequence[Form] = ()
+    fairness: Sequence[Record] = ()
+    depth: Sequence[Record] = ()
+    convolutions: Sequence[Record] = ()
 
     @property
     def all_rows(self) -> list[Row]:
-        return [row for of_setting in self.rows.values() for row in of_setting]
+        """The rows of every setting, one setting after another."""
+        return [row for rows in self.rows.values() for row in rows]
 
     @property
-    def fairness_means(self) -> list[Form]:
-        """Means over layers, by setting, with and without indicator BatchNorms; None where no layer has a value."""
-        means: list[Form] = []
-        for setting in dict.fromkeys(s["setting"] for s in self.fairness):
-            for bn in (True, False):
-                found = [s for s in self.fairness if (s["setting"], s["indicator_bn"]) == (setting, bn)]
-                known = {key: [s[key] for s in found if s[key] is not None] for key in SPREADS}
-                mean = {key: float(np.mean(values)) if values else None for key, values in known.items()}
-                means.append({"setting": setting, "indicator_bn": bn, **mean})
+    def fairness_means(self) -> list[Record]:
+        """Means over layers, by setting, with and without block indicators; None where no layer has a value."""
+        means: list[Record] = []
+        for setting in dict.fromkeys(record["setting"] for record in self.fairness):
+            for indicator in (True, False):
+                mean: dict[str, Any] = {"setting": setting, "block_indicator": indicator}
+                layers = [x for x in self.fairness if (x["setting"], x["block_indicator"]) == (setting, indicator)]
+                for spread in SPREADS:
+                    values = [layer[spread] for layer in layers if layer[spread] is not None]
+                    mean[spread] = float(np.mean(values)) if values else None
+                means.append(mean)
         return means
 
     def data(self) -> dict[str, Any]:
@@ -114,7 +117,7 @@ class Measured:
         }
 
 
-def branch_of(block: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
+def select_branch(block: nn.Module) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
     """The branch of a block, without skip connection or bypass, and what selects its part of the block's input."""
     if isinstance(block, (InvertedResidual, DenseInvertedResidual)) and block.has_residual:
         branch = copy.deepcopy(block)
@@ -129,15 +132,16 @@ def _measure(
     module: nn.Module, h: Tensor, cfg: IsometryConfig, setting: str, name: str, layer: int = -1, acts: int | None = None
 ) -> Row:
     """Measure one module at the inputs h (N, ...), as a row whose branch is the module."""
-    found = isometry(module, h, max_exact=_MAX_EXACT, **cfg.effort)
+    branch = isometry(module, h, max_exact=_MAX_EXACT, **cfg.effort)
     with torch.no_grad():
-        y = applied(frozen_copy(module, h), h)
+        y = apply(frozen_copy(module, h), h)
     var_in, var_out = (channel_moments(v)[1] if v.ndim > 1 else float(v.double().var(correction=0)) for v in (h, y))
-    return Row(setting, layer, name, found, None, var_in, var_out, acts, tuple(found.histogram(EDGES).tolist()))
+    return Row(setting, layer, name, branch, None, var_in, var_out, acts, tuple(branch.histogram(EDGES).tolist()))
 
 
 def _measure_block(block: nn.Module, h: Tensor, cfg: IsometryConfig, setting: str, name: str, layer: int) -> Row:
-    branch, part = branch_of(block)
+    """Measure a candidate: its branch, and the whole of it where there is more."""
+    branch, part = select_branch(block)
     acts = sum(isinstance(m, ConvBNAct) and m.act_name != "identity" for m in branch.modules())
     row = _measure(branch, part(h), cfg, setting, name, layer, acts)
     if branch is block:
@@ -173,13 +177,13 @@ def measure_supernet(
         if path is None:
             h = torch.randn(len(images), layer.in_channels, layer.size, layer.size, generator=generator)
         blocks = {layer.label(c): m for c, m in enumerate(choice_layer.candidates) if not isinstance(m, nn.Identity)}
-        measured = [_measure_block(block, h, cfg, setting, name, index) for name, block in blocks.items()]
-        rows += measured
-        for bn in (True, False) if len(blocks) > 1 else ():
-            chosen = [b if bn else without_indicator_bn(b) for b in blocks.values()]
+        layer_rows = [_measure_block(block, h, cfg, setting, name, index) for name, block in blocks.items()]
+        rows += layer_rows
+        for indicator in (True, False) if len(blocks) > 1 else ():
+            candidates = [b if indicator else without_block_indicator(b) for b in blocks.values()]
             # the Jacobians were measured with the BatchNorms
-            spread = fairness(chosen, h, phi=[row.branch.phi for row in measured] if bn else None)
-            spreads.append({"setting": setting, "layer": index, "indicator_bn": bn, **spread})
+            spread = fairness(candidates, h, phi=[row.branch.phi for row in layer_rows] if indicator else None)
+            spreads.append({"setting": setting, "layer": index, "block_indicator": indicator, **spread})
         if path is not None and path[index] != SKIP:
             with torch.no_grad():
                 h = choice_layer.candidates[path[index]](h)
@@ -187,11 +191,11 @@ def measure_supernet(
     return rows, spreads
 
 
-def _parts_of(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _named_parts(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Names and modules of the children; an `nn.Sequential` is replaced by its children."""
     for name, child in module.named_children():
         if type(child) is nn.Sequential:
-            yield from _parts_of(child, f"{prefix}{name}.")
+            yield from _named_parts(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child
 
@@ -206,24 +210,24 @@ def measure_module(
     """
     frozen = frozen_copy(module, x)
     inputs: dict[str, list[Any]] = {}
-    for name, part in _parts_of(frozen):
+    for name, part in _named_parts(frozen):
         # a part may be called with keywords alone
         part.register_forward_pre_hook(
-            lambda _, given, name=name: inputs.setdefault(name, []).append(next(iter(given), None))
+            lambda _, args, name=name: inputs.setdefault(name, []).append(next(iter(args), None))
         )
     with torch.no_grad():
-        applied(frozen, x)
+        apply(frozen, x)
     done = task(setting, 1 + len(inputs))
     rows = [_measure(module, x, cfg, setting, "whole")]
-    own = dict(_parts_of(module))
-    for index, (name, given) in enumerate(inputs.items(), 1):
+    parts = dict(_named_parts(module))
+    for index, (name, calls) in enumerate(inputs.items(), 1):
         done(index)
         # a part that is used several times has several Jacobians, none of which is its own
-        whole = len(given) == 1 and isinstance(given[0], Tensor) and given[0].ndim > 1
-        if not whole or next(own[name].parameters(), None) is None:
+        single = len(calls) == 1 and isinstance(calls[0], Tensor) and calls[0].ndim > 1
+        if not single or next(parts[name].parameters(), None) is None:
             continue
         try:
-            rows.append(_measure(own[name], given[0], cfg, setting, name))
+            rows.append(_measure(parts[name], calls[0], cfg, setting, name))
         except ValueError as error:
             _LOG.info("%s: part %s left out: %s", setting, name, error)
     done(1 + len(inputs))

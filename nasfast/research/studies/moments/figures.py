@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from scipy import stats
 
-from nasfast.research.analysis.moments.detect import power_law_of, summarise
+from nasfast.research.analysis.moments.detect import predict_power_law, summarise
 from nasfast.research.analysis.moments.networks import Array, Run
 from nasfast.research.studies.draw import GREY, INK, SERIES, Figure, level
 from nasfast.research.studies.moments.marks import SQRT2, Published
@@ -17,7 +17,7 @@ from nasfast.research.studies.moments.marks import SQRT2, Published
 _BANDS = " Lines: means over networks; bands: 16th to 84th percentile. Dashed: the published mean."
 
 
-def histograms(title: str, found: Run, reference: Published) -> Figure:
+def histograms(title: str, run: Run, reference: Published) -> Figure:
     """Figure 2: as depth grows, the log second moments of signal and noise spread over networks."""
     caption = (
         "Distribution over networks of the log second moments of signal and noise. Lines: the normal distribution of "
@@ -26,8 +26,8 @@ def histograms(title: str, found: Run, reference: Published) -> Figure:
     figure = Figure(title, caption, 2, legend=False)
     names = {"lognu2": r"$\log\,\nu_2(x^l)$", "logmu2_noise": r"$\log\,\mu_2(dx^l)$"}
     for ax, (key, name) in zip(figure.axes, names.items(), strict=True):
-        for i, (colour, depth) in enumerate(zip(SERIES, found.depth, strict=False)):
-            values = found.curves()[key].T[i]
+        for i, (colour, depth) in enumerate(zip(SERIES, run.depth, strict=False)):
+            values = run.curves()[key].T[i]
             values = values[np.isfinite(values)]
             ax.hist(values, bins=min(50, 10 + len(values) // 20), density=True, color=colour, alpha=0.3)
             normal = stats.norm(values.mean(), values.std())
@@ -56,9 +56,9 @@ def _curve(
         ax.plot(reference["depth"], reference[f"{key}_mean"], color=INK, lw=1, ls="--")
 
 
-def curves_of(title: str, found: Run, reference: Published) -> Figure:
+def depth_curves(title: str, run: Run, reference: Published) -> Figure:
     """Figure 3, 4 or 5: averages over networks, and for figure 5 the power law that the increments predict."""
-    depth, curves, vanilla = found.depth, summarise(found.curves()), found.cfg.norm == "none"
+    depth, curves, vanilla = run.depth, summarise(run.curves()), run.cfg.norm == "none"
     caption = (
         "Sensitivity increments between 1 and sqrt 2 (dotted), and the effective rank, which tends to 1."
         if vanilla
@@ -67,7 +67,7 @@ def curves_of(title: str, found: Run, reference: Published) -> Figure:
         "moment and mean absolute value of the normalised signal (dotted: those of a Gaussian)."
     ) + _BANDS
     figure = Figure(title, caption, 2 if vanilla else 4, legend=False)
-    increments, *others, rank = figure.axes if vanilla else (figure.axes[i] for i in (0, 1, 3, 2))
+    increments, rank = figure.axes[0], figure.axes[1 if vanilla else 2]
 
     def draw(ax: Axes, names: Mapping[str, str]) -> None:
         for colour, (key, label) in zip(SERIES, names.items(), strict=False):
@@ -84,12 +84,12 @@ def curves_of(title: str, found: Run, reference: Published) -> Figure:
     if vanilla:
         level(rank, 1)
         return figure
-    chi, tails = others
+    chi, tails = figure.axes[1], figure.axes[3]
     chi.set(title=r"$\log\chi^l$", xlabel="l")
-    if not found.cfg.residual:
+    if not run.cfg.residual:
         draw(chi, {"logchi": ""})
     else:
-        law = power_law_of(found)
+        law = predict_power_law(run)
         for part, alpha in (("p16", 0.4), ("p84", 0.4), ("mean", 1)):
             chi.plot(depth, np.exp(curves[f"logchi_{part}"]), color=SERIES[0], alpha=alpha)
         chi.plot(depth, law.c * depth**law.tau, ":", color=SERIES[1], label=f"{law.c:.2f} l^{law.tau:.3f}")

@@ -20,16 +20,16 @@ from nasfast.research.analysis.moments.detect import (
     dilution_bounds,
     fit_line,
     fit_power_law,
-    power_law_of,
+    predict_power_law,
 )
 from nasfast.research.analysis.moments.networks import Run, read_arrays
 from nasfast.research.studies.moments.config import FiguresConfig
-from nasfast.research.studies.report import Check, checks_of
+from nasfast.research.studies.report import Check, name_checks
 
 SQRT2 = math.sqrt(2)
 # Ranks are averaged over twenty layers before they are compared. A rise within two standard errors does not count.
 _AVERAGED, _SIGMAS = 20, 2.0
-_COMPARED = ("inc", "inc_bn", "inc_phi", "logchi", "reff_signal", "reff_noise", "mu4_z", "nu1abs_z")
+_CURVES = ("inc", "inc_bn", "inc_phi", "logchi", "reff_signal", "reff_noise", "mu4_z", "nu1abs_z")
 # Relative deviation that is allowed beside four standard errors.
 _RELATIVE = {"reff_signal": 0.03, "reff_noise": 0.03, "mu4_z": 0.03}
 Published = dict[str, Any]
@@ -41,10 +41,10 @@ def published(cfg: FiguresConfig, figure: int) -> Published:
     name = cfg.published(figure)
     if cfg.reference is None or name is None or not (file := Path(cfg.reference) / f"{name}.npz").exists():
         return {}
-    found = read_arrays(file)
-    shared = np.isin(found["depth"], cfg.network(figure).records)
-    cut = {key: v[..., shared] if v.shape[-1:] == shared.shape else v for key, v in found.items()}
-    return {"name": name, **cut} if shared.any() else {}
+    arrays = read_arrays(file)
+    common = np.isin(arrays["depth"], cfg.network(figure).records)
+    cut = {key: v[..., common] if v.shape[-1:] == common.shape else v for key, v in arrays.items()}
+    return {"name": name, **cut} if common.any() else {}
 
 
 def published_law(arrays: Mapping[str, np.ndarray]) -> PowerLaw:
@@ -54,9 +54,9 @@ def published_law(arrays: Mapping[str, np.ndarray]) -> PowerLaw:
     )
 
 
-def vanilla_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
+def vanilla_checks(kind: str, run: Run, verdict: Verdict) -> list[Check]:
     """Marks of networks without normalisation."""
-    curves = found.curves()
+    curves = run.curves()
     inc, rank = curves["inc"].mean(0), curves["reff_signal"]
     marks = {
         "smallest increment (theorem 2: 1)": (0.95, SQRT2, inc.min()),
@@ -64,26 +64,26 @@ def vanilla_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
     }
     if kind == "FC":
         marks |= {
-            "increment, last half": (0.98, 1.03, inc[found.depth > found.depth[-1] / 2].mean()),
+            "increment, last half": (0.98, 1.03, inc[run.depth > run.depth[-1] / 2].mean()),
             "r_eff(L)": (1, 1.3, rank[:, -1].mean()),
             "detected one-dimensional": (1, 1, ONE_DIMENSIONAL in verdict.names),
         }
     else:
-        steps = np.diff(rank.reshape(len(rank), -1, _AVERAGED // found.cfg.every).mean(2), axis=1)
+        steps = np.diff(rank.reshape(len(rank), -1, _AVERAGED // run.cfg.every).mean(2), axis=1)
         rise = steps.mean(0) / (steps.std(0, ddof=1) / math.sqrt(len(steps)))
         marks |= {
             "r_eff(L)": (1, 4, rank[:, -1].mean()),
             "largest rise of r_eff in 20 layers, in standard errors": (-math.inf, _SIGMAS, rise.max()),
         }
-    return checks_of(f"{kind}, vanilla", marks)
+    return name_checks(f"{kind}, vanilla", marks)
 
 
-def exploding_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
+def exploding_checks(kind: str, run: Run, verdict: Verdict) -> list[Check]:
     """Marks of networks with BatchNorm and without skip connections."""
-    curves, e = found.curves(), verdict.evidence
+    curves, e = run.curves(), verdict.evidence
     phi = curves["inc_phi"].mean(0)
     # theorem 3, second factor: from the mean absolute values of the normalised signal alone
-    predicted = (1 - found.values["nu1_abs_squared_signal_norm"].mean(0) / 2) ** -0.5
+    predicted = (1 - run.values["nu1_abs_squared_signal_norm"].mean(0) / 2) ** -0.5
     marks = {
         "slope of log chi": (*((0.18, 0.23) if kind == "FC" else (0.15, 0.21)), e["slope"]),
         "smallest ReLU part (theorem 3: 1)": (0.99, SQRT2, phi.min()),
@@ -97,13 +97,13 @@ def exploding_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
         }
     else:
         marks["mu_4(z) at L, fat tails"] = (6, math.inf, curves["mu4_z"][:, -1].mean())
-    return checks_of(f"{kind}, BN feed-forward", marks)
+    return name_checks(f"{kind}, BN feed-forward", marks)
 
 
-def resnet_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
+def resnet_checks(kind: str, run: Run, verdict: Verdict) -> list[Check]:
     """Marks of residual networks with BatchNorm."""
-    e, tau = verdict.evidence, power_law_of(found).tau
-    low, mean, high = dilution_bounds(found)
+    e, tau = verdict.evidence, predict_power_law(run).tau
+    low, mean, high = dilution_bounds(run)
     marks = {
         "R^2 of power law": (0.99, 1, e["exponent_r2"]),
         "R^2 of power law minus exponential": (0, 1, e["exponent_r2"] - e["exponent_r2_against_l"]),
@@ -115,18 +115,18 @@ def resnet_checks(kind: str, found: Run, verdict: Verdict) -> list[Check]:
     }
     if kind == "FC":
         marks["detected well behaved"] = (1, 1, WELL_BEHAVED in verdict.names)
-    return checks_of(f"{kind}, BN resnet", marks)
+    return name_checks(f"{kind}, BN resnet", marks)
 
 
-def growth_of(found: Run) -> Line:
+def fit_growth(run: Run) -> Line:
     """How log nu_2 grows with depth."""
-    return fit_line(found.depth, found.curves()["lognu2"].mean(0))
+    return fit_line(run.depth, run.curves()["lognu2"].mean(0))
 
 
 def variant_checks(runs: Mapping[str, Run]) -> list[Check]:
     """Marks of the variants."""
-    e = {name: detect(found.depth, found.curves()).evidence for name, found in runs.items()}
-    growth = growth_of(runs["ReLU resnet without BN"])
+    e = {name: detect(run.depth, run.curves()).evidence for name, run in runs.items()}
+    growth = fit_growth(runs["ReLU resnet without BN"])
     return [
         Check("layer norm: mu_2/nu_2 at L", 0, 1e-2, e["layer norm"]["share"]),
         Check("tanh, chaotic: slope of log chi", 0.12, 0.15, e["tanh, chaotic"]["slope"]),
@@ -137,13 +137,13 @@ def variant_checks(runs: Mapping[str, Run]) -> list[Check]:
 
 
 def agreement(
-    cfg: FiguresConfig, figure: int, found: Run, reference: Published
+    cfg: FiguresConfig, figure: int, run: Run, reference: Published
 ) -> tuple[list[tuple[str, ...]], list[Check]]:
     """Rows and pass marks of one figure: deviations over what scatter and rounding of the reference allow."""
     checks, name, count = [], reference["name"], float(reference["n_real"])
     rows: list[tuple[str, ...]] = []
-    depth, networks = reference["depth"], found.realisations
-    curves = {key: values[:, np.isin(found.depth, depth)] for key, values in found.curves().items()}
+    depth, networks = reference["depth"], run.realisations
+    curves = {key: values[:, np.isin(run.depth, depth)] for key, values in run.curves().items()}
 
     def compare(key: str, measured: np.ndarray, expected: np.ndarray, allowed: np.ndarray) -> None:
         ratio = np.abs(measured - expected) / allowed
@@ -162,7 +162,7 @@ def agreement(
                 compare(f"std {key}", curves[key].std(0), std, 4 * std * scatter)
         return rows, checks
     if cfg.images is not None:
-        for key in _COMPARED:
+        for key in _CURVES:
             if f"{key}_mean" not in reference or key not in curves:
                 continue
             mean, std = reference[f"{key}_mean"], reference[f"{key}_std"]
@@ -171,13 +171,12 @@ def agreement(
     # slope and exponent need the whole depth
     if figure == 4 and depth[-1] > 150:
         late = depth > 100
-        mine, theirs = (
-            fit_line(depth[late], v[late]).slope for v in (curves["logchi"].mean(0), reference["logchi_mean"])
-        )
-        checks.append(Check(f"{name}: slope of log chi, l > 100", theirs - 0.004, theirs + 0.004, mine))
+        log_chis = curves["logchi"].mean(0), reference["logchi_mean"]
+        measured, expected = (fit_line(depth[late], log_chi[late]).slope for log_chi in log_chis)
+        checks.append(Check.near(f"{name}: slope of log chi, l > 100", expected, 0.004, measured))
     if figure == 5 and cfg.depth is None:
         tau = published_law(reference).tau
-        checks.append(Check(f"{name}: tau", tau - 0.02, tau + 0.02, power_law_of(found).tau))
+        checks.append(Check.near(f"{name}: tau", tau, 0.02, predict_power_law(run).tau))
     return rows, checks
 
 

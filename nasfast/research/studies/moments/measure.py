@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from nasfast.config import ConfigError
 from nasfast.data import FolderSource
-from nasfast.research.analysis.moments.module import held, push, sensitivity, statistics_of
+from nasfast.research.analysis.moments.module import hold_statistics, measure_place, push, sensitivity
 from nasfast.research.analysis.moments.networks import (
     Array,
     NetConfig,
@@ -23,32 +23,35 @@ from nasfast.research.analysis.moments.networks import (
     gaussian,
     images,
     run,
-    standardised,
+    standardise,
 )
 from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig
 from nasfast.research.studies.run import Done, Task
 from nasfast.spaces import SearchSpace, UniformSampler
 from nasfast.supernet import Supernet
 
-Runner = Callable[[str, NetConfig, Source, int], Run]
-"""Given a name, a configuration, its inputs and a number of networks, runs them."""
 
-
-def runner_of(out: Path | None, seed: int, device: str, task: Task) -> Runner:
+@dataclass(frozen=True)
+class Runner:
     """Runs networks, tells the progress, and continues from what is in the directory `out`, if there is one."""
 
-    def runner(name: str, cfg: NetConfig, source: Source, realisations: int) -> Run:
+    out: Path | None
+    task: Task
+    device: str
+    seed: int
+
+    def run(self, name: str, cfg: NetConfig, source: Source, realisations: int) -> Run:
+        """The moments of a number of networks; `name` is that of the progress."""
+        folder, progress = None if self.out is None else self.out / "networks", self.task(name, realisations)
         return run(
             cfg,
             source,
             realisations=realisations,
-            seed=seed,
-            device=device,
-            folder=None if out is None else out / "networks",
-            progress=task(name, realisations),
+            seed=self.seed,
+            device=self.device,
+            folder=folder,
+            progress=progress,
         )
-
-    return runner
 
 
 def load_images(folder: str) -> Tensor:
@@ -60,7 +63,7 @@ def load_images(folder: str) -> Tensor:
     return torch.from_numpy(np.stack(pixels))
 
 
-def source_of(cfg: FiguresConfig) -> Source:
+def input_source(cfg: FiguresConfig) -> Source:
     """The inputs of the networks: images of a folder, or synthetic ones."""
     if cfg.images is not None:
         return images(load_images(cfg.images), flat=not cfg.kernel)
@@ -82,7 +85,7 @@ def module_inputs(cfg: ModuleConfig, shape: Sequence[int]) -> Tensor:
         if x.shape[1] != channels:
             raise ConfigError(f"images have {x.shape[1]} channels, the input {channels}")
         x = F.interpolate(x, tuple(size), mode="bilinear", antialias=True)
-    return standardised(x)
+    return standardise(x)
 
 
 @dataclass(frozen=True)
@@ -104,34 +107,33 @@ class Paths:
 
     def spreads(self) -> Array:
         """(layers,) std over candidates of log delta chi, averaged over paths."""
-        values = [np.array([v for (at, _), v in self.increments.items() if at == i]) for i in range(self.layers)]
-        return np.array([v.std(0).mean() for v in values])
+        layers = [np.array([v for (i, _), v in self.increments.items() if i == layer]) for layer in range(self.layers)]
+        return np.array([values.std(0).mean() for values in layers])
 
 
 def measure_paths(cfg: ModuleConfig, space: SearchSpace, net: Supernet, x: Tensor, progress: Done) -> Paths:
     """Send images x (N, C, H, W) and noise along random paths of a supernet of plain modules."""
-    net = held(net)
+    net = hold_statistics(net)
     dx = torch.randn(x.shape, generator=torch.Generator().manual_seed(cfg.seed))
     first = push(net.stem, (x, dx))
     start = sensitivity(*first)
     sampler = UniformSampler(space, seed=cfg.seed, layer_indicators=False)
     rows = []
     increments: dict[tuple[int, str], list[float]] = {}
-    for i_path in range(cfg.paths):
+    for path in range(cfg.paths):
         pair, row = first, []
+        all_candidates = path < cfg.candidate_paths
         for index, (layer, choice) in enumerate(zip(net.layers, sampler.step()[0], strict=True)):
-            before, following = sensitivity(*pair), pair
-            everyone = i_path < cfg.candidate_paths
+            layer_input, chi_input = pair, sensitivity(*pair)
             for i, candidate in enumerate(layer.candidates):
-                if not (everyone or i == choice):
+                if not (all_candidates or i == choice):
                     continue
-                output = push(candidate, pair)
-                following = output if i == choice else following
-                if everyone:
-                    name = layer.layer.label(i)
-                    increments.setdefault((index, name), []).append(sensitivity(*output) - before)
-            pair = following
-            row.append(statistics_of(*pair, start))
+                output = push(candidate, layer_input)
+                pair = output if i == choice else pair
+                if all_candidates:
+                    increment = sensitivity(*output) - chi_input
+                    increments.setdefault((index, layer.layer.label(i)), []).append(increment)
+            row.append(measure_place(*pair, start))
         rows.append(row)
-        progress(i_path + 1)
+        progress(path + 1)
     return Paths({key: np.array([[place[key] for place in row] for row in rows]) for key in rows[0][0]}, increments)

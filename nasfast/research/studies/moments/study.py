@@ -15,24 +15,24 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from nasfast.research.analysis.moments.detect import Verdict, detect, power_law_of, summarise
+from nasfast.research.analysis.moments.detect import Verdict, detect, predict_power_law, summarise
 from nasfast.research.analysis.moments.module import ModuleMoments, module_moments
 from nasfast.research.analysis.moments.networks import NetConfig, Run, fields, gaussian
 from nasfast.research.studies.draw import Figure
-from nasfast.research.studies.inputs import initialised, reduced_space, sample_shape
+from nasfast.research.studies.inputs import measure_inits, reduced_space, sample_shape
 from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
-from nasfast.research.studies.moments.figures import curves_of, histograms, space_curves
+from nasfast.research.studies.moments.figures import depth_curves, histograms, space_curves
 from nasfast.research.studies.moments.marks import (
     agreement,
     data_checks,
     exploding_checks,
-    growth_of,
+    fit_growth,
     published,
     resnet_checks,
     vanilla_checks,
     variant_checks,
 )
-from nasfast.research.studies.moments.measure import Paths, measure_paths, module_inputs, runner_of, source_of
+from nasfast.research.studies.moments.measure import Paths, Runner, input_source, measure_paths, module_inputs
 from nasfast.research.studies.report import Check, StudyReport, Table
 from nasfast.research.studies.run import Task
 from nasfast.runtime.device import torch_device
@@ -71,23 +71,23 @@ _FIGURE_NAMES = {2: "vanilla, histograms", 3: "vanilla", 4: "BN feed-forward", 5
 
 def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
     """The small experiments."""
-    runner = runner_of(out, cfg.seed, "cpu", task)
+    runner = Runner(out, task, "cpu", cfg.seed)
     sources = {"FC": gaussian(192), "conv": fields(3, 16)}
     runs: dict[str, Run] = {}
     verdicts: dict[str, Verdict] = {}
     checks: list[Check] = []
-    for kind, (family, (changes, checks_of_family)) in product(_QUICK, _FAMILIES.items()):
+    for kind, (family, (changes, family_checks)) in product(_QUICK, _FAMILIES.items()):
         name = f"{kind}, {family}"
         seeds = _VANILLA_CONV_SEEDS if name == "conv, vanilla" else _QUICK_SEEDS[kind]
-        found = runs[name] = runner(name, _QUICK[kind].replace(**changes), sources[kind], seeds)
-        verdicts[name] = detect(found.depth, found.curves())
-        checks += checks_of_family(kind, found, verdicts[name])
+        run = runs[name] = runner.run(name, _QUICK[kind].replace(**changes), sources[kind], seeds)
+        verdicts[name] = detect(run.depth, run.curves())
+        checks += family_checks(kind, run, verdicts[name])
     variants = {
-        name: runner(name, _QUICK["FC"].replace(**changes), sources["FC"], _QUICK_SEEDS["FC"])
+        name: runner.run(name, _QUICK["FC"].replace(**changes), sources["FC"], _QUICK_SEEDS["FC"])
         for name, changes in _VARIANTS.items()
     }
     histogram_net = _QUICK["FC"].replace(every=_QUICK["FC"].depth // 4)
-    spread = runner("FC, histograms", histogram_net, sources["FC"], _HISTOGRAM_SEEDS)
+    spread = runner.run("FC, histograms", histogram_net, sources["FC"], _HISTOGRAM_SEEDS)
     return StudyReport(
         subject="quick experiment on synthetic inputs",
         explanation=_EXPLANATION,
@@ -95,10 +95,10 @@ def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
             "FC: 192 Gaussian features, width 128, batch 64; conv: 3 x 16 x 16 fields of amplitude 1/f, 3 x 3, width "
             "64, batch 16, periodic borders",
         ),
-        tables=(summary_table("averages over networks", runs), fit_table(runs, verdicts), variants_table(variants)),
+        tables=(summary_table("averages over networks", runs), fit_table(runs, verdicts), variant_table(variants)),
         figures=(
             histograms("FC, vanilla, width 128", spread, {}),
-            *(curves_of(name, found, {}) for name, found in runs.items()),
+            *(depth_curves(name, run, {}) for name, run in runs.items()),
         ),
         verdicts=verdicts,
         checks=(*checks, *variant_checks(variants)),
@@ -107,35 +107,35 @@ def quick(cfg: QuickConfig, out: Path | None, task: Task) -> StudyReport:
 
 def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
     """The published experiments."""
-    runner = runner_of(out, cfg.seed, str(torch_device(cfg.device)), task)
-    source = source_of(cfg)
-    runs, checks, compared = {}, [], []
-    drawn: list[Figure] = []
+    runner = Runner(out, task, str(torch_device(cfg.device)), cfg.seed)
+    source = input_source(cfg)
+    runs, checks, deviations = {}, [], []
+    plots: list[Figure] = []
     notes = [f"{cfg.realisations} networks (paper: 1,000, FC 200), figure 2: {cfg.histogram_realisations} (10,000)"]
     for number in cfg.figures:
         name = _FIGURE_NAMES[number]
         count = cfg.histogram_realisations if number == 2 else cfg.realisations
-        found = runner(name, cfg.network(number), source, count)
+        run = runner.run(name, cfg.network(number), source, count)
         reference = published(cfg, number)
         title = f"figure {number}: {name}"
         if number == 2:
-            drawn.append(histograms(title, found, reference))
-            notes.append(f"figure 2 took {found.seconds:.1f} s")
+            plots.append(histograms(title, run, reference))
+            notes.append(f"figure 2 took {run.seconds:.1f} s")
         else:
-            runs[name] = found
-            drawn.append(curves_of(title, found, reference))
+            runs[name] = run
+            plots.append(depth_curves(title, run, reference))
         if reference:
-            rows, of_figure = agreement(cfg, number, found, reference)
-            compared += rows
-            checks += of_figure
-    verdicts = {name: detect(found.depth, found.curves()) for name, found in runs.items()}
-    shown = []
+            rows, figure_checks = agreement(cfg, number, run, reference)
+            deviations += rows
+            checks += figure_checks
+    verdicts = {name: detect(run.depth, run.curves()) for name, run in runs.items()}
+    tables = []
     if runs:
-        shown.append(summary_table("averages over networks", runs))
-        shown.append(fit_table(runs, verdicts))
-    if compared:
+        tables.append(summary_table("averages over networks", runs))
+        tables.append(fit_table(runs, verdicts))
+    if deviations:
         header = ("against the published arrays", "largest deviation", "at l", "measured", "published", "/ allowed")
-        shown.append(Table("agreement", header, tuple(compared)))
+        tables.append(Table("agreement", header, tuple(deviations)))
     if cfg.reference is not None:
         checks += data_checks(Path(cfg.reference))
     kind = f"{cfg.kernel} x {cfg.kernel} convolutions, {cfg.padding} borders" if cfg.kernel else "fully connected"
@@ -144,8 +144,8 @@ def figures(cfg: FiguresConfig, out: Path | None, task: Task) -> StudyReport:
         subject=f"published experiments, {kind}, width {cfg.width}, batch {cfg.batch}, {inputs}",
         explanation=_EXPLANATION,
         notes=tuple(notes),
-        tables=tuple(shown),
-        figures=tuple(drawn),
+        tables=tuple(tables),
+        figures=tuple(plots),
         verdicts=verdicts,
         checks=tuple(checks),
     )
@@ -159,24 +159,18 @@ def module(cfg: ModuleConfig, out: Path | None, task: Task) -> StudyReport:
 def _space(cfg: ModuleConfig, task: Task) -> StudyReport:
     space = reduced_space(cfg.space, cfg.resolution, "moments")
     x = module_inputs(cfg, (space.in_channels, space.resolution, space.resolution))
-    settings: list[tuple[Init, str]] = [
-        (init, act) for act in dict.fromkeys(("tanh", space.activation)) for init in ("orthogonal", "gaussian")
-    ]
-    found: dict[str, Paths] = {}
-    for init, act in settings:
+    settings: dict[str, Paths] = {}
+    inits: tuple[Init, ...] = ("orthogonal", "gaussian")
+    for act, init in product(dict.fromkeys(("tanh", space.activation)), inits):
         name = f"{init}, {act}"
         net = Supernet(space, init=init, activation=act, layer_indicators=False, fused=False, seed=cfg.seed)
-        found[name] = measure_paths(cfg, space, net, x, task(name, cfg.paths))
+        settings[name] = measure_paths(cfg, space, net, x, task(name, cfg.paths))
     depth = np.arange(1, len(space) + 1, dtype=float)
-    verdicts = {name: detect(depth, paths.curves) for name, paths in found.items()}
+    verdicts = {name: detect(depth, paths.curves) for name, paths in settings.items()}
     reductions = [i for i, layer in enumerate(space.layers) if not layer.normal]
     curves = {
-        name: {
-            **summarise(paths.curves),
-            "paths_std": paths.curves["logchi"].std(0),
-            "candidates_std": paths.spreads(),
-        }
-        for name, paths in found.items()
+        name: summarise(paths.curves) | {"paths_std": paths.curves["logchi"].std(0), "candidates_std": paths.spreads()}
+        for name, paths in settings.items()
     }
     inputs = "1/f fields" if cfg.images is None else f"images of {Path(cfg.images).name}"
     return StudyReport(
@@ -187,11 +181,11 @@ def _space(cfg: ModuleConfig, task: Task) -> StudyReport:
             "log chi is counted from the output of the stem; verdicts are of the average over paths",
         ),
         tables=(
-            path_table(found, verdicts),
-            layer_table(found, space),
-            stage_table(found, reductions),
-            candidate_table(found),
-            comparability_table(found),
+            path_table(settings, verdicts),
+            layer_table(settings, space),
+            stage_table(settings, reductions),
+            candidate_table(settings),
+            comparability_table(settings),
         ),
         figures=(space_curves("along random paths", depth, curves, [i + 1 for i in reductions]),),
         data={"curves": curves},
@@ -203,38 +197,38 @@ def _module(cfg: ModuleConfig, name: str, task: Task) -> StudyReport:
     x = module_inputs(cfg, sample_shape(cfg.input))
     probes = None if cfg.probes is None else [probe.strip() for probe in cfg.probes.split(",")]
 
-    def measured(setting: str, net: nn.Module) -> ModuleMoments:
-        found = module_moments(net, x, probes=probes, draws=cfg.draws, seed=cfg.seed)
+    def measure(setting: str, net: nn.Module) -> ModuleMoments:
+        moments = module_moments(net, x, probes=probes, draws=cfg.draws, seed=cfg.seed)
         task(setting, 1)(1)
-        return found
+        return moments
 
-    found = initialised(name, cfg.input, cfg.seed, measured)
-    depth = np.arange(1, len(next(iter(found.values())).names) + 1, dtype=float)
+    settings = measure_inits(name, cfg.input, cfg.seed, measure)
+    depth = np.arange(1, len(next(iter(settings.values())).names) + 1, dtype=float)
     curves = {
-        setting: summarise({k: of.curves[k] for k in ("logchi", "reff_signal", "reff_noise")})
-        for setting, of in found.items()
+        setting: summarise({k: moments.curves[k] for k in ("logchi", "reff_signal", "reff_noise")})
+        for setting, moments in settings.items()
     }
     return StudyReport(
         subject=f"module {cfg.module}, input {cfg.input}, batch {cfg.batch}",
         explanation=_EXPLANATION,
         notes=(f"{cfg.draws} draws of white noise; depth counts probes",),
-        tables=tuple(probe_table(setting, of) for setting, of in found.items()),
+        tables=tuple(probe_table(setting, moments) for setting, moments in settings.items()),
         figures=(space_curves("behind the probes", depth, curves, []),),
         data={"curves": curves},
-        verdicts={setting: detect(depth, of.curves) for setting, of in found.items()},
+        verdicts={setting: detect(depth, moments.curves) for setting, moments in settings.items()},
     )
 
 
-def variants_table(runs: Mapping[str, Run]) -> Table:
+def variant_table(variants: Mapping[str, Run]) -> Table:
     """What the variants do."""
-    e = {name: detect(found.depth, found.curves()).evidence for name, found in runs.items()}
+    e = {name: detect(run.depth, run.curves()).evidence for name, run in variants.items()}
     resnet = "ReLU resnet without BN"
+    growth = fit_growth(variants[resnet]).slope
     rows = {
         "layer norm": f"mu_2/nu_2 {e['layer norm']['share']:.2g}: zero-dimensional signal",
         "tanh, chaotic (sigma_w 2, sigma_b 0.3)": f"log chi grows by {e['tanh, chaotic']['slope']:.3f} per layer",
         "tanh with BN": f"log chi grows by {e['tanh with BN']['slope']:.3f} per layer",
-        "ReLU resnet without BN, H = 2": f"log nu_2 grows by {growth_of(runs[resnet]).slope:.3f} per residual, r_eff "
-        f"{e[resnet]['rank']:.2f}",
+        f"{resnet}, H = 2": f"log nu_2 grows by {growth:.3f} per residual, r_eff {e[resnet]['rank']:.2f}",
     }
     return Table("variants, averages over networks", ("", "measured"), tuple(rows.items()))
 
@@ -244,16 +238,16 @@ def summary_table(title: str, runs: Mapping[str, Run]) -> Table:
     columns = {"": "", "l": ".0f", "log chi": ".3f", "dB": ".1f", "increment": ".4f", "BN part": ".4f"}
     columns |= {"other part": ".4f", "r_eff(x)": ".2f", "r_eff(dx)": ".2f", "mu_4(z)": ".2f", "log nu_2(x)": ".2f"}
     rows = []
-    for name, found in runs.items():
-        mean = {key: values.mean(0) for key, values in found.curves().items()}
+    for name, run in runs.items():
+        mean = {key: values.mean(0) for key, values in run.curves().items()}
         keys = ("inc", "inc_bn", "inc_phi", "reff_signal", "reff_noise", "mu4_z", "lognu2")
-        for i in sorted({0, len(found.depth) // 4, len(found.depth) // 2, len(found.depth) - 1}):
+        for i in sorted({0, len(run.depth) // 4, len(run.depth) // 2, len(run.depth) - 1}):
             chi = mean["logchi"][i]
             # networks without BatchNorm have no parts and no normalised signal
             left_out = () if "inc_bn" in mean else ("inc_bn", "inc_phi", "mu4_z")
             values = [None if key in left_out else mean[key][i] for key in keys]
-            size = (str(found.realisations), f"{found.seconds:.1f}") if i == 0 else ("", "")
-            rows.append((name if i == 0 else "", found.depth[i], chi, _DB * chi, *values, *size))
+            size = (str(run.realisations), f"{run.seconds:.1f}") if i == 0 else ("", "")
+            rows.append((name if i == 0 else "", run.depth[i], chi, _DB * chi, *values, *size))
     return Table.of(title, {**columns, "networks": "", "seconds": ""}, rows)
 
 
@@ -261,43 +255,43 @@ def fit_table(runs: Mapping[str, Run], verdicts: Mapping[str, Verdict]) -> Table
     """The fits of every run, and the verdict."""
     header = ("fits of log chi", "slope", "R^2", "exponent", "R^2", "tau", "r_eff(L)", "verdict")
     rows = []
-    for name, found in runs.items():
+    for name, run in runs.items():
         e = verdicts[name].evidence
-        tau = f"{power_law_of(found).tau:.3f}" if found.cfg.residual else "-"
+        tau = f"{predict_power_law(run).tau:.3f}" if run.cfg.residual else "-"
         slope = f"{e['slope']:.4f}", f"{e['slope_r2']:.5f}"
         exponent = f"{e['exponent']:.3f}", f"{e['exponent_r2']:.5f}"
         rows.append((name, *slope, *exponent, tau, f"{e['rank']:.2f}", str(verdicts[name])))
     return Table("exponential fit on l > L/4, power law on all l", header, tuple(rows))
 
 
-def path_table(found: Mapping[str, Paths], verdicts: Mapping[str, Verdict]) -> Table:
+def path_table(settings: Mapping[str, Paths], verdicts: Mapping[str, Verdict]) -> Table:
     """The averages over random paths behind the last layer."""
     columns = {"random paths": "", "log chi(L)": ".3f", "dB": ".1f", "exponent": ".3f", "R^2": ".4f"}
     columns |= {"R^2 exponential": ".4f", "r_eff(x)": ".1f", "r_eff(dx)": ".1f", "mu_2/nu_2": ".3f"}
-    judged = ("log_chi", "noise_factor_db", "exponent", "exponent_r2", "exponent_r2_against_l", "rank")
+    keys = ("log_chi", "noise_factor_db", "exponent", "exponent_r2", "exponent_r2_against_l", "rank")
     rows = []
-    for name, paths in found.items():
+    for name, paths in settings.items():
         e, last = verdicts[name].evidence, {key: values.mean(0)[-1] for key, values in paths.curves.items()}
-        values = (*(e[key] for key in judged), last["reff_noise"], e["share"], last["pseudo_linear"])
+        values = (*(e[key] for key in keys), last["reff_noise"], e["share"], last["pseudo_linear"])
         rows.append((name, *values, str(verdicts[name])))
     return Table.of("from the stem to the last layer", {**columns, "pseudo-linear": ".3f", "verdict": ""}, rows)
 
 
-def layer_table(found: Mapping[str, Paths], space: SearchSpace) -> Table:
+def layer_table(settings: Mapping[str, Paths], space: SearchSpace) -> Table:
     """The averages over random paths, layer by layer."""
     columns = {"layer": ""}
-    for name in found:
+    for name in settings:
         columns |= {f"{name}: delta chi": ".3f", f"{name}: log chi": ".3f", f"{name}: r_eff": ".1f"}
     rows: list[list[str | float]] = []
     for index, layer in enumerate(space.layers):
         rows.append([f"{index} {'' if layer.normal else 'reduction'}".strip()])
-        for paths in found.values():
+        for paths in settings.values():
             chi, rank = (paths.curves[key].mean(0) for key in ("logchi", "reff_signal"))
             rows[-1] += [math.exp(chi[index] - (chi[index - 1] if index else 0.0)), chi[index], rank[index]]
     return Table.of("averages over paths (increments: geometric)", columns, rows)
 
 
-def stage_table(found: Mapping[str, Paths], reductions: Sequence[int]) -> Table:
+def stage_table(settings: Mapping[str, Paths], reductions: Sequence[int]) -> Table:
     """Increments by place within a stage, beside those that theorem 4 predicts from the first.
 
     By the theorem the k-th residual of a stage adds a branch of variance 1 to a sum of k branches. The branch has the
@@ -305,10 +299,10 @@ def stage_table(found: Mapping[str, Paths], reductions: Sequence[int]) -> Table:
     """
     places: dict[int, list[int]] = {}
     for first, end in zip(reductions, [*reductions[1:], None], strict=True):
-        for k, layer in enumerate(range(first, next(iter(found.values())).layers if end is None else end)):
+        for k, layer in enumerate(range(first, next(iter(settings.values())).layers if end is None else end)):
             places.setdefault(k, []).append(layer)
-    header = ("layer of a stage", *(f"{name}{text}" for name in found for text in (": delta chi", ", diluted")))
-    steps = [np.diff(paths.curves["logchi"].mean(0), prepend=0.0) for paths in found.values()]
+    header = ("layer of a stage", *(f"{name}{text}" for name in settings for text in (": delta chi", ", diluted")))
+    steps = [np.diff(paths.curves["logchi"].mean(0), prepend=0.0) for paths in settings.values()]
     rows: list[list[str | float | None]] = []
     for k, layers in places.items():
         rows.append(["reduction" if k == 0 else f"{k} later"])
@@ -321,18 +315,18 @@ def stage_table(found: Mapping[str, Paths], reductions: Sequence[int]) -> Table:
     return Table.of("within a stage, averages over stages", dict.fromkeys(header, ".3f"), rows)
 
 
-def candidate_table(found: Mapping[str, Paths]) -> Table:
+def candidate_table(settings: Mapping[str, Paths]) -> Table:
     """The increment of every candidate of every layer."""
-    places = list(dict.fromkeys(place for paths in found.values() for place in paths.increments))
+    places = list(dict.fromkeys(place for paths in settings.values() for place in paths.increments))
     rows = [
-        (f"{layer} {name}", *(math.exp(np.mean(paths.increments[layer, name])) for paths in found.values()))
+        (f"{layer} {name}", *(math.exp(np.mean(paths.increments[layer, name])) for paths in settings.values()))
         for layer, name in places
     ]
-    columns = {"layer and candidate": "", **dict.fromkeys(found, ".3f")}
+    columns = {"layer and candidate": "", **dict.fromkeys(settings, ".3f")}
     return Table.of("delta chi of every candidate", columns, rows)
 
 
-def comparability_table(found: Mapping[str, Paths]) -> Table:
+def comparability_table(settings: Mapping[str, Paths]) -> Table:
     """How much candidates of a layer differ, and how much paths differ with depth."""
     first_column = "std of log delta chi over candidates, then of log chi over paths"
     header = (
@@ -345,7 +339,7 @@ def comparability_table(found: Mapping[str, Paths]) -> Table:
         "if added up",
     )
     rows = []
-    for name, paths in found.items():
+    for name, paths in settings.items():
         quarter = max(1, paths.layers // 4)
         candidates, between_paths = paths.spreads(), paths.curves["logchi"].std(0)
         # what the differences would grow to if every layer added its own
@@ -357,10 +351,10 @@ def comparability_table(found: Mapping[str, Paths]) -> Table:
     return Table("do candidates stay comparable with depth?", (first_column, *header), tuple(rows))
 
 
-def probe_table(setting: str, found: ModuleMoments) -> Table:
+def probe_table(setting: str, moments: ModuleMoments) -> Table:
     """The moments behind every probe of a module."""
-    mean = summarise(found.curves)
+    mean = summarise(moments.curves)
     keys = ("inc", "logchi", "reff_signal", "reff_noise", "variance_share", "mu4", "pseudo_linear")
-    rows = [(name, *(mean[f"{key}_mean"][i] for key in keys)) for i, name in enumerate(found.names)]
+    rows = [(name, *(mean[f"{key}_mean"][i] for key in keys)) for i, name in enumerate(moments.names)]
     header = ("behind", "delta chi", "log chi", "r_eff(x)", "r_eff(dx)", "mu_2/nu_2", "mu_4", "pseudo-linear")
     return Table.of(setting, dict.fromkeys(header, ".3f"), rows)

@@ -131,8 +131,8 @@ class NasiSearchConfig(StudyConfig):
     def _check_values(self) -> None:
         check_device(self.device)
         sizes = {name: getattr(self, name) for name in ("resolution", "cells", "channels", "batch")}
-        given = {name: value for name, value in sizes.items() if value is not None}
-        check_common(self.threads, self.seed, seeds=self.seeds, steps=self.steps, **given)
+        explicit = {name: value for name, value in sizes.items() if value is not None}
+        check_common(self.threads, self.seed, seeds=self.seeds, steps=self.steps, **explicit)
         for mode in self.mode_list:
             if mode not in MODES:
                 raise ValueError(f"modes: unknown {mode!r}; {nearest(mode, MODES)}")

@@ -46,7 +46,7 @@ Trainer = Callable[[Arch], float]
 """Trains a cell and gives its accuracy."""
 
 
-def trainer_of(space: CellSpace, train: Images, test: Images, cfg: NasiQuickConfig) -> Trainer:
+def cell_trainer(space: CellSpace, train: Images, test: Images, cfg: NasiQuickConfig) -> Trainer:
     """Trains every cell once, from the same weights and with the same batches."""
     seed, steps = derive_seed(cfg.seed, seeds.STUDY_TRAINED_WEIGHTS), cfg.train_steps
     loader = DrawnBatches(*train, steps=steps, batch=BATCH, seed=cfg.seed)
@@ -74,17 +74,17 @@ def trainer_of(space: CellSpace, train: Images, test: Images, cfg: NasiQuickConf
 def distinct_archs(space: CellSpace, count: int, seed: int) -> list[Arch]:
     """Random architectures, all different."""
     rng = np.random.default_rng(derive_seed(seed, seeds.STUDY_CELLS))
-    found: dict[Arch, None] = {}
-    while len(found) < count:
-        found[space.random(rng)] = None
-    return list(found)
+    archs: dict[Arch, None] = {}
+    while len(archs) < count:
+        archs[space.random(rng)] = None
+    return list(archs)
 
 
-def batches_of(train: Images, images: int, repeats: int, mode: str, classes: int, seed: int) -> list[Images]:
+def score_batches(train: Images, images: int, repeats: int, mode: str, classes: int, seed: int) -> list[Images]:
     """Batches that are the same in every mode, except for what the mode makes random."""
-    drawn = DrawnBatches(*train, steps=repeats, batch=images, seed=derive_seed(seed, seeds.STUDY_BATCHES)).epoch(0)
+    draws = DrawnBatches(*train, steps=repeats, batch=images, seed=derive_seed(seed, seeds.STUDY_BATCHES)).epoch(0)
     batches = []
-    for i, (x, y) in enumerate(drawn):
+    for i, (x, y) in enumerate(draws):
         if mode == "random labels":
             y = random_labels(len(y), classes, seed=derive_seed(seed, seeds.STUDY_LABELS, i))
         elif mode == "random images":
@@ -116,17 +116,17 @@ class RandomCells:
 def random_cells(space: CellSpace, train: Images, trainer: Trainer, cfg: NasiQuickConfig, task: Task) -> RandomCells:
     """Score and train random cells."""
     archs = distinct_archs(space, cfg.cells, cfg.seed)
-    batches = {mode: batches_of(train, cfg.images, cfg.repeats, mode, space.num_classes, cfg.seed) for mode in MODES}
+    batches = {mode: score_batches(train, cfg.images, cfg.repeats, mode, space.num_classes, cfg.seed) for mode in MODES}
     scores: dict[str, list[float]] = {mode: [] for mode in MODES}
-    scored = task("scores", len(archs))
+    scores_done = task("scores", len(archs))
     for i, arch in enumerate(archs, 1):
         for mode in MODES:
             scores[mode].append(score_architecture(space, arch, batches[mode], seed=cfg.seed))
-        scored(i)
-    accuracy, trained = [], task("training random cells", len(archs))
+        scores_done(i)
+    accuracy, trainings_done = [], task("training random cells", len(archs))
     for i, arch in enumerate(archs, 1):
         accuracy.append(trainer(arch))
-        trained(i)
+        trainings_done(i)
     params = np.array([float(space.cost(arch).params) for arch in archs])
     return RandomCells(archs, scores, np.array(accuracy), params)
 
@@ -189,9 +189,9 @@ def search_kinds(
         for mode in modes:
             results = [solve(records[mode, i], NasiConfig(**settings)) for i in range(cfg.seeds)]
             archs = [derive(space, r.logits, "argmax") for r in results]
-            reached = np.array([trainer(arch) for arch in archs])
-            percentile = np.array([(cells.accuracy <= a).mean() for a in reached])
-            kinds.append(SearchKind(name + suffix(mode), marked, archs, reached, percentile))
+            accuracies = np.array([trainer(arch) for arch in archs])
+            percentile = np.array([(cells.accuracy <= a).mean() for a in accuracies])
+            kinds.append(SearchKind(name + suffix(mode), marked, archs, accuracies, percentile))
     return kinds
 
 
@@ -202,16 +202,16 @@ TRACES = ("trace_full", "trace_label", "q_sum", "q_batch")
 def exact_traces(space: CellSpace, train: Images, cfg: NasiQuickConfig, done: Done) -> dict[str, list[float]]:
     """TRACES of random cells, and beside them `averaged`, the score of the study, and `params`."""
     x, y = train[0][:EXACT_IMAGES], train[1][:EXACT_IMAGES]
-    batches = batches_of(train, cfg.images, cfg.repeats, "standard", space.num_classes, cfg.seed)
-    found: dict[str, list[float]] = {kind: [] for kind in (*TRACES, "averaged", "params")}
+    batches = score_batches(train, cfg.images, cfg.repeats, "standard", space.num_classes, cfg.seed)
+    traces: dict[str, list[float]] = {kind: [] for kind in (*TRACES, "averaged", "params")}
     for i, arch in enumerate(distinct_archs(space, cfg.exact, cfg.seed + 1), 1):
         net = untrained(space, arch, seed=derive_seed(cfg.seed, seeds.STUDY_EXACT_WEIGHTS))
         for kind in TRACES:
-            found[kind].append(score(net, x, y, kind=kind, chunk=EXACT_IMAGES * space.num_classes))
-        found["averaged"].append(score_architecture(space, arch, batches, seed=cfg.seed))
-        found["params"].append(float(space.cost(arch).params))
+            traces[kind].append(score(net, x, y, kind=kind, chunk=EXACT_IMAGES * space.num_classes))
+        traces["averaged"].append(score_architecture(space, arch, batches, seed=cfg.seed))
+        traces["params"].append(float(space.cost(arch).params))
         done(i)
-    return found
+    return traces
 
 
 def small_space() -> CellSpace:
@@ -223,7 +223,7 @@ def small_space() -> CellSpace:
     )
 
 
-def enumerated(mixture: Mixture, space: CellSpace, x: Tensor, y: Tensor) -> tuple[list[Arch], Tensor]:
+def enumerate_space(mixture: Mixture, space: CellSpace, x: Tensor, y: Tensor) -> tuple[list[Arch], Tensor]:
     """All architectures of a space of one type of cell, and the Q of each on a batch, with the supernet's weights."""
     archs = list(product(*space.candidates))
     parameters = [p for p in mixture.parameters() if p.requires_grad]
@@ -278,7 +278,7 @@ def closed_form(cfg: NasiQuickConfig, train: Images) -> ClosedForm:
     space = small_space()
     mixture = CellMixture(space, seed=cfg.seed).double()
     x, y = train[0][:BATCH].double(), train[1][:BATCH]
-    archs, q = enumerated(mixture, space, x, y)
+    archs, q = enumerate_space(mixture, space, x, y)
     start = torch.zeros(mixture.allowed.shape, dtype=torch.float64)
     exact = slope(archs, q, start)
     step = exact / exact.norm()
@@ -288,12 +288,12 @@ def closed_form(cfg: NasiQuickConfig, train: Images) -> ClosedForm:
     directions = {"closed form, exact gradient": step}
     for gates in get_args(Gates):
         search = NasiConfig(steps=cfg.steps, mu=0.0, seed=cfg.seed, gates=gates)
-        found = solve(sample(mixture, [(x, y)], search), search).delta
-        directions[f"{gates.replace('_', '-')}, T = {cfg.steps}"] = found / found.norm()
+        delta = solve(sample(mixture, [(x, y)], search), search).delta
+        directions[f"{gates.replace('_', '-')}, T = {cfg.steps}"] = delta / delta.norm()
     directions["largest E[Q] of norm 1, ascent"] = ascend(archs, q, start)
     values = {}
     for name, direction in directions.items():
-        chosen = archs.index(tuple(direction[0].argmax(-1).tolist()))
+        place = archs.index(tuple(direction[0].argmax(-1).tolist()))
         cosine, expected = float((direction * step).sum()), float(expectation(archs, q, direction))
-        values[name] = cosine, expected, int((q > q[chosen]).sum()) + 1
+        values[name] = cosine, expected, int((q > q[place]).sum()) + 1
     return ClosedForm(q, best, values)

@@ -37,6 +37,7 @@ from nasfast.research.studies.nasi.measure import (
     ClosedForm,
     RandomCells,
     SearchKind,
+    cell_trainer,
     closed_form,
     exact_traces,
     pearson,
@@ -45,7 +46,6 @@ from nasfast.research.studies.nasi.measure import (
     search_records,
     spearman,
     suffix,
-    trainer_of,
 )
 from nasfast.research.studies.nasi.searches import Searches, claim_folder
 from nasfast.research.studies.report import StudyReport, Table
@@ -64,7 +64,7 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
     """The quick experiment."""
     space = nas_bench_201_space(cells=2, channels=8, resolution=12, reduce_by="conv")
     train, test = prototypes(NOISE, SYNTHETIC, 1000, seed=cfg.seed)
-    trainer = trainer_of(space, train, test, cfg)
+    trainer = cell_trainer(space, train, test, cfg)
     cells = random_cells(space, train, trainer, cfg, task)
     records = search_records(space, train, cfg, task)
     kinds = search_kinds(space, records, trainer, cells, cfg)
@@ -73,8 +73,8 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
     penalised = solve(first, NasiConfig(mu=2.0, constraint="fixed", nu=NU))
     archs = {kind.name: kind.archs for kind in kinds}
     unpenalised = {mode: archs["no penalty" + suffix(mode)] for mode in MODES}
-    of_modes = [(f"Q, {mode}", "accuracy", q, cells.accuracy) for mode, q in cells.scores.items()]
-    of_traces = [("exact trace", kind, traces["trace_full"], traces[kind]) for kind in TRACES[1:]]
+    accuracy_panels = [(f"Q, {mode}", "accuracy", q, cells.accuracy) for mode, q in cells.scores.items()]
+    trace_panels = [("exact trace", kind, traces["trace_full"], traces[kind]) for kind in TRACES[1:]]
     return StudyReport(
         subject=f"{cfg.cells} NAS-Bench-201 cells of two cells, 8 channels, on synthetic 12 x 12 images",
         explanation=_EXPLANATION,
@@ -88,13 +88,13 @@ def quick(cfg: NasiQuickConfig, out: Path | None, task: Task) -> StudyReport:
         tables=(
             correlation_table(cells),
             searches_table(space, kinds),
-            moved_table(space, unpenalised),
+            difference_table(space, unpenalised),
             exact_table(traces, cfg),
             closed_form_table(closed_form(cfg, train)),
         ),
         figures=(
-            dots("Q and accuracy of random cells", of_modes),
-            dots("estimates beside the exact trace", of_traces, scale="log"),
+            dots("Q and accuracy of random cells", accuracy_panels),
+            dots("estimates beside the exact trace", trace_panels, scale="log"),
             search_steps(f"search with mu 2, nu {NU:g}, seed 0", penalised),
             logits("alpha* without a penalty, seed 0", space, solve(first, NasiConfig(mu=0.0))),
         ),
@@ -107,19 +107,21 @@ def search(cfg: NasiSearchConfig, out: Path | None, task: Task) -> StudyReport:
     """Searches of one space."""
     searches = Searches(cfg, task)
     folder = claim_folder(out, searches.space)
-    return _found(searches, searches.all(), folder)
+    return _search_report(searches, searches.all(), folder)
 
 
-def _found(searches: Searches, results: Mapping[tuple[str, int], NasiResult], folder: Path | None) -> StudyReport:
+def _search_report(
+    searches: Searches, results: Mapping[tuple[str, int], NasiResult], folder: Path | None
+) -> StudyReport:
     """The report of searches; writes the files of the first."""
     cfg, space, first = searches.cfg, searches.space, results["standard", 0]
     arch = searches.arch(first)
-    shown = [found_table(searches, results)]
+    tables = [architecture_table(searches, results)]
     if len(results) > 1:
-        chosen: dict[str, list[Arch]] = {mode: [] for mode in cfg.mode_list}
+        by_mode: dict[str, list[Arch]] = {mode: [] for mode in cfg.mode_list}
         for (mode, _), result in results.items():
-            chosen[mode].append(searches.arch(result))
-        shown.append(moved_table(space, chosen))
+            by_mode[mode].append(searches.arch(result))
+        tables.append(difference_table(space, by_mode))
     meta = {"steps": len(first.record.q), "seed": cfg.seed, "images": cfg.images is not None}
     files = () if folder is None else (write_answer(space, first, arch, folder, meta=meta),)
     source = "synthetic images" if cfg.images is None else "images of a folder"
@@ -130,7 +132,7 @@ def _found(searches: Searches, results: Mapping[tuple[str, int], NasiResult], fo
         explanation=_EXPLANATION,
         notes=(f"T = {own.steps}, {settings}",),
         files=files,
-        tables=tuple(shown),
+        tables=tuple(tables),
         figures=(search_steps("the first search, step by step", first), logits("alpha* - alpha_0", space, first)),
     )
 
@@ -148,7 +150,7 @@ def compare(cfg: NasiCompareConfig, out: Path | None, task: Task) -> StudyReport
     stream = endless(searches.loader(0, cfg.score_batch), searches.device)
     batches = [next(stream) for _ in range(cfg.repeats)]
     results = searches.all()
-    found = _found(searches, results, folder)
+    report = _search_report(searches, results, folder)
     predictors: dict[str, Predictor] = {}
     seconds: dict[str, str] = {}
     for (mode, i), result in results.items():
@@ -158,27 +160,30 @@ def compare(cfg: NasiCompareConfig, out: Path | None, task: Task) -> StudyReport
     if cfg.indicators is not None:
         predictors["given indicators"] = IndicatorTable.load(cfg.indicators)
 
-    def ranking(title: str, true: Mapping[Arch, float], all_of: Mapping[str, Predictor]) -> Table:
-        of = {n: rank(true, p, published, resamples=cfg.resamples, seed=cfg.seed) for n, p in all_of.items()}
-        return ranking_table(title, of, seconds)
+    def ranking(title: str, accuracies: Mapping[Arch, float], predictors: Mapping[str, Predictor]) -> Table:
+        reports = {
+            name: rank(accuracies, predictor, published, resamples=cfg.resamples, seed=cfg.seed)
+            for name, predictor in predictors.items()
+        }
+        return ranking_table(title, reports, seconds)
 
-    shown, drawn = [ranking(f"all {len(truth)} architectures", truth, predictors)], []
+    tables, plots = [ranking(f"all {len(truth)} architectures", truth, predictors)], []
     if cfg.architectures:
         rng = np.random.default_rng(derive_seed(cfg.seed, seeds.STUDY_PICKS))
         picks = rng.choice(len(truth), min(cfg.architectures, len(truth)), replace=False)
-        some = [sorted(truth)[i] for i in sorted(picks)]
-        done = task("Q of architectures", len(some))
+        sample = [sorted(truth)[i] for i in sorted(picks)]
+        done = task("Q of architectures", len(sample))
         start, cpu = time.perf_counter(), time.process_time()
         q: dict[Arch, float] = {}
-        for i, arch in enumerate(some, 1):
+        for i, arch in enumerate(sample, 1):
             q[arch] = score_architecture(searches.space, arch, batches, seed=cfg.seed)
             done(i)
         seconds["Q"] = f"{time.perf_counter() - start:.1f} ({time.process_time() - cpu:.1f})"
-        title, true = f"{len(some)} random architectures", {arch: truth[arch] for arch in some}
-        shown.insert(0, ranking(f"{title}, each scored by itself", true, {"Q": q, **predictors}))
-        accuracy, macs = list(true.values()), [published.cost(a).macs for a in some]
-        drawn.append(dots(title, [("Q", "accuracy", list(q.values()), accuracy), ("MACs", "accuracy", macs, accuracy)]))
-    return replace(found, tables=(*shown, *found.tables), figures=(*drawn, *found.figures))
+        title, accuracies = f"{len(sample)} random architectures", {arch: truth[arch] for arch in sample}
+        tables.insert(0, ranking(f"{title}, each scored by itself", accuracies, {"Q": q, **predictors}))
+        accuracy, macs = list(accuracies.values()), [published.cost(arch).macs for arch in sample]
+        plots.append(dots(title, [("Q", "accuracy", list(q.values()), accuracy), ("MACs", "accuracy", macs, accuracy)]))
+    return replace(report, tables=(*tables, *report.tables), figures=(*plots, *report.figures))
 
 
 def correlation_table(cells: RandomCells) -> Table:
@@ -189,8 +194,13 @@ def correlation_table(cells: RandomCells) -> Table:
     columns |= dict.fromkeys(("Pearson with standard", "Spearman with standard", "Spearman with parameters"), ".2f")
     rows: list[tuple[str | float | None, ...]] = []
     for mode, values in cells.scores.items():
-        known = (spearman(values, cells.accuracy), pearson(q, values), spearman(q, values), spearman(values, params))
-        rows.append((f"Q, {mode}", np.min(values), np.median(values), np.max(values), *known))
+        correlations = (
+            spearman(values, cells.accuracy),
+            pearson(q, values),
+            spearman(q, values),
+            spearman(values, params),
+        )
+        rows.append((f"Q, {mode}", np.min(values), np.median(values), np.max(values), *correlations))
     extremes = (f"{params.min():.0f}", f"{np.median(params):.0f}", f"{params.max():.0f}")
     rows.append(("parameters", *extremes, spearman(params, cells.accuracy), None, spearman(params, q), None))
     return Table.of("random cells: how well Q predicts accuracy", columns, rows)
@@ -201,29 +211,31 @@ def searches_table(space: CellSpace, kinds: Sequence[SearchKind]) -> Table:
     edges = " ".join(e.name for e in space.cell.edges)
     rows = []
     for kind in kinds:
-        accuracy, percentile = (
-            " ".join(f"{a:.3f}" for a in kind.accuracy),
-            " ".join(f"{p:.2f}" for p in kind.percentile),
-        )
+        accuracy = " ".join(f"{a:.3f}" for a in kind.accuracy)
+        percentile = " ".join(f"{p:.2f}" for p in kind.percentile)
         rows.append((kind.name, accuracy, percentile, kind.percentile.mean(), space.format(kind.archs[0])))
     columns = {"search": "", "accuracy by seed": "", "percentile by seed": "", "mean": ".2f"}
     return Table.of("searches", {**columns, f"first cell, edges {edges}": ""}, rows)
 
 
-def exact_table(found: Mapping[str, Sequence[float]], cfg: NasiQuickConfig) -> Table:
+def exact_table(traces: Mapping[str, Sequence[float]], cfg: NasiQuickConfig) -> Table:
     """The rank correlations of the estimates with the exact trace."""
-    full = found["trace_full"]
-    names = {kind: kind for kind in ("trace_label", "q_sum")}
-    names |= {"q_batch": f"q_batch: the same {EXACT_IMAGES} images", "params": "parameters"}
-    names["averaged"] = f"q_batch: {cfg.repeats} x {cfg.images} images"
+    full = traces["trace_full"]
+    names = {
+        "trace_label": "trace_label",
+        "q_sum": "q_sum",
+        "q_batch": f"q_batch: the same {EXACT_IMAGES} images",
+        "averaged": f"q_batch: {cfg.repeats} x {cfg.images} images",
+        "params": "parameters",
+    }
     rows = []
-    for kind in ("trace_label", "q_sum", "q_batch", "averaged", "params"):
-        tau = float(stats.kendalltau(found[kind], full).statistic)
-        of_logs = pearson(np.log(found[kind]), np.log(full))
-        rows.append((names[kind], spearman(found[kind], full), tau, of_logs))
+    for kind, name in names.items():
+        tau = float(stats.kendalltau(traces[kind], full).statistic)
+        log_correlation = pearson(np.log(traces[kind]), np.log(full))
+        rows.append((name, spearman(traces[kind], full), tau, log_correlation))
     # the chain of the lower bound: sum_x |g_x|^2 <= 2 trace, and b |mean g|^2 <= sum_x |g_x|^2
-    q_sum = np.array(found["q_sum"])
-    loose = [np.median(q_sum / (2 * np.array(full))), np.median(EXACT_IMAGES * np.array(found["q_batch"]) / q_sum)]
+    q_sum = np.array(traces["q_sum"])
+    loose = [np.median(q_sum / (2 * np.array(full))), np.median(EXACT_IMAGES * np.array(traces["q_batch"]) / q_sum)]
     title = (
         f"{cfg.exact} cells: rank correlation with the exact trace of the kernel on {EXACT_IMAGES} images; medians of "
         f"sum |g_x|^2 over its bound 2 trace {loose[0]:.3f}, of b |mean g|^2 over its bound sum |g_x|^2 {loose[1]:.3f}"
@@ -231,35 +243,35 @@ def exact_table(found: Mapping[str, Sequence[float]], cfg: NasiQuickConfig) -> T
     return Table.of(title, {"estimate": "", "Spearman": ".2f", "Kendall": ".2f", "Pearson of logs": ".2f"}, rows)
 
 
-def closed_form_table(found: ClosedForm) -> Table:
+def closed_form_table(step: ClosedForm) -> Table:
     """The step of the method beside other directions, by what the enumeration of 27 architectures gives for each."""
     title = (
-        f"one step from alpha_0 = 0, {len(found.q)} architectures: mean Q {float(found.q.mean()):.4g}, largest "
-        f"{float(found.q.max()):.4g}; of {DIRECTIONS} random directions the best reaches {found.best_random:.3f} "
+        f"one step from alpha_0 = 0, {len(step.q)} architectures: mean Q {float(step.q.mean()):.4g}, largest "
+        f"{float(step.q.max()):.4g}; of {DIRECTIONS} random directions the best reaches {step.best_random:.3f} "
         "of the closed form's first-order gain"
     )
     columns = {"Delta": "", "cosine": ".3f", "E[Q] at Delta of norm 1": ".4g", "place of its argmax by Q": ""}
-    return Table.of(title, columns, [(name, *values) for name, values in found.directions.items()])
+    return Table.of(title, columns, [(name, *values) for name, values in step.directions.items()])
 
 
-def moved_table(space: ArchSpace, chosen: Mapping[str, Sequence[Arch]]) -> Table:
+def difference_table(space: ArchSpace, by_mode: Mapping[str, Sequence[Arch]]) -> Table:
     """How many values of the selected architectures differ between modes at one seed, and between seeds."""
 
-    def differing(a: Arch, b: Arch) -> int:
+    def difference(a: Arch, b: Arch) -> int:
         return sum(x != y for x, y in zip(a, b, strict=True))
 
     rows: list[tuple[str, float | None, int | None]] = []
-    for mode, archs in chosen.items():
-        pairs = [differing(a, b) for a, b in combinations(archs, 2)]
+    for mode, archs in by_mode.items():
+        pairs = [difference(a, b) for a, b in combinations(archs, 2)]
         rows.append((f"between seeds, {mode}", float(np.mean(pairs)) if pairs else None, len(pairs)))
-    for a, b in combinations(chosen, 2):
-        pairs = [differing(x, y) for x, y in zip(chosen[a], chosen[b], strict=True)]
+    for a, b in combinations(by_mode, 2):
+        pairs = [difference(x, y) for x, y in zip(by_mode[a], by_mode[b], strict=True)]
         rows.append((f"{a} and {b}, same seed", float(np.mean(pairs)), len(pairs)))
     rows.append(("two random architectures", sum(1 - 1 / len(values) for values in space.options), None))
     return Table.of(f"of {len(space)} choices, how many differ", {"": "", "mean": ".2f", "pairs": ""}, rows)
 
 
-def found_table(searches: Searches, results: Mapping[tuple[str, int], NasiResult]) -> Table:
+def architecture_table(searches: Searches, results: Mapping[tuple[str, int], NasiResult]) -> Table:
     """What every search found, with its costs."""
     columns = {"search": "", "architecture": "", "MACs": ",", "parameters": ",", "median Q": ".3g", "last nu": ".3g"}
     rows = []

@@ -111,7 +111,7 @@ class ExperimentConfig(StudyConfig):
         """The space of the network that is searched; `cell` replaces the cell of the config."""
         # imported here, because they import torch, and help must not wait for that
         from nasfast.research.cells.prototypes import CLASSES, SIZE
-        from nasfast.research.studies.wiring.searches import folder_of
+        from nasfast.research.studies.wiring.searches import image_folder
 
         cell = cell or CELLS[self.cell]()
         if self.no_skip_on_intermediate:
@@ -125,7 +125,7 @@ class ExperimentConfig(StudyConfig):
             order=self.order,
             norm=self.norm,
             resolution=SIZE if self.images is None else self.resolution,
-            num_classes=CLASSES if self.images is None else len(folder_of(self.images).classes),
+            num_classes=CLASSES if self.images is None else len(image_folder(self.images).classes),
         )
 
     @property

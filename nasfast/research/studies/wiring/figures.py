@@ -35,17 +35,17 @@ _COLOURS = {
 _SCALES_APART = 5
 
 
-def probabilities(title: str, found: CellSearchResult, kind: int) -> Figure:
+def probabilities(title: str, run: CellSearchResult, kind: int) -> Figure:
     """Probabilities of the candidates of every edge of a type of cell (figures 3 and 12 to 14)."""
     caption = (
         "Probability of every candidate of every edge. Bold black: None. Shaded: edges between intermediate nodes."
     )
-    space, p = found.space, found.probabilities[:, kind]
+    space, p = run.space, run.probabilities[:, kind]
     edges = space.cell.edges
     figure = Figure(title, caption, len(edges), columns=5 if len(edges) > 6 else 3, height=2.1)
     for e, (ax, edge) in enumerate(zip(figure.axes, edges, strict=True)):
         for k in space.candidates[e]:
-            op, steps = space.ops[k], [0, *found.steps]
+            op, steps = space.ops[k], [0, *run.steps]
             ax.plot(steps, p[:, e, k], color=_COLOURS[op], label=op, lw=2.4 if op == NONE else 1.2)
         ax.set(title=edge.name, xlabel="step", ylim=(0, min(1.02, 1.05 * p.max())))
         if space.cell.is_intermediate(edge):
@@ -63,7 +63,7 @@ def _edge_colours(space: CellSpace) -> list[str]:
     return colours
 
 
-def edge_costs(title: str, found: CellSearchResult) -> Figure:
+def edge_costs(title: str, run: CellSearchResult) -> Figure:
     """Edge costs of the last cell and their sum, beside loss and accuracy (figures 7 and 10)."""
     caption = (
         "Mean cost of every edge, bold the means over input and over intermediate edges; their sum; the training loss "
@@ -71,8 +71,8 @@ def edge_costs(title: str, found: CellSearchResult) -> Figure:
     )
     figure = Figure(title, caption, 3, columns=1, height=2.4)
     each, total, learning = figure.axes
-    steps, cost, count = found.steps, found.edge_costs[:, TRAIN, -1], found.outputs[:, TRAIN, :, -1]
-    space, inner = found.space, np.array(found.space.cell.intermediate)
+    steps, cost, count = run.steps, run.edge_costs[:, TRAIN, -1], run.outputs[:, TRAIN, :, -1]
+    space, inner = run.space, np.array(run.space.cell.intermediate)
     for edge, colour, values in zip(space.cell.edges, _edge_colours(space), cost.T, strict=True):
         each.plot(steps, values, color=colour, label=edge.name, lw=1.1)
     for colour, name, same in ((SERIES[0], "mean, input", ~inner), (SERIES[1], "mean, intermediate", inner)):
@@ -84,7 +84,7 @@ def edge_costs(title: str, found: CellSearchResult) -> Figure:
     total.set(title="sum over the edges", ylabel="cost")
     for ax in (each, total):
         level(ax, 0)
-    learning.plot(steps, found.means(quantity="L"), label="loss")
+    learning.plot(steps, run.means(quantity="L"), label="loss")
     learning.set(title="loss and accuracy", xlabel="step", ylabel="cross-entropy (nats)", ylim=(0, None))
     right = learning.twinx()
     right.plot(steps, 100 * count[:, GROUPS.index("correct")] / count[:, 0], color=SERIES[1], label="accuracy")
@@ -92,7 +92,7 @@ def edge_costs(title: str, found: CellSearchResult) -> Figure:
     return figure
 
 
-def output_costs(title: str, found: CellSearchResult) -> Figure:
+def output_costs(title: str, run: CellSearchResult) -> Figure:
     """C, L and H of the output by group of samples."""
     caption = (
         "Cost, loss and entropy of the output, averaged over the samples of each kind. Solid: training batches; "
@@ -101,10 +101,10 @@ def output_costs(title: str, found: CellSearchResult) -> Figure:
     names = {"C": "cost C = L - H", "L": "loss L", "H": "entropy H"}
     figure = Figure(title, caption, len(GROUPS), columns=3, height=3.5)
     for ax, group in zip(figure.axes, GROUPS, strict=True):
-        for which, ls in ((TRAIN, "-"), (SEARCH, "--")) if found.cfg.bilevel else ((TRAIN, "-"),):
+        for which, ls in ((TRAIN, "-"), (SEARCH, "--")) if run.cfg.bilevel else ((TRAIN, "-"),):
             for colour, (key, label) in zip(SERIES, names.items(), strict=False):
-                values, lw = found.means(which, group, key), 2.2 if key == "C" else 1.3
-                ax.plot(found.steps, values, color=colour, label=label if which == TRAIN else None, lw=lw, ls=ls)
+                values, lw = run.means(which, group, key), 2.2 if key == "C" else 1.3
+                ax.plot(run.steps, values, color=colour, label=label if which == TRAIN else None, lw=lw, ls=ls)
         level(ax, 0)
         ax.set(title=f"{group} samples", xlabel="step", ylabel="nats")
     return figure
@@ -128,26 +128,28 @@ _THIN = "Thin: one run each; bold: their mean."
 
 def patterns(title: str, runs: Runs) -> Figure:
     """Growth, width preference and collapse: costs by window, probabilities of None and edges kept by record."""
-    found = list(runs.values())
-    steps = [int(part[-1]) for part in measure.windows(found[0].steps)]
-    records, inner = [0, *found[0].steps.tolist()], np.array(found[0].space.cell.intermediate)
+    results = list(runs.values())
+    steps = [int(part[-1]) for part in measure.windows(results[0].steps)]
+    records, inner = [0, *results[0].steps.tolist()], np.array(results[0].space.cell.intermediate)
     figure = Figure(title, f"Growth, width preference and collapse. {_THIN}", 4, legend=False)
-    cost, none, kept, positive = figure.axes
-    _runs(cost, steps, [measure.output_costs(run) for run in found], SERIES[2], "training set")
-    held = [measure.output_costs(run, SEARCH) for run in found if run.cfg.bilevel]
-    _runs(cost, steps, held, SERIES[3], "search set", "--")
+    cost, none, kept_edges, positive_costs = figure.axes
+    _runs(cost, steps, [measure.output_costs(run) for run in results], SERIES[2], "training set")
+    held_out = [measure.output_costs(run, SEARCH) for run in results if run.cfg.bilevel]
+    _runs(cost, steps, held_out, SERIES[3], "search set", "--")
     for name, colour, same in (("input edges", SERIES[0], ~inner), ("intermediate edges", SERIES[1], inner)):
         if same.any():
-            _runs(none, records, [measure.none_probability(run)[:, same].mean(1) for run in found], colour, name)
-            share = [100 * measure.kept_edges(run)[:, same].mean(1) for run in found]
-            _runs(kept, records, share, colour, f"{name} ({same.sum()})")
-    _runs(positive, steps, [100 * measure.positive_share(run) for run in found], SERIES[2], "")
+            _runs(none, records, [measure.none_probability(run)[:, same].mean(1) for run in results], colour, name)
+            share = [100 * measure.kept_edges(run)[:, same].mean(1) for run in results]
+            _runs(kept_edges, records, share, colour, f"{name} ({same.sum()})")
+    _runs(positive_costs, steps, [100 * measure.positive_share(run) for run in results], SERIES[2], "")
     level(cost, 0)
-    level(positive, 50)
+    level(positive_costs, 50)
     cost.set(title="cost C of the last cell", ylabel="nats")
     none.set(title="mean probability of None", ylabel="q", ylim=(0, None))
-    kept.set(title="edges kept: most probable is not None", xlabel="step", ylabel="% of the edges", ylim=(-4, 104))
-    positive.set(title="costs above zero", xlabel="step", ylabel="% of edges and operations", ylim=(-4, 104))
+    kept_edges.set(
+        title="edges kept: most probable is not None", xlabel="step", ylabel="% of the edges", ylim=(-4, 104)
+    )
+    positive_costs.set(title="costs above zero", xlabel="step", ylabel="% of edges and operations", ylim=(-4, 104))
     return figure
 
 
@@ -165,11 +167,11 @@ def cost_heatmap(space: CellSpace, title: str, costs: Mapping[str, np.ndarray]) 
     )
     rows, columns = [edge.name for edge in space.cell.edges], space.ops
     # the costs of None are zero by definition
-    shown = [np.where([op == NONE for op in space.ops], np.nan, values) for values in costs.values()]
+    cells = [np.where([op == NONE for op in space.ops], np.nan, values) for values in costs.values()]
     # this many panels side by side leave room for numbers of six characters in the cells of ten operations
     side = 2 if len(columns) > 5 else 3
     figure = Figure(title, caption, len(costs), columns=side, height=1.2 + 0.24 * len(rows))
-    for ax, label, values, limit in zip(figure.axes, costs, shown, _limits(shown), strict=True):
+    for ax, label, values, limit in zip(figure.axes, costs, cells, _limits(cells), strict=True):
         heat(ax, values, rows, columns, limit=limit, numbers=True)
         ax.set_title(f"{label}: {(values[np.isfinite(values)] > 0).mean():.0%} of the costs > 0")
     return figure

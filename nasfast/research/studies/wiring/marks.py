@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchResult
-from nasfast.research.studies.report import Check, checks_of
+from nasfast.research.studies.report import Check, name_checks
 from nasfast.research.studies.wiring.measure import early_and_late
 from nasfast.research.studies.wiring.searches import Runs
 
@@ -91,21 +91,21 @@ def control_checks(controls: Mapping[str, Runs]) -> list[Check]:
     """Marks of the control for the cause of P2, for every control and seed."""
     checks = []
     for label, runs in controls.items():
-        for seed, found in runs.items():
-            early, late = early_and_late(found)
+        for seed, run in runs.items():
+            early, late = early_and_late(run)
             sign = (-math.inf, 0.0) if label.endswith("fixed") else (0.0, math.inf)
             marks = {"cost of (1,2) minus (0,2), last quarter": (*sign, float(late[2] - late[1]))}
             if label == "modified, sampled":
                 marks["cost of (1,2) minus (0,1), first half"] = (0.0, math.inf, float(early[2] - early[0]))
-            checks += checks_of(f"{label}, seed {seed}", marks)
+            checks += name_checks(f"{label}, seed {seed}", marks)
     return checks
 
 
-def sign_checks(seed: int, found: CellSearchResult, window: Mapping[int, Any]) -> list[Check]:
+def sign_checks(seed: int, run: CellSearchResult, window: Mapping[int, Any]) -> list[Check]:
     """Marks of the signs of C, L and H with DARTS's gates."""
     train, search = window[TRAIN], window[SEARCH]
-    curve = found.means(SEARCH)
-    late = len(curve) // 2
+    curve = run.means(SEARCH)
+    half = len(curve) // 2
 
     def apart(group: str, quantity: str) -> float:
         return search[group][quantity] - train[group][quantity]
@@ -116,6 +116,6 @@ def sign_checks(seed: int, found: CellSearchResult, window: Mapping[int, Any]) -
         "wrong L, held out minus training": (0, math.inf, apart("wrong", "L")),
         "wrong H, held out minus training": (-math.inf, 0, apart("wrong", "H")),
         "wrong C, held out minus training": (0.5, math.inf, apart("wrong", "C")),
-        "held-out C, second half minus first": (0, math.inf, float(curve[late:].mean() - curve[:late].mean())),
+        "held-out C, second half minus first": (0, math.inf, float(curve[half:].mean() - curve[:half].mean())),
     }
-    return checks_of(f"table, seed {seed}", marks)
+    return name_checks(f"table, seed {seed}", marks)

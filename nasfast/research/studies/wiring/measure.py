@@ -13,14 +13,14 @@ _WINDOWS = 15
 """Parts of a run over which costs are averaged. Probabilities do not scatter and are shown at every record."""
 
 
-def none_probability(found: CellSearchResult) -> np.ndarray:
+def none_probability(run: CellSearchResult) -> np.ndarray:
     """(records + 1, edges) probability of None, averaged over types of cells."""
-    return found.probabilities[..., found.space.ops.index(NONE)].mean(1)
+    return run.probabilities[..., run.space.ops.index(NONE)].mean(1)
 
 
-def kept_edges(found: CellSearchResult) -> np.ndarray:
+def kept_edges(run: CellSearchResult) -> np.ndarray:
     """(records + 1, edges): the share of types of cells in which the most probable operation is not None."""
-    return (found.probabilities.argmax(-1) != found.space.ops.index(NONE)).mean(1)
+    return (run.probabilities.argmax(-1) != run.space.ops.index(NONE)).mean(1)
 
 
 def live_operations(space: CellSpace) -> list[int]:
@@ -37,29 +37,29 @@ def _sums(records: np.ndarray) -> np.ndarray:
     return np.stack([part.sum(0) for part in windows(records)])
 
 
-def output_costs(found: CellSearchResult, which: int = TRAIN) -> np.ndarray:
+def output_costs(run: CellSearchResult, which: int = TRAIN) -> np.ndarray:
     """(windows,) mean C over all samples."""
-    sums = _sums(found.outputs[:, which, GROUPS.index("all")])
+    sums = _sums(run.outputs[:, which, GROUPS.index("all")])
     return sums[:, 0] / sums[:, -1]
 
 
-def positive_share(found: CellSearchResult) -> np.ndarray:
+def positive_share(run: CellSearchResult) -> np.ndarray:
     """(windows,) share of (cell, edge, operation) mean costs above 0, without None."""
-    total, count = (_sums(found.costs[:, TRAIN, i][..., live_operations(found.space)]) for i in (0, 2))
+    total, count = (_sums(run.costs[:, TRAIN, i][..., live_operations(run.space)]) for i in (0, 2))
     with np.errstate(invalid="ignore"):
         return (np.where(count > 0, total, 0) > 0).sum((1, 2, 3)) / (count > 0).sum((1, 2, 3))
 
 
-def edge_means(found: CellSearchResult, records: slice = slice(None)) -> np.ndarray:
+def edge_means(run: CellSearchResult, records: slice = slice(None)) -> np.ndarray:
     """(edges,) mean cost over the batches in which an operation other than None ran, all cells together."""
-    total, count = (found.costs[records, TRAIN, i][..., live_operations(found.space)].sum((0, 1, 3)) for i in (0, 2))
+    total, count = (run.costs[records, TRAIN, i][..., live_operations(run.space)].sum((0, 1, 3)) for i in (0, 2))
     with np.errstate(invalid="ignore", divide="ignore"):
         return total / count
 
 
-def _same_node_difference(found: CellSearchResult) -> float:
+def _same_node_difference(run: CellSearchResult) -> float:
     """Mean cost of intermediate edges minus that of input edges into the same node, averaged over such nodes."""
-    cell, means, differences = found.space.cell, edge_means(found), []
+    cell, means, differences = run.space.cell, edge_means(run), []
     for node in cell.inner:
         edges = np.array(cell.into(node))
         inner = np.array(cell.intermediate)[edges]
@@ -68,24 +68,24 @@ def _same_node_difference(found: CellSearchResult) -> float:
     return float(np.mean(differences)) if differences else float("nan")
 
 
-def measures(found: CellSearchResult) -> dict[str, float]:
+def measures(run: CellSearchResult) -> dict[str, float]:
     """The numbers of section 6 of one search; `MEASURES` has words for each."""
-    inner, q, kept = np.array(found.space.cell.intermediate), none_probability(found), kept_edges(found)
-    cost, positive = output_costs(found), positive_share(found)
+    inner, q, kept_share = np.array(run.space.cell.intermediate), none_probability(run), kept_edges(run)
+    cost, positive = output_costs(run), positive_share(run)
     result = {
         "C_first": cost[0],
         "C_last": cost[-1],
         "positive_first": positive[0],
         "positive_last": positive[-1],
-        "intermediate_minus_input_cost": _same_node_difference(found),
+        "intermediate_minus_input_cost": _same_node_difference(run),
     }
     for name, edges in (("in", ~inner), ("int", inner)):
         if edges.any():
             mean = q[:, edges].mean(1)
             result |= {f"q_{name}_start": mean[0], f"q_{name}_peak": mean.max(), f"q_{name}_end": mean[-1]}
-            result |= {f"kept_{name}": kept[-1, edges].sum(), f"n_{name}": edges.sum()}
-    if found.cfg.bilevel:
-        search = output_costs(found, SEARCH)
+            result |= {f"kept_{name}": kept_share[-1, edges].sum(), f"n_{name}": edges.sum()}
+    if run.cfg.bilevel:
+        search = output_costs(run, SEARCH)
         result |= {"search_C_first": search[0], "search_C_last": search[-1], "search_C_smallest": search.min()}
         result["search_minus_train_C"] = (search - cost).min()
     return {name: float(value) for name, value in result.items()}
@@ -115,16 +115,16 @@ MEASURES = {
 """Name of a measure -> its words in the tables."""
 
 
-def early_and_late(found: CellSearchResult) -> tuple[np.ndarray, np.ndarray]:
+def early_and_late(run: CellSearchResult) -> tuple[np.ndarray, np.ndarray]:
     """`edge_means` of the first half of a run, and of its last quarter."""
-    records = len(found.steps)
-    return edge_means(found, slice(records // 2)), edge_means(found, slice(records - max(1, records // 4), None))
+    records = len(run.steps)
+    return edge_means(run, slice(records // 2)), edge_means(run, slice(records - max(1, records // 4), None))
 
 
-def sign_window(found: CellSearchResult) -> dict[int, dict[str, dict[str, float]]]:
+def sign_window(run: CellSearchResult) -> dict[int, dict[str, dict[str, float]]]:
     """Means of C, L, H over the third quarter of the run: by set of images and group."""
-    records = len(found.steps)
-    part = found.outputs[records // 2 : max(records // 2 + 1, 3 * records // 4)].sum(0)
+    records = len(run.steps)
+    part = run.outputs[records // 2 : max(records // 2 + 1, 3 * records // 4)].sum(0)
     with np.errstate(invalid="ignore"):
         means = part[..., :3] / part[..., 3:]
     return {

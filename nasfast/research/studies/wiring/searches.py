@@ -39,7 +39,7 @@ Runs = Mapping[int, CellSearchResult]
 
 
 @cache
-def folder_of(images: str) -> FolderSource:
+def image_folder(images: str) -> FolderSource:
     """The images of a folder, which is read once for all searches of a study."""
     return FolderSource(images)
 
@@ -52,19 +52,19 @@ def loaders(cfg: ExperimentConfig, *, bilevel: bool) -> tuple[Any, Any]:
     if cfg.images is None:
         parts = prototypes(cfg.noise, cfg.samples, cfg.samples, seed=cfg.seed)
         steps = min(_STEPS_PER_EPOCH, cfg.steps)
-        train, held = (
+        train, held_out = (
             DrawnBatches(*part, steps=steps, batch=cfg.batch_size, seed=2 * cfg.seed + i)
             for i, part in enumerate(parts)
         )
-        return train, held if bilevel else None
+        return train, held_out if bilevel else None
     data = DataConfig(train=cfg.images, batch_size=cfg.batch_size, augment="cifar")
-    source = folder_of(cfg.images)
+    source = image_folder(cfg.images)
     halves = split_source(source, 0.5, cfg.seed) if bilevel else (source, None)
-    of_weights, of_logits = (
+    first, second = (
         None if half is None else make_loader(data, half, train=True, resolution=cfg.resolution, seed=2 * cfg.seed + i)
         for i, half in enumerate(halves)
     )
-    return of_weights, of_logits
+    return first, second
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,8 @@ class Search:
         epochs = max(1, round(cfg.steps / len(train_loader)))
         steps = epochs * len(train_loader)
         done = None if task is None else task(f"{self.name}, seed {cfg.seed}", steps)
-        of_data = ("samples", "noise") if cfg.images is None else ("images", "resolution")
-        found = search_cells(
+        data_settings = ("samples", "noise") if cfg.images is None else ("images", "resolution")
+        result = search_cells(
             self.space,
             train_loader,
             self.how,
@@ -101,23 +101,28 @@ class Search:
             run_dir=folder,
             resume=True,
             device=device,
-            settings={"data": {name: getattr(cfg, name) for name in (*of_data, "batch_size", "seed")}},
+            settings={"data": {name: getattr(cfg, name) for name in (*data_settings, "batch_size", "seed")}},
             progress=done,
         )
         if done is not None:
             done(steps)  # also where the search had ended before
-        write_atomic(folder / "measures.json", (json.dumps(plain(measures(found)), indent=1) + "\n").encode())
-        return found
+        write_atomic(folder / "measures.json", (json.dumps(plain(measures(result)), indent=1) + "\n").encode())
+        return result
 
     def apart(self, device: str) -> WorkerTask:
         """The search as a task for a process of its own."""
         # what the kinds of configs have in common decides a search; P1 and P2 share searches
-        own = {field.name: getattr(self.cfg, field.name) for field in fields(ExperimentConfig)}
-        config = ExperimentConfig(**{**own, "seeds": 1, "threads": 0})
-        forms = {"config": config.to_dict(), "space": self.space.to_dict(), "how": self.how.to_dict(), "device": device}
+        settings = {field.name: getattr(self.cfg, field.name) for field in fields(ExperimentConfig)}
+        config = ExperimentConfig(**{**settings, "seeds": 1, "threads": 0})
+        arguments = {
+            "config": config.to_dict(),
+            "space": self.space.to_dict(),
+            "how": self.how.to_dict(),
+            "device": device,
+        }
         # results depend on the number of threads, so a task has that of this process
         threads, run = torch.get_num_threads(), f"{__name__}:search_apart"
-        return WorkerTask(self.folder, run, forms, threads=threads, gpus=gpus_for(device))
+        return WorkerTask(self.folder, run, arguments, threads=threads, gpus=gpus_for(device))
 
 
 def search_apart(
@@ -128,10 +133,10 @@ def search_apart(
     Search("", cfg, CellSearchConfig.from_dict(how), cells).run(folder, device)
 
 
-def searches_of(cfg: ExperimentConfig, name: str, cell: Cell | None = None, **changes: Any) -> dict[int, Search]:
+def seed_searches(cfg: ExperimentConfig, name: str, cell: Cell | None = None, **changes: Any) -> dict[int, Search]:
     """The search of every seed; `cell` and `changes` replace the cell and the settings of the config."""
-    configs = [cfg.replace(seed=cfg.seed + i) for i in range(cfg.seeds)]
-    return {of_seed.seed: Search(name, of_seed, of_seed.search(**changes), of_seed.space(cell)) for of_seed in configs}
+    configs = {seed: cfg.replace(seed=seed) for seed in range(cfg.seed, cfg.seed + cfg.seeds)}
+    return {seed: Search(name, own, own.search(**changes), own.space(cell)) for seed, own in configs.items()}
 
 
 @dataclass(frozen=True)
@@ -160,7 +165,7 @@ class Runner:
         return [{k: s.run(self.out / s.folder, self.device, self.task) for k, s in group.items()} for group in groups]
 
 
-def monte_carlo(
+def monte_carlo_costs(
     net: CellSupernet, loader: object, *, batches: int, seed: int = 0, device: str = "cpu"
 ) -> tuple[LocalCosts, Tensor]:
     """Local costs of a network that does not learn; every batch draws its operations uniformly (section 4.3).
@@ -177,15 +182,15 @@ def monte_carlo(
     """
     cfg, space = CellSearchConfig(method="uniform", seed=seed), net.space
     table, outputs = LocalCosts.empty(net.gate_shape), torch.zeros(len(GROUPS), len(QUANTITIES), dtype=torch.float64)
-    of_type = torch.tensor(space.cell_types)
+    cell_types = torch.tensor(space.cell_types)
     logits = uniform_logits(space)
     for step, (x, y) in enumerate(islice(endless(to_learn_from(loader), device), batches)):
         draw = draw_gates(space, cfg, logits, step=step, progress=0.0)
-        gates = draw.gates[of_type].to(device, next(net.parameters()).dtype).requires_grad_()
+        gates = draw.gates[cell_types].to(device, next(net.parameters()).dtype).requires_grad_()
         predicted = net(x, gates, draw.runs)
         # the gradient is zeros if every edge has drawn the operation none
         (cost,) = torch.autograd.grad(F.cross_entropy(predicted, y), gates, materialize_grads=True)
-        table.add(cost, draw.gates[of_type] > 0)
+        table.add(cost, draw.gates[cell_types] > 0)
         outputs += grouped_costs(predicted, y)
     return table, outputs
 
@@ -196,7 +201,7 @@ def initial_costs(cfg: CostConfig, device: str, nets: Iterable[int]) -> tuple[li
     for seed in nets:
         net = CellSupernet(cfg.space(), seed=seed).to(device).to(memory_format=torch.channels_last)
         loader, _ = loaders(cfg.replace(seed=seed), bilevel=False)
-        table, outputs = monte_carlo(net, loader, batches=cfg.batches, seed=seed, device=device)
+        table, outputs = monte_carlo_costs(net, loader, batches=cfg.batches, seed=seed, device=device)
         tables.append(table)
         cost, count = cost + float(outputs[0, 0]), count + float(outputs[0, 3])
     return tables, cost / count

@@ -22,7 +22,7 @@ from nasfast.research.cells.derive import derivations
 from nasfast.research.cells.probe import LocalCosts
 from nasfast.research.cells.search import SEARCH, TRAIN
 from nasfast.research.cells.space import CELLS, DARTS_OPS
-from nasfast.research.studies.report import Check, StudyReport, Table, checks_of
+from nasfast.research.studies.report import Check, StudyReport, Table, name_checks
 from nasfast.research.studies.run import Task
 from nasfast.research.studies.wiring import config, figures, marks
 from nasfast.research.studies.wiring.config import CostConfig
@@ -40,8 +40,8 @@ from nasfast.research.studies.wiring.searches import (
     initial_costs,
     last_cell,
     loaders,
-    monte_carlo,
-    searches_of,
+    monte_carlo_costs,
+    seed_searches,
 )
 from nasfast.research.studies.wiring.theorems import check_theorems
 from nasfast.runtime.device import torch_device
@@ -82,17 +82,17 @@ _PUBLISHED = {
 
 def theorems(cfg: config.TheoremsConfig, out: Path | None, task: Task) -> StudyReport:
     """The theorems."""
-    found = check_theorems(channels=cfg.channels, batch=cfg.batch, seed=cfg.seed)
+    residuals = check_theorems(channels=cfg.channels, batch=cfg.batch, seed=cfg.seed)
     columns = {"": "", "measured": ".2g", "at most": ".0e", "the numbers behind it": ""}
     return StudyReport(
         subject=f"theorems on real networks, {cfg.channels} channels, {cfg.batch} images, float64",
         explanation=_EXPLANATION,
-        tables=(Table.of("theorems", columns, [(row.name, row.measured, row.bound, row.note) for row in found]),),
-        checks=tuple(row.check for row in found),
+        tables=(Table.of("theorems", columns, [(r.name, r.measured, r.bound, r.note) for r in residuals]),),
+        checks=tuple(residual.check for residual in residuals),
     )
 
 
-def _of_searches(study: Callable[[Experiment, Runner], StudyReport]) -> Callable[..., StudyReport]:
+def _in_directory(study: Callable[[Experiment, Runner], StudyReport]) -> Callable[..., StudyReport]:
     """Make a study of searches a `run(config, out, task, tasks=None)`: in a directory, or in a temporary one."""
 
     def run(cfg: Experiment, out: Path | None, task: Task, tasks: TaskSettings | None = None) -> StudyReport:
@@ -102,25 +102,25 @@ def _of_searches(study: Callable[[Experiment, Runner], StudyReport]) -> Callable
     return run
 
 
-@_of_searches
+@_in_directory
 def growth(cfg: config.GrowthConfig, runner: Runner) -> StudyReport:
     """P1."""
-    (runs,) = runner.all(searches_of(cfg, cfg.method))
+    (runs,) = runner.all(seed_searches(cfg, cfg.method))
     name, first = f"seed {cfg.seed}", runs[cfg.seed]
     report = _pattern_report("P1", cfg, runs)
-    shown = figures.edge_costs(f"{name}: cost and loss", first), figures.output_costs(f"{name}: C = L - H", first)
-    return replace(report, figures=(*report.figures, *shown))
+    costs = figures.edge_costs(f"{name}: cost and loss", first), figures.output_costs(f"{name}: C = L - H", first)
+    return replace(report, figures=(*report.figures, *costs))
 
 
-@_of_searches
+@_in_directory
 def width(cfg: config.WidthConfig, runner: Runner) -> StudyReport:
     """P2; the controls have settings of their own."""
     own = CostConfig(
         cell="modified", steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
     )
-    controlled = [searches_of(own, name, cell, redraw=redraw) for name, cell, redraw in _CONTROLS.values()]
-    runs, *found = runner.all(searches_of(cfg, cfg.method), *controlled)
-    controls = dict(zip(_CONTROLS, found, strict=True))
+    controlled = [seed_searches(own, name, cell, redraw=redraw) for name, cell, redraw in _CONTROLS.values()]
+    runs, *control_runs = runner.all(seed_searches(cfg, cfg.method), *controlled)
+    controls = dict(zip(_CONTROLS, control_runs, strict=True))
     report = _pattern_report("P2", cfg, runs)
     marked = cfg.control_steps == config.WidthConfig().control_steps
     return replace(
@@ -131,47 +131,50 @@ def width(cfg: config.WidthConfig, runner: Runner) -> StudyReport:
     )
 
 
-@_of_searches
+@_in_directory
 def collapse(cfg: config.CollapseConfig, runner: Runner) -> StudyReport:
     """P3."""
     second: dict[str, Any] = {"second_order": cfg.second_order} if cfg.method == "darts" else {}
-    two, one = searches_of(cfg, f"{cfg.method}-bilevel", bilevel=True, **second), searches_of(cfg, cfg.method)
+    two, one = seed_searches(cfg, f"{cfg.method}-bilevel", bilevel=True, **second), seed_searches(cfg, cfg.method)
     fixed = CostConfig(
         samples=300, steps=cfg.control_steps, seeds=cfg.seeds, seed=cfg.seed, device=cfg.device, records=12
     )
-    tabled = searches_of(fixed, "table", method="darts", bilevel=True, alpha_lr=0.0)
+    tabled = seed_searches(fixed, "table", method="darts", bilevel=True, alpha_lr=0.0)
     runs, single, gates = runner.all(two, one, tabled)
-    windows = {seed: sign_window(found) for seed, found in gates.items()}
-    none = {seed: float((kept_edges(found)[-1] == 0).sum()) for seed, found in single.items()}
-    of_one = {seed: {"edges that are None on one level": (0, 6, count)} for seed, count in none.items()}
-    report = _pattern_report("P3", cfg, runs, of_one)
+    windows = {seed: sign_window(run) for seed, run in gates.items()}
+    single_marks = {
+        seed: {"edges that are None on one level": (0.0, 6.0, float((kept_edges(run)[-1] == 0).sum()))}
+        for seed, run in single.items()
+    }
+    report = _pattern_report("P3", cfg, runs, single_marks)
     marked = cfg.control_steps == config.CollapseConfig().control_steps
-    of_gates = [c for seed, found in gates.items() for c in marks.sign_checks(seed, found, windows[seed])]
+    gate_checks = [c for seed, run in gates.items() for c in marks.sign_checks(seed, run, windows[seed])]
     own, *tables = report.tables
-    shown = (
+    gate_figures = (
         figures.output_costs("DARTS's gates, probabilities fixed (figure 10)", gates[cfg.seed]),
         figures.edge_costs("DARTS's gates: costs of training batches", gates[cfg.seed]),
     )
     return replace(
         report,
         tables=(own, measures_table("the same search on one level", single), *tables, signs_table(windows)),
-        figures=(*report.figures, *shown),
-        checks=(*report.checks, *(of_gates if marked else ())),
+        figures=(*report.figures, *gate_figures),
+        checks=(*report.checks, *(gate_checks if marked else ())),
     )
 
 
-@_of_searches
+@_in_directory
 def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
     """Local costs."""
     space = cfg.space()
     live = live_operations(space)
     initial, mean_cost = initial_costs(cfg, runner.device, range(cfg.seed, cfg.seed + cfg.nets))
-    (trained,) = runner.all(searches_of(cfg, "uniform"))
-    late = []
-    for seed, found in trained.items():
+    (trained,) = runner.all(seed_searches(cfg, "uniform"))
+    trained_tables = []
+    for seed, run in trained.items():
         loader, _ = loaders(cfg.replace(seed=seed), bilevel=False)
-        late.append(monte_carlo(found.net, loader, batches=cfg.batches, seed=seed + 1, device=runner.device)[0])
-    costs = {"initialisation": initial, "trained": late}
+        table, _ = monte_carlo_costs(run.net, loader, batches=cfg.batches, seed=seed + 1, device=runner.device)
+        trained_tables.append(table)
+    costs = {"initialisation": initial, "trained": trained_tables}
     # figure 19: without the skip term, the costs of the cells before the last add up to next to nothing
     two, _ = initial_costs(
         cfg.replace(cells=2, reductions=False, no_skip_on_intermediate=True), runner.device, [cfg.seed]
@@ -184,7 +187,7 @@ def cost(cfg: CostConfig, runner: Runner) -> StudyReport:
         Check("initialisation: mean C", 0, float("inf"), mean_cost),
         Check("initialisation: share of costs > 0", 0.6, 1, share),
     )
-    panels = {label: last_cell(of_nets).mean[0].numpy() for label, of_nets in costs.items()}
+    panels = {label: last_cell(tables).mean[0].numpy() for label, tables in costs.items()}
     return StudyReport(
         subject=f"local costs of {cfg.cells} {cfg.cell} cell(s), operations sampled uniformly",
         explanation=_EXPLANATION,
@@ -213,15 +216,15 @@ def _pattern_report(
     )
     verdicts: dict[str, Verdict] = {}
     checks: list[Check] = []
-    for seed, found in runs.items():
-        m = measures(found)
-        seen = {what: bool(is_so(m)) for what, is_so in pattern.signs.items()}
-        missing = [what for what, is_so in seen.items() if not is_so]
+    for seed, run in runs.items():
+        values = measures(run)
+        signs = {name: bool(is_seen(values)) for name, is_seen in pattern.signs.items()}
+        missing = [name for name, seen in signs.items() if not seen]
         name = f"not seen: {', '.join(missing)}" if missing else pattern.name
-        verdicts[f"{key}, seed {seed}"] = Verdict((name,), {**seen})
+        verdicts[f"{key}, seed {seed}"] = Verdict((name,), {**signs})
         if cfg.published:
-            checks += checks_of(f"seed {seed}", {**pattern.marks(m), **(more or {}).get(seed, {})})
-    of_cells = [
+            checks += name_checks(f"seed {seed}", {**pattern.marks(values), **(more or {}).get(seed, {})})
+    cell_figures = [
         figures.probabilities(f"seed {cfg.seed}, {name} cell", first, t) for t, name in enumerate(first.space.types)
     ]
     return StudyReport(
@@ -229,7 +232,7 @@ def _pattern_report(
         explanation=_EXPLANATION,
         notes=() if cfg.published else (_OTHER_SETTINGS,),
         tables=(measures_table(key, runs), derivation_table(runs)),
-        figures=(figures.patterns(key, runs), *of_cells),
+        figures=(figures.patterns(key, runs), *cell_figures),
         verdicts=verdicts,
         checks=tuple(checks),
     )
@@ -246,10 +249,10 @@ def _interval(values: Sequence[float]) -> str:
 
 def measures_table(title: str, runs: Runs) -> Table:
     """The measures of every seed, and their mean with its interval."""
-    of = [measures(found) for found in runs.values()]
+    by_seed = [measures(run) for run in runs.values()]
     rows = []
-    for name in of[0]:
-        values = [m[name] for m in of]
+    for name in by_seed[0]:
+        values = [seed_measures[name] for seed_measures in by_seed]
         rows.append((MEASURES[name], *(v if np.isfinite(v) else None for v in values), _interval(values)))
     columns = {"": "", **{f"seed {seed}": ".3f" for seed in runs}, "mean, 95 %": ""}
     return Table.of(title, columns, rows)
@@ -258,9 +261,9 @@ def measures_table(title: str, runs: Runs) -> Table:
 def derivation_table(runs: Runs) -> Table:
     """The cells derived by argmax with None (the rule of SNAS, DSNAS and ProxylessNAS) and by DARTS's rule."""
     rows = []
-    for seed, found in runs.items():
-        own, space = "darts" if found.cfg.method == "darts" else "argmax", found.space
-        for rule, arch in derivations(space, found.logits).items():
+    for seed, run in runs.items():
+        own, space = "darts" if run.cfg.method == "darts" else "argmax", run.space
+        for rule, arch in derivations(space, run.logits).items():
             kinds = []
             for kind, part in zip(space.types, space.parts(arch), strict=True):
                 ops = {edge.name: space.ops[k] for edge, k in zip(space.cell.edges, part, strict=True)}
@@ -273,9 +276,9 @@ def control_table(controls: Mapping[str, Runs]) -> Table:
     """The costs of the edges early and late, for every control and seed."""
     rows = []
     for label, runs in controls.items():
-        for seed, found in runs.items():
-            rows.append((label, f"seed {seed}", *(v for part in early_and_late(found) for v in part)))
-    edges = [f"{e.name} {part}" for part in ("first half", "last quarter") for e in found.space.cell.edges]
+        for seed, run in runs.items():
+            rows.append((label, f"seed {seed}", *(v for part in early_and_late(run) for v in part)))
+    edges = [f"{e.name} {part}" for part in ("first half", "last quarter") for e in run.space.cell.edges]
     columns = {"control": "", "": "", **dict.fromkeys(edges, "+.3f")}
     return Table.of("mean cost of the edges, operations sampled uniformly", columns, rows)
 

@@ -80,8 +80,8 @@ class Step:
         ops = self.net.space.ops
         if SKIP_CONNECT not in ops:
             return self.costs.new_zeros(())
-        of = [self.cell.is_intermediate(edge) and source in (None, edge.source) for edge in self.cell.edges]
-        return (self.gates * self.costs)[cell, torch.tensor(of), ops.index(SKIP_CONNECT)].sum()
+        edges = [self.cell.is_intermediate(edge) and source in (None, edge.source) for edge in self.cell.edges]
+        return (self.gates * self.costs)[cell, torch.tensor(edges), ops.index(SKIP_CONNECT)].sum()
 
     def path_total(self, cell: int, node: int) -> float:
         """<g, X>, with g the part of a node's gradient that comes through the edges that leave it, skips excepted."""
@@ -146,10 +146,12 @@ def take_step(net: CellSupernet, gates: Tensor, images: Tensor, labels: Tensor) 
     nodes: list[list[Tensor]] = []
     logits = net(images, gates, torch.stack(alive), nodes=nodes)
     flat = [x for values in nodes for x in values]
-    reached = [x for x in flat if x.requires_grad]
-    found = torch.autograd.grad(F.cross_entropy(logits, labels), [gates, *reached], allow_unused=True)
-    costs = torch.zeros_like(gates) if found[0] is None else found[0]
-    by_node = {id(x): g for x, g in zip(reached, found[1:], strict=True) if g is not None}
+    differentiable = [x for x in flat if x.requires_grad]
+    loss = F.cross_entropy(logits, labels)
+    costs, *arrived = torch.autograd.grad(loss, [gates, *differentiable], allow_unused=True)
+    if costs is None:
+        costs = torch.zeros_like(gates)
+    by_node = {id(x): g for x, g in zip(differentiable, arrived, strict=True) if g is not None}
     gradients = [[by_node.get(id(x), torch.zeros_like(x)) for x in values] for values in nodes]
     detached = [[x.detach() for x in values] for values in nodes]
     return Step(net, gates.detach(), costs, detached, gradients, logits.detach(), labels)
@@ -170,17 +172,17 @@ def path_gradient(operation: Operation, x: Tensor, gradient: Tensor, kind: str) 
 
     `gradient` is that of the operation's output, and `kind` that of its norms.
     """
-    seen: list[tuple[Tensor, Tensor]] = []
+    calls: list[tuple[Tensor, Tensor]] = []
     norm = next(module for module in operation.modules() if isinstance(module, NormLayer))
-    handle = norm.register_forward_hook(lambda module, args, out: seen.append((args[0], out)))
+    handle = norm.register_forward_hook(lambda module, args, out: calls.append((args[0], out)))
     try:
         x = x.detach().requires_grad_()
         y = operation(x)
     finally:
         handle.remove()
-    ((before, behind),) = seen
-    of_x, of_norm = torch.autograd.grad(y, [x, behind], gradient)
-    return of_x, norm_residual(norm, kind, before.detach(), behind.detach(), of_norm)
+    ((before, behind),) = calls
+    x_gradient, norm_gradient = torch.autograd.grad(y, [x, behind], gradient)
+    return x_gradient, norm_residual(norm, kind, before.detach(), behind.detach(), norm_gradient)
 
 
 EXACT = 1e-10
@@ -249,8 +251,8 @@ def _exact_residual(space: CellSpace, data: Data, seed: int) -> Residual:
                 if operation is None or space.ops[k] == SKIP_CONNECT:
                     continue
                 x, gradient = step.nodes[i][edge.source], step.gradients[i][edge.target] * step.gates[i, e, k]
-                of_x, expected = path_gradient(operation, x, gradient, space.norm)
-                worst = max(worst, abs(float((of_x * x).sum() - expected)))
+                x_gradient, expected = path_gradient(operation, x, gradient, space.norm)
+                worst = max(worst, abs(float((x_gradient * x).sum() - expected)))
                 largest = max(largest, abs(float(expected)))
     theorem, affine = "T1" if space.norm == "batch" else "T5", "with" if space.affine else "without"
     name = f"{theorem} residual of finite eps, {space.norm} norm {affine} scale and shift"
@@ -260,14 +262,14 @@ def _exact_residual(space: CellSpace, data: Data, seed: int) -> Residual:
 def _path_costs(step: Step, cell: int, node: int) -> list[float]:
     """The part of a node's path total that belongs to each operation that enters it; the gates are one-hot."""
     gradient = step.gradients[cell][node] - step.output_gradient(cell, node)
-    found = []
+    path_costs = []
     for e in step.cell.into(node):
         operation = step.net.cells[cell].operation(e, int(step.gates[cell, e].argmax()))
         if operation is not None:
             with torch.no_grad():
                 output = operation(step.nodes[cell][step.cell.edges[e].source])
-            found.append(float((gradient * output).sum()))
-    return found
+            path_costs.append(float((gradient * output).sum()))
+    return path_costs
 
 
 def _two_parents(net: CellSupernet, data: Data) -> Iterator[Residual]:
@@ -308,7 +310,7 @@ def theorem_2(space: CellSpace, data: Data, seed: int) -> Iterator[Residual]:
             for i in range(space.cells)
         ]
         worst = max(map(abs, gaps)) / max(step.scale for step in steps)
-        terms = (float(of(last)) for of in (steps[0].edge_costs, steps[0].output_cost, steps[0].skip_costs))
+        terms = (float(term(last)) for term in (steps[0].edge_costs, steps[0].output_cost, steps[0].skip_costs))
         edges, output, skips = (f"{term:+.1e}" for term in terms)
         note = f"first draw, last cell: edges {edges}, output {output}, skips {skips}"
         yield Residual(f"T2 cell sum, {space.name} cell, {kind} gates", worst, FIRST_ORDER, note)
@@ -345,8 +347,8 @@ def theorem_4(space: CellSpace, data: Data, seed: int) -> Iterator[Residual]:
         note = f"C {cost:+.6f}, L {float(loss):.6f}, H {float(entropy):.6f}"
         if bias:
             # <dL/dY, bias> is what the bias adds to the scale of the logits
-            of_logits = (step.logits.softmax(1) - F.one_hot(step.labels, space.num_classes)).mean(0)
-            share = float(of_logits @ net.classifier.bias.detach())
+            logits_gradient = (step.logits.softmax(1) - F.one_hot(step.labels, space.num_classes)).mean(0)
+            share = float(logits_gradient @ net.classifier.bias.detach())
             name = "T4 with a classifier bias: C - (L - H) + <dL/dY, b>, / that term"
             yield Residual(name, (gap + share) / share, EXACT, f"{note}: C - (L - H) = {gap:+.1e}, not 0")
         else:
@@ -400,8 +402,8 @@ def theorem_5(space: CellSpace, data: Data, seed: int) -> Iterator[Residual]:
         yield _node_totals(f"T5 node totals, {norm} norm, {order}", steps)
     net = make_net(space.replace(norm="instance"), seed=seed)
     step = take_step(net, mixed_gates(space, seed), *data)
-    others = [k for k, op in enumerate(space.ops) if op != SKIP_CONNECT]
-    worst, skips = (float(step.costs[..., ks].abs().max()) for ks in (others, [space.ops.index(SKIP_CONNECT)]))
+    other_ops = [k for k, op in enumerate(space.ops) if op != SKIP_CONNECT]
+    worst, skips = (float(step.costs[..., ks].abs().max()) for ks in (other_ops, [space.ops.index(SKIP_CONNECT)]))
     note = f"skips {skips:.1e}; logits up to {float(step.logits.abs().max()):.1e}"
     yield Residual("T5 instance norm without scale: any cost but a skip's", worst, EXACT, note)
 
