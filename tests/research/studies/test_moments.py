@@ -157,6 +157,16 @@ def test_agreement_with_arrays(tmp_path, names):
     assert {"bn_ff: inc", "bn_ff: logchi", "bn_ff: nu1abs_z", "vanilla_histo: mean lognu2"} <= failed
 
 
+def test_a_histogram_has_the_published_mean_of_its_own_depth(tmp_path, names):
+    published(tmp_path, FIGURES)
+    cfg = FIGURES.replace(reference=str(tmp_path), figures=(2,), every=4)
+    reference = marks.published(cfg, 2)
+    report = run_study("moments figures", cfg)
+    # published at layers 5, 10, 15 and 20, measured at 4, 8, 12, 16 and 20
+    (line,) = (line for line in report.figures[0].axes[0].lines if line.get_linestyle() == "--")
+    assert reference["depth"].tolist() == [20] and line.get_xdata()[0] == reference["lognu2_mean"][0]
+
+
 def test_without_images_only_slope_and_exponent_are_compared(tmp_path, names):
     cfg = FIGURES.replace(depth=160, every=40)
     published(tmp_path, cfg)

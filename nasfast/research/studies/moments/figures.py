@@ -26,6 +26,8 @@ def histograms(title: str, run: Run, reference: Published) -> Figure:
     figure = Figure(title, caption, 2, legend=False)
     names = {"lognu2": r"$\log\,\nu_2(x^l)$", "logmu2_noise": r"$\log\,\mu_2(dx^l)$"}
     for ax, (key, name) in zip(figure.axes, names.items(), strict=True):
+        # not every depth of the run is one of the published ones
+        published = dict(zip(reference["depth"], reference[f"{key}_mean"], strict=True)) if reference else {}
         for i, (colour, depth) in enumerate(zip(SERIES, run.depth, strict=False)):
             values = run.curves()[key].T[i]
             values = values[np.isfinite(values)]
@@ -34,8 +36,8 @@ def histograms(title: str, run: Run, reference: Published) -> Figure:
             x = np.linspace(values.min(), values.max(), 200)
             label = f"l = {depth:.0f}: {values.mean():.2f} ± {values.std():.2f}"
             ax.plot(x, normal.pdf(x), color=colour, label=label)
-            if reference:
-                ax.axvline(reference[f"{key}_mean"][i], color=colour, lw=1, ls="--")
+            if depth in published:
+                ax.axvline(published[depth], color=colour, lw=1, ls="--")
         ax.set(title=name, xlabel="log moment", ylabel="density")
     return figure
 
