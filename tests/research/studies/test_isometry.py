@@ -35,7 +35,7 @@ def no_module() -> int:
     return 3
 
 
-def of_width(width: int) -> nn.Module:
+def linear_of_width(width: int) -> nn.Module:
     return nn.Linear(width, 2)
 
 
@@ -97,21 +97,21 @@ def test_fairness_depth_convolutions_and_marks(report):
     assert orthogonal["pointwise, expansion x 3"]["varphi"] == pytest.approx(2, abs=1e-6)
     assert not [mark.name for mark in report.missed]
     assert len(report.claims) == 7
-    found = [
+    values = [
         f["f_iso"] for f in report.data["fairness"] if (f["setting"], f["block_indicator"]) == (SETTINGS[1], False)
     ]
     mean = next(
         m for m in report.data["fairness_means"] if (m["setting"], m["block_indicator"]) == (SETTINGS[1], False)
     )
-    assert mean["f_iso"] == pytest.approx(sum(found) / 4) and mean["f_phi"] is None
+    assert mean["f_iso"] == pytest.approx(sum(values) / 4) and mean["f_phi"] is None
 
 
 @pytest.mark.slow
 def test_files(report, tmp_path):
     page = report.save(tmp_path / "deep")
     assert page == tmp_path / "deep" / "isometry.html"
-    form = json.loads((tmp_path / "deep" / "isometry.json").read_text())
-    assert form == json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    record = json.loads((tmp_path / "deep" / "isometry.json").read_text())
+    assert record == json.loads(json.dumps(report.to_dict(), allow_nan=False))
     text = page.read_text()
     assert text.count("<figure>") == 5
     assert "http" not in text.replace("http-equiv", "")
@@ -134,7 +134,10 @@ def test_default_resolution():
         ({"module": "json:no_such"}, "cannot import it: .*'no_such'"),
         ({"module": "json:dumps", "input": "3,x"}, "input must be positive integers"),
         ({"module": f"{__name__}:no_module", "input": "2,6,6"}, "must return an nn.Module, got int"),
-        ({"module": f"{__name__}:of_width"}, "of_width': making it without arguments failed: TypeError.*'width'"),
+        (
+            {"module": f"{__name__}:linear_of_width"},
+            "linear_of_width': making it without arguments failed: TypeError.*'width'",
+        ),
         ({"module": f"{__name__}:TwoInputs", "input": "4"}, "TwoInputs', input 4, .*cannot take x .*TypeError.*'y'"),
         ({"module": f"{__name__}:nan_weights", "input": "4"}, "nan_weights', input 4, as it is: .*output.*not finite"),
     ],
@@ -157,8 +160,8 @@ def test_a_space_of_several_activations_is_refused(tmp_path):
 
 def test_a_module_itself_is_copied_for_every_setting():
     before = {name: value.clone() for name, value in INSTANCE.state_dict().items()}
-    found = run_study("isometry", IsometryConfig(module=f"{__name__}:INSTANCE", input="4"))
-    assert {row.setting for row in found.data["rows"]} == {"as it is", "orthogonal", "gaussian"}
+    report = run_study("isometry", IsometryConfig(module=f"{__name__}:INSTANCE", input="4"))
+    assert {row.setting for row in report.data["rows"]} == {"as it is", "orthogonal", "gaussian"}
     assert all(torch.equal(value, before[name]) for name, value in INSTANCE.state_dict().items())
 
 
@@ -217,6 +220,6 @@ def test_the_command_on_a_module(tmp_path, capsys, monkeypatch):
     out = capsys.readouterr().out
     assert "isometry: module users_own:make, inputs: white noise of shape 5" in out
     assert "as it is" in out and "whole" in out
-    form = json.loads((tmp_path / "out" / "isometry.json").read_text())
-    assert (form["config"]["seed"], form["config"]["batch"]) == (3, 8)
+    record = json.loads((tmp_path / "out" / "isometry.json").read_text())
+    assert (record["config"]["seed"], record["config"]["batch"]) == (3, 8)
     assert "parts" in (tmp_path / "out" / "isometry.html").read_text()

@@ -59,15 +59,15 @@ def test_the_marks_tell_the_families_apart():
         "exploding": run(base.replace(norm="batch"), gaussian(96), realisations=4),
         "resnet": run(base.replace(norm="batch", residual=2), gaussian(96), realisations=4),
     }
-    verdicts = {name: detect(found.depth, found.curves()) for name, found in runs.items()}
+    verdicts = {name: detect(networks.depth, networks.curves()) for name, networks in runs.items()}
 
     def missed(checks: list[Check]) -> set[str]:
         return {check.name.split(": ", 1)[1] for check in checks if not check.passed}
 
-    found = missed(marks.vanilla_checks("FC", runs["exploding"], verdicts["exploding"]))
-    assert found == {"increment, last half", "r_eff(L)", "detected one-dimensional"}
-    found = missed(marks.exploding_checks("FC", runs["resnet"], verdicts["resnet"]))
-    assert {"slope of log chi", "R^2 of exponential", "detected exploding"} <= found
+    names = missed(marks.vanilla_checks("FC", runs["exploding"], verdicts["exploding"]))
+    assert names == {"increment, last half", "r_eff(L)", "detected one-dimensional"}
+    names = missed(marks.exploding_checks("FC", runs["resnet"], verdicts["resnet"]))
+    assert {"slope of log chi", "R^2 of exponential", "detected exploding"} <= names
     assert not missed(marks.exploding_checks("FC", runs["exploding"], verdicts["exploding"])) & {
         "slope of log chi",
         "largest ReLU part (theorem 3: sqrt 2)",
@@ -105,8 +105,8 @@ def test_figures_and_their_page(tmp_path):
         "BN resnet": 0,
     }
     page = report.save(tmp_path)
-    form = json.loads((tmp_path / "moments.json").read_text())
-    assert form == json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    record = json.loads((tmp_path / "moments.json").read_text())
+    assert record == json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert page.read_text().count("<figure>") == 4
     assert len(list((tmp_path / "moments").glob("*.svg"))) == 4
     assert "http" not in page.read_text().replace("http-equiv", "")
@@ -115,18 +115,18 @@ def test_figures_and_their_page(tmp_path):
 NAMES = {2: "vanilla_histo", 3: "vanilla", 4: "bn_ff", 5: "bn_res"}
 
 
-def published(folder, cfg: FiguresConfig, shift: float = 0.0) -> None:
+def write_published(folder, cfg: FiguresConfig, shift: float = 0.0) -> None:
     """Arrays of our own networks, as if they were the published ones."""
     source = input_source(cfg)
     for figure, name in NAMES.items():
-        found = run(cfg.network(figure), source, realisations=8, seed=7)
-        curves = found.curves()
-        arrays = {**summarise(curves), "depth": found.depth.astype(int), "n_real": np.array(8)}
+        network = run(cfg.network(figure), source, realisations=8, seed=7)
+        curves = network.curves()
+        arrays = {**summarise(curves), "depth": network.depth.astype(int), "n_real": np.array(8)}
         arrays["chi_mean"] = np.exp(curves["logchi"]).mean(0)
         if figure == 2:
             arrays |= {f"{k}_kurt": np.zeros(4) for k in ("lognu2", "logmu2_noise")}
         if figure == 5:
-            first = np.exp(found.log_chi("unit")).mean(0) / np.exp(found.log_chi("input")).mean(0)
+            first = np.exp(network.log_chi("unit")).mean(0) / np.exp(network.log_chi("input")).mean(0)
             arrays |= {"inc_ratio_of_means": first, "units_per_residual": np.array(2)}
         arrays = {k: v + shift if k.endswith("_mean") else v for k, v in arrays.items()}
         np.savez(folder / f"{name}.npz", **arrays)
@@ -141,7 +141,7 @@ def test_agreement_with_arrays(tmp_path, names):
     photos = write_folder(tmp_path / "photos", {"a": 12, "b": 12})
     sizes = {"histogram_width": 32, "depth": 160, "every": 40, "realisations": 6, "histogram_realisations": 10}
     cfg = FIGURES.replace(images=str(photos), figures=(2, 4), **sizes)
-    published(tmp_path, cfg)
+    write_published(tmp_path, cfg)
     report = run_study("moments figures", cfg.replace(reference=str(tmp_path)))
     names = [check.name for check in report.checks]
     assert "bn_ff: logchi, largest deviation over the allowed" in names and "bn_ff: slope of log chi, l > 100" in names
@@ -151,14 +151,14 @@ def test_agreement_with_arrays(tmp_path, names):
     # half the depth is compared as far as it goes, and has no slope
     report = run_study("moments figures", cfg.replace(reference=str(tmp_path), depth=80, figures=(4,)))
     assert report.checks and not any("slope" in check.name for check in report.checks)
-    published(tmp_path, cfg, shift=30.0)
+    write_published(tmp_path, cfg, shift=30.0)
     report = run_study("moments figures", cfg.replace(reference=str(tmp_path)))
     failed = {check.name.split(",")[0] for check in report.missed}
     assert {"bn_ff: inc", "bn_ff: logchi", "bn_ff: nu1abs_z", "vanilla_histo: mean lognu2"} <= failed
 
 
 def test_a_histogram_has_the_published_mean_of_its_own_depth(tmp_path, names):
-    published(tmp_path, FIGURES)
+    write_published(tmp_path, FIGURES)
     cfg = FIGURES.replace(reference=str(tmp_path), figures=(2,), every=4)
     reference = marks.published(cfg, 2)
     report = run_study("moments figures", cfg)
@@ -169,7 +169,7 @@ def test_a_histogram_has_the_published_mean_of_its_own_depth(tmp_path, names):
 
 def test_without_images_only_slope_and_exponent_are_compared(tmp_path, names):
     cfg = FIGURES.replace(depth=160, every=40)
-    published(tmp_path, cfg)
+    write_published(tmp_path, cfg)
     report = run_study("moments figures", cfg.replace(reference=str(tmp_path)))
     assert [check.name for check in report.checks] == ["bn_ff: slope of log chi, l > 100"]
 
