@@ -160,7 +160,7 @@ def build_evidence(run: Run, net: Supernet) -> Evidence:
         chosen = random_subset(loaders[cfg.holds_out].source, cfg.score.images, cfg.seed)
         images = make_loader(cfg.data, chosen, train=False, **size)
     return Evidence(
-        net,
+        net.eval(),  # once, and not for every path
         images,
         loaders=loaders,
         paths=cfg.score.paths,
