@@ -24,7 +24,7 @@ from nasfast.measure.latency import Fit
 from nasfast.pipeline.run import Run
 from nasfast.settings import RunConfig
 from nasfast.spaces import get_space, list_spaces, named_space
-from nasfast.spaces.cost_table import table_of
+from nasfast.spaces.cost_table import parse_cost_table
 
 PROGRAM = """
 import sys
@@ -237,8 +237,8 @@ def test_no_block_of_a_latency_table_is_free():
     entries[1]["value"] = 0.0
     form = {"quantity": "latency", "unit": "ms", "entries": entries}
     with pytest.raises(ConfigError, match="layer 0, choice 1 .* computes, and takes 0: measure again"):
-        table_of(form, space)
-    table_of({**form, "quantity": "energy"}, space)
+        parse_cost_table(form, space)
+    parse_cost_table({**form, "quantity": "energy"}, space)
     # a negative cost per part would make short parts free
     assert Fit.least_squares([1.0, 10.0], [10, 10], [0.5, 14.0]).per_part < 0
     assert Fit.least_squares([1.0, 10.0], [10, 10], [0.5, 14.0], shortest=0.01).value(0.01) > 0
