@@ -51,10 +51,7 @@ const Properties& properties_of(int device) {
   return properties;
 }
 
-bool is_set(const char* variable, const char* value) {
-  const char* const setting = std::getenv(variable);
-  return setting != nullptr && std::strcmp(setting, value) == 0;
-}
+bool equals(const char* setting, const char* value) { return setting != nullptr && std::strcmp(setting, value) == 0; }
 
 // Whether the driver takes early launches in CUDA graphs, too.
 bool driver_starts_early() {
@@ -74,12 +71,13 @@ std::string text(const Geometry& g) {
 
 bool set_early_launches(bool on) { return early_launches.exchange(on); }
 
-Gpu::Gpu(int device, void* stream) : device_(device), stream_(stream), debug_(is_set("NASFAST_CUDA_DEBUG", "1")) {
+Gpu::Gpu(int device, void* stream)
+    : device_(device), stream_(stream), debug_(equals(std::getenv("NASFAST_CUDA_DEBUG"), "1")) {
   const Properties& properties = properties_of(device);
   multiprocessors = properties.multiprocessors;
   shared_memory = static_cast<size_t>(properties.shared_memory) - kReserved;
   panels = properties.ptx != 86 && properties.ptx != 89;  // kMatricesRun in csrc/gpu/depthwise_matrices.h
-  early_ = properties.ptx >= kWaits && !debug_ && early_launches && !is_set("NASFAST_CUDA_EARLY", "0") &&
+  early_ = properties.ptx >= kWaits && !debug_ && early_launches && !equals(std::getenv("NASFAST_CUDA_EARLY"), "0") &&
            driver_starts_early();
   check("cudaGetDevice", cudaGetDevice(&previous_device_));
   check("cudaSetDevice", cudaSetDevice(device));
