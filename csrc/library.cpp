@@ -93,24 +93,25 @@ STABLE_TORCH_LIBRARY_FRAGMENT(nasfast, m) {
   // Behind mean and variance, statistics has the coefficients of forward (csrc/gpu/call.cpp).
   //   counters: as many zeros as conv_bn_act_chain_gpu_counters says, int32; they are zeros again after the launches.
   //   added: is added to the result, or null.
-  //   before: empty if x is there. Otherwise the tensors of DeferredResult in nasfast/ops/cuda/deferred.py, from which
-  //     x is computed and written.
-  //   left: empty if y is wanted. Otherwise the fields of DeferredNorm there, of which all but the last two are
-  //     written. `saved` then ends before the output of the last convolution.
+  //   deferred_input: empty if x is there. Otherwise the tensors of DeferredResult in nasfast/ops/cuda/deferred.py, from
+  //     which x is computed and written.
+  //   deferred_norm: empty if y is wanted. Otherwise the fields of DeferredNorm there, of which all but the last two
+  //     are written. `saved` then ends before the output of the last convolution.
   m.def("conv_bn_act_chain_gpu_counters(Tensor x, int[] plan) -> int");
   m.def(
       "conv_bn_act_chain_gpu_fwd(Tensor(e!) x, Tensor[] conv_weights, Tensor[] bn_weights, Tensor[] bn_biases, "
-      "Tensor? added, Tensor(a!) y, Tensor(b!) saved, Tensor(c!) statistics, Tensor(d!) counters, Tensor[] before, "
-      "Tensor(f!)[] left, int[] plan, float[] eps) -> ()");
+      "Tensor? added, Tensor(a!) y, Tensor(b!) saved, Tensor(c!) statistics, Tensor(d!) counters, "
+      "Tensor[] deferred_input, Tensor(f!)[] deferred_norm, int[] plan, float[] eps) -> ()");
   // Writes x by itself.
-  m.def("conv_bn_act_chain_gpu_make(Tensor(a!) x, Tensor[] before) -> ()");
+  m.def("conv_bn_act_chain_gpu_apply(Tensor(a!) x, Tensor[] deferred_input) -> ()");
   // Writes the last two fields of a DeferredNorm from the others and grad, the gradient of the result. It needs as many
   // counters as conv_bn_act_chain_gpu_counters says of grad and an empty plan.
-  m.def("conv_bn_act_chain_gpu_reduce(Tensor grad, Tensor(a!)[] before, Tensor(b!) counters) -> ()");
-  // Without dx, dweights and dbiases that are empty, their gradients are not wanted. before: empty, or the DeferredNorm
-  // in front of x, whose last two fields this call then writes. left: the DeferredNorm of this chain, or empty.
+  m.def("conv_bn_act_chain_gpu_reduce(Tensor grad, Tensor(a!)[] deferred_norm, Tensor(b!) counters) -> ()");
+  // Without dx, dweights and dbiases that are empty, their gradients are not wanted.
+  //   input_norm: empty, or the DeferredNorm in front of x, whose last two fields this call then writes.
+  //   deferred_norm: the DeferredNorm of this chain, or empty.
   m.def(
       "conv_bn_act_chain_gpu_bwd(Tensor grad, Tensor saved, Tensor statistics, Tensor[] conv_weights, "
       "Tensor[] bn_weights, bool add_input, Tensor(a!)? dx, Tensor(b!)[] dweights, Tensor(c!)[] dbiases, "
-      "Tensor(d!) counters, Tensor(e!)[] before, Tensor[] left, int[] plan, float[] eps) -> ()");
+      "Tensor(d!) counters, Tensor(e!)[] input_norm, Tensor[] deferred_norm, int[] plan, float[] eps) -> ()");
 }

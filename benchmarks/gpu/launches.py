@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 
 # operators of csrc/library.cpp that launch CUDA kernels
-CHAIN_OPERATORS = tuple(f"conv_bn_act_chain_gpu_{name}" for name in ("fwd", "make", "reduce", "bwd"))
+CHAIN_OPERATORS = tuple(f"conv_bn_act_chain_gpu_{name}" for name in ("fwd", "apply", "reduce", "bwd"))
 
 
 @contextmanager

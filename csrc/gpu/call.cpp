@@ -28,7 +28,7 @@ bool is_stem(const ChainPlan& plan, size_t i) {
          s.width * s.in_channels % 8 == 0;
 }
 
-// Refuses what the kernels cannot do. nasfast/ops/plan.py says the same before, with explanations for the user.
+// Refuses what the kernels cannot do. nasfast/ops/cuda/limits.py says the same before, with explanations for the user.
 ChainPlan read_plan(const std::vector<int64_t>& numbers) {
   ChainPlan plan(numbers);
   STD_TORCH_CHECK(!plan.shuffle, kConvOp, ": the CUDA kernels do not shuffle");
@@ -276,8 +276,8 @@ struct NormsBackward {
 struct DoubleBuffer {
   Tensor buffers[2];
 
-  template <class Elements>
   // elements(stage, i): numbers that stage i writes.
+  template <class Elements>
   DoubleBuffer(const Tensor& like, const ChainPlan& plan, const Elements& elements, std::vector<Tensor>* memory) {
     int64_t most[2] = {0, 0};
     for (size_t i = 0; i < plan.stages.size(); ++i) most[i % 2] = std::max(most[i % 2], elements(plan.stages[i], i));

@@ -35,7 +35,7 @@ void set_emulation(int multiprocessors, bool backwards, uint64_t block_order, in
 STABLE_TORCH_LIBRARY_IMPL(nasfast, CPU, m) {
   m.impl("conv_bn_act_chain_gpu_counters", TORCH_BOX(&nasfast::gpu::Operators::counters));
   m.impl("conv_bn_act_chain_gpu_fwd", TORCH_BOX(&nasfast::gpu::Operators::forward));
-  m.impl("conv_bn_act_chain_gpu_make", TORCH_BOX(&nasfast::gpu::Operators::apply));
+  m.impl("conv_bn_act_chain_gpu_apply", TORCH_BOX(&nasfast::gpu::Operators::apply));
   m.impl("conv_bn_act_chain_gpu_reduce", TORCH_BOX(&nasfast::gpu::Operators::reduce));
   m.impl("conv_bn_act_chain_gpu_bwd", TORCH_BOX(&nasfast::gpu::Operators::backward));
 }

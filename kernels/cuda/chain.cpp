@@ -24,7 +24,7 @@ using Operators = ChainOperators<gpu_of>;
 STABLE_TORCH_LIBRARY_IMPL(nasfast, CUDA, m) {
   m.impl("conv_bn_act_chain_gpu_counters", TORCH_BOX(&nasfast::gpu::Operators::counters));
   m.impl("conv_bn_act_chain_gpu_fwd", TORCH_BOX(&nasfast::gpu::Operators::forward));
-  m.impl("conv_bn_act_chain_gpu_make", TORCH_BOX(&nasfast::gpu::Operators::apply));
+  m.impl("conv_bn_act_chain_gpu_apply", TORCH_BOX(&nasfast::gpu::Operators::apply));
   m.impl("conv_bn_act_chain_gpu_reduce", TORCH_BOX(&nasfast::gpu::Operators::reduce));
   m.impl("conv_bn_act_chain_gpu_bwd", TORCH_BOX(&nasfast::gpu::Operators::backward));
 }

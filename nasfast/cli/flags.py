@@ -222,7 +222,7 @@ def _rank_flags(parser: Parser) -> None:
     parser.add_argument(
         "--score", help="ranks this score of every architecture, or a sum A+B-C; default with --images: the space's"
     )
-    parser.add_argument("--sample", type=int, help="with --score: only this many random architectures")
+    parser.add_argument("--sample", type=int, help="with --score or --images: only this many random architectures")
     parser.add_argument("--space", help="space without --out: a name or a YAML file; default: nas_bench_macro")
     parser.add_argument("--batch", type=int, help="with --images: images of the batch that is scored; default: 64")
     parser.add_argument("--cells", type=int, help="with --images: cells of a network of cells; default: the space's")

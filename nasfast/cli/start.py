@@ -102,9 +102,9 @@ def _check_rank(args: argparse.Namespace, tasks: TaskSettings) -> None:
     if args.resamples < MIN_RESAMPLES:
         raise FlagError(f"--resamples must be at least {MIN_RESAMPLES}, got {args.resamples}; 1000 is usual")
     if has("out") + has("predictor") + has("images") != 1:
-        raise FlagError("give one of --out RUN, --predictor FILE, and --images FOLDER with --score NAME")
-    if has("sample") and not has("score", "images"):  # with images, the space has a score
-        raise FlagError("--images and --sample need --score")
+        raise FlagError("give one of --out RUN, --predictor FILE, and --images FOLDER")
+    if has("sample") and not has("score", "images"):
+        raise FlagError("--sample needs --score or --images")
     if has("score") and has("predictor"):
         raise FlagError("--score needs --out or --images: a file has its scores already")
     if has("cells", "channels", "batch") and not has("images"):

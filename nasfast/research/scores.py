@@ -17,8 +17,10 @@ from nasfast.train.batches import as_epochs
 def _refuse_other_than_relu(net: Supernet) -> str | None:
     if isinstance(net, ModuleSupernet):
         return None  # its activations are seen when a network runs
-    smooth = sorted({net.activation, *net.space.own_activations} - {"relu", "relu6"})
-    return f"it counts linear regions of ReLUs, and the activation is {' and '.join(smooth)}" if smooth else None
+    unsuitable = sorted({net.activation, *net.space.own_activations} - {"relu", "relu6"})
+    return (
+        f"it counts linear regions of ReLUs, and the activation is {' and '.join(unsuitable)}" if unsuitable else None
+    )
 
 
 def _register(name: str) -> None:

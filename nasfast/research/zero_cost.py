@@ -310,7 +310,10 @@ def _first_factors(layer: nn.Module, x: Tensor, output: Tensor) -> list[Tensor]:
     one = torch.ones_like(output[:, 0])
     if isinstance(layer, nn.Conv2d):
         if layer.padding_mode != "zeros":
-            raise ScoreError(f"vkdnw knows convolutions that pad with zeros, not padding_mode={layer.padding_mode!r}")
+            raise ScoreError(
+                f"vkdnw knows convolutions that pad with zeros, not padding_mode={layer.padding_mode!r}: take another "
+                "score"
+            )
         only = torch.zeros_like(layer.weight[:1])
         only[0, 0, 0, 0] = 1
         inputs = x[:, : only.shape[1]]
@@ -320,7 +323,7 @@ def _first_factors(layer: nn.Module, x: Tensor, output: Tensor) -> list[Tensor]:
     elif isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.running_mean is not None:
         factor = F.batch_norm(x, layer.running_mean, layer.running_var, eps=layer.eps)[:, 0]
     else:
-        raise ScoreError(f"vkdnw knows Conv2d, Linear and BatchNorms, not {type(layer).__name__}")
+        raise ScoreError(f"vkdnw knows Conv2d, Linear and BatchNorms, not {type(layer).__name__}: take another score")
     pairs = ((layer.weight, factor), (layer.bias, one))
     return [value for parameter, value in pairs if parameter is not None and parameter.requires_grad]
 

@@ -34,7 +34,7 @@ def test_rank_of_cells_from_csv(tmp_path, capsys):
         ("--table t.json", "give one of --out RUN, --predictor FILE, and --images FOLDER"),
         ("--table t.json --out a --predictor b", "give one of --out RUN"),
         ("--table t.json --out a --images b --score naswot", "give one of --out RUN"),
-        ("--table t.json --out a --sample 5", "--images and --sample need --score"),
+        ("--table t.json --out a --sample 5", "--sample needs --score or --images"),
         ("--table t.json --predictor b --score naswot", "--score needs --out or --images"),
         ("--table t.json --out a --score naswot --cells 5", "--cells, --channels and --batch need --images"),
         ("--table t.json --out a --batch 8", "--cells, --channels and --batch need --images"),

@@ -95,7 +95,7 @@ EXPORTED const char* take_records() {
 STABLE_TORCH_LIBRARY_IMPL(nasfast, Meta, m) {
   m.impl("conv_bn_act_chain_gpu_counters", TORCH_BOX(&nasfast::gpu::Operators::counters));
   m.impl("conv_bn_act_chain_gpu_fwd", TORCH_BOX(&nasfast::gpu::Operators::forward));
-  m.impl("conv_bn_act_chain_gpu_make", TORCH_BOX(&nasfast::gpu::Operators::make));
+  m.impl("conv_bn_act_chain_gpu_apply", TORCH_BOX(&nasfast::gpu::Operators::apply));
   m.impl("conv_bn_act_chain_gpu_reduce", TORCH_BOX(&nasfast::gpu::Operators::reduce));
   m.impl("conv_bn_act_chain_gpu_bwd", TORCH_BOX(&nasfast::gpu::Operators::backward));
 }

@@ -123,7 +123,7 @@ def test_tensors_of_another_shape_are_refused(emulation):
         with pytest.raises(RuntimeError, match=message):
             norm._replace(**changed).reduce(second.x)
     with pytest.raises(RuntimeError, match="x is made from y, its fold|multiples of 8 is made from y, its fold"):
-        torch.ops.nasfast.conv_bn_act_chain_gpu_make(x, [norm.y])
+        torch.ops.nasfast.conv_bn_act_chain_gpu_apply(x, [norm.y])
 
 
 @pytest.mark.parametrize("units", ["pw16/identity", "pw48/relu6 dw3/relu6 pw16/identity"])

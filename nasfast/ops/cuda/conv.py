@@ -78,8 +78,8 @@ def conv_bn_act_chain_fwd(
         saved=saved,
         statistics=statistics,
         counters=counters(x, plan),
-        before=[],
-        left=[],
+        deferred_input=[],
+        deferred_norm=[],
         plan=plan,
         eps=eps,
     )
@@ -115,8 +115,8 @@ def conv_bn_act_chain_bwd(
             dweights=dweights,
             dbiases=dbiases,
             counters=counters(grad, plan),
-            before=[],
-            left=[],
+            input_norm=[],
+            deferred_norm=[],
             plan=plan,
             eps=eps,
         )

@@ -81,4 +81,4 @@ class DeferredResult(NamedTuple):
 
     def apply(self, x: Tensor) -> None:
         """Apply the BatchNorm, and so write x, by a launch of its own."""
-        torch.ops.nasfast.conv_bn_act_chain_gpu_make(x, self.tensors())
+        torch.ops.nasfast.conv_bn_act_chain_gpu_apply(x, self.tensors())

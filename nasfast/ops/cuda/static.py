@@ -81,8 +81,8 @@ class StaticChain:
             saved=saved,
             statistics=statistics,
             counters=counters(self.x, self.plan.numbers),
-            before=[] if self.deferred_input is None else self.deferred_input.tensors(),
-            left=list(self.deferred_norm or ()),
+            deferred_input=[] if self.deferred_input is None else self.deferred_input.tensors(),
+            deferred_norm=list(self.deferred_norm or ()),
             plan=self.plan.numbers,
             eps=[stage.eps for stage in stages],
         )
@@ -108,8 +108,8 @@ class StaticChain:
             dweights=[self.gradients.get(p.bn_weight, unwanted) for p in params],
             dbiases=[self.gradients.get(p.bn_bias, unwanted) for p in params],
             counters=counters(grad, self.plan.numbers),
-            before=list(input_norm),
-            left=list(self.deferred_norm or ()),
+            input_norm=list(input_norm),
+            deferred_norm=list(self.deferred_norm or ()),
             plan=self.plan.numbers,
             eps=[stage.eps for stage in self._forward_stages],
         )
