@@ -40,6 +40,12 @@ INTERPRETED = _triton.interpreted()
 LONG = ("aot", "kill", "slow", "dali")
 
 
+def pytest_configure(config):
+    """The process of xdist that only hands out tests collects none, and so never reaches `pytest_collection_finish`."""
+    if config.getoption("numprocesses", None):  # None in the processes that run the tests
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items):
     """Give the mark `gpu` to every test that uses the fixture `device` or `gpu`, and put the longest files first.
 
