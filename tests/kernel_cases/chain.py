@@ -247,7 +247,7 @@ def run_chain(
 
     Args:
         x_grad: whether dx is among the gradients.
-        wanted: names of the gradients that are wanted, None for all; the others are None if they are not computed.
+        wants: names of the gradients that are wanted, None for all; the others are None if they are not computed.
     """
     x = inputs.x.detach()
     residual, leaves = None, {"dx": x} if x_grad else {}

@@ -329,16 +329,16 @@ def test_transforms(native, name):
 def test_batched_gradients_of_parameters(native):
     """Also of tensors in lists, and where the gradients are batched twice."""
     operator, x = OPERATORS["inverted residual relu6 eval"], draw(2, C, 3, 4)
-    messages = []
+    gradients = []
     for module in (ops, reference):
         learned = [draw(*shape, seed=10 + i).requires_grad_() for i, shape in enumerate(operator.learned)]
         y = operator.call(module, x, *learned)
         grads = draw(2, 3, *y.shape, seed=1)
         backward = lambda grad, y=y, learned=learned: torch.autograd.grad(y, learned, grad, retain_graph=True)  # noqa: E731
-        messages.append(
+        gradients.append(
             [*torch.vmap(torch.vmap(backward))(grads), *torch.vmap(backward, in_dims=1)(grads[0].transpose(0, 1))]
         )
-    assert_equal(*messages)
+    assert_equal(*gradients)
 
 
 def test_orthogonalize_is_differentiated_and_vectorized_by_the_reference(native):

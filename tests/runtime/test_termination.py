@@ -61,7 +61,7 @@ def test_it_raises_within_and_finally_blocks_run(handler):
     assert handler == []
 
 
-def test_at_once_within_noticed(handler):
+def test_interruptible_within_defer_sigterm(handler):
     with pytest.raises(Terminated), defer_sigterm() as stop:
         with stop.interruptible():
             send()
