@@ -299,8 +299,10 @@ class Matcher:
                 break
             if is_conv(reader):
                 stage = self.stage(reader)
-                # what it reads may also be its weight
                 if isinstance(stage, str) or stage.x is not nodes[-1] or self._interrupted([*nodes, *stage.nodes]):
+                    break
+                # what it reads may be its weight too, which the chain's call must find as an input
+                if any(param is nodes[-1] for param in stage.stage.params):
                     break
                 stages.append(stage)
                 nodes += stage.nodes

@@ -48,6 +48,11 @@ def as_weight(m: Body, x: Tensor) -> Tensor:
     return m.extra(F.conv2d(torch.cat([x, x], dim=1), filters, padding=1))
 
 
+def as_input_and_weight(m: Body, x: Tensor) -> Tensor:
+    y = half(m, x[:, :, :3, :3])
+    return m.extra(F.conv2d(y, y, padding=1))
+
+
 def discarded(m: Body, x: Tensor) -> Tensor:
     y = half(m, x)
     m.act(y)
@@ -144,6 +149,10 @@ STRUCTURES = {
     ),
     "result as a weight": (
         lambda: Body(as_weight, conv2=None, bn2=None, extra=nn.BatchNorm2d(2)),
+        ["1x1 4->8"],
+    ),
+    "result as input and weight": (
+        lambda: Body(as_input_and_weight, conv2=None, bn2=None, extra=nn.BatchNorm2d(2)),
         ["1x1 4->8"],
     ),
     "parametrized": (
