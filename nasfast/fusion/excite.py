@@ -90,6 +90,9 @@ def _convolution(node: Any) -> tuple[fx.Node, Any, Any] | None:
     conv = match_conv(node) if _is_read_once(node) else ""
     if isinstance(conv, str) or conv.bias is None or (conv.stride, conv.padding, conv.groups) != (1, 0, 1):
         return None
+    # what the operator computes inside of it can be no weight, which is an input of its call
+    if conv.x is conv.weight or conv.x is conv.bias:
+        return None
     value = example_value(conv.weight)
     return (node, conv.weight, conv.bias) if isinstance(value, Tensor) and value.shape[2:] == (1, 1) else None
 

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from fused_models import make
 from torch import nn
 from torchvision.ops.misc import SqueezeExcitation
@@ -9,6 +10,7 @@ from torchvision.ops.misc import SqueezeExcitation
 import nasfast
 from nasfast import ops
 from nasfast.fusion import excite
+from nasfast.fusion.dynamo import compile_graph
 
 timm = pytest.importorskip("timm")
 
@@ -16,6 +18,20 @@ timm = pytest.importorskip("timm")
 class Added(SqueezeExcitation):
     def forward(self, x):
         return super().forward(x) + x
+
+
+class OwnWeight(nn.Module):
+    """A convolution in it has its input as its weight too; with as many images as channels, the sizes fit."""
+
+    def __init__(self, squeeze: bool) -> None:
+        super().__init__()
+        self.squeeze = squeeze
+        self.weight, self.bias = nn.Parameter(torch.randn(12, 12, 1, 1)), nn.Parameter(torch.randn(12))
+
+    def forward(self, x):
+        y = x.mean((2, 3), keepdim=True)
+        y = F.relu(F.conv2d(y, y if self.squeeze else self.weight, self.bias))
+        return x * F.conv2d(y, self.weight if self.squeeze else y, self.bias).sigmoid()
 
 
 def torchvisions(activation=nn.ReLU, gate=nn.Hardsigmoid):
@@ -100,6 +116,17 @@ def test_what_computes_something_else_is_left_alone(name, calls):
     torch.testing.assert_close(network(images()), want, rtol=1e-5, atol=1e-5)
     # a subclass that computes more still computes this
     assert len(report.excitations) == len(calls) == (name == "subclass")
+
+
+@pytest.mark.parametrize("squeeze", [True, False], ids=["squeeze", "excite"])
+def test_a_convolution_whose_weight_is_its_input_is_left_alone(squeeze, calls):
+    network = Network(OwnWeight(squeeze)).requires_grad_(False)
+    x = torch.randn(12, 12, 5, 6).contiguous(memory_format=torch.channels_last)
+    want = copy.deepcopy(network)(x)
+    # torch.compile raises what `fuse` would only log
+    compiled = torch.compile(network, backend=compile_graph, options={"inner": "eager"})
+    torch.testing.assert_close(compiled(x), want, rtol=1e-5, atol=1e-5)
+    assert calls == []
 
 
 def test_where_it_does_not_gain_pytorch_runs(calls, monkeypatch):
