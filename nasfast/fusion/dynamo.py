@@ -78,8 +78,10 @@ def compile_graph(
         raise ValueError(f"backend nasfast: unknown options {sorted(unknown)}; it has inner and only_faster")
     if mode is not None:
         raise ValueError(f"backend nasfast: it has no modes, got {mode!r}; leave out mode, or use backend='inductor'")
-    can_compile = any(shutil.which(name) for name in torch._inductor.config.cpp.cxx if name)
-    inner = settings["inner"] or ("inductor" if can_compile else "eager")
+    inner = settings["inner"]
+    if not inner:
+        can_compile = any(shutil.which(name) for name in torch._inductor.config.cpp.cxx if name)
+        inner = "inductor" if can_compile else "eager"
     facts = fuse_graph(graph_module, always=not settings["only_faster"], keep_layouts=True)
     log.info("%s of %s chains on the operator; the rest is for %s", facts.replaced, len(facts.chains), inner)
     return torch._dynamo.lookup_backend(inner)(graph_module, list(example_inputs))

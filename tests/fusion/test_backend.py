@@ -189,6 +189,17 @@ def test_wrong_options_are_refused():
         torch.compile(model, backend=dynamo.compile_graph, mode="max-autotune")(x)
 
 
+def test_a_compiler_is_looked_for_only_where_no_inner_is_given(monkeypatch):
+    names, x = [], torch.randn(2)
+    # no compiler is found, so that the default is "eager"
+    monkeypatch.setattr(dynamo.shutil, "which", names.append)
+    for options in ({"inner": "eager"}, {}):
+        assert not names
+        compiled = dynamo.compile_graph(torch.fx.symbolic_trace(nn.Identity()), [x], options=options)
+        assert torch.equal(compiled(x), x)
+    assert names
+
+
 def test_pytorch_finds_the_backend_by_its_name():
     tomllib = pytest.importorskip("tomllib")
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
