@@ -9,6 +9,7 @@ import torchvision
 from tolerances import assert_close
 from torch import Tensor, nn
 from torchvision.models.efficientnet import EfficientNet, MBConvConfig
+from torchvision.models.mnasnet import MNASNet
 from torchvision.models.mobilenetv2 import MobileNetV2
 from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
 from torchvision.models.regnet import BlockParams, RegNet
@@ -26,6 +27,8 @@ MODELS = {
     "timm/mobilenetv2_100": (52, 52, 19),
     "timm/mobilenetv3_small_100": (34, 53, 22),
     "small ghostnet": (24, 27, 22),
+    "small lite efficientnet": (8, 8, 4),
+    "small mnasnet": (9, 9, 3),
     "small mobilenet_v2": (10, 10, 5),
     "small mobilenet_v3": (10, 14, 7),
     "small efficientnet": (13, 21, 10),
@@ -63,12 +66,30 @@ def small_ghostnet() -> nn.Module:
     return timm.models.ghostnet.GhostNet(blocks, num_classes=10)
 
 
+def small_lite_efficientnet() -> nn.Module:
+    """An inverted residual with stride, and one with an addition."""
+    blocks = timm.models._efficientnet_builder.decode_arch_def([["ir_r2_k5_s2_e6_c24"]])
+    return timm.models.efficientnet.EfficientNet(
+        blocks, num_classes=10, num_features=64, stem_size=16, fix_stem=True, act_layer=nn.ReLU6
+    )
+
+
+def small_mnasnet() -> nn.Module:
+    """The stem, an inverted residual with stride, and one with an addition."""
+    model = MNASNet(0.5, num_classes=10)
+    del model.layers[9:], model.layers[8][2:]
+    model.classifier = nn.Linear(16, 10)
+    return model
+
+
 # the blocks of large ones, each once or twice: TorchDynamo takes seconds for a large network
 SMALL = {
     "small mobilenet_v2": small,
     "small mobilenet_v3": small_mobilenet_v3,
     "small efficientnet": small_efficientnet,
     "small ghostnet": small_ghostnet,
+    "small lite efficientnet": small_lite_efficientnet,
+    "small mnasnet": small_mnasnet,
     "small regnet": small_regnet,
     "small resnet": lambda: ResNet(BasicBlock, [1, 1, 1, 1], num_classes=10),
     "small resnet of bottlenecks": lambda: ResNet(Bottleneck, [2, 1, 1, 1], num_classes=10),

@@ -74,6 +74,7 @@ NETWORKS = [
     ("small efficientnet", EVAL),
     ("small shufflenet_v2", FROZEN),
     ("small mobilenet_v3", FROZEN),
+    pytest.param("mobilenet_v2", FROZEN, marks=pytest.mark.slow),
 ]
 
 
