@@ -19,10 +19,11 @@ from tiny import write_folder
 
 from nasfast.cli.flags import parse
 from nasfast.cli.main import main
+from nasfast.measure import latency, timing
 from nasfast.runtime import imports
 from nasfast.search.limits import check_range
 from nasfast.settings import RunConfig
-from nasfast.spaces import format_arch, get_space
+from nasfast.spaces import SKIP, format_arch, get_space, parse_arch
 
 README = ROOT / "README.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -203,9 +204,25 @@ RUN = [
 ]
 
 
+@pytest.fixture
+def steady_latencies(monkeypatch):
+    """Times of parts and networks to which a fit exists on a busy machine, too: a millisecond for every part."""
+
+    def timed(work, **options):
+        timing.measure(work, **options | {"rounds": 1})
+        networks = {name: parse_arch(name) for name in work if re.fullmatch(r"[-\d ]+", name)}
+        times = dict.fromkeys(work, 1.0)
+        times |= {name: 2.0 + sum(choice != SKIP for choice in arch) for name, arch in networks.items()}
+        return {name: {"run": dict.fromkeys(("median_ms", "q20_ms", "q80_ms"), ms)} for name, ms in times.items()}
+
+    monkeypatch.setattr(latency, "measure", timed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "text"), RUN)
-def test_the_commands_of_a_block_run(page, text, searched, tmp_path, monkeypatch, capfd, blank_figures):
+def test_the_commands_of_a_block_run(
+    page, text, searched, tmp_path, monkeypatch, capfd, blank_figures, steady_latencies
+):
     """In their order, as they are written but for sizes, on a run that is there before."""
     monkeypatch.chdir(shutil.copytree(searched, tmp_path / "here"))
     monkeypatch.setattr(imports, "_imported", [])
