@@ -1,4 +1,8 @@
-"""Files of JSON lines, one row a line, which grow while a program measures. Needs only Python's standard library."""
+"""Files of JSON lines, one row a line, which grow while a program measures.
+
+It imports nothing of nasfast (whose `runtime.files.locked_lines` locks the file besides), because the plan for a GPU
+writes rows also where nasfast cannot be imported.
+"""
 
 import json
 from pathlib import Path

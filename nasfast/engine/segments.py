@@ -145,10 +145,10 @@ class Segment:
                 self.write_input_grad(input_grad, dx)
                 if self.buffers.deferred_input is not None:
                     self.buffers.deferred_input.norm.reduce(input_grad)
-        of_parameters = {p: gradient for p, gradient in zip(slots, gradients, strict=True) if gradient is not None}
-        self.computed = {p: slots[p] for p in of_parameters}
+        slot_gradients = {p: gradient for p, gradient in zip(slots, gradients, strict=True) if gradient is not None}
+        self.computed = {p: slots[p] for p in slot_gradients}
         if self.computed:
-            torch._foreach_copy_(list(self.computed.values()), list(of_parameters.values()))
+            torch._foreach_copy_(list(self.computed.values()), list(slot_gradients.values()))
 
     def write_input_grad(self, input_grad: Tensor, dx: Tensor) -> None:
         """Write the gradient of the input from that of what the module gets."""
