@@ -34,7 +34,7 @@ from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.runtime.imports import import_modules, imported
 from nasfast.runtime.lock import RunDirectoryError, run_lock
 from nasfast.runtime.progress import Progress, duration
-from nasfast.runtime.termination import Terminated, raise_on_sigterm, stopped_at
+from nasfast.runtime.termination import Terminated, raise_on_sigterm
 from nasfast.settings import TaskSettings
 
 __all__ = ["Task", "TaskError", "TaskResult", "TaskRunner", "TaskSettings", "check_done", "gpus_for", "threads_for"]
@@ -205,7 +205,7 @@ class TaskRunner:
                 self._ray = _join_cluster(self.settings.ray_address)
                 stack.callback(self._ray.shutdown)
             if self.settings.max_hours is not None:
-                self._deadline = time.time() + 3600 * self.settings.max_hours
+                self._deadline = time.monotonic() + 3600 * self.settings.max_hours
             self._stack = stack.pop_all()
         return self
 
@@ -215,7 +215,11 @@ class TaskRunner:
     @property
     def time_is_over(self) -> bool:
         """Whether `max_hours` have passed since this runner began."""
-        return self._deadline is not None and time.time() >= self._deadline
+        return self._seconds_left == 0
+
+    @property
+    def _seconds_left(self) -> float | None:
+        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def run(self, tasks: Iterable[Task]) -> list[TaskResult]:
         """Run tasks that are not finished yet.
@@ -275,14 +279,14 @@ class TaskRunner:
             if self._stopping or self.time_is_over:
                 return "stopped", ""
             try:
-                status, error = attempt(task, folder, os.getcwd(), self._deadline, imported())
+                status, error = attempt(task, folder, os.getcwd(), imported())
             except Exception as fault:  # of a process that died, or of Ray, whose machine did
                 status, error = "failed", f"no answer from its worker ({type(fault).__name__}: {_one_line(fault)})"
             finally:
                 self._stops.pop(task.name, None)
             if status == "done":
                 return "done", ""
-            if self._stopping or (status == "stopped" and self.time_is_over):
+            if self._stopping or self.time_is_over:
                 return "stopped", ""
             _LOG.warning("task %s, attempt %d: %s", task.name, number, error)
         _LOG.warning("task %s failed: its log is %s", task.name, folder / LOG_FILE)
@@ -300,28 +304,28 @@ class TaskRunner:
             process.terminate()
         sender.close()
         try:
-            # at the deadline a worker saves and ends by itself, unless it hangs
-            if self._deadline is not None and not receiver.poll(max(0.0, self._deadline - time.time()) + GRACE):
-                process.kill()
-                return "stopped", "its worker did not end when the time was over"
+            if not receiver.poll(self._seconds_left):
+                process.terminate()  # the task saves what it has
+                if not receiver.poll(GRACE):
+                    process.kill()
+                    return "stopped", "its worker did not end when the time was over"
             return receiver.recv()
         finally:
             receiver.close()
             process.join()
 
-    def _on_cluster(self, task: Task, folder: Path, directory: str, deadline: float | None, modules: Any) -> Ending:
+    def _on_cluster(self, task: Task, folder: Path, directory: str, modules: Any) -> Ending:
         """One attempt on a worker of the Ray cluster, which decides when and where."""
-        remote = self._ray.remote(num_cpus=task.threads, num_gpus=task.gpus, max_retries=0)(execute)
-        reference = remote.remote(task, folder, directory, deadline, modules)
+        remote = self._ray.remote(num_cpus=task.threads, num_gpus=task.gpus, max_retries=0)(_work_on_cluster)
+        reference = remote.remote(task, folder, directory, modules)
         self._stops[task.name] = lambda at_once: self._ray.cancel(reference, force=at_once)
         if self._stopping:
             self._ray.cancel(reference)
-        # what the cluster never starts is not waited for
-        timeout = None if deadline is None else max(0.0, deadline - time.time()) + GRACE
-        ended, _ = self._ray.wait([reference], timeout=timeout)
-        if not ended:
-            self._ray.cancel(reference)
-            return "stopped", "the cluster had no room for it"
+        if not self._ray.wait([reference], timeout=self._seconds_left)[0]:
+            self._ray.cancel(reference)  # what runs saves what it has, and what waits never starts
+            if not self._ray.wait([reference], timeout=GRACE)[0]:
+                self._ray.cancel(reference, force=True)
+                return "stopped", "its worker did not end when the time was over"
         return self._ray.get(reference)
 
     def _result(self, task: Task, status: Status, error: str) -> TaskResult:
@@ -360,18 +364,18 @@ def _join_cluster(address: str | None) -> Any:
     return ray
 
 
-def execute(task: Task, folder: Path, directory: str, deadline: float | None, modules: tuple[str, ...] = ()) -> Ending:
+def execute(task: Task, folder: Path, directory: str, modules: tuple[str, ...] = ()) -> Ending:
     """Run one task in this process, whose main thread this must be; an error of its function is an ending, too.
 
-    `folder` is absolute. Relative paths in the arguments refer to `directory`, the working directory of the driver. At
-    the deadline (`time.time`) the task saves what it has and stops. `modules` are imported first.
+    `folder` is absolute. Relative paths in the arguments refer to `directory`, the working directory of the driver.
+    `modules` are imported first. At SIGTERM the task saves what it has and stops.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with _log_to(folder / LOG_FILE):
         _log(f"{task.function} on {socket.gethostname()}, process {os.getpid()}")
         ending: Ending
         try:
-            with raise_on_sigterm(), stopped_at(deadline), _lock_folder(folder):
+            with raise_on_sigterm(), _lock_folder(folder):
                 if load_result(folder, task) is None:
                     os.chdir(directory)
                     import_modules(modules)
@@ -404,6 +408,12 @@ def _work(sender: Any, task: Task, *arguments: Any) -> None:
     ending = execute(task, *arguments)
     with contextlib.suppress(OSError):  # the driver is gone
         sender.send(ending)
+
+
+def _work_on_cluster(*arguments: Any) -> Ending:
+    """`execute` on a worker of Ray, which cancels by the signal of Ctrl-C."""
+    signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
+    return execute(*arguments)
 
 
 def _end_with_driver() -> None:

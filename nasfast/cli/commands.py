@@ -78,12 +78,12 @@ def time_limit(hours: float | None) -> Iterator[None]:
             "--max_hours stops one process, and torchrun would start its ranks again: leave it out, and stop torchrun "
             "by SIGTERM"
         )
-    deadline = None if hours is None else time.time() + 3600 * hours
+    deadline = None if hours is None else time.monotonic() + 3600 * hours
     try:
         with stopped_at(deadline):
             yield
     except Terminated as stopped:
-        if deadline is not None and time.time() >= deadline:
+        if deadline is not None and time.monotonic() >= deadline:
             # the reason may also name an error
             stopped.reason = stopped.reason.replace(Terminated().reason, f"--max_hours {hours:g} is over")
         raise

@@ -1,4 +1,4 @@
-"""The lock of a run directory: one process at a time writes there, and removes temporary files of killed ones.
+"""The lock of a run directory: one thread of one process writes there at a time, and removes what killed ones left.
 
 It needs no torch.
 """
@@ -15,6 +15,7 @@ import re
 import shlex
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,20 +34,23 @@ _FOLDERS = (".", "checkpoints", "report", "retrain/*")
 _ATTEMPTS = 100
 """How often a directory or lock file may vanish before it is locked; after that it is taken to be impossible there."""
 
-_held: dict[str, int | None] = {}
-"""Real path of each directory that this process has locked -> descriptor of its lock file, None without locks."""
+_held: dict[str, tuple[threading.Thread, int | None]] = {}
+"""Real path of each directory that this process has locked -> its thread, and the lock file's descriptor, if any."""
+
+_guard = threading.Lock()
+"""Held while a thread looks into `_held` and locks."""
 
 
 class RunDirectoryError(RuntimeError):
-    """A run directory cannot be used: another process writes to it, or nothing can be written there."""
+    """A run directory cannot be used: another process or thread writes to it, or nothing can be written there."""
 
 
 @contextlib.contextmanager
 def run_lock(run_dir: str | Path, *, create: bool = True) -> Iterator[None]:
-    """Keep other processes from writing to a run directory, for the length of a `with` block.
+    """Keep other processes and threads from writing to a run directory, for the length of a `with` block.
 
     The lock is the kernel's (`flock` on a hidden file, which names the holder), so it ends with the process, however
-    the process ends. Blocks of one process on one directory may be nested; the outermost takes the lock and removes
+    the process ends. Blocks of one thread on one directory may be nested; the outermost takes the lock and removes
     temporary files that killed processes left. Where the file system has no locks, a warning says so.
 
     If a run has several processes, the leading one holds the lock for all (`nasfast.runtime.distributed.World.leads`).
@@ -60,15 +64,22 @@ def run_lock(run_dir: str | Path, *, create: bool = True) -> Iterator[None]:
             absent directory is not locked, and the caller raises because its files are missing.
 
     Raises:
-        RunDirectoryError: another process holds the lock, or the directory cannot be written; nothing was changed.
+        RunDirectoryError: another process or thread holds the lock, or the directory cannot be written; nothing was
+            changed.
     """
     folder = Path(run_dir)
     key = os.path.realpath(folder)
-    if key in _held or not (create or folder.is_dir()):
+    with _guard:
+        holder, _ = _held.get(key, (None, None))
+        if holder not in (None, threading.current_thread()):
+            raise _in_use(folder, f"another thread of this process ({holder.name})")
+        outermost = holder is None and (create or folder.is_dir())
+        if outermost:
+            is_new, descriptor = not folder.exists(), _acquire(folder)
+            _held[key] = threading.current_thread(), descriptor
+    if not outermost:
         yield
         return
-    is_new = not folder.exists()
-    descriptor = _held[key] = _acquire(folder)
     try:
         if descriptor is not None:
             _write_holder(folder, descriptor)
@@ -100,10 +111,7 @@ def _acquire(folder: Path) -> int | None:
         except BlockingIOError:
             data = os.read(descriptor, 4096)
             os.close(descriptor)
-            raise RunDirectoryError(
-                f"run directory {folder} is in use by {_describe_holder(data)}: wait until it ends, stop it, or choose "
-                "another --out. Nothing was changed"
-            ) from None
+            raise _in_use(folder, _describe_holder(data)) from None
         except OSError as error:
             os.close(descriptor)
             path.unlink(missing_ok=True)
@@ -147,6 +155,13 @@ def _describe_holder(data: bytes) -> str:
         return "another process"  # it has not written its name yet
 
 
+def _in_use(folder: Path, holder: str) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"run directory {folder} is in use by {holder}: wait until it ends, stop it, or choose another --out. Nothing "
+        "was changed"
+    )
+
+
 def _not_writable(folder: Path, error: OSError) -> str:
     remedy = "free some space" if error.errno in NO_ROOM else "make it writable, or choose another --out"
     return f"cannot write to run directory {folder}: {error.strerror}; {remedy}. Nothing was changed"
@@ -177,8 +192,11 @@ def _alive(pid: int) -> bool:
 
 def _release_in_child() -> None:
     """Close a forked child's descriptors, so that a loader worker does not keep the lock of its killed parent."""
-    for descriptor in filter(None, _held.values()):
-        os.close(descriptor)
+    global _guard
+    _guard = threading.Lock()  # another thread may have held it at the fork
+    for _, descriptor in _held.values():
+        if descriptor is not None:
+            os.close(descriptor)
     _held.clear()
 
 

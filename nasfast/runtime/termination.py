@@ -107,11 +107,11 @@ def raise_on_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def stopped_at(deadline: float | None) -> Iterator[None]:
-    """Send SIGTERM to this process at the deadline (`time.time`), unless the block ends before; None is never."""
+    """Send SIGTERM to this process at the deadline (`time.monotonic`), unless the block ends before; None is never."""
     if deadline is None:
         yield
         return
-    timer = threading.Timer(max(0.0, deadline - time.time()), os.kill, (os.getpid(), signal.SIGTERM))
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), os.kill, (os.getpid(), signal.SIGTERM))
     timer.daemon = True
     timer.start()
     try:

@@ -9,6 +9,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,59 @@ def test_a_lock_within_a_lock_is_the_same(tmp_path, monkeypatch):
             pass
         assert (tmp_path / "run" / ".lock").exists()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("locks", [True, False])
+def test_a_second_thread_is_refused_like_a_process(locks, tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if not locks:
+        monkeypatch.setattr(fcntl, "flock", fail)
+
+    def enter() -> str:
+        with run_lock(tmp_path / "run"), run_lock(tmp_path / "run"):
+            return threading.current_thread().name
+
+    with ThreadPoolExecutor(1, thread_name_prefix="cell") as other:
+        with run_lock(tmp_path / "run"):
+            with pytest.raises(
+                RunDirectoryError, match=r"run is in use by another thread of this process \(Main.*Nothing"
+            ):
+                other.submit(enter).result()
+            assert lock._held[str(tmp_path / "run")][0] is threading.current_thread()
+        assert other.submit(enter).result() == "cell_0"
+    assert lock._held == {}
+
+
+def test_one_of_many_threads_that_begin_together_gets_in(tmp_path):
+    together, inside = threading.Barrier(8), threading.Barrier(8)
+
+    def enter(_: int) -> bool:
+        together.wait(30)
+        try:
+            with run_lock(tmp_path / "run"):
+                inside.wait(30)
+                return True
+        except RunDirectoryError:
+            inside.wait(30)
+            return False
+
+    with ThreadPoolExecutor(8) as threads:
+        assert sum(threads.map(enter, range(8))) == 1
+
+
+def test_a_child_of_a_process_with_threads_can_lock(tmp_path):
+    """The fork comes while another thread looks for a lock."""
+    with lock._guard:
+        child = os.fork()
+        if child == 0:
+            try:
+                with run_lock(tmp_path):
+                    os._exit(0)
+            finally:
+                os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_directory_with_files_is_kept_and_an_absent_one_is_not_made(tmp_path):

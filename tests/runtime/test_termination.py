@@ -98,8 +98,8 @@ def test_other_threads_have_no_handlers():
 
 def test_the_end_of_the_time_does_not_hide_an_error(monkeypatch):
     with pytest.raises(Terminated) as stopped, raise_on_sigterm(), commands.time_limit(1.0), defer_sigterm():
-        later = time.time() + 3600
-        monkeypatch.setattr(time, "time", lambda: later)
+        later = time.monotonic() + 3600
+        monkeypatch.setattr(time, "monotonic", lambda: later)
         send()
         raise OSError("the disk is full")
     assert stopped.value.reason == "--max_hours 1 is over (the disk is full)"

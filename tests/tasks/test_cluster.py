@@ -75,7 +75,7 @@ def test_a_cluster_gives_the_same_bytes_and_survives_a_killed_worker(tmp_path):
             added, died, failed = runner.run(tasks)
         assert (added.status, died.status, died.result) == ("done", "done", 3)
         assert (failed.status, failed.error) == ("failed", "ValueError: no images")
-        execute(tasks[0], tmp_path / "here", ".", None)
+        execute(tasks[0], tmp_path / "here", ".")
         assert (tmp_path / "here" / TASK_FILE).read_bytes() == (tmp_path / "ray/add" / TASK_FILE).read_bytes()
     finally:
         head.send_signal(signal.SIGTERM)
