@@ -23,7 +23,7 @@ from nasfast.measure.step_times import step_times
 from nasfast.pipeline.estimate import plan_run
 from nasfast.pipeline.exporting import export
 from nasfast.pipeline.networks import retrain_best
-from nasfast.pipeline.run import Run
+from nasfast.pipeline.run import Run, read_layers
 from nasfast.pipeline.stages import every_stage, score, supernet
 from nasfast.report.findings import compare, is_peer, other_seeds
 from nasfast.retrain import RetrainResult
@@ -52,7 +52,7 @@ def _show_retrained(run: Run, results: dict[str, RetrainResult]) -> None:
         best = results["best"]
         low, high = top1_interval(best.top1, best.images)
         print(f"best: top-1 {best.top1:.1%} (95 % interval {low:.1%} to {high:.1%}, {best.images:,} images)")
-        print(f"  {run.space.words(best.arch)}")
+        print(f"  {read_layers(run).words(best.arch)}")
         if (comparison := compare(records["best"], peers, repeats["best"])) is not None:
             print(comparison.headline)
             print(f"next: {comparison.next_step(run.cfg.out)}")

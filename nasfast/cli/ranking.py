@@ -19,7 +19,7 @@ from nasfast.indicators.rank import rank
 from nasfast.indicators.registry import check_network_score, get_score
 from nasfast.indicators.scores import combine_scores, default_score, parse_sum, score_networks
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
-from nasfast.pipeline.inputs import compute_scores, ensure_space, untrained_networks
+from nasfast.pipeline.inputs import compute_scores, find_space, untrained_networks
 from nasfast.pipeline.run import Run, read_result
 from nasfast.pipeline.sample import (
     ACCURACIES_FILE,
@@ -27,6 +27,7 @@ from nasfast.pipeline.sample import (
     check_names,
     compare_trained,
     estimate_sample,
+    sample_inputs,
     train_sample,
 )
 from nasfast.settings import TaskSettings
@@ -66,9 +67,9 @@ def _rank_table(args: argparse.Namespace) -> None:
         accuracies = read_accuracies(args.table, space, column=args.column)
     elif args.images is None:
         run = Run.load(args.out)
-        space = ensure_space(run)
+        space = find_space(run)
         accuracies = _read_sample(args, space)
-        predictor = compute_scores(run, args.score, accuracies)
+        predictor = compute_scores(run, space, args.score, accuracies)
     else:
         accuracies, predictor, space = _score_untrained(args)
     report = rank(accuracies, predictor, space, resamples=args.resamples, seed=args.seed)
@@ -126,12 +127,15 @@ def _sample(archs: list[Arch], count: int | None, seed: int) -> list[Arch]:
 def _rank_trained(args: argparse.Namespace, settings: TaskSettings) -> None:
     run = Run.load(args.out)
     names = () if args.score is None else (args.score,)
-    check_names(run, names)
+    inputs = sample_inputs(run)
+    check_names(run, inputs.space, names)
     if args.dry_run:
-        print(estimate_sample(run, args.train, settings, epochs=args.epochs))
+        print(estimate_sample(run, inputs, args.train, settings, epochs=args.epochs))
         return
-    accuracies = train_sample(run, args.train, epochs=args.epochs, settings=settings)
-    comparison = compare_trained(run, accuracies, names=names, half_width=args.interval, resamples=args.resamples)
+    accuracies = train_sample(run, inputs, args.train, epochs=args.epochs, settings=settings)
+    comparison = compare_trained(
+        run, inputs.space, accuracies, names=names, half_width=args.interval, resamples=args.resamples
+    )
     print(comparison)
     print("Trainings accumulate: the same command with a larger --train keeps these and adds to them.")
     files = [run.dir / ACCURACIES_FILE, run.dir / REPORT_FILE]

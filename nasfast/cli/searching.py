@@ -8,7 +8,7 @@ from typing import Any
 from nasfast.cli.flags import Parser, with_defaults
 from nasfast.config import ConfigError
 from nasfast.display import text_table
-from nasfast.pipeline.run import Run
+from nasfast.pipeline.run import Run, read_layers
 from nasfast.pipeline.searching import score_untrained, search
 from nasfast.report.findings import PROVEN, PROVEN_NEXT, score_verdict
 from nasfast.search import Candidate, load_candidates
@@ -31,7 +31,8 @@ def _search(cfg: RunConfig, tasks: TaskSettings, *, num_classes: int | None = No
 
 
 def _show_candidates(run: Run, candidates: list[Candidate]) -> None:
-    tables, space = load_candidates(run.dir / ARCHS_FILE).tables, run.space
+    space = read_layers(run)
+    tables = load_candidates(run.dir / ARCHS_FILE, space).tables
     for place, c in enumerate(candidates, start=1):
         costs = [f"{c.macs:,} MACs", f"{c.params:,} params"]
         costs += [f"{value:.4g} {t.unit} {t.quantity}" for t, value in zip(tables, c.values, strict=True)]

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from nasfast.config import ConfigError
-from nasfast.pipeline.run import Run, read_result
+from nasfast.pipeline.run import Inputs, Run, read_any_space, read_result
 from nasfast.search import SearchResult, equal_cost_peers, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, arch_file_text, load_arch
@@ -28,7 +28,7 @@ def choose_architectures(
     run: Run, archs: Sequence[Arch | str] = (), *, pareto: bool = False
 ) -> tuple[ArchSpace, dict[str, Arch]]:
     """The space of a run, and the architectures to retrain by the names of their networks; see `retrain_best`."""
-    space = run.any_space
+    space = read_any_space(run)
     if archs:
         return space, _name_archs(read_arch(arch, space) for arch in archs)
     if not isinstance(space, SearchSpace):
@@ -42,15 +42,15 @@ def choose_architectures(
     if len(best) < run.cfg.retrain.top_k:
         path = run.dir / ARCHS_FILE
         _LOG.warning("retrain.top_k=%d, but %s has %d architectures", run.cfg.retrain.top_k, path, len(best))
-    return space, best | random_peers(run, result.candidates[0].arch)
+    return space, best | random_peers(run, Inputs.of(run.cfg, space), result.candidates[0].arch)
 
 
-def random_peers(run: Run, arch: Arch) -> dict[str, Arch]:
+def random_peers(run: Run, inputs: Inputs, arch: Arch) -> dict[str, Arch]:
     """The random architectures of the cost of `arch` that the settings ask for: `random`, `random-2`, ..."""
     count, rng = run.cfg.retrain.random_architectures, random.Random(run.cfg.seed)
     if count:
-        run.limits.check(run.space)
-    peers = equal_cost_peers(run.space, rng, arch, count, limits=run.limits)
+        inputs.limits.check(inputs.space)
+    peers = equal_cost_peers(inputs.space, rng, arch, count, limits=inputs.limits)
     return {"random" if i == 0 else f"random-{i + 1}": peer for i, peer in enumerate(peers)}
 
 

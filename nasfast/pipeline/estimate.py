@@ -24,7 +24,7 @@ import torch
 from nasfast.data import Loader
 from nasfast.display import text_table
 from nasfast.ops import empty_cache
-from nasfast.pipeline.inputs import build_evidence, check_scoring, checked_images, image_loaders, retrain_loaders
+from nasfast.pipeline.inputs import build_evidence, check_scoring, image_loaders, open_inputs, retrain_loaders
 from nasfast.pipeline.run import Run
 from nasfast.retrain import retrain
 from nasfast.runtime.capacity import cores
@@ -198,7 +198,7 @@ def plan_run(run: Run, *, max_hours: float | None = None) -> Plan:
 
 def _notes(trial: Trial, quick: Sequence[str]) -> tuple[str, ...]:
     """What is planned, and what the times leave out."""
-    run, space, limits = trial.run, trial.run.space, trial.run.limits
+    run, space, limits = trial.run, trial.inputs.space, trial.inputs.limits
     least, most = layer_costs(space, "macs").range
     maxima = " and ".join(f"{name} {value:,.10g}" for name, value in limits.maxima.items()) or "none"
     notes = [
@@ -220,16 +220,17 @@ class Trial:
     """A few steps of the stages of a run; times and memory are scaled to its batches."""
 
     def __init__(self, run: Run) -> None:
-        cfg, images = run.cfg, checked_images(run)
-        loader, _ = image_loaders(run, run.space, images=images)
+        cfg = run.cfg
+        self.inputs, images = open_inputs(run)
+        loader, _ = image_loaders(run, self.inputs.space, images=images)
         # how long a step takes depends on no value of the weights, and orthogonal ones take long to make
         plain = {name: None for name in cfg.supernet.aligned}
         settings = cfg.supernet.replace(init="he", **plain)
         self.images, self.run, self._loads = len(loader.source), run, _loads(loader, cfg.train.epochs)
-        self._small, small = _smaller(run, run.space)
+        self._small, small = _smaller(run, self.inputs.space)
         self.net: Supernet
         self.net, self._sampler = make_supernet(small, cfg.method, settings, seed=cfg.seed)
-        check_scoring(run, self.net)
+        check_scoring(cfg, self.net, run.score)
         self._clock = Clock(cfg.torch_device, cfg.data.workers)
         # only a cache of images, which the run reads
         folder = loader.cache_folder
@@ -247,7 +248,7 @@ class Trial:
 
         loader = image_loaders(self._small, self.net.space)[0]
         number = max(1, self.images // cfg.data.batch_size)
-        images = _pixels(self.run.space) * cfg.data.batch_size
+        images = _pixels(self.inputs.space) * cfg.data.batch_size
         return _step(steps, loader, self._clock, images, self._loads) * (number * cfg.train.epochs)
 
     def score(self) -> Timing:
@@ -268,8 +269,8 @@ class Trial:
     def network(self) -> Timing:
         """The retraining of a network about as large as the limits allow."""
         _LOG.info("timing a few steps of retraining a large network")
-        space, rng = self.run.space, random.Random(self.run.cfg.seed)
-        archs = [sample_under(space, rng, self.run.limits) for _ in range(_DRAWS)]
+        space, rng = self.inputs.space, random.Random(self.run.cfg.seed)
+        archs = [sample_under(space, rng, self.inputs.limits) for _ in range(_DRAWS)]
         arch = max(archs, key=lambda arch: space.cost(arch).macs)
         return network_timing(self.run, space, arch)
 
@@ -278,7 +279,7 @@ class Trial:
         _LOG.info("timing the scores of a few paths")
         score, cfg, small = self.run.score, self.run.cfg, self._small
         size = min(_PATH_IMAGES, cfg.data.batch_size, self.images)
-        evidence = build_evidence(Run(small.cfg.replace(data=small.cfg.data.replace(batch_size=size))), self.net)
+        evidence = build_evidence(Run(small.cfg.replace(data=small.cfg.data.replace(batch_size=size))), self.net, score)
         half = copy.copy(evidence)
         held = image_loaders(small, self.net.space)[1]
         images = min(len(held.source), cfg.score.images)
@@ -300,7 +301,7 @@ class Trial:
                 score.function(part, path)
                 seconds.append(self._clock.work() - begin)
             timed.append(Steps(count, seconds[-_STEPS:], _peak() - before))
-        one = _timing(timed[0], timed[1], _pixels(self.run.space) * images)
+        one = _timing(timed[0], timed[1], _pixels(self.inputs.space) * images)
         return one, len(dict.fromkeys(evidence.sample()))
 
 

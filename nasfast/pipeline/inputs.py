@@ -1,4 +1,7 @@
-"""What a run reads that needs torch: its images, its supernet, and the evidence of its score."""
+"""What a run reads that needs torch: its images, its supernet, and the evidence of its score.
+
+Functions that need only the space take it, because the tables of limits may be gone by then.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,11 @@ import torch
 from nasfast.config import ConfigError
 from nasfast.data import DataConfig, FolderSource, ImageSource, Loader, make_loader, make_loaders, random_subset
 from nasfast.data.loader import open_images
-from nasfast.indicators.registry import check_score
+from nasfast.indicators.registry import Score, check_score, get_score
 from nasfast.indicators.scores import Evidence, NetworkEvidence, combine_scores, parse_sum, score_paths
-from nasfast.pipeline.run import Run, same_images
+from nasfast.pipeline.run import Inputs, Run, read_layers, same_images
 from nasfast.runtime.distributed import SINGLE, World
-from nasfast.settings import SPACE_FILE
+from nasfast.settings import SPACE_FILE, RunConfig
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, get_space, named_space
 from nasfast.supernet import Supernet
 from nasfast.train.checkpoint import Checkpoint, CheckpointFolder
@@ -27,29 +30,28 @@ Images = tuple[ImageSource, ImageSource]
 """Those of training and of validation."""
 
 
-def checked_images(run: Run) -> Images:
-    """The images of the settings; `run.space` becomes the space of the settings with their classes.
+def open_inputs(run: Run) -> tuple[Inputs, Images]:
+    """The images of the settings, and what they and the settings make a run about.
 
     The search can use the space and its settings, or this raises what it would.
     """
-    images = open_images(run.cfg.data, seed=run.cfg.seed, hold_out=run.cfg.holds_out)
-    run.space = _make_space(run, images)
-    run.check_search()
-    return images
+    space, images = _open_space(run)
+    inputs = Inputs.of(run.cfg, space)
+    inputs.check(run.cfg)
+    return inputs, images
 
 
-def ensure_space(run: Run) -> SearchSpace:
-    """`run.space`: that in the run directory, or where there is none, from now on that of the settings."""
-    if not (run.dir / SPACE_FILE).exists():
-        run.space = _make_space(run, open_images(run.cfg.data, seed=run.cfg.seed, hold_out=run.cfg.holds_out))
-    return run.space
+def find_space(run: Run) -> SearchSpace:
+    """The space in the run directory, or where there is none, that of the settings with the classes of the images."""
+    return read_layers(run) if (run.dir / SPACE_FILE).exists() else _open_space(run)[0]
 
 
-def _make_space(run: Run, images: Images) -> SearchSpace:
+def _open_space(run: Run) -> tuple[SearchSpace, Images]:
     """The space of the settings, with the classes of the images."""
+    images = open_images(run.cfg.data, seed=run.cfg.seed, hold_out=run.cfg.holds_out)
     settings = run.cfg.space
     space = get_space(settings.name, resolution=settings.resolution, variant=settings.variant)
-    return space.replace(num_classes=len(images[0].classes))
+    return space.replace(num_classes=len(images[0].classes)), images
 
 
 def image_loaders(
@@ -58,7 +60,7 @@ def image_loaders(
     """The training loader and the validation loader of images of the space's size; ranks share every batch.
 
     Where training images are held out, they validate, so that the search never sees those of `data.val`. `images` are
-    those of `checked_images`, where they are open already.
+    those of `open_inputs`, where they are open already.
     """
     cfg = run.cfg
     return _make_loaders(cfg.data, space, world, seed=cfg.seed, hold_out=cfg.holds_out, images=images)
@@ -86,9 +88,9 @@ def _make_loaders(data: DataConfig, space: ArchSpace, world: World, **options: A
     return make_loaders(data, **size, rank=world.rank, world=world.size, **options)
 
 
-def load_supernet(run: Run) -> tuple[Supernet, Checkpoint]:
-    """The trained supernet of a run directory, and its checkpoint."""
-    newest = CheckpointFolder(run.dir / "checkpoints", "supernet").latest(fingerprint=run.space.fingerprint)
+def load_supernet(run: Run, space: SearchSpace) -> tuple[Supernet, Checkpoint]:
+    """The trained supernet of a run directory, whose space this is, and its checkpoint."""
+    newest = CheckpointFolder(run.dir / "checkpoints", "supernet").latest(fingerprint=space.fingerprint)
     if newest is None:
         raise FileNotFoundError(
             f"no supernet checkpoint in {run.dir}: run `nasfast supernet --out {run.cfg.out}` first"
@@ -98,64 +100,63 @@ def load_supernet(run: Run) -> tuple[Supernet, Checkpoint]:
     total = settings["train"]["epochs"] * settings["batches_per_epoch"]
     if step < total:
         _LOG.warning("%s was saved at step %d of %d: the supernet's training has not ended", path, step, total)
-    net = untrained_supernet(run)
+    net = untrained_supernet(run, space)
     net.load_state_dict(checkpoint.part("model."))
     return net, checkpoint
 
 
-def untrained_supernet(run: Run) -> Supernet:
-    """The supernet of the settings, with the weights that their seed gives it before training."""
-    net, _ = make_supernet(run.space, run.cfg.method, run.cfg.supernet, seed=run.cfg.seed)
+def untrained_supernet(run: Run, space: SearchSpace) -> Supernet:
+    """The supernet of a space and the settings, with the weights that their seed gives it before training."""
+    net, _ = make_supernet(space, run.cfg.method, run.cfg.supernet, seed=run.cfg.seed)
     return net.to(run.cfg.torch_device).to(memory_format=torch.channels_last)
 
 
-def load_evidence(run: Run) -> tuple[Evidence, Checkpoint]:
+def load_evidence(run: Run, space: SearchSpace) -> tuple[Evidence, Checkpoint]:
     """What the score of a run is computed from, and the checkpoint of the supernet."""
     run.use_threads()
-    net, checkpoint = load_supernet(run)
-    return build_evidence(run, net if run.score.trained else untrained_supernet(run)), checkpoint
+    net, checkpoint = load_supernet(run, space)
+    return build_evidence(run, net if run.score.trained else untrained_supernet(run, space), run.score), checkpoint
 
 
-def supernet_to_rank(run: Run, *, trained: bool) -> Supernet:
+def supernet_to_rank(run: Run, space: SearchSpace, *, trained: bool) -> Supernet:
     """The trained supernet of the run directory, or the untrained one, for which the settings do."""
     if trained:
-        return load_supernet(run)[0]
-    ensure_space(run)
-    return untrained_supernet(run)
+        return load_supernet(run, read_layers(run))[0]
+    return untrained_supernet(run, space)
 
 
-def compute_scores(run: Run, name: str, archs: Collection[Arch]) -> dict[Arch, float]:
-    """The score of this name, or the sum of ranks `A+B-C`, of each architecture; none is distilled."""
+def compute_scores(run: Run, space: SearchSpace, name: str, archs: Collection[Arch]) -> dict[Arch, float]:
+    """The score of this name, or the sum of ranks `A+B-C`, of each architecture of a space; none is distilled."""
     run.use_threads()
     parts = []
-    for part in split_score(run, name):
-        net = supernet_to_rank(part, trained=part.score.trained)
-        parts.append(score_paths(part.score.name, build_evidence(part, net), archs))
+    for score in split_score(name):
+        net = supernet_to_rank(run, space, trained=score.trained)
+        parts.append(score_paths(score.name, build_evidence(run, net, score), archs))
     return combine_scores(name, parts)
 
 
-def split_score(run: Run, name: str) -> list[Run]:
-    """The run with each score of a sum of ranks `A+B-C`."""
-    return [Run(run.cfg.replace(score=run.cfg.score.replace(name=part))) for _, part in parse_sum(name)]
+def split_score(name: str) -> list[Score]:
+    """Each score of a sum of ranks `A+B-C`."""
+    return [get_score(part) for _, part in parse_sum(name)]
 
 
-def check_scoring(run: Run, net: Supernet) -> None:
+def check_scoring(cfg: RunConfig, net: Supernet, score: Score) -> None:
     """Refuse a score that the supernet cannot have, before hours of training."""
-    check_score(run.score, net)
-    if run.score.held_out and not run.cfg.holds_out:
+    check_score(score, net)
+    if score.held_out and not cfg.holds_out:
         raise ConfigError(
-            f"score {run.score.name!r} needs images that the supernet is not trained on: set supernet.hold_out=true"
+            f"score {score.name!r} needs images that the supernet is not trained on: set supernet.hold_out=true"
         )
 
 
-def build_evidence(run: Run, net: Supernet) -> Evidence:
-    """What the score of the settings is computed from, for a supernet."""
-    check_scoring(run, net)
+def build_evidence(run: Run, net: Supernet, score: Score) -> Evidence:
+    """What a score is computed from, for a supernet."""
     cfg = run.cfg
+    check_scoring(cfg, net, score)
     size: dict[str, Any] = {"resolution": net.space.resolution, "in_channels": net.space.in_channels}
     images: Loader | tuple[()] = ()
     loaders = None
-    if run.score.images:
+    if score.images:
         loaders = image_loaders(run, net.space)
         chosen = random_subset(loaders[cfg.holds_out].source, cfg.score.images, cfg.seed)
         images = make_loader(cfg.data, chosen, train=False, **size)

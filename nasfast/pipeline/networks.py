@@ -99,7 +99,7 @@ def _retrain_in_ranks(
         run.save_config()
     net = None
     if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
-        net = load_supernet(run)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
+        net = load_supernet(run, space)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
         net.to(cfg.torch_device)
         world.broadcast(net.state_dict().values())
     names = list(trainings)[world.rank :: world.size] if side_by_side else list(trainings)
@@ -227,7 +227,9 @@ def train_network(
         world = replace(SINGLE, leads=out is None)
         with Run.open(cfg, begins=True, world=world) as run:
             images = retrain_loaders(run, the_space, hold_out=hold_out)
-            net = load_supernet(run)[0] if cfg.retrain.init == "inherit" else None
+            net = None
+            if cfg.retrain.init == "inherit" and isinstance(the_space, SearchSpace):
+                net = load_supernet(run, the_space)[0]
             # not those that are resolved here: `precision: auto` is what the checkpoint has, on any machine
             result = _train(
                 run,

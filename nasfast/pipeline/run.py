@@ -1,7 +1,7 @@
 """A run: its settings, resolved; its directory, locked; what the stages before left there, checked. No torch.
 
 `Run.open` resolves, locks and tracks, and compares config.yaml where a run goes on, once for a command. Stages are
-functions of an open Run; what needs torch is in `inputs`.
+functions of an open Run: each first reads what it is about (`read_inputs`). What needs torch is in `inputs`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -149,38 +150,6 @@ class Run:
         """The settings of scores, which a result keeps, because config.yaml may get others later."""
         return {"score": self.cfg.score.to_dict(), "recalibration_batches": self.cfg.recalibration_batches}
 
-    @functools.cached_property
-    def space(self) -> SearchSpace:
-        """The space in the run directory; what makes a space sets it, before it asks for the limits."""
-        path = self.dir / SPACE_FILE
-        if not path.exists():
-            raise FileNotFoundError(f"{path} is missing: run `nasfast supernet --out {self.cfg.out}` first")
-        if self._kind is ModuleSpace:
-            return get_space(str(path))  # which says why it is refused
-        try:
-            return SearchSpace.load(path)
-        except ConfigError as error:
-            remedy = f"`nasfast supernet --resume --out {self.cfg.out}` writes it again"
-            raise ConfigError(f"{error}: {remedy}") from error
-
-    @functools.cached_property
-    def any_space(self) -> ArchSpace:
-        """The space in the run directory, which may be that of a search of cells."""
-        layers = self._kind is None or self._kind.LAYERWISE
-        return self.space if layers else read_space(self.dir / SPACE_FILE)
-
-    @property
-    def _kind(self) -> type[ArchSpace] | None:
-        """The kind of the space in the run directory; None where `space` says why the file cannot be read."""
-        with contextlib.suppress(ConfigError):
-            return space_kind(load_yaml(self.dir / SPACE_FILE))
-        return None
-
-    @functools.cached_property
-    def limits(self) -> Limits:
-        """The limits of the search in `space`, with their tables."""
-        return read_limits(self.cfg.search, self.space)
-
     @property
     def needs_no_supernet(self) -> bool:
         """Whether a search needs no supernet: the score knows the space alone, and none was trained."""
@@ -239,25 +208,6 @@ class Run:
             )
         return FileExistsError(f"{head}: add --resume, or choose another --out")
 
-    def check_search(self) -> None:
-        """Refuse settings with which the search of `space` would fail, and a bad table of scores."""
-        search, name = self.cfg.search, self.cfg.score.name
-        if self.cfg.score.table is not None:
-            read_cost_table(self.cfg.score.table, self.space)
-        if not self.gives_table and search.method == "exact":
-            raise ConfigError(
-                f"search.method='exact' needs additive scores, and {name!r} scores whole paths: set "
-                "search.method='evolution', or score.distill=true"
-            )
-        if search.refine is not None:
-            if not self.gives_table:
-                raise ConfigError(
-                    f"search.refine refines a table, and {name!r} scores whole paths: set score.distill=true, or "
-                    "search.refine=null"
-                )
-            read_accuracies(search.refine, self.space)
-        self.limits.check(self.space)
-
     # what a stage does at its beginning and end
 
     def use_threads(self) -> None:
@@ -270,9 +220,84 @@ class Run:
         """Write the settings to config.yaml; a stage does so once it has used them, because they may be new."""
         write_atomic(self.dir / CONFIG_FILE, self.cfg.to_yaml().encode())
 
-    def save_space(self) -> None:
+    def save_space(self, space: SearchSpace) -> None:
         """Write the space to space.yaml."""
-        write_atomic(self.dir / SPACE_FILE, self.space.to_yaml().encode())
+        write_atomic(self.dir / SPACE_FILE, space.to_yaml().encode())
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a stage is about; `read_inputs` reads it from the run directory.
+
+    Attributes:
+        space: the space, with the classes of the images.
+        limits: those of the search in this space, with their tables.
+    """
+
+    space: SearchSpace
+    limits: Limits
+
+    @classmethod
+    def of(cls, cfg: RunConfig, space: SearchSpace) -> Inputs:
+        """With the limits of the settings; ConfigError where one of their tables cannot be used."""
+        return cls(space, read_limits(cfg.search, space))
+
+    def check(self, cfg: RunConfig) -> None:
+        """Refuse settings with which the search would fail, and a bad table of scores."""
+        search, name = cfg.search, cfg.score.name
+        if cfg.score.table is not None:
+            read_cost_table(cfg.score.table, self.space)
+        if not gives_table(cfg.score) and search.method == "exact":
+            raise ConfigError(
+                f"search.method='exact' needs additive scores, and {name!r} scores whole paths: set "
+                "search.method='evolution', or score.distill=true"
+            )
+        if search.refine is not None:
+            if not gives_table(cfg.score):
+                raise ConfigError(
+                    f"search.refine refines a table, and {name!r} scores whole paths: set score.distill=true, or "
+                    "search.refine=null"
+                )
+            read_accuracies(search.refine, self.space)
+        self.limits.check(self.space)
+
+
+def read_inputs(run: Run) -> Inputs:
+    """The space in the run directory, and the limits of the settings; errors as in `read_layers`."""
+    return Inputs.of(run.cfg, read_layers(run))
+
+
+def read_layers(run: Run) -> SearchSpace:
+    """The space in the run directory.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ConfigError: it cannot be read, or is of another kind.
+    """
+    path = run.dir / SPACE_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run `nasfast supernet --out {run.cfg.out}` first")
+    if _kind(path) is ModuleSpace:
+        return get_space(str(path))  # which says why it is refused
+    try:
+        return SearchSpace.load(path)
+    except ConfigError as error:
+        remedy = f"`nasfast supernet --resume --out {run.cfg.out}` writes it again"
+        raise ConfigError(f"{error}: {remedy}") from error
+
+
+def read_any_space(run: Run) -> ArchSpace:
+    """As `read_layers`, but the space may be that of a search of cells."""
+    path = run.dir / SPACE_FILE
+    kind = _kind(path)
+    return read_layers(run) if kind is None or kind.LAYERWISE else read_space(path)
+
+
+def _kind(path: Path) -> type[ArchSpace] | None:
+    """The kind of the space in a file; None where reading it says what is wrong with the file."""
+    with contextlib.suppress(ConfigError):
+        return space_kind(load_yaml(path))
+    return None
 
 
 def resolved(cfg: RunConfig) -> RunConfig:

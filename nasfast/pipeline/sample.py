@@ -28,13 +28,13 @@ from nasfast.pipeline.estimate import network_timing, start_of_task
 from nasfast.pipeline.inputs import (
     build_evidence,
     compute_scores,
-    ensure_space,
+    find_space,
     retrain_loaders,
     split_score,
     supernet_to_rank,
 )
 from nasfast.pipeline.networks import NETWORK, network_task
-from nasfast.pipeline.run import Run
+from nasfast.pipeline.run import Inputs, Run
 from nasfast.retrain.retrain import RESULT_FILE, RetrainResult
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.lock import run_lock
@@ -72,8 +72,13 @@ class SampleSettings(ConfigBase):
     threads: int
 
 
+def sample_inputs(run: Run) -> Inputs:
+    """What a sample is of: the space in the run directory, or that of the settings, and the limits of the search."""
+    return Inputs.of(run.cfg, find_space(run))
+
+
 def train_sample(
-    run: Run, count: int, *, epochs: int | None = None, settings: TaskSettings = TaskSettings()
+    run: Run, inputs: Inputs, count: int, *, epochs: int | None = None, settings: TaskSettings = TaskSettings()
 ) -> dict[Arch, float]:
     """Train a sample of the space until `count` architectures have an accuracy; writes accuracies.json.
 
@@ -87,7 +92,7 @@ def train_sample(
         Architecture -> accuracy in percent, of all that are finished and within the limits of the search.
         accuracies.json also has those that were trained under wider limits.
     """
-    tasks = plan_sample(run, count, epochs=epochs)
+    tasks = plan_sample(run, inputs, count, epochs=epochs)
     folder = run.dir / FOLDER
     with run_lock(run.dir), TaskRunner(folder, settings) as runner:
         write_atomic(folder / SETTINGS_FILE, _load_settings(run, count, epochs).to_yaml().encode())
@@ -95,8 +100,7 @@ def train_sample(
         done = {tuple(t.arguments["arch"]): r.result for t, r in zip(tasks, results, strict=True) if r.status == "done"}
         if len(done) < len(tasks):
             _LOG.warning("%d of %d architectures are trained: the same command continues", len(done), len(tasks))
-        space = ensure_space(run)
-        limits = run.limits
+        space, limits = inputs.space, inputs.limits
         within = {a: 100 * result["top1"] for a, result in done.items() if limits.admits(space.cost(a), a)}
         if len(within) < MIN_ARCHITECTURES:
             raise AccuracyError(
@@ -111,14 +115,14 @@ def train_sample(
     return within
 
 
-def plan_sample(run: Run, count: int, *, epochs: int | None = None) -> list[Task]:
+def plan_sample(run: Run, inputs: Inputs, count: int, *, epochs: int | None = None) -> list[Task]:
     """The trainings of `train_sample`: those of the sample, then those of earlier calls that are not in it."""
     if count < MIN_ARCHITECTURES:
         raise AccuracyError(
             f"--train {count}: at least {MIN_ARCHITECTURES} architectures are needed to compare rankings"
         )
-    space = ensure_space(run)
-    archs = stratified_sample(space, count, limits=run.limits, seed=run.cfg.seed)
+    space = inputs.space
+    archs = stratified_sample(space, count, limits=inputs.limits, seed=run.cfg.seed)
     # a folder is named after its architecture
     finished = [space.parse(path.parent.name) for path in _list_finished(run)]
     cfg = _make_config(run, _load_settings(run, count, epochs))
@@ -129,14 +133,14 @@ def plan_sample(run: Run, count: int, *, epochs: int | None = None) -> list[Task
     ]
 
 
-def estimate_sample(run: Run, count: int, settings: TaskSettings, *, epochs: int | None = None) -> str:
+def estimate_sample(run: Run, inputs: Inputs, count: int, settings: TaskSettings, *, epochs: int | None = None) -> str:
     """What `train_sample` would do, with the time from a few steps of the middle architecture; none is trained."""
-    tasks = plan_sample(run, count, epochs=epochs)
+    tasks = plan_sample(run, inputs, count, epochs=epochs)
     done = {path.parent.name for path in _list_finished(run)}
     missing = [task for task in tasks if task.name not in done]
     if not missing:
         return f"all {len(tasks)} architectures are trained"
-    space = ensure_space(run)
+    space = inputs.space
     macs = {task.name: space.cost(task.arguments["arch"]).macs for task in missing}
     middle = sorted(missing, key=lambda task: macs[task.name])[len(missing) // 2]
     at_a_time = settings.workers or workers_for(len(missing), threads=middle.threads, gpus=middle.gpus)
@@ -159,6 +163,7 @@ def estimate_sample(run: Run, count: int, settings: TaskSettings, *, epochs: int
 
 def compare_trained(
     run: Run,
+    space: SearchSpace,
     accuracies: Mapping[Arch, float],
     *,
     names: Sequence[str] = (),
@@ -172,14 +177,14 @@ def compare_trained(
     registered score that is no baseline.
     `half_width` and `resamples` are those of `compare_scores`.
     """
-    space, table, refused = ensure_space(run), run.dir / TABLE_FILE, {}
+    table, refused = run.dir / TABLE_FILE, {}
     scores: dict[str, IndicatorTable | Mapping[Arch, float]] = {}
     if table.exists():
         scores[TABLE_FILE] = loaded = IndicatorTable.load(table)
         rank(accuracies, loaded, space, resamples=resamples, seed=run.cfg.seed).save(run.dir / "rank.json")
     for name in names or [name for name in all_scores() if name not in BASELINES]:
         try:
-            scores[name] = compute_scores(run, name, accuracies)
+            scores[name] = compute_scores(run, space, name, accuracies)
         except (ScoreError, ConfigError, FileNotFoundError) as error:
             refused[name] = str(error)
     prior = scores.get(TABLE_FILE, structure_table(space, "sqrt_size"))
@@ -214,12 +219,12 @@ def _attainable_tau(run: Run, archs: Iterable[Arch]) -> float | None:
     return attainable_tau(np.stack([result.right for result in results]))
 
 
-def check_names(run: Run, names: Sequence[str]) -> None:
+def check_names(run: Run, space: SearchSpace, names: Sequence[str]) -> None:
     """Refuse scores that `compare_trained` could not compute, before hours of training."""
     # of each kind one is loaded, because nothing is computed that could change it
-    supernet = functools.cache(functools.partial(supernet_to_rank, run))
-    for part in [part for name in names for part in split_score(run, name)]:
-        build_evidence(part, supernet(trained=part.score.trained))
+    supernet = functools.cache(functools.partial(supernet_to_rank, run, space))
+    for score in [score for name in names for score in split_score(name)]:
+        build_evidence(run, supernet(trained=score.trained), score)
 
 
 def _make_config(run: Run, shared: SampleSettings) -> RunConfig:

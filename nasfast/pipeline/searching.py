@@ -13,7 +13,7 @@ import time
 from nasfast.config import ConfigError, difference
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, TableError
-from nasfast.pipeline.run import Run, log_stage, read_result
+from nasfast.pipeline.run import Inputs, Run, log_stage, read_inputs, read_layers, read_result
 from nasfast.search import Candidate, History, Limits, evolve, pareto_front, run_search, save_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings import SPACE_FILE
@@ -39,9 +39,9 @@ def score_untrained(run: Run, *, num_classes: int | None = None) -> IndicatorTab
     started, settings, file = time.monotonic(), run.cfg.score, run.dir / TABLE_FILE
     if run.cfg.supernet.activation is not None:
         raise ConfigError("supernet.activation is that of a supernet, and this trains none: set it in the space's file")
-    space = run.space = _untrained_space(run, num_classes)
+    space = _untrained_space(run, num_classes)
     run.check_settings(supernet=False)
-    run.check_search()
+    Inputs.of(run.cfg, space).check(run.cfg)
     meta = {"seed": run.cfg.seed, "settings": run.score_settings}
     with contextlib.suppress(FileNotFoundError, TableError):  # a damaged table is computed again
         table = IndicatorTable.load(file)
@@ -51,7 +51,7 @@ def score_untrained(run: Run, *, num_classes: int | None = None) -> IndicatorTab
 
     run.use_threads()
     table = untrained_table(settings.label, space, structure=settings.structure or 0.0, seed=run.cfg.seed, meta=meta)
-    run.save_space()
+    run.save_space(space)
     table.save(file)
     run.save_config()
     log_stage("score", started, f"{run.label}, nothing was trained")
@@ -68,10 +68,11 @@ def _untrained_space(run: Run, num_classes: int | None) -> SearchSpace:
                 "the classifier has %d classes, as the space says: --num_classes N makes it yours", space.num_classes
             )
         return space
+    saved = read_layers(run)
     if num_classes is None:
-        space = space.replace(num_classes=run.space.num_classes)
-    if run.space.fingerprint != space.fingerprint:
-        changes = difference(run.space.to_dict(), space.to_dict())
+        space = space.replace(num_classes=saved.num_classes)
+    if saved.fingerprint != space.fingerprint:
+        changes = difference(saved.to_dict(), space.to_dict())
         raise ConfigError(f"{path} is another space: {changes}; choose another --out")
     return space
 
@@ -86,9 +87,9 @@ def search(run: Run) -> list[Candidate]:
         AccuracyError: `search.refine` is not a file of accuracies of the space.
     """
     run.check_open()
-    started, space, settings = time.monotonic(), run.space, run.cfg.search
-    run.check_search()
-    limits, front, fronts = run.limits, [], []
+    started, settings, inputs = time.monotonic(), run.cfg.search, read_inputs(run)
+    inputs.check(run.cfg)
+    space, limits, front, fronts = inputs.space, inputs.limits, [], []
     for sentence in limits.met_by_all(space):
         _LOG.info("%s", sentence)
     if run.gives_table:
@@ -101,7 +102,7 @@ def search(run: Run) -> list[Candidate]:
         front = front_against()
         fronts = [front_against(against=cost) for cost, _ in limits.tables]
     else:
-        candidates = _search_paths(run)
+        candidates = _search_paths(run, space)
         # what refined an earlier search says nothing about this one
         (run.dir / REFINED_FILE).unlink(missing_ok=True)
     save_candidates(
@@ -120,17 +121,17 @@ def search(run: Run) -> list[Candidate]:
     return candidates
 
 
-def _search_paths(run: Run) -> list[Candidate]:
+def _search_paths(run: Run, space: SearchSpace) -> list[Candidate]:
     """The best by evolution, which scores each path by itself; history.jsonl has the scores."""
     from nasfast.pipeline.inputs import load_evidence  # imports torch
 
-    evidence, checkpoint = load_evidence(run)
+    evidence, checkpoint = load_evidence(run, space)
     # the name has all that a score depends on, so that scores of another supernet are not taken for this one's
     scorer = f"accuracy of {checkpoint.digest}, recalibration {run.cfg.recalibration_batches}"
     if run.score.name != "recalibrated_accuracy":
         scorer = f"{run.score.name} of {checkpoint.digest}, {run.cfg.score.images} images"
-    history = History(run.dir / "history.jsonl", run.space, scorer=scorer)
-    return evolve(run.space, functools.partial(run.score.function, evidence), run.cfg.search, history=history)
+    history = History(run.dir / "history.jsonl", space, scorer=scorer)
+    return evolve(space, functools.partial(run.score.function, evidence), run.cfg.search, history=history)
 
 
 def _load_table(run: Run) -> IndicatorTable:

@@ -16,9 +16,9 @@ from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.agreement import Agreement, agreement
 from nasfast.pipeline.architectures import random_peers
 from nasfast.pipeline.estimate import Plan, Trial, Work
-from nasfast.pipeline.inputs import checked_images
+from nasfast.pipeline.inputs import open_inputs
 from nasfast.pipeline.networks import make_task, network_task
-from nasfast.pipeline.run import Run, join_settings
+from nasfast.pipeline.run import Inputs, Run, join_settings
 from nasfast.pipeline.searching import search
 from nasfast.pipeline.seeds_page import STABILITY_FILE, write_stability_page
 from nasfast.pipeline.stages import score, supernet
@@ -98,7 +98,7 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
             raise run.already_begun("a run", run.check_settings)
         run.check_settings()
         try:
-            checked_images(run)  # refuses limits that no architecture meets
+            open_inputs(run)  # refuses limits that no architecture meets
         except DataError as error:
             if settings.executor != "ray":
                 raise
@@ -118,13 +118,13 @@ def _run(run: Run, tasks: Sequence[Task], runner: TaskRunner) -> Path:
     good = [result.name for result in scored if result.status == "done"]
     if len(good) >= LEAST_SEEDS:
         tables = [IndicatorTable.load(run.dir / name / TABLE_FILE) for name in good]
-        assert isinstance(tables[0].space, SearchSpace)
-        run = Run(run.cfg)  # of this space are its limits, too
-        run.space = tables[0].space
-        result = agreement(tables, run.limits, k=run.cfg.search.top_k)
+        space = tables[0].space
+        assert isinstance(space, SearchSpace)
+        inputs = Inputs.of(run.cfg, space)
+        result = agreement(tables, inputs.limits, k=run.cfg.search.top_k)
         answer = result.top[0].arch
-        rivals = find_rivals(run, answer)
-        trainings = _retrain(run, runner, list_networks(answer, rivals, seeds))
+        rivals = find_rivals(run, inputs, answer)
+        trainings = _retrain(run, space, runner, list_networks(answer, rivals, seeds))
     elif not runner.time_is_over:
         raise TaskError(
             f"{len(good)} of {seeds} seeds ended well, at least {LEAST_SEEDS} are needed: "
@@ -150,11 +150,13 @@ def _run(run: Run, tasks: Sequence[Task], runner: TaskRunner) -> Path:
     return write_stability_page(run.dir)
 
 
-def _retrain(run: Run, runner: TaskRunner, networks: Sequence[Network]) -> list[tuple[Network, TaskResult]]:
+def _retrain(
+    run: Run, space: SearchSpace, runner: TaskRunner, networks: Sequence[Network]
+) -> list[tuple[Network, TaskResult]]:
     """Each network with its result; what has two roles is trained once."""
     tasks = [
         network_task(
-            run.cfg, run.space, n.arch, run.cfg.seed + n.seed, name=f"networks/{arch_file_text(n.arch)}/seed-{n.seed}"
+            run.cfg, space, n.arch, run.cfg.seed + n.seed, name=f"networks/{arch_file_text(n.arch)}/seed-{n.seed}"
         )
         for n in networks
     ]
@@ -198,19 +200,19 @@ def score_seed(folder: Path, *, config: Mapping[str, Any], **machine: Any) -> di
         return {"top": [list(candidate.arch) for candidate in search(run)]}
 
 
-def find_rivals(run: Run, answer: Arch) -> dict[str, Arch]:
+def find_rivals(run: Run, inputs: Inputs, answer: Arch) -> dict[str, Arch]:
     """The architectures that the answer is compared with, by name: `structure`, `random`, `random-2`, ...
 
     `structure` has the highest `sqrt_size` (`nasfast.indicators.structure`) within the limits and at most 1 % more MACs
     than the answer. It may be the answer itself. It skips no layer, so there is none if only skips are so cheap.
     """
-    space, max_macs = run.space, run.space.cost(answer).macs * (1 + EQUAL_COST_TOLERANCE)
-    if run.limits.max_macs is not None:
-        max_macs = min(max_macs, run.limits.max_macs)
-    limits = dataclasses.replace(run.limits, max_macs=max_macs, allow_identity=False)
+    space, max_macs = inputs.space, inputs.space.cost(answer).macs * (1 + EQUAL_COST_TOLERANCE)
+    if inputs.limits.max_macs is not None:
+        max_macs = min(max_macs, inputs.limits.max_macs)
+    limits = dataclasses.replace(inputs.limits, max_macs=max_macs, allow_identity=False)
     rivals = {}
     try:
         rivals["structure"] = top_k(structure_table(space, "sqrt_size"), space, limits, k=1)[0].arch
     except InfeasibleConstraintError as error:
         _LOG.warning("no structural baseline to compare with: %s", error)
-    return rivals | random_peers(run, answer)
+    return rivals | random_peers(run, inputs, answer)

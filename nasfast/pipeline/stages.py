@@ -20,9 +20,9 @@ from nasfast.display import Tabular
 from nasfast.indicators.scores import score_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.measure.doctor import environment
-from nasfast.pipeline.inputs import check_scoring, checked_images, image_loaders, load_evidence
+from nasfast.pipeline.inputs import check_scoring, image_loaders, load_evidence, open_inputs
 from nasfast.pipeline.networks import retrain_best
-from nasfast.pipeline.run import Run, log_stage
+from nasfast.pipeline.run import Run, log_stage, read_inputs, read_layers
 from nasfast.pipeline.searching import search
 from nasfast.report.findings import at_chance, training_top1
 from nasfast.retrain import RetrainResult
@@ -32,7 +32,7 @@ from nasfast.runtime.progress import Callback, calling
 from nasfast.runtime.termination import Terminated
 from nasfast.search import Candidate
 from nasfast.settings import SPACE_FILE, RunConfig, TaskSettings
-from nasfast.spaces import format_arch, read_cost_table
+from nasfast.spaces import SearchSpace, format_arch, read_cost_table
 from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.supernet import make_supernet, train_supernet
 
@@ -128,14 +128,14 @@ def supernet(run: Run, *, resume: bool = False) -> Path:
     """
     run.check_open()
     started, cfg, world = time.monotonic(), run.cfg, run.world
-    images = checked_images(run)
-    space = run.space
+    inputs, images = open_inputs(run)
+    space = inputs.space
     loader, _ = image_loaders(run, space, world=world, images=images)
     net, sampler = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
-    check_scoring(run, net)
+    check_scoring(cfg, net, run.score)
     if world.is_main:
-        _prepare(run, resume=resume)
-    for sentence in run.limits.met_by_all(space):
+        _prepare(run, space, resume=resume)
+    for sentence in inputs.limits.met_by_all(space):
         _LOG.warning("%s", sentence)
     _LOG.info("%s: %d layers, %.3g architectures", space.name, len(space), space.cardinality)
     _LOG.info("%s", net.summary)
@@ -144,36 +144,36 @@ def supernet(run: Run, *, resume: bool = False) -> Path:
         net, loader, sampler, cfg.train, run_dir=run.dir, resume=resume, device=cfg.torch_device, world=world
     )
     if world.is_main:
-        log_stage("supernet", started, f"{cfg.train.epochs} epochs{_describe_accuracy(run)}")
+        log_stage("supernet", started, f"{cfg.train.epochs} epochs{_describe_accuracy(run, space)}")
     return final
 
 
-def _prepare(run: Run, *, resume: bool) -> None:
+def _prepare(run: Run, space: SearchSpace, *, resume: bool) -> None:
     """Check that the run directory can be used, and write the config, the space and the environment."""
     folder = CheckpointFolder(run.dir / "checkpoints", "supernet")
     resume = resume or run.world.has_begun(folder.stem)
     if folder.paths():
         if not resume:
-            raise run.already_begun("a supernet run", lambda: _check_continues(run, folder))
-        _check_continues(run, folder)
+            raise run.already_begun("a supernet run", lambda: _check_continues(run, space, folder))
+        _check_continues(run, space, folder)
     elif resume:
         _LOG.warning("nothing to resume in %s: starting from the beginning", run.dir)
     run.save_config()
-    run.save_space()
+    run.save_space(space)
     write_atomic(run.dir / "environment.json", (json.dumps(environment(), indent=1) + "\n").encode())
 
 
-def _check_continues(run: Run, folder: CheckpointFolder) -> None:
+def _check_continues(run: Run, space: SearchSpace, folder: CheckpointFolder) -> None:
     """Refuse to resume with another space or other settings than those of the run directory."""
     try:
-        saved = Run(run.cfg).space
+        saved = read_layers(run)
     except (FileNotFoundError, ConfigError) as error:
         # checkpoints have the fingerprint of their space, so they can be compared instead
-        folder.latest(fingerprint=run.space.fingerprint)
+        folder.latest(fingerprint=space.fingerprint)
         _LOG.warning("%s", error)
     else:
-        if saved.fingerprint != run.space.fingerprint:
-            changes = difference(saved.to_dict(), run.space.to_dict())
+        if saved.fingerprint != space.fingerprint:
+            changes = difference(saved.to_dict(), space.to_dict())
             raise CheckpointError(
                 f"{run.dir / SPACE_FILE} differs from the space of this run: {changes}; "
                 "resume with the same space and images, or choose another --out"
@@ -181,9 +181,9 @@ def _check_continues(run: Run, folder: CheckpointFolder) -> None:
     run.check_settings()
 
 
-def _describe_accuracy(run: Run) -> str:
+def _describe_accuracy(run: Run, space: SearchSpace) -> str:
     """How accurate the supernet's paths are; a warning says if it has learnt nothing, for its scores are unproven."""
-    top1, classes = training_top1(read_metrics(run.dir)), run.space.num_classes
+    top1, classes = training_top1(read_metrics(run.dir)), space.num_classes
     if top1 is None:
         return ""
     if at_chance(top1, classes):
@@ -207,17 +207,17 @@ def score(run: Run) -> IndicatorTable | None:
             table cannot be used.
     """
     run.check_open()
-    started, cfg, settings = time.monotonic(), run.cfg, run.cfg.score
-    run.check_search()  # the settings are kept, and a search that takes them would refuse them
+    started, cfg, settings, inputs = time.monotonic(), run.cfg, run.cfg.score, read_inputs(run)
+    inputs.check(run.cfg)  # the settings are kept, and a search that takes them would refuse them
     if not run.gives_table:
         _LOG.info("%s scores whole paths during the search: no table is written", settings.name)
         return None
     meta: dict[str, Any] = {"settings": run.score_settings}
     if settings.table is not None:
-        costs = read_cost_table(settings.table, run.space)
-        table = IndicatorTable.from_costs(run.space, costs, {"score": settings.label, **meta})
+        costs = read_cost_table(settings.table, inputs.space)
+        table = IndicatorTable.from_costs(inputs.space, costs, {"score": settings.label, **meta})
     else:
-        evidence, checkpoint = load_evidence(run)
+        evidence, checkpoint = load_evidence(run, inputs.space)
         meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"], **meta}
         table = score_table(settings.label, evidence, structure=settings.structure or 0.0, meta=meta)
     table.save(run.dir / TABLE_FILE)

@@ -92,12 +92,13 @@ def searched(tmp_path):
     out = tmp_path / "run"
     form = {"out": str(out), "score": {"name": "isometry"}, "space": {"name": str(out / "space.yaml")}}
     out.mkdir()
-    tiny_space().save(out / "space.yaml")
+    space = tiny_space()
+    space.save(out / "space.yaml")
     run = Run(RunConfig.from_dict(form))
     run.save_config()
     meta = {"seed": 0, "settings": run.score_settings, "score": "isometry"}
-    table = structure_table(run.space, "sqrt_size")
-    type(table).from_rows(run.space, table.block, meta).save(out / "indicators.json")
+    table = structure_table(space, "sqrt_size")
+    type(table).from_rows(space, table.block, meta).save(out / "indicators.json")
     return out
 
 

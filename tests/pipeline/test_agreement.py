@@ -16,7 +16,7 @@ from nasfast.indicators.scores import with_structure
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import seeds_page as page
 from nasfast.pipeline.agreement import STABLE_TAU, agreement, mean_tau, random_architectures
-from nasfast.pipeline.run import Run
+from nasfast.pipeline.run import Inputs, Run
 from nasfast.pipeline.seeds import find_rivals, list_networks, run_seeds, seed_task
 from nasfast.search import Limits
 from nasfast.settings import RunConfig
@@ -117,15 +117,14 @@ def config(**changes) -> RunConfig:
     )
 
 
-def run_of(**changes) -> Run:
-    run = Run(config(**changes))
-    run.space = SPACE
-    return run
+def rivals_of(answer, **changes) -> dict:
+    cfg = config(**changes)
+    return find_rivals(Run(cfg), Inputs.of(cfg, SPACE), answer)
 
 
 def test_what_is_retrained_has_equal_cost():
-    run, answer = run_of(), (1, 0, 2, 1)
-    found = list_networks(answer, find_rivals(run, answer), 3)
+    answer = (1, 0, 2, 1)
+    found = list_networks(answer, rivals_of(answer), 3)
     assert [(n.role, n.seed) for n in found if n.role in ("answer", "structure")] == [
         (role, seed) for role in ("answer", "structure") for seed in range(3)
     ]
@@ -134,22 +133,21 @@ def test_what_is_retrained_has_equal_cost():
     assert all(SPACE.cost(n.arch).macs <= 1.01 * macs for n in found)
     assert all(n.arch != answer for n in found if n.role.startswith("random"))
     # where the structural baseline is the answer, nothing is trained twice
-    best = find_rivals(run, (2, 2, 2, 2))["structure"]
-    assert {n.role for n in list_networks(best, find_rivals(run, best), 2)}.isdisjoint({"structure"})
+    best = rivals_of((2, 2, 2, 2))["structure"]
+    assert {n.role for n in list_networks(best, rivals_of(best), 2)}.isdisjoint({"structure"})
 
 
 def test_an_answer_that_skips_layers_may_have_no_structural_baseline(tmp_path, caplog):
-    run = run_of(search={"top_k": 2, "allow_identity": True})
     cheapest = min(EVERY, key=lambda arch: SPACE.cost(arch).macs)
     answer = (cheapest[0], SKIP, cheapest[2], SKIP)
-    assert "structure" not in find_rivals(run, answer)
+    assert "structure" not in rivals_of(answer, search={"top_k": 2, "allow_identity": True})
     assert "no structural baseline to compare with" in caplog.text
     said = " ".join(write_run(tmp_path, 0.05, 2, no_structure=True))
     assert "There is no structural baseline to compare with" in said and "is the answer itself" not in said
 
 
 def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tmp_path):
-    run = run_of(out=str(tmp_path), data={"source": "digits"})
+    run = Run(config(out=str(tmp_path), data={"source": "digits"}))
     run.save_config()
     cfg = run.cfg
     save_result(tmp_path / "seed-1", seed_task(run, 1), {"top": []})
@@ -180,7 +178,7 @@ def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None, no_struc
             "seed": n.seed,
             "result": {**form(rng.random(500) < (0.9 if n.role == "answer" else 0.5)), "macs": 1, "params": 1},
         }
-        for n in list_networks(answer, {} if no_structure else find_rivals(run_of(), answer), seeds)
+        for n in list_networks(answer, {} if no_structure else rivals_of(answer), seeds)
     ]
     from nasfast.pipeline.seeds import agreement_record
 

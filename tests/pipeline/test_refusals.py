@@ -18,7 +18,7 @@ from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.pipeline import inputs
 from nasfast.pipeline.inputs import retrain_loaders
-from nasfast.pipeline.run import Run
+from nasfast.pipeline.run import Run, read_layers
 from nasfast.runtime.distributed import World
 from nasfast.runtime.lock import RunDirectoryError
 from nasfast.settings import RunConfig, TaskSettings
@@ -193,4 +193,4 @@ def test_images_of_other_classes_cannot_retrain(here, out):
     cfg = Run.load(str(out)).cfg
     cfg = cfg.replace(data=cfg.data.replace(source="folder", train="images"))
     with pytest.raises(ConfigError, match="the images have 2 classes, .*space.yaml has 10"):
-        retrain_loaders(Run(cfg), Run(cfg).space)
+        retrain_loaders(Run(cfg), read_layers(Run(cfg)))

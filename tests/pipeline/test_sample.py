@@ -18,13 +18,13 @@ from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.table import IndicatorTable
 from nasfast.ops import precision
 from nasfast.pipeline import sample
-from nasfast.pipeline.inputs import image_loaders
+from nasfast.pipeline.inputs import find_space, image_loaders
 from nasfast.pipeline.networks import train_network
-from nasfast.pipeline.run import Run
+from nasfast.pipeline.run import Inputs, Run
 from nasfast.pipeline.sample import train_sample
 from nasfast.retrain import load_model
 from nasfast.runtime.files import checkpoint_state
-from nasfast.search import stratified_sample
+from nasfast.search import Limits, stratified_sample
 from nasfast.settings import RunConfig, TaskSettings
 from nasfast.tasks import TaskResult, save_result
 from nasfast.train import evaluate
@@ -46,7 +46,7 @@ def run(tmp_path, config, monkeypatch):
 def test_a_network_keeps_its_number_type_on_another_machine(run, tmp_path, monkeypatch):
     """It was stopped where `precision: auto` is bf16, and goes on where it is fp32."""
     run = Run(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.6)))
-    task = sample.plan_sample(run, 10, epochs=2)[0]
+    task = sample.plan_sample(run, sample.sample_inputs(run), 10, epochs=2)[0]
     step, steps = loop.update, itertools.count()
 
     def stopped(*arguments, **named):
@@ -77,9 +77,10 @@ def test_a_sample_is_trained_once_and_grows(run, small_forests, capsys, monkeypa
     assert "10 trainings of 1 epochs on 577 images, 0 more are finished; 1 at a time" in capsys.readouterr().out
     assert [path.name for path in out.iterdir()] == ["config.yaml"]
     assert main([*command, "--train", "10"]) == 0
-    first = read_accuracies(out / "accuracies.json", sample.ensure_space(run))
-    space = sample.ensure_space(run)
-    assert list(first) == stratified_sample(space, 10, limits=run.limits, seed=3)
+    inputs = sample.sample_inputs(run)
+    space = inputs.space
+    first = read_accuracies(out / "accuracies.json", space)
+    assert list(first) == stratified_sample(space, 10, limits=inputs.limits, seed=3)
     assert all(0 < accuracy < 100 for accuracy in first.values()) and len(set(first.values())) > 3
     shown = capsys.readouterr().out
     assert "10 trained architectures" in shown and "naswot" in shown and "sqrt_size" in shown
@@ -93,19 +94,19 @@ def test_a_sample_is_trained_once_and_grows(run, small_forests, capsys, monkeypa
     grown = read_accuracies(out / "accuracies.json", space)
     assert len(grown) == 12 and {arch: grown[arch] for arch in first} == first
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert sample.estimate_sample(run, 12, ONE) == "all 12 architectures are trained"
-    assert "1 trainings of 1 epochs" in sample.estimate_sample(run, 13, ONE)
+    assert sample.estimate_sample(run, inputs, 12, ONE) == "all 12 architectures are trained"
+    assert "1 trainings of 1 epochs" in sample.estimate_sample(run, inputs, 13, ONE)
     # fewer lose nothing
-    assert train_sample(run, 10, settings=ONE) == grown
+    assert train_sample(run, inputs, 10, settings=ONE) == grown
     with pytest.raises(ConfigError, match="has trainings of 1 epochs, --epochs is 2"):
-        train_sample(run, 10, epochs=2, settings=ONE)
+        train_sample(run, inputs, 10, epochs=2, settings=ONE)
 
 
 def test_a_training_gives_the_accuracy_of_the_trained_network(run, tmp_path):
-    task = sample.plan_sample(run, 10, epochs=1)[0]
+    task = sample.plan_sample(run, sample.sample_inputs(run), 10, epochs=1)[0]
     form = train_network(tmp_path / "a", **task.arguments, **task.machine)
     network = load_model(tmp_path / "a" / "retrain" / "network")
-    _, held = image_loaders(run, sample.ensure_space(run))
+    _, held = image_loaders(run, find_space(run))
     measured = evaluate(network, held)
     assert form["top1"] == pytest.approx(measured.top1) and form["images"] == len(held.source)
     # again, from nothing and from what is there
@@ -119,14 +120,14 @@ def test_what_cannot_be_trained_is_refused_before_training(run, monkeypatch, cap
         raise AssertionError("training began")
 
     monkeypatch.setattr(sample.TaskRunner, "run", began)
-    for cfg, count, message in (
+    for other, count, message in (
         (run, 9, "at least 10 architectures are needed"),
         (run, 82, "draws from space 'tiny' within the limits have"),
         (Run(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.01))), 40, "cannot order 40 architectures"),
         (Run(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.99))), 40, "training images are less than one"),
     ):
         with pytest.raises(ValueError, match=message):
-            train_sample(cfg, count)
+            train_sample(other, sample.sample_inputs(other), count)
     assert main(["rank", "--train", "10", "--out", str(run.dir / "none")]) == 1
     assert "is no directory: give the directory of a run" in capsys.readouterr().err
     for score, message in (("naswott", "unknown score 'naswott'"), ("naswot+path_loss", "run `nasfast supernet")):
@@ -146,11 +147,10 @@ def test_trainings_outside_tighter_limits_stay_in_the_file(run, monkeypatch):
         return [TaskResult(t.name, "done", form(t), "", self.folder) for t in tasks]
 
     monkeypatch.setattr(sample.TaskRunner, "run", finished)
-    space = sample.ensure_space(run)
-    run = Run(run.cfg.replace(search=run.cfg.search.replace(max_macs=None)))
-    first = train_sample(run, 12, epochs=1)
+    space = find_space(run)
+    first = train_sample(run, Inputs(space, Limits()), 12, epochs=1)
     limit = sorted(space.cost(arch).macs for arch in first)[8]
-    second = train_sample(Run(run.cfg.replace(search=run.cfg.search.replace(max_macs=float(limit)))), 10)
+    second = train_sample(run, Inputs(space, Limits(max_macs=limit)), 10)
     written = read_accuracies(run.dir / "accuracies.json", space)
     assert all(space.cost(arch).macs <= limit for arch in second)
     assert written.keys() == first.keys() | second.keys() and len(first.keys() - second.keys()) == 3
@@ -159,7 +159,7 @@ def test_trainings_outside_tighter_limits_stay_in_the_file(run, monkeypatch):
 @pytest.mark.slow
 def test_a_comparison_takes_a_table_and_a_sum_of_scores(run, small_forests):
     """trained.json has the tau of rank.json where sums of the table differ only by rounding, and that of A+B."""
-    space = sample.ensure_space(run)
+    space = find_space(run)
     archs = stratified_sample(space, 40, seed=1)
     # 0.1 + 0.2 - 0.3 and 0.3 + 0 - 0.3 differ by rounding
     rows = [
@@ -170,7 +170,7 @@ def test_a_comparison_takes_a_table_and_a_sum_of_scores(run, small_forests):
     ]
     IndicatorTable.from_rows(space, rows, {}).save(run.dir / "indicators.json")
     accuracies = {arch: float(i) for i, arch in enumerate(archs)}
-    found = sample.compare_trained(run, accuracies, names=["naswot+synflow"], resamples=10)
+    found = sample.compare_trained(run, space, accuracies, names=["naswot+synflow"], resamples=10)
     by_table, summed_up = found.rows[:2]
     form = json.loads((run.dir / "rank.json").read_text())
     assert form["resamples"] == 10 and form["predictor"]["kendall"] == asdict(by_table.kendall)
@@ -183,5 +183,5 @@ def test_too_few_finished_trainings_say_how_to_go_on(run, monkeypatch):
 
     monkeypatch.setattr(sample.TaskRunner, "run", stopped)
     with pytest.raises(AccuracyError, match="0 of 10 architectures are trained.*the same command continues"):
-        train_sample(run, 10, epochs=1)
+        train_sample(run, sample.sample_inputs(run), 10, epochs=1)
     assert not (run.dir / "accuracies.json").exists()
