@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nasfast.config import ConfigBase, ConfigError, Number, nearest, to_number
+from nasfast.runtime.image_files import is_hidden, read_image_list
 from nasfast.spaces import named_space
 
 CONFIG_FILE = "config.yaml"
@@ -136,11 +137,15 @@ class DataConfig(ConfigBase):
 
     @property
     def classes(self) -> int | None:
-        """Number of classes, where no image must be read to know it."""
+        """Number of classes of the training images; None if these are not given. ValueError if a list is damaged."""
         if self.source != "folder":
             return 10
-        folder = Path(self.train or "")
-        return sum(path.is_dir() for path in folder.glob("[!.]*")) if self.train and folder.is_dir() else None
+        path = Path(self.train or "")
+        if self.train is None or not path.exists():
+            return None
+        if path.is_file():
+            return len({label for _, label in read_image_list(path)})
+        return sum(entry.is_dir() and not is_hidden(entry.name) for entry in path.iterdir())
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.pipeline.run import check_one_process
 from nasfast.runtime.launcher import environment_rank, environment_size
 from nasfast.runtime.lock import run_lock
-from nasfast.search.limits import check_range
+from nasfast.search.limits import Limits
 from nasfast.settings import SPACE_FILE, RunConfig, TaskSettings
 from nasfast.spaces import get_space, named_space
 
@@ -54,7 +54,8 @@ def _check_run(command: str, cfg: RunConfig, options: dict[str, Any]) -> None:
         space = get_space(
             cfg.space.name, num_classes=classes, resolution=cfg.space.resolution, variant=cfg.space.variant
         )
-        check_range(cfg.search, space)
+        limits = Limits(cfg.search.max_macs, cfg.search.max_params, allow_identity=cfg.search.allow_identity)
+        limits.check(space)
     if not environment_rank():
         with run_lock(cfg.run_dir, create=(begins and not options.get("dry_run")) or command == "search"):
             pass

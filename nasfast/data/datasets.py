@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from nasfast.runtime.image_files import is_hidden, read_image_list
 from nasfast.runtime.once import log_once
 
 _LOG = logging.getLogger(__name__)
@@ -112,6 +113,8 @@ class FolderSource(_FileSource):
         root: folder with one sub-folder per class.
         classes: expected class names in label order (those of the training folder); None takes the folder's own.
 
+    Hidden files and folders, and those that systems make, such as `__MACOSX` and `@eaDir`, are left out.
+
     Attributes:
         not_images: files that were skipped because their ending is not that of an image.
 
@@ -124,7 +127,7 @@ class FolderSource(_FileSource):
         self.root = Path(root)
         if not self.root.is_dir():
             raise DataError(f"image folder {self.root} does not exist: give a folder with one sub-folder per class")
-        names = sorted(entry.name for entry in self.root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+        names = sorted(entry.name for entry in self.root.iterdir() if entry.is_dir() and not is_hidden(entry.name))
         if not names:
             raise DataError(f"image folder {self.root} has no class sub-folder: expected {self.root}/CLASS/IMAGE.jpg")
         if classes is not None and list(classes) != names:
@@ -143,7 +146,8 @@ class FolderSource(_FileSource):
         images = [(path, label) for name, label in numbers.items() for path in self._images(self.root / name)]
         self._paths = [path for path, _ in images]
         self.labels = np.array([label for _, label in images], dtype=np.int64)
-        if empty := [name for name, label in numbers.items() if label not in self.labels]:
+        counts = np.bincount(self.labels, minlength=len(names))
+        if empty := [name for name, count in zip(names, counts, strict=True) if not count]:
             extensions = ", ".join(sorted(_EXTENSIONS))
             raise DataError(f"class folder {self.root / empty[0]} holds no image ({extensions})")
         if self.not_images:
@@ -160,12 +164,15 @@ class FolderSource(_FileSource):
                 inner.clear()
                 continue
             seen.add(real)
-            inner.sort()
+            if hidden := [name for name in inner if is_hidden(name)]:
+                left_out = f"{directory}: left out the hidden folders {', '.join(sorted(hidden)[:5])}"
+                log_once(_LOG, logging.INFO, left_out)
+            inner[:] = sorted(set(inner) - set(hidden))
             yield from filter(self._is_image, (os.path.join(directory, name) for name in sorted(files)))
 
     def _is_image(self, path: str) -> bool:
         name = os.path.basename(path)
-        if name.startswith("."):
+        if is_hidden(name):
             return False
         image = os.path.splitext(name)[1].lower() in _EXTENSIONS
         if not image:
@@ -176,11 +183,10 @@ class FolderSource(_FileSource):
 class ListSource(_FileSource):
     """Images of a text file with lines `IMAGE LABEL`.
 
-    Paths are relative to the file's folder and may contain spaces; labels are numbers or class names. Empty lines and
-    lines that begin with # are skipped.
+    Paths are relative to the file's folder and may contain spaces; labels are numbers or class names.
 
     Args:
-        path: the text file, UTF-8.
+        path: the text file; `nasfast.runtime.image_files.read_image_list` has its form.
         classes: expected class names in label order (those of the training images); None takes the file's own: its
             names in sorted order, or for numbers 0 to the largest.
 
@@ -192,28 +198,18 @@ class ListSource(_FileSource):
     def __init__(self, path: str | Path, *, classes: Sequence[str] | None = None) -> None:
         path = Path(path)
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"cannot read the list of images {path}: {error}") from error
-        self._paths, labels = [], []
-        for number, line in enumerate(lines, start=1):
-            if not line.strip() or line.lstrip().startswith("#"):
-                continue
-            parts = line.rsplit(maxsplit=1)
-            if len(parts) != 2:
-                raise DataError(f"{path}, line {number}: expected 'IMAGE LABEL', got {line!r}")
-            self._paths.append(os.path.join(path.parent, parts[0].strip()))
-            labels.append(parts[1])
-        if not labels:
-            raise DataError(f"{path} lists no image: expected lines 'IMAGE LABEL'")
+            images = read_image_list(path)
+        except ValueError as error:
+            raise DataError(str(error)) from error
+        self._paths = [os.path.join(path.parent, image) for image, _ in images]
+        labels = [label for _, label in images]
         names = sorted(set(labels))
-        if all(label.isdecimal() for label in names):
-            labels = [str(int(label)) for label in labels]
-            numbers = set(map(int, labels))
-            names = [str(number) for number in sorted(numbers)]
-            if classes is None and len(numbers) <= max(numbers):
+        if all(name.isdecimal() for name in names):
+            names.sort(key=int)
+            if classes is None and len(names) <= int(names[-1]):
                 # labels may be dates, so not all gaps are counted
-                missing = islice((n for n in range(max(numbers)) if n not in numbers), 5)
+                present = set(map(int, names))
+                missing = islice((n for n in range(int(names[-1])) if n not in present), 5)
                 raise DataError(
                     f"{path} has labels up to {names[-1]}, but no image of label {', '.join(map(str, missing))}: "
                     "number the labels from 0 without gaps"
@@ -228,7 +224,7 @@ class ListSource(_FileSource):
         if not any(map(os.path.exists, self._paths[:_LOOKED_FOR])):
             raise DataError(
                 f"{path}: none of the first {min(_LOOKED_FOR, len(self._paths))} listed images exists, e.g. "
-                f"{self._paths[0]}; paths are relative to the folder of the list"
+                f"{self._paths[0]}; paths are relative to the folder of the list, and their folders end with /"
             )
         numbers_by_name = {name: number for number, name in enumerate(names)}
         self.labels = np.array([numbers_by_name[label] for label in labels], dtype=np.int64)

@@ -162,10 +162,12 @@ class Limits:
         for name, costs, maximum in limits:
             least, _ = costs.range
             if least > maximum + costs.fixed:
+                ends = " to ".join(map(costs.text, sorted(set(costs.range))))
                 which = name if name in _SETTINGS else "its limit in search.tables"
                 raise InfeasibleConstraintError(
-                    f"{name}={maxima[name]:,.10g} cannot be met: the smallest architecture of space {space.name!r} "
-                    f"has {costs.text(least)}; raise {which} to at least that"
+                    f"{name}={maxima[name]:,.10g} cannot be met: the architectures of space {space.name!r} at "
+                    f"{space.resolution} x {space.resolution} pixels have {ends}; raise {which} to at least "
+                    f"{costs.text(least)}, or choose another space or resolution (`nasfast spaces` lists them)"
                 )
         if len(limits) < 2 or self.program(space).minimise(limits[0][1].rows) is not None:
             return
@@ -180,24 +182,6 @@ class Limits:
             f"{together} cannot {'both' if len(limits) == 2 else 'all'} be met in space {space.name!r}: "
             f"{'; '.join(attainable) or 'nor without any one of them'}; raise one of them"
         )
-
-
-def check_range(config: SearchConfig, space: LayerSpace) -> None:
-    """Refuse limits on MACs and parameters that no architecture of a space meets, and those that all of them meet.
-
-    Raises:
-        InfeasibleConstraintError: there is such a limit; the text gives the range.
-    """
-    limits = Limits(config.max_macs, config.max_params, allow_identity=config.allow_identity)
-    for name, costs, _ in limits.costs(space):
-        least, most = costs.range
-        if not least <= limits.maxima[name] < most:
-            which = "no architecture" if limits.maxima[name] < least else "every architecture"
-            raise InfeasibleConstraintError(
-                f"search.{name}={limits.maxima[name]:,.10g}: {which} of space {space.name!r} at {space.resolution} x "
-                f"{space.resolution} pixels meets it, because they have {costs.text(least)} to {costs.text(most)}; "
-                "give a limit between these, or another space or resolution (`nasfast spaces` lists them)"
-            )
 
 
 def arch_sum(table: Sequence[Mapping[int, float]], arch: Arch) -> float:

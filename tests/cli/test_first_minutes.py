@@ -15,6 +15,7 @@ import pytest
 import yaml
 from tiny import tiny_space, write_folder
 
+from nasfast.cli import start as beginning
 from nasfast.cli.flags import parse
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
@@ -192,16 +193,21 @@ def test_short_flags_are_the_same_everywhere(command):
 
 
 @pytest.mark.parametrize("name", [name for name in list_spaces() if named_space(name).LAYERWISE])
-def test_limits_outside_the_range_are_refused_with_the_range(name, tmp_path, capsys, monkeypatch):
+def test_a_limit_that_nothing_meets_is_refused_and_one_that_all_meet_is_not(name, tmp_path, capsys, monkeypatch):
+    """As in Python, where the search says that it chooses nothing. A list of images gives the classes, too."""
     monkeypatch.chdir(tmp_path)
-    write_folder(tmp_path / "images", {"a": 2, "b": 2})
+    (tmp_path / "images").write_text("a.png cat\nb.png dog\n")
+    started = []
+    monkeypatch.setattr(beginning, "_load", lambda _: lambda cfg, tasks: started.append(cfg.search.max_macs))
     space = get_space(name, num_classes=2)
     most = sum(max(cost.macs for cost in row.values()) for row in space.option_costs()) + space.fixed_cost.macs
-    for limit, met in ((1000, "no architecture"), (most, "every architecture")):
-        assert main(["run", "--data.train", "images", "--space", name, "--max_macs", str(limit)]) == 1
-        said = capsys.readouterr().err
-        assert f"{met} of space {name!r}" in said and f"to {most:,} MACs; give a limit between these" in said
-    assert not (tmp_path / "runs").exists()
+    least = sum(min(cost.macs for cost in row.values()) for row in space.option_costs()) + space.fixed_cost.macs
+    flags = ["run", "--data.train", "images", "--space", name, "--max_macs"]
+    assert main([*flags, str(least - 1)]) == 1
+    said = capsys.readouterr().err
+    assert f"max_macs={least - 1:,} cannot be met" in said and f"have {least:,} MACs to {most:,} MACs; raise" in said
+    assert not (tmp_path / "runs").exists() and not started
+    assert main([*flags, str(least)]) == main([*flags, str(most)]) == 0 and started == [least, most]
 
 
 def test_a_space_has_networks_of_50_to_300_million_macs(capsys):

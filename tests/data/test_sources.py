@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,6 +37,20 @@ def test_images_are_found_in_sub_folders_and_hidden_files_are_not(tmp_path):
     assert source.classes == ("a", "b")
     assert source.labels.tolist() == [0, 0, 0, 1]
     assert source.not_images == []
+
+
+def test_hidden_folders_and_those_of_systems_are_left_out_and_named(tmp_path, caplog):
+    systems = (".thumbnails/large", ".@__thumb", ".Trash-1000/files", "@eaDir", "__MACOSX", ".ipynb_checkpoints")
+    made = {f"{name}/{inner}": 2 for name in "ab" for inner in ("", "more", *systems)}
+    write_folder(tmp_path, {**made, "__MACOSX": 2, "@eaDir": 2, "lost+found": 0, "$RECYCLE.BIN": 1})
+    with caplog.at_level(logging.INFO, logger="nasfast"):
+        source = FolderSource(tmp_path)
+    assert source.classes == ("a", "b") and source.labels.tolist() == [0] * 4 + [1] * 4
+    assert {Path(source.name(i)).parent.relative_to(tmp_path).as_posix() for i in range(8)} == {
+        *("a", "a/more", "b", "b/more")
+    }
+    assert f"{tmp_path / 'b'}: left out the hidden folders .@__thumb, .Trash-1000" in caplog.text
+    assert DataConfig(train=str(tmp_path)).classes == 2
 
 
 def test_files_that_are_not_images_are_passed_over_and_named(tmp_path, caplog):
@@ -253,9 +268,27 @@ def test_a_list_with_names_and_its_validation_list(tmp_path):
         ListSource(write_list(tmp_path / "val.txt", ["v.jpg horse"]), classes=train.classes)
 
 
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_lists_as_other_systems_write_them(encoding, end, tmp_path):
+    """Names hold separators of lines and words: U+2028, U+0085, U+00A0, U+3000, a form feed."""
+    names = ["a\u2028b.png", "c\x85.png", "d\xa0e.png", "\u3000f g.png", "h\x0ci.png"]
+    labels = ["new\xa0york", "cat", "new\xa0york", "cat", "new\xa0york"]
+    text = end.join(["# images", *map(" ".join, zip(names, labels, strict=True)), ""])
+    (tmp_path / "list.txt").write_bytes(text.encode(encoding))
+    for name in names:
+        (tmp_path / name).touch()
+    source = ListSource(tmp_path / "list.txt")
+    assert [source.name(i) for i in range(len(source))] == [str(tmp_path / name) for name in names]
+    assert source.classes == ("cat", "new\xa0york") and source.labels.tolist() == [1, 0, 1, 0, 1]
+    assert DataConfig(train=str(tmp_path / "list.txt")).classes == 2
+
+
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
+        (["pictures\\x.jpg 0", "pictures\\y.jpg 1"], "their folders end with /"),
+        (["x\0.jpg 0", "y.jpg 1"], "bytes of value 0: save it as text in UTF-8"),
         (["x.jpg 0", "y.jpg"], "line 2: expected 'IMAGE LABEL', got 'y.jpg'"),
         (["x.jpg 0", "y.jpg 0"], "has images of 1 class only: a classifier needs two"),
         (["x.jpg 0", "y.jpg 3"], "has labels up to 3, but no image of label 1, 2: number the labels from 0"),

@@ -165,7 +165,7 @@ def test_a_latency_limit_reaches_result_and_report(run, capsys):
     assert "7.5 ms of latency" in page and "Latency: measured &lt;here&gt;." in page and "latency, ms" in page
     assert (folder / "report" / "pareto_0.svg").exists()
     assert main([*flags, "--search.max_latency_ms", "1"]) == 1
-    assert "max_latency_ms=1 cannot be met: the smallest architecture of space 'tiny' has" in capsys.readouterr().err
+    assert "max_latency_ms=1 cannot be met: the architectures of space 'tiny' at" in capsys.readouterr().err
     assert load_candidates(folder / "archs.json", space) == result
 
 
@@ -174,7 +174,7 @@ def test_a_limit_of_a_table_names_where_it_is_set(run, tmp_path, capsys):
     energy = tmp_path / "energy.json"
     energy.write_text(json.dumps({**json.loads(file.read_text()), "quantity": "energy", "unit": "mJ"}))
     assert main(["search", "--out", str(folder), "--search.tables", json.dumps([f"{energy} <= 1"])]) == 1
-    assert "mJ; raise its limit in search.tables to at least that" in capsys.readouterr().err
+    assert " mJ; raise its limit in search.tables to at least " in capsys.readouterr().err
 
 
 def test_a_table_is_the_score(run, capsys):
