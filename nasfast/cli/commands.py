@@ -13,7 +13,7 @@ from typing import Any
 from nasfast.cli.flags import FlagError, Parser, with_defaults
 from nasfast.config import ConfigError
 from nasfast.display import text_table
-from nasfast.indicators.accuracies import read_scores, top1_interval
+from nasfast.indicators.accuracies import read_scores
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.measure.doctor import doctor
@@ -25,7 +25,7 @@ from nasfast.pipeline.exporting import export
 from nasfast.pipeline.networks import retrain_best
 from nasfast.pipeline.run import Run, read_layers
 from nasfast.pipeline.stages import every_stage, score, supernet
-from nasfast.report.findings import compare, is_peer, other_seeds
+from nasfast.report.findings import Top1, compare, is_peer, other_seeds, trainings
 from nasfast.retrain import RetrainResult
 from nasfast.runtime.distributed import start
 from nasfast.runtime.files import write_atomic
@@ -50,8 +50,8 @@ def _show_retrained(run: Run, results: dict[str, RetrainResult]) -> None:
     print("\n".join(text_table(rows)))
     if "best" in results:
         best = results["best"]
-        low, high = top1_interval(best.top1, best.images)
-        print(f"best: top-1 {best.top1:.1%} (95 % interval {low:.1%} to {high:.1%}, {best.images:,} images)")
+        top1 = Top1.of(trainings("best", records))
+        print(f"best: top-1 {top1.mean:.1%} ({top1.spread} {top1.low:.1%} to {top1.high:.1%}, {best.images:,} images)")
         print(f"  {read_layers(run).words(best.arch)}")
         if (comparison := compare(records["best"], peers, repeats["best"])) is not None:
             print(comparison.headline)

@@ -328,8 +328,10 @@ def split_source(source: ImageSource, val_fraction: float, seed: int) -> tuple[S
     """
     rng = np.random.default_rng(seed)
     train, val = [], []
-    for label, name in enumerate(source.classes):
-        members = rng.permutation(np.nonzero(source.labels == label)[0])
+    order = np.argsort(source.labels, kind="stable")
+    ends = np.cumsum(np.bincount(source.labels, minlength=len(source.classes)))
+    for name, of_class in zip(source.classes, np.split(order, ends[:-1]), strict=True):
+        members = rng.permutation(of_class)
         if len(members) < 2:
             raise DataError(
                 f"class {name!r} has {len(members)} image: at least 2 are needed to hold some out for validation"

@@ -48,7 +48,8 @@ def learned_score(
         ModuleNotFoundError: scikit-learn is missing.
     """
     archs = list(prior)
-    trained = np.array([archs.index(arch) for arch in accuracies])
+    places = {arch: place for place, arch in enumerate(archs)}
+    trained = np.array([places[arch] for arch in accuracies])
     columns = [_normal([score[arch] for arch in archs]) for score in (prior, *scores)]
     x, p = np.column_stack([features(space, archs), *columns]), columns[0]
     y = _normal(list(accuracies.values()))

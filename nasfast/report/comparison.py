@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from scipy import stats
 
 from nasfast.config import flatten, load_yaml
 from nasfast.indicators.rank import Estimate, bootstrap_weights, kendall_tau
 from nasfast.indicators.table import IndicatorTable
-from nasfast.report.findings import Comparison, compare, compare_runs, is_peer, other_seeds
+from nasfast.report.findings import Comparison, Top1, compare, compare_runs, is_peer, other_seeds, trainings
 from nasfast.report.page import html_figure, html_page, html_table, millions, percent, svg_text
 from nasfast.report.plots import SERIES, literal, new_figure
 from nasfast.report.run_files import NotRun, RunFiles, format_limits, section_body
@@ -87,9 +86,10 @@ def _overview(runs: Mapping[str, RunFiles]) -> str:
     columns = [_column(run) for run in runs.values()]
     rows = [[key, *(column.get(key, _NONE) for column in columns)] for key in dict.fromkeys(itertools.chain(*columns))]
     note = (
-        "Intervals of accuracies are Wilson's 95 % intervals over the images; they leave out the scatter of another "
-        "training. Scores of different spaces, methods or score settings are on different scales: compare them within "
-        "one column only. Times are those of the machine that trained, and of the last run of each stage."
+        "Brackets: Wilson's 95 % interval over the images, which leaves out the scatter of another training; the range "
+        "where an accuracy is the mean of several seeds. Scores of different spaces, methods or score settings are on "
+        "different scales: compare them within one column only. Times are those of the machine that trained, and of "
+        "the last run of each stage."
     )
     return html_table(["", *runs], rows, text_columns=range(len(runs) + 1), note=note)
 
@@ -125,10 +125,10 @@ def _column(run: RunFiles) -> dict[str, str]:
 def _accuracy_rows(retrained: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     """The rows of the accuracy of a run's best network, by their names."""
     best = retrained["best"]
-    right, images = round(best["top1"] * best["images"]), best["images"]
-    low, high = stats.binomtest(right, images).proportion_ci(method="wilson")
+    top1 = Top1.of(trainings("best", retrained))
+    several = "" if top1.seeds == 1 else f" ({top1.seeds} seeds)"
     rows = {
-        "top-1 of the best": f"{percent(best['top1'])} [{100 * low:.2f}, {100 * high:.2f}]",
+        "top-1 of the best": f"{percent(top1.mean)} [{100 * top1.low:.2f}, {100 * top1.high:.2f}]{several}",
         "epochs of retraining": str(best["epochs"]),
     }
     peers = [result for name, result in retrained.items() if is_peer(name)]
@@ -155,8 +155,12 @@ def _supernet_seconds(run: RunFiles, config: Mapping[str, Any]) -> float:
     return sum((m["step"] - b) * images / m["images_per_s"] for m, b in zip(lines, before, strict=False))
 
 
+def _trainings_of_best(run: RunFiles) -> list[Mapping[str, Any]]:
+    return trainings("best", run.retrained)
+
+
 def _accuracies(runs: Mapping[str, RunFiles]) -> str:
-    bests = {name: (_read_or_none(partial(getattr, run, "retrained")) or {}).get("best") for name, run in runs.items()}
+    bests = {name: _read_or_none(partial(_trainings_of_best, run)) for name, run in runs.items()}
     if not any(bests.values()):
         raise NotRun("`nasfast retrain` trains networks to compare")
     images = {name: _read_or_none(partial(_validation_images, run)) for name, run in runs.items()}
@@ -167,20 +171,20 @@ def _accuracies(runs: Mapping[str, RunFiles]) -> str:
             text = "not both are retrained"
         elif images[one] is None or images[other] is None:
             text = "the images of one are not known"
-        elif images[one] != images[other] or any(first.get(k) != second.get(k) for k in ("images", "ranks")):
+        elif images[one] != images[other] or any(first[0].get(k) != second[0].get(k) for k in ("images", "ranks")):
             text = "evaluated on other images"
         else:
-            comparison = compare_runs([first], [second])
+            comparison = compare_runs(first, second)
             text = _format_gain(comparison)
             if not comparison.significant:
                 text += ": not significant"
-            if first["epochs"] != second["epochs"]:
-                text += f"; {first['epochs']} and {second['epochs']} epochs of retraining"
+            if first[0]["epochs"] != second[0]["epochs"]:
+                text += f"; {first[0]['epochs']} and {second[0]['epochs']} epochs of retraining"
         rows.append([one, other, text])
     note = (
         "Top-1 of the first run's best network minus that of the second, in percentage points, with its 95 % interval "
-        "over the images, on which both are compared one by one. One training each: the interval says nothing about "
-        "other seeds, for which there is nasfast run --seeds."
+        "over the images, on which both are compared one by one, and over the seeds of a network that was trained with "
+        "several. Of one training, it says nothing about other seeds, for which there is nasfast run --seeds."
     )
     header = ["run", "minus run", "difference of their best networks"]
     caption = "Top-1 of every retrained network against its MACs."

@@ -10,10 +10,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from nasfast.indicators.accuracies import top1_interval
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE
 from nasfast.runtime.files import answers_from_hex
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
@@ -145,6 +146,38 @@ def compare_runs(group: Sequence[Mapping[str, Any]], rivals: Sequence[Mapping[st
             terms.append(stats.t.ppf(_TWO_SIDED, n - 1) * scatter / math.sqrt(n))
     gain, half = 100 * float(difference.mean()), 100 * math.hypot(*terms)
     return Comparison(gain, gain - half, gain + half, len(rivals), images, len(group))
+
+
+class Top1(NamedTuple):
+    """The top-1 of an architecture, from 0 to 1: the mean of its `seeds` trainings.
+
+    `low` and `high` are the range of several trainings; of one, Wilson's 95 % interval over the images.
+    """
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+    @classmethod
+    def of(cls, results: Sequence[Mapping[str, Any]]) -> Top1:
+        """That of the `result.json` of each training."""
+        values = [result["top1"] for result in results]
+        low, high = min(values), max(values)
+        if len(values) == 1:
+            low, high = top1_interval(values[0], results[0]["images"])
+        return cls(sum(values) / len(values), low, high, len(values))
+
+    @property
+    def spread(self) -> str:
+        """What `low` and `high` are."""
+        return "95 % interval" if self.seeds == 1 else f"mean of {self.seeds} seeds,"
+
+
+def trainings(name: str, retrained: Mapping[str, Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The results of the architecture of `name`: its own first, and those of other seeds in equal training."""
+    first = retrained[name]
+    return [first, *(again for again in other_seeds(name, retrained) if same_terms(first, again))]
 
 
 def same_terms(best: Mapping[str, Any], peer: Mapping[str, Any]) -> bool:

@@ -15,16 +15,18 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from nasfast.config import ConfigError, flatten, load_yaml
-from nasfast.indicators.accuracies import top1_interval
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import plots
 from nasfast.report.findings import (
+    Top1,
     at_chance,
     compare,
     is_peer,
     other_seeds,
+    same_terms,
     score_verdict,
     training_top1,
+    trainings,
 )
 from nasfast.report.page import (
     escape,
@@ -120,13 +122,15 @@ def _summary(run: RunFiles) -> str:
     comparison = None
     current = trained is not None and trained["arch"] == list(best.arch)
     if trained is not None and current:
-        low, high = top1_interval(trained["top1"], trained["images"])
-        cards.append((percent(trained["top1"]), f"top-1, retrained (95 % interval {percent(low)} to {percent(high)})"))
+        top1 = Top1.of(trainings("best", retrained))
+        spread = f"{top1.spread} {percent(top1.low)} to {percent(top1.high)}"
+        cards.append((percent(top1.mean), f"top-1, retrained ({spread})"))
         comparison = compare(trained, peers, other_seeds("best", retrained))
         if comparison is not None:
             mean = "top-1, random" if comparison.peers == 1 else f"mean top-1 of {comparison.peers} random"
             networks = "architecture" if comparison.peers == 1 else "architectures"
-            cards.append((percent(trained["top1"] - comparison.gain / 100), f"{mean} {networks} of equal cost"))
+            others = Top1.of([peer for peer in peers if same_terms(trained, peer)])
+            cards.append((percent(others.mean), f"{mean} {networks} of equal cost"))
     sentences = [
         f"Space {escape(space.name)}: {space.cardinality:.3g} architectures, {len(space)} layers, "
         f"{space.resolution} x {space.resolution} input, {space.num_classes} classes.",

@@ -54,6 +54,20 @@ def runs(made, tmp_path):
 
 
 @pytest.mark.usefixtures("blank_figures")
+def test_a_network_of_several_seeds_counts_as_their_mean(runs, tmp_path):
+    first, _ = runs
+    shutil.copytree(first / "retrain" / "best", first / "retrain" / "best-seed-1")
+    path = first / "retrain" / "best-seed-1" / "result.json"
+    form = json.loads(path.read_text())
+    path.write_text(json.dumps({**form, "top1": form["top1"] - 0.02, "correct": "00" * (len(form["correct"]) // 2)}))
+    page = write_comparison(runs, tmp_path / "page.html")
+    overview = {row[0]: row[1:] for row in rows_of(page, "runs")}
+    assert overview["top-1 of the best"][0] == "74.12 % [73.12, 75.12] (2 seeds)"
+    (row,) = rows_of(page, "accuracies")[1:]
+    assert row[2].startswith("-37.56 ["), "half of the trainings are right nowhere"
+
+
+@pytest.mark.usefixtures("blank_figures")
 def test_two_runs(runs, tmp_path):
     first, second = runs
     form = json.loads((second / "retrain" / "best" / "result.json").read_text())

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import statistics
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from nasfast.report import plots, write_report
@@ -114,6 +116,29 @@ def test_retraining_of_an_earlier_best_is_not_shown_as_the_present_ones(run, fin
     assert text.count("The retrained network has another architecture than the best of the present search") == 2
     assert "percentage points" not in text
     assert "top-1, r" not in text.split("Best architecture:")[0]
+
+
+def add_seeds(folder, *top1: float) -> None:
+    """Further trainings of the best architecture with these accuracies."""
+    for seed, value in enumerate(top1, 1):
+        shutil.copytree(folder / "retrain" / "best", folder / "retrain" / f"best-seed-{seed}")
+        right = np.random.default_rng(seed).permutation(10_000) < round(10_000 * value)
+        change_result(folder, f"best-seed-{seed}", top1=value, correct=np.packbits(right).tobytes().hex())
+
+
+@pytest.mark.usefixtures("blank_figures")
+@pytest.mark.parametrize("more", [(), (0.7012, 0.7111)])
+def test_cards_show_what_the_files_of_the_networks_say(run, more):
+    """With several seeds the mean over them; what has other epochs is not compared, so it is not in a mean."""
+    add_seeds(run, *more, 0.99)
+    change_result(run, f"best-seed-{len(more) + 1}", epochs=7)
+    change_result(run, "random-3", epochs=7, top1=0.01)
+    cards = " ".join(page_of(run).text.split("Best architecture:")[0].split())
+    mean = 100 * statistics.mean([0.7512, *more])
+    spread = "mean of 3 seeds, 70.12 % to 75.12 %" if more else "95 % interval 74.26 % to 75.96 %"
+    assert f"{mean:.2f} %top-1, retrained ({spread})" in cards
+    assert "70.53 %mean top-1 of 2 random architectures of equal cost" in cards, "of 71.03 % and 70.03 %"
+    assert f"{mean - 70.53:.2f} percentage points above the mean of 2" in page_of(run).text
 
 
 @pytest.mark.usefixtures("blank_figures")
