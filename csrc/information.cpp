@@ -12,9 +12,6 @@
 #ifdef NASFAST_WITH_CUDA
 #include "../kernels/cuda/device_info.h"
 #endif
-#ifdef NASFAST_CUDA_OPERATORS
-#include "../kernels/cuda/gpu.h"
-#endif
 
 namespace nasfast {
 namespace {
@@ -45,14 +42,6 @@ std::tuple<bool, int64_t, int64_t, bool, std::string> cuda_device_info([[maybe_u
 #endif
 }
 
-bool set_early_launches([[maybe_unused]] bool on) {
-#ifdef NASFAST_CUDA_OPERATORS
-  return gpu::set_early_launches(on);
-#else
-  return false;
-#endif
-}
-
 std::string isa() { return cpu::isa_name(cpu::current_isa()); }
 
 std::tuple<int64_t, int64_t> pool_bytes() {
@@ -70,7 +59,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(nasfast, m) {
   m.def("usable_isas() -> str[]");
   m.def("isa() -> str");
   m.def("cuda_device_info(int device) -> (bool, int, int, bool, str)");
-  m.def("set_early_launches(bool on) -> bool");
   m.def("empty_cache() -> ()");
   m.def("poison_pool(bool on) -> ()");
   m.def("pool_bytes() -> (int used, int reached)");
@@ -83,7 +71,6 @@ STABLE_TORCH_LIBRARY_IMPL(nasfast, CompositeExplicitAutograd, m) {
   m.impl("usable_isas", TORCH_BOX(&nasfast::cpu::usable_isas));
   m.impl("isa", TORCH_BOX(&nasfast::isa));
   m.impl("cuda_device_info", TORCH_BOX(&nasfast::cuda_device_info));
-  m.impl("set_early_launches", TORCH_BOX(&nasfast::set_early_launches));
   m.impl("empty_cache", TORCH_BOX(&nasfast::cpu::pool_empty_cache));
   m.impl("poison_pool", TORCH_BOX(&nasfast::cpu::pool_poison));
   m.impl("pool_bytes", TORCH_BOX(&nasfast::pool_bytes));

@@ -8,7 +8,6 @@ the CUDA kernels are emulated.
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import time
 import traceback
@@ -18,7 +17,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -111,16 +109,14 @@ class Variant:
         ops: `nasfast` or `torch`.
         how: `eager`, `graph` (one CUDA graph of the path), `engine` (that of nasfast), or `compile` (torch.compile with
             max-autotune, in one CUDA graph).
-        early: whether CUDA kernels may start early.
     """
 
     ops: str
     how: str
-    early: bool = True
 
     @property
     def name(self) -> str:
-        return f"{self.ops} {self.how}" + ("" if self.early else ", no early launches")
+        return f"{self.ops} {self.how}"
 
     @contextmanager
     def chosen(self, bench: Bench) -> Iterator[None]:
@@ -128,14 +124,12 @@ class Variant:
         with ExitStack() as stack:
             if self.ops == "nasfast" and not bench.on_gpu:  # the emulation has to be named
                 stack.enter_context(use_backend("cuda"))
-            if not self.early:
-                stack.enter_context(patch.dict(os.environ, NASFAST_CUDA_EARLY="0"))
             yield
 
 
 # so small that all steps measure the same network
 _RATE = 1e-6
-ENGINE, LATE = Variant("nasfast", "engine"), Variant("nasfast", "engine", early=False)
+ENGINE = Variant("nasfast", "engine")
 
 
 def network(bench: Bench, variant: Variant) -> Supernet:
@@ -264,8 +258,8 @@ def bench_variants(bench: Bench, variants: Sequence[Variant], *, rounds: int) ->
 
 
 def bench_engine(bench: Bench) -> None:
-    """Time the step of the engine, with and without early launches, and the memory floor."""
-    bench_variants(bench, (ENGINE, LATE), rounds=30)
+    """Time the step of the engine, and the memory floor."""
+    bench_variants(bench, (ENGINE,), rounds=30)
     machine = measure_machine(torch.bfloat16, quick=not bench.on_gpu, device=bench.device)
     space = bench.space
     shape = (bench.batch, space.in_channels, space.resolution, space.resolution)

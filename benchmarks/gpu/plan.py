@@ -54,14 +54,14 @@ PARTS = (
     Part("demo", 15, 60, "the demo's supernet in the default precision: first step, images per second"),
     *(Part(f"fuse {model}", 15, 45, "fuse beside eager PyTorch and one CUDA graph") for model in _MODELS),
     Part("command bf16", 35, 75, "nasfast step in bf16: first steps and medians"),
-    Part("engine", 15, 60, "the 6^20 step: the engine, without early launches, and the memory floor"),
+    Part("engine", 15, 60, "the 6^20 step: the engine, and the memory floor"),
     Part("peer graph 32", 45, 90, "the 6^20 step in eager PyTorch and in one CUDA graph, beside the engine"),
     Part("launches", 10, 30, "every launch of a step, beside the formula of gpu_step"),
     Part(
         "peer compile 32", 90, 150, "the 6^20 step by torch.compile, max-autotune, in one CUDA graph, beside the engine"
     ),
     Part("parity", 45, 75, "every chain of a step against float64, beside eager autocast; eight images"),
-    Part("bits", 25, 45, "random paths: early launches on and off, eager and graphs, two runs: the same bits"),
+    Part("bits", 25, 45, "random paths: eager and graphs, two runs: the same bits"),
     Part("peer graph 128", 40, 75, "as with 32, of 128 images"),
     Part("peer compile 128", 90, 150, "as with 32, of 128 images"),
     Part("tests", 45, 150, "tests of the CUDA kernels, the engine and the measurements, in a fixed order"),
@@ -119,7 +119,7 @@ def part_environment(device: str) -> dict[str, str]:
     paths = dict.fromkeys([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     env["PYTHONPATH"] = os.pathsep.join(paths)
     # what somebody has set for other work would decide what is measured
-    for name in ("TRITON_INTERPRET", "NASFAST_BACKEND", "NASFAST_CUDA_EARLY", "NASFAST_CUDA_DEBUG"):
+    for name in ("TRITON_INTERPRET", "NASFAST_BACKEND", "NASFAST_CUDA_DEBUG"):
         env.pop(name, None)
     return env | {"NASFAST_EMULATE_CUDA": "1"} if device == "cpu" else env
 

@@ -196,15 +196,12 @@ def bench_bits(bench: Bench) -> None:
     Raises:
         SystemExit: they do not.
     """
-    from benchmarks.gpu.parts import ENGINE, LATE, Variant, random_paths
+    from benchmarks.gpu.parts import ENGINE, Variant, random_paths
 
     paths = random_paths(bench, 300 if bench.on_gpu else 2)
     first = run_bits(bench, ENGINE, paths, seconds=bench.left / 7)
     paths = paths[: len(first)]
-    repeats = {
-        "again": run_bits(bench, ENGINE, paths),
-        "no early launches": run_bits(bench, LATE, paths),
-    }
+    repeats = {"again": run_bits(bench, ENGINE, paths)}
     with reduced_by_launches():
         unfused = run_bits(bench, ENGINE, paths)
         repeats["eager"] = run_bits(bench, Variant("nasfast", "eager"), paths)

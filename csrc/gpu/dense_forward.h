@@ -98,7 +98,6 @@ struct DenseForward {
     auto* weights = reinterpret_cast<uint16_t*>(shared);
     auto* input = reinterpret_cast<uint16_t*>(shared + kWeights);
     share_weights(block, args.stage, first, channel_count, weights);
-    block.wait_for_kernels();
     Local<DenseLane> lanes(block);
     block.each([&](int thread) { begin(args.stage.geometry.in_channels, bands.pitch, thread % 4, lanes[thread]); });
     NASFAST_NO_UNROLL

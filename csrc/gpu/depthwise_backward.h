@@ -156,7 +156,6 @@ struct DepthwiseBackward {
     const int first = 2 * jobs.pairs * block.x, channel_count = smaller(2 * jobs.pairs, jobs.channels - first);
     auto* weights = reinterpret_cast<float*>(shared);
     share_weights<Format, kTaps>(block, args.stage.weight, first, channel_count, kStride == 1, 1, weights);
-    block.wait_for_kernels();
     block.sync();
     Local<PairSums> sums(block);
     block.each([&](int thread) {

@@ -182,7 +182,6 @@ struct DepthwiseForward {
     const int first = 2 * jobs.pairs * block.x, channel_count = smaller(2 * jobs.pairs, jobs.channels - first);
     auto* weights = reinterpret_cast<float*>(shared);
     share_weights<Format, kTaps>(block, args.stage.weight, first, channel_count, false, kSaturate ? 6 : 1, weights);
-    block.wait_for_kernels();
     block.sync();
     Local<PairMoments> moments(block);
     block.each([&](int thread) {

@@ -119,7 +119,6 @@ struct DepthwiseBackwardMatrices {
     const Panels<Format, Shape, Source> panels(args.units, block.x, shared);
     const int first = panels.first, channel_count = panels.channel_count;
     panels.begin(block, stage.weight, true);
-    block.wait_for_kernels();
     Local<ChannelSums> sums(block);
     block.each([&](int thread) {
       sums[thread] = {};

@@ -83,7 +83,6 @@ struct DepthwiseForwardMatrices {
     const Panels<Format, Shape, Source> panels(args.units, block.x, shared);
     const int first = panels.first, channel_count = panels.channel_count;
     panels.begin(block, stage.weight, false);
-    block.wait_for_kernels();
     Local<ChannelSums> sums(block);
     block.each([&](int thread) {
       sums[thread] = {};

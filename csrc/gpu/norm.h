@@ -54,7 +54,6 @@ struct ApplyKernel {
 
   template <class Block>
   static NASFAST_DEVICE void run(const Block& block, const Args& args, unsigned char*) {
-    block.wait_for_kernels();
     block.each([&](int thread) {
       const Share share(args.lanes, thread, block.x, block.count_x, block.y, args.channels);
       if (share.channel < 0) return;
@@ -106,7 +105,6 @@ struct ReduceKernel {
 
   template <class Block>
   static NASFAST_DEVICE void run(const Block& block, const Args& args, unsigned char* shared) {
-    block.wait_for_kernels();
     const Lanes& lanes = args.lanes;
     const int width = 8 * lanes.vectors, begin = block.y * width;
     const int channel_count = args.channels - begin < width ? args.channels - begin : width;

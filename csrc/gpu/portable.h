@@ -15,10 +15,6 @@
 // A thread keeps its own numbers from phase to phase in a `Local`. Code outside of the phases runs in every thread with
 // the same values.
 //
-// A kernel may start before the one in front of it has ended. So each calls `block.wait_for_kernels()` once, and before
-// that reads weights at most: the first kernel of a call starts when all that is in front of the call has ended, and no
-// kernel of the call writes a weight.
-//
 // On the GPU every phase is inlined and a Local is a variable. On the host a warp runs alone to the next barrier, in
 // either order of warps; its phases are loops over its lanes, a Local is an array that begins as NaN, and asynchronous
 // copies arrive as late as they may. So a missing barrier between warps, a number that is used before it is set and an
@@ -213,13 +209,6 @@ struct Block {
   }
   NASFAST_DEVICE void sync() const { __syncthreads(); }
 
-  // Waits until the kernels in front of this one have ended.
-  NASFAST_DEVICE void wait_for_kernels() const {
-#if __CUDA_ARCH__ >= 900
-    cudaGridDependencySynchronize();
-#endif
-  }
-
   // Shared memory besides that of the launch; the same at every call with this size.
   template <int N>
   NASFAST_DEVICE float* shared_floats() const {
@@ -408,7 +397,6 @@ struct Block {  // as one of its warps sees it
     f(warp);
   }
   void sync() const { scheduler->wait(); }
-  void wait_for_kernels() const {}
 
   template <int N>
   float* shared_floats() const {

@@ -421,7 +421,6 @@ struct RowProduct {
     };
     Place current = first(block.x);
     begin(block, tiling, current, threads);
-    block.wait_for_kernels();
     load_in(block, tiling, current, threads);
     prepare_results();  // behind the first loads, because it waits for its own
     block.each([&](int thread) {

@@ -13,8 +13,6 @@
 namespace nasfast::gpu {
 namespace {
 
-std::atomic<bool> early_launches{true};
-
 // What never changes about a device.
 struct Properties {
   std::mutex mutex;
@@ -53,13 +51,6 @@ const Properties& properties_of(int device) {
 
 bool equals(const char* setting, const char* value) { return setting != nullptr && std::strcmp(setting, value) == 0; }
 
-// Whether the driver takes early launches in CUDA graphs, too.
-bool driver_starts_early() {
-  int driver = 0;
-  check("cudaDriverGetVersion", cudaDriverGetVersion(&driver));
-  return driver >= 12030;
-}
-
 std::string text(const Geometry& g) {
   const auto size = [](int height, int width) { return std::to_string(height) + " x " + std::to_string(width); };
   return std::to_string(g.images) + " images, " + size(g.height, g.width) + " -> " + size(g.out_height, g.out_width) +
@@ -69,16 +60,12 @@ std::string text(const Geometry& g) {
 
 }  // namespace
 
-bool set_early_launches(bool on) { return early_launches.exchange(on); }
-
 Gpu::Gpu(int device, void* stream)
     : device_(device), stream_(stream), debug_(equals(std::getenv("NASFAST_CUDA_DEBUG"), "1")) {
   const Properties& properties = properties_of(device);
   multiprocessors = properties.multiprocessors;
   shared_memory = static_cast<size_t>(properties.shared_memory) - kReserved;
   panels = properties.ptx != 86 && properties.ptx != 89;  // kMatricesRun in csrc/gpu/depthwise_matrices.h
-  early_ = properties.ptx >= kWaits && !debug_ && early_launches && !equals(std::getenv("NASFAST_CUDA_EARLY"), "0") &&
-           driver_starts_early();
   check("cudaGetDevice", cudaGetDevice(&previous_device_));
   check("cudaSetDevice", cudaSetDevice(device));
 }
@@ -93,30 +80,13 @@ void Gpu::start(const void* kernel, std::atomic<uint64_t>* prepared, const Shape
     };
     set(cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_memory));
     // The kernels hardly use the L1 cache. A multiprocessor divides its memory anew only while it is idle, so a kernel
-    // that wants another division cannot start early.
+    // that wants another division waits.
     set(cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     *prepared |= device_bit;
   }
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(shape.count_x, shape.count_y);
-  config.blockDim = dim3(shape.threads);
-  config.dynamicSmemBytes = shape.shared;
-  config.stream = static_cast<cudaStream_t>(stream_);
-  config.attrs = &attribute;
-  config.numAttrs = early_ && has_launched_ && early_launches ? 1 : 0;
   void* list[] = {const_cast<void*>(args)};
-  cudaError_t status = cudaLaunchKernelExC(&config, kernel, list);
-  if (status != cudaSuccess && config.numAttrs > 0) {
-    cudaGetLastError();
-    config.numAttrs = 0;
-    early_launches = false;
-    status = cudaLaunchKernelExC(&config, kernel, list);
-  }
-  has_launched_ = true;
-  status_ = status;
+  status_ = cudaLaunchKernel(kernel, dim3(shape.count_x, shape.count_y), dim3(shape.threads), list, shape.shared,
+                             static_cast<cudaStream_t>(stream_));
 }
 
 void Gpu::launched(const char* kernel, const Geometry& geometry) const {

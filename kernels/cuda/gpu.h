@@ -11,12 +11,6 @@
 
 namespace nasfast::gpu {
 
-// `ptxVersion` of the kernels that wait for those in front of them by themselves (run_kernel.h).
-constexpr int kWaits = 90;
-
-// Whether kernels of this process may start early, which ends by itself when the driver refuses it. Returns what was set.
-bool set_early_launches(bool on);
-
 // Launches on one stream. While it exists, its device is the current one.
 class Gpu {
  public:
@@ -47,9 +41,7 @@ class Gpu {
   int device_, previous_device_ = 0;  // the latter: what was the current one
   void* stream_;
   bool debug_;
-  bool early_ = false;  // whether a kernel may start before the one in front of it in the same call has ended
-  mutable bool has_launched_ = false;  // whether this call has launched a kernel
-  mutable int status_ = 0;             // of the last launch, a cudaError_t
+  mutable int status_ = 0;  // of the last launch, a cudaError_t
 };
 
 #ifdef __CUDACC__

@@ -8,10 +8,6 @@ namespace nasfast::gpu {
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, Kernel::kBlocks)
     run_kernel(const __grid_constant__ typename Kernel::Args args) {
-#if __CUDA_ARCH__ >= 900
-  // The kernel behind may be launched as soon as all blocks of this one have started; see Block::wait_for_kernels.
-  cudaTriggerProgrammaticLaunchCompletion();
-#endif
   extern __shared__ __align__(16) unsigned char shared[];
   const Block block{static_cast<int>(blockIdx.x), static_cast<int>(blockIdx.y), static_cast<int>(gridDim.x),
                     static_cast<int>(gridDim.y)};

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
 
-from nasfast.ops import _native
-
 Replay = Callable[[], Any]
 
-_logger = logging.getLogger(__name__)
 # number of calls before a capture, in which kernels are compiled and libraries choose their algorithms
 _WARMUP = 2
 
@@ -56,24 +52,7 @@ class CudaCapture:
             # the pool cannot use free memory that the allocator keeps for other pools
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            try:
-                return self._record_all(functions, pool)
-            except Exception:
-                # early launches are the youngest feature of CUDA that a capture has here
-                if not _native.set_early_launches(False):
-                    raise
-                try:
-                    replays = self._record_all(functions, pool)
-                except Exception:
-                    _native.set_early_launches(True)
-                    raise
-            _logger.info(
-                "graphs are captured without early launches of CUDA kernels, because a capture with them failed"
-            )
-            return replays
-
-    def _record_all(self, functions: Sequence[Replay], pool: Any) -> list[Replay]:
-        return [self._record(function, pool).replay for function in functions]
+            return [self._record(function, pool).replay for function in functions]
 
     def _warm_up(self, functions: Sequence[Replay]) -> None:
         caller = torch.cuda.current_stream()

@@ -81,10 +81,6 @@ class Extension:
         """Whether the compiled kernels run on this GPU; needs no GPU and no driver."""
         return CudaDeviceInfo(*self._ops.cuda_device_info(device))
 
-    def set_early_launches(self, on: bool) -> bool:
-        """Whether CUDA kernels of chains may start early from now on; returns whether they could."""
-        return self._ops.set_early_launches(on)
-
     def empty_cache(self) -> None:
         """Return the pages of the CPU operators' free memory to the system."""
         self._ops.empty_cache()
@@ -134,11 +130,6 @@ def why_no_emulation() -> str | None:
     except ImportError as error:
         return f"built with an emulation of CUDA that cannot be loaded ({error}): build it again"
     return None
-
-
-def set_early_launches(on: bool) -> bool:
-    """Whether CUDA kernels of chains may start early from now on; returns whether they could."""
-    return extension is not None and extension.set_early_launches(on)
 
 
 def empty_cache() -> None:

@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import subprocess
 from collections import Counter
 from contextlib import ExitStack
 from itertools import product
@@ -29,9 +28,7 @@ from nasfast.supernet import Supernet
 pytest.importorskip("triton")
 from compiled.kernels import (
     OPERATORS,
-    TOOLS,
     installed_kernels,
-    kernel_names,
     known_kernels,
     record_for,
     take_records,
@@ -79,37 +76,6 @@ def test_every_kernel_is_in_the_extension_within_its_registers_and_few_spill(ins
     counts = Counter(short(name)[0] for name in known_kernels())
     # two types; of stencils three kernels with two strides
     assert [counts[family] for family in ("ApplyKernel", "DepthwiseBackward")] == [2, 12]
-
-
-# what reads no weights
-WITHOUT_WEIGHTS = {"ApplyKernel", "ReduceKernel"}
-# a line of nvdisasm that names a kernel, and one with an instruction
-KERNEL = re.compile(r"^\s*\.text\.(\w*run_kernel\w*):")
-INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P[0-9T]\s+)?(\w+)")
-# instructions that touch global memory
-MEMORY = re.compile(r"LD|LDG|LDGSTS|ST|STG|ATOM|ATOMG|RED|REDG")
-
-
-@pytest.mark.skipif(90 not in built_for(), reason="the extension has no kernels for sm_90")
-def test_kernels_wait_for_those_in_front_before_they_touch_memory_but_weights(tmp_path):
-    """Launches of a call may start early on sm_90, see kernels/cuda/gpu.cpp; no kernel of a call writes a weight."""
-    library = _native.extension.path
-    subprocess.run([TOOLS / "cuobjdump", "-xelf", "sm_90", library], cwd=tmp_path, capture_output=True, check=True)
-    names: dict[str, list[str]] = {}
-    for cubin in tmp_path.glob("*.cubin"):
-        said = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
-        seen: list[str] = []
-        for line in said.splitlines():
-            if found := KERNEL.match(line):
-                seen = names.setdefault(found[1], [])
-            elif found := INSTRUCTION.match(line):
-                seen.append(found[1])
-    assert len(names) > 100
-    for name, instructions in zip(kernel_names(list(names)), names.values(), strict=True):
-        assert "ACQBULK" in instructions, f"{name} does not wait for the kernels in front (wait_for_kernels)"
-        accesses = set(filter(MEMORY.fullmatch, instructions[: instructions.index("ACQBULK")]))
-        wanted = set() if short(name)[0] in WITHOUT_WEIGHTS else {"LDG"}
-        assert accesses == wanted, f"{name}; WITHOUT_WEIGHTS has the kernels that read no weights"
 
 
 # ---- the launches of a step

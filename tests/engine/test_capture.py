@@ -14,7 +14,6 @@ from nasfast import spaces
 from nasfast.engine import EagerEngine, GraphEngine
 from nasfast.engine.capture import CudaCapture
 from nasfast.measure.timing import random_batch
-from nasfast.ops import _native
 from nasfast.supernet import Supernet
 
 POOL = (0, 1)
@@ -166,31 +165,6 @@ def test_a_capture_that_fails_raises_the_error_of_the_function_and_restores_the_
         ]
     assert len(capture.capture([lambda: None] * 2, pool)) == 2
     assert cuda.state == before
-
-
-@pytest.mark.parametrize("helps", [True, False])
-def test_a_capture_that_fails_is_tried_without_early_launches(helps, cuda, monkeypatch, caplog):
-    early = [True]
-
-    def set_early_launches(on):
-        before, early[0] = early[0], on
-        return before
-
-    def function():
-        if cuda.capturing is not None and (early[0] or not helps):
-            cuda.invalid = True  # as an early launch may do
-
-    monkeypatch.setattr(_native, "set_early_launches", set_early_launches)
-    capture, before = CudaCapture(torch.device("cuda", 0)), cuda.state
-    caplog.set_level(logging.INFO, logger="nasfast.engine.capture")
-    if helps:
-        assert len(capture.capture([lambda: None, function], POOL)) == 2
-        assert "captured without early launches" in caplog.text
-    else:
-        with pytest.raises(RuntimeError, match="previous error during capture"):
-            capture.capture([function], POOL)
-    # they go on where they were not to blame
-    assert early == [not helps] and cuda.state == before
 
 
 def test_a_run_whose_capture_fails_goes_on_eagerly_and_loses_nothing(cuda, caplog):

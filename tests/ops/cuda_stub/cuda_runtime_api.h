@@ -4,45 +4,25 @@
 
 #include <cstddef>
 
-enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1, cudaErrorInvalidResourceHandle = 400 };
+enum cudaError_t { cudaSuccess = 0, cudaErrorInvalidValue = 1 };
 enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount, cudaDevAttrMaxSharedMemoryPerBlockOptin };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone };
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
 constexpr int cudaSharedmemCarveoutMaxShared = 100;
 using cudaStream_t = void*;
 struct dim3 {
   unsigned x, y, z;
   dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
 };
-struct cudaLaunchAttribute {
-  cudaLaunchAttributeID id;
-  struct {
-    int programmaticStreamSerializationAllowed;
-  } val;
-};
-struct cudaLaunchConfig_t {
-  dim3 gridDim, blockDim;
-  size_t dynamicSmemBytes;
-  cudaStream_t stream;
-  cudaLaunchAttribute* attrs;
-  unsigned numAttrs;
-};
 
-// the result of a call of the runtime; early: of a launch, whether it may start early
-cudaError_t answer(const char* call, bool early = false);
+// the result of a call of the runtime
+cudaError_t answer(const char* call);
 
 inline cudaError_t cudaGetLastError() { return answer("cudaGetLastError"); }
-inline const char* cudaGetErrorString(cudaError_t status) {
-  return status == cudaErrorInvalidResourceHandle ? "invalid resource handle" : "invalid argument";
-}
+inline const char* cudaGetErrorString(cudaError_t) { return "invalid argument"; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   *value = attribute == cudaDevAttrMultiProcessorCount ? 132 : 232448;
   return answer("cudaDeviceGetAttribute");
-}
-inline cudaError_t cudaDriverGetVersion(int* version) {
-  *version = 13000;
-  return answer("cudaDriverGetVersion");
 }
 inline cudaError_t cudaGetDevice(int* device) {
   *device = 0;
@@ -55,6 +35,6 @@ inline cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* 
   return answer("cudaStreamIsCapturing");
 }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return answer("cudaStreamSynchronize"); }
-inline cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void*, void**) {
-  return answer("cudaLaunchKernelExC", config->numAttrs > 0);
+inline cudaError_t cudaLaunchKernel(const void*, dim3, dim3, void**, size_t, cudaStream_t) {
+  return answer("cudaLaunchKernel");
 }
