@@ -73,14 +73,15 @@ def load(entry: str) -> Any:
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package == _LEARN_PACKAGE:
-            raise ModuleNotFoundError(
-                "learning from trained accuracies needs scikit-learn: pip install 'nasfast[learn]'", name=error.name
-            ) from error
-        if package not in _SEARCH_PACKAGES:
-            raise
-        raise ModuleNotFoundError(
-            f"{name} needs {error.name}, which comes with the search: pip install 'nasfast[search]'", name=error.name
-        ) from error
+        raise ModuleNotFoundError(explain_missing(error, name), name=error.name) from error
     return getattr(module, attribute) if attribute else module
+
+
+def explain_missing(error: ModuleNotFoundError, who: str) -> str:
+    """The text of the error for a package that `who` needs, with the extra that has it, if one has."""
+    package = (error.name or "").partition(".")[0]
+    if "pip install" in str(error) or package not in (*_SEARCH_PACKAGES, _LEARN_PACKAGE):
+        return str(error)
+    if package == _LEARN_PACKAGE:
+        return "learning from trained accuracies needs scikit-learn: pip install 'nasfast[learn]'"
+    return f"{who} needs {error.name}, which comes with the search: pip install 'nasfast[search]'"

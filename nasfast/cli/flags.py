@@ -120,6 +120,8 @@ def _refuse(root: Parser, argv: Sequence[str], message: str) -> NoReturn:
     for flag in (word.partition("=")[0] for word in argv if word.startswith("--")):
         if flag not in parser._option_string_actions:
             message += _near(flag, parser._option_string_actions)
+    if "--print_completion" in message:
+        message += "; those of shells need shtab: pip install 'nasfast[completion]'"
     if match := re.search(r'Parser key "([\w.]+)"', message):
         message = _wrong_value(parser, argv, match[1]) or message
     text = " ".join(message.split())

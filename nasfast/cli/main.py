@@ -11,6 +11,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from nasfast import extensions
 from nasfast.runtime.files import NO_ROOM
 from nasfast.runtime.launcher import environment_rank
 from nasfast.runtime.memory import keep_freed_memory
@@ -81,11 +82,12 @@ def _run(argv: list[str]) -> int:
         return stopped.code
     except BrokenPipeError:
         raise
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, ModuleNotFoundError) as error:
         if os.environ.get("NASFAST_TRACEBACK") == "1":
             traceback.print_exc()
+        text = extensions.explain_missing(error, command) if isinstance(error, ModuleNotFoundError) else str(error)
         remedy = _NO_ROOM_REMEDY if isinstance(error, OSError) and error.errno in NO_ROOM else ""
-        print(f"nasfast {command}: {error}{remedy}", file=sys.stderr)
+        print(f"nasfast {command}: {text}{remedy}", file=sys.stderr)
         return getattr(error, "exit_status", 1)
     except KeyboardInterrupt as stopped:
         # a run says in which stage

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from nasfast.fusion.api import fuse, unfuse
 from nasfast.fusion.modules import convolutions
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+except ImportError as error:
+    raise RuntimeError("FuseFrozenBackbone needs PyTorch Lightning: pip install 'nasfast[lightning]'") from error
 
 
 class FuseFrozenBackbone(Callback):

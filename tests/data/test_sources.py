@@ -226,6 +226,23 @@ def test_the_hold_out_is_stratified_and_disjoint(fraction):
     assert train.labels.tolist() == source.labels[train.indices].tolist()
 
 
+def test_no_class_looks_through_all_labels(tmp_path):
+    """20,000 classes of 20 images took the comparison of 8 billion labels."""
+
+    class Labels(np.ndarray):
+        def __eq__(self, other):
+            raise AssertionError("all labels are compared with one")
+
+        def __contains__(self, label):
+            raise AssertionError("a label is looked for in all labels")
+
+    root = write_folder(tmp_path, {"a": 3, "b": 4, "c": 5})
+    source = FolderSource(root)
+    source.labels = source.labels.view(Labels)
+    train, val = split_source(source, 0.34, 0)
+    assert np.bincount(val.labels).tolist() == [1, 1, 2] and len(train) == 8
+
+
 def test_a_class_with_one_image_cannot_be_split():
     with pytest.raises(DataError, match="class 'b' has 1 image"):
         split_source(_Labels({"a": 5, "b": 1}), 0.2, 0)

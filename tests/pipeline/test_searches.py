@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sys
 
 import pytest
 from digits_runs import EVOLUTION, interrupt
@@ -208,6 +209,21 @@ def scored(tmp_path, config):
     rows = [{v: -float(v) for v in layer.options} for layer in SPACE.layers]
     IndicatorTable.from_rows(SPACE, rows, {"score": "path_loss", "step": 1}).save(out / "indicators.json")
     return out
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("sklearn.ensemble", "learning from trained accuracies needs scikit-learn: pip install 'nasfast[learn]'"),
+        ("scipy.optimize", "search needs scipy.optimize, which comes with the search: pip install 'nasfast[search]'"),
+    ],
+)
+def test_a_missing_package_is_a_line_and_no_traceback(module, said, scored, tmp_path, capsys, monkeypatch):
+    table = write_accuracies(tmp_path / "accuracies.json", random.Random(0).sample(ARCHS, 60))
+    refine = ["--search.refine", str(table)] if module == "sklearn.ensemble" else []
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(["search", "--out", str(scored), *refine]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == f"nasfast search: {said}"
 
 
 @pytest.mark.slow
