@@ -22,8 +22,9 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from nasfast.fusion import rule
-from nasfast.fusion.excite import ExcitationCall, find_excitations
-from nasfast.fusion.match import FusedChain, GraphChain, Matcher, example_value, module_path
+from nasfast.fusion.excite import ExcitationCall, TracedExcitation, find_excitations
+from nasfast.fusion.match import FusedChain, GraphChain, Matcher, Widths, module_path
+from nasfast.fusion.nodes import example_value
 from nasfast.fusion.stages import SERVED, plain_stages, run_stages
 from nasfast.ops.autograd import transformed
 from nasfast.ops.plan import storage_dtype
@@ -102,30 +103,53 @@ def fuse_graph(graph_module: fx.GraphModule, *, always: bool, keep_layouts: bool
     matcher = Matcher(graph)
     chains = list(matcher.chains())
     facts.reasons = {module_path(conv): reason for conv, reason in matcher.reasons.items()}
+    groups: list[GraphChain | TracedExcitation] = [*chains, *find_excitations(graph, matcher.effects)]
     reads_layouts = any(node.op == "call_method" and node.target in _LAYOUT_METHODS for node in graph.nodes)
-    # what reads a chain's result is replaced before it, and then finds it there
-    for chain in sorted(chains, key=lambda chain: -matcher.order[chain.nodes[-1]]):
-        call = _chain_call(chain, always=always, keep_layouts=keep_layouts)
-        runs = call if isinstance(call, str) else describe_runs(call.least, example_value(chain.x))
-        facts.chains.append(chain.describe(runs))
-        if isinstance(call, ChainCall):
-            channels = example_value(chain.nodes[-1]).stride(1)
-            # sizes may be symbols, on which nothing is decided
-            call.contiguous = reads_layouts and not (isinstance(channels, int) and channels == 1)
-            tensors = [tensor for stage in chain.stages for tensor in stage.params]
-            # a number that has changed before is a node
-            numbers = tuple((stage.momentum, stage.eps) for stage in chain.stages)
-            _replace(graph_module, chain.nodes, call, (chain.x, chain.residual, numbers, *tensors))
-            facts.replaced += 1
-    for excitation in find_excitations(graph):
-        facts.excitations.append(module_path(excitation.nodes[-1]))
-        trains = any(example_value(weight).requires_grad for weight in excitation.weights)
-        replacement = ExcitationCall(excitation.act, excitation.gate, trains)
-        _replace(graph_module, excitation.nodes, replacement, (excitation.x, *excitation.weights))
+    # what reads a result is replaced before what gives it, and then finds it there
+    for group in sorted(groups, key=lambda group: matcher.effects.order[group.nodes[-1]], reverse=True):
+        if isinstance(group, GraphChain):
+            _replace_chain(graph_module, group, facts, always, keep_layouts, reads_layouts)
+        else:
+            facts.excitations.append(module_path(group.nodes[-1]))
+            trains = any(example_value(weight).requires_grad for weight in group.weights)
+            replacement = ExcitationCall(group.act, group.gate, trains)
+            _replace(graph_module, group.nodes, replacement, (group.x, *group.weights))
     facts.chains.reverse()
+    facts.excitations.reverse()
     graph.lint()
     graph_module.recompile()
     return facts
+
+
+def _replace_chain(
+    graph_module: fx.GraphModule,
+    chain: GraphChain,
+    facts: GraphFacts,
+    always: bool,
+    keep_layouts: bool,
+    reads_layouts: bool,
+) -> None:
+    """Add the chain to the facts, and put a call in its place if it is not left to PyTorch.
+
+    Args:
+        always, keep_layouts: as in `fuse_graph`.
+        reads_layouts: whether something in the graph depends on the layout of its input.
+    """
+    call = _chain_call(chain, always=always, keep_layouts=keep_layouts)
+    runs = call if isinstance(call, str) else describe_runs(call.least, example_value(chain.x))
+    facts.chains.append(chain.describe(runs))
+    if isinstance(call, str):
+        return
+    channels = example_value(chain.nodes[-1]).stride(1)
+    # sizes may be symbols, on which nothing is decided
+    call.contiguous = reads_layouts and not (isinstance(channels, int) and channels == 1)
+    tensors = [tensor for stage in chain.stages for tensor in stage.params]
+    # a number that has changed before is a node
+    numbers = tuple((s.momentum, s.eps, widths) for s, widths in zip(chain.stages, chain.widths, strict=True))
+    for node in chain.sizes():
+        node.replace_input_with(node.all_input_nodes[0], chain.x)
+    _replace(graph_module, chain.nodes, call, (chain.x, chain.residual, numbers, *tensors))
+    facts.replaced += 1
 
 
 def _replace(graph_module: fx.GraphModule, nodes: Sequence[fx.Node], call: nn.Module, arguments: tuple) -> None:
@@ -160,32 +184,39 @@ class ChainCall(nn.Module):
         super().__init__()
         self._settings, self._in_place, self._gain = [stage[1:6] for stage in settings], in_place, gain
         self.least, self.contiguous = least, False
-        self._checked: set[torch.Size] = set()
+        self._checked: set[tuple] = set()
 
     def forward(
-        self, x: Tensor, residual: Tensor | None, numbers: Sequence[tuple[float, float]], *tensors: Tensor | None
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        numbers: Sequence[tuple[float, float, Widths | None]],
+        *tensors: Tensor | None,
     ) -> Tensor:
         """The result of the chain for (N, C, H, W).
 
         Args:
             x, residual: its input, and what is added to its result.
-            numbers: momentum and eps of each stage.
+            numbers: momentum, eps and widths of each stage.
             tensors: those of its stages, as in `ConvBNParams`.
         """
+        momentums, epses, widths = zip(*numbers, strict=True)
         if torch.compiler.is_compiling() and any([type(length) is not int for length in x.shape]):
             # the sizes are decided on; a plan has numbers
             x = x.view([int(length) for length in x.shape])
+            widths = tuple(None if its is None else tuple(map(int, its)) for its in widths)
         each = len(_NONE)
         params = [ConvBNParams(*tensors[i : i + each]) for i in range(0, len(tensors), each)]  # type: ignore[arg-type]
-        stages = [Stage(p, *fixed, *its) for p, fixed, its in zip(params, self._settings, numbers, strict=True)]
+        each_stage = zip(params, self._settings, momentums, epses, strict=True)
+        stages = [Stage(p, *fixed, momentum, eps) for p, fixed, momentum, eps in each_stage]
         gain = self._gain(x.shape)
         if gain < 0:
-            y = plain_stages(x, stages)
+            y = plain_stages(x, stages, widths)
             if residual is not None:
                 y = y.add_(residual) if self._in_place else y + residual
             return y
         SERVED.gain += gain
-        y = run_stages(x, stages, residual, self._checked)
+        y = run_stages(x, stages, widths, residual, self._checked)
         if self._in_place:
             y = y.to(storage_dtype(x))
         return y.contiguous() if self.contiguous else y
@@ -201,16 +232,16 @@ def _chain_call(chain: GraphChain, *, always: bool, keep_layouts: bool) -> Chain
     if keep_layouts and not y.is_contiguous(memory_format=torch.channels_last):
         return "on PyTorch: its result is not in channels_last"
     # autocast may be a part of the graph
-    dtype = example_value(chain.nodes[0]).dtype
-    casts = dtype.itemsize == 2 and any(
-        tensor.dtype != dtype for tensor in (x, *(s.params.conv_weight for s in stages))
+    conv = example_value(chain.first)
+    casts = conv.dtype.itemsize == 2 and any(
+        tensor.dtype != conv.dtype for tensor in (x, *(s.params.conv_weight for s in stages))
     )
-    with torch.autocast(x.device.type, dtype) if casts else nullcontext():
+    with torch.autocast(x.device.type, conv.dtype) if casts else nullcontext():
         trains = y.requires_grad and any(stage.params.conv_weight.requires_grad for stage in stages)
         least = 0 if always else rule.least_results(x, stages, trains=trains, gradients=y.requires_grad)
     if least is None:
-        return describe_runs(None, example_value(chain.nodes[0]))
-    return ChainCall(chain.stages, chain.in_place, least, rule.gain_function(stages, least, dtype))
+        return describe_runs(None, conv)
+    return ChainCall(chain.stages, chain.in_place, least, rule.gain_function(stages, least, conv.dtype))
 
 
 def describe_runs(least: int | None, x: Tensor) -> str:

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from nasfast.fusion.match import callee, example_value, match_activation, match_conv
+from nasfast.fusion.effects import Effects
+from nasfast.fusion.match import match_activation, match_conv
+from nasfast.fusion.nodes import callee, example_value
 from nasfast.fusion.stages import SERVED
 from nasfast.ops import squeeze
 from nasfast.ops.reference import ACTIVATIONS, GATES
@@ -49,9 +51,14 @@ class TracedExcitation(NamedTuple):
     gate: str
 
 
-def find_excitations(graph: fx.Graph) -> list[TracedExcitation]:
-    """Every squeeze-and-excitation of a graph, whatever modules compute it."""
-    return [excitation for node in graph.nodes if (excitation := _match_excitation(node)) is not None]
+def find_excitations(graph: fx.Graph, effects: Effects) -> list[TracedExcitation]:
+    """Every squeeze-and-excitation of a graph, whatever modules compute it, that can run where its product is.
+
+    Args:
+        effects: those of the graph.
+    """
+    matched = [excitation for node in graph.nodes if (excitation := _match_excitation(node)) is not None]
+    return [excitation for excitation in matched if not effects.interrupted(excitation.nodes)]
 
 
 def _match_excitation(product: fx.Node) -> TracedExcitation | None:

@@ -7,7 +7,6 @@ which modules are worth a capture by TorchDynamo, and what the report says until
 from __future__ import annotations
 
 import copy
-import operator
 import random
 import warnings
 from collections import OrderedDict
@@ -81,6 +80,25 @@ class _Tracer(fx.Tracer):
             return True
         return super().is_leaf_module(m, module_qualified_name) and not m._modules and not isinstance(m, _KNOWN)
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        # what decides by the sizes of images chooses no path: it pads, or checks
+        return False if obj.node in _of_sizes(self.graph) else super().to_bool(obj)
+
+
+def _of_sizes(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that compute with sizes of tensors alone."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        asks = node.target in ("size", "dim") or (node.target is getattr and node.args[1] in ("shape", "ndim"))
+        inputs = node.all_input_nodes
+        if asks or (node.op == "call_function" and inputs and found.issuperset(inputs)):
+            found.add(node)
+    return found
+
+
+# of results nothing is known
+_UNKNOWN = torch.empty(0, device="meta")
+
 
 class _Search:
     """Visits the modules from the top and traces those that contain convolutions which no earlier trace reached."""
@@ -138,13 +156,14 @@ class _Search:
             graph = _Tracer(self._opaque).trace(module, concrete_args=defaults or None)
         except Exception as error:
             return first_line(error)
+        sizes = _of_sizes(graph)
         for node in reversed(graph.nodes):
-            if not node.users and node.target in (torch._assert, operator.eq, getattr):  # a check of sizes
+            if not node.users and (node.target in (torch._assert, getattr) or node in sizes):  # a check of sizes
                 graph.erase_node(node)
         tensors = dict(module.state_dict(keep_vars=True))
         for node in graph.nodes:
-            # of results only this is known: a method that changes a tensor returns it
-            value = node.args[0].meta["example_value"] if node.op == "call_method" else torch.empty(0, device="meta")
+            # but that a method that changes a tensor returns it
+            value = node.args[0].meta["example_value"] if node.op == "call_method" else _UNKNOWN
             node.meta["example_value"] = tensors.get(node.target, value) if node.op == "get_attr" else value
         return graph
 

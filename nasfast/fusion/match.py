@@ -16,7 +16,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 
+from nasfast.fusion.effects import Effects
+from nasfast.fusion.nodes import callee, callee_name, example_value, norm_arguments
 from nasfast.ops.reference import ConvBNParams, Stage
 
 ADDITIONS: dict[object, bool] = {
@@ -46,8 +49,7 @@ ACTIVATION_FUNCTIONS: dict[object, str] = {
 }
 
 _CONV_ARGUMENTS = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
-_NORM_ARGUMENTS = signature(F.batch_norm)
-_HARDTANH_ARGUMENTS = signature(F.hardtanh)
+_HARDTANH_ARGUMENTS, _PAD_ARGUMENTS = signature(F.hardtanh), signature(F.pad)
 _OTHER_CONVOLUTIONS = (
     torch.conv1d,
     torch.conv3d,
@@ -84,18 +86,6 @@ class FusedChain:
 
     def __str__(self) -> str:
         return ", ".join([*self.stages, *(["+ residual"] if self.residual else [])])
-
-
-def callee(node: fx.Node) -> object:
-    """The function or the method of tensors that a node calls; None for other nodes."""
-    if node.op == "call_method":
-        return getattr(Tensor, str(node.target), None)
-    return node.target if node.op == "call_function" else None
-
-
-def example_value(node: Any) -> Any:
-    """What a node gives, if that is known; what is no node is itself."""
-    return node.meta.get("example_value") if isinstance(node, fx.Node) else node
 
 
 def module_path(node: fx.Node) -> str:
@@ -140,7 +130,7 @@ class Conv(NamedTuple):
 def match_conv(conv: fx.Node) -> Conv | str:
     """The arguments of a convolution, or why no stage can have it."""
     if conv.target is not torch.conv2d:
-        return f"is a {_name(conv)}, not a conv2d"
+        return f"is a {callee_name(conv)}, not a conv2d"
     names = ("input", "weight", *_CONV_ARGUMENTS)
     arguments: dict[str, Any] = {**_CONV_ARGUMENTS, **dict(zip(names, conv.args, strict=False)), **conv.kwargs}
     numbers: list[Any] = []
@@ -154,10 +144,18 @@ def match_conv(conv: fx.Node) -> Conv | str:
     return Conv(x, weight, bias, numbers[0], numbers[1], groups)
 
 
-def norm_arguments(norm: fx.Node) -> dict[str, Any]:
-    """The arguments of a call of F.batch_norm behind its input, by their names."""
-    _, *arguments = _NORM_ARGUMENTS.bind(*norm.args, **norm.kwargs).arguments.items()
-    return dict(arguments)
+# columns to the left and right, and rows above and below, as F.pad has them; numbers or nodes
+Widths = tuple[Any, Any, Any, Any]
+
+
+def match_pad(node: Any) -> Widths | None:
+    """How many zeros a node puts around images; None if it does something else."""
+    if not isinstance(node, fx.Node) or callee(node) not in (F.pad, torch._C._nn.pad):
+        return None
+    call = _PAD_ARGUMENTS.bind(*node.args, **node.kwargs)
+    call.apply_defaults()
+    _, widths, mode, value = call.args
+    return tuple(widths) if mode == "constant" and not value and len(widths) == 4 else None
 
 
 def describe_stage(stage: Stage) -> str:
@@ -175,15 +173,22 @@ def describe_stage(stage: Stage) -> str:
 
 
 class TracedStage(NamedTuple):
-    """One stage in a graph: the nodes of its convolution, BatchNorm and activation, its input, and its settings.
+    """One stage in a graph.
 
     Attributes:
-        stage: it with nodes for tensors.
+        conv, norm: the nodes of its convolution and BatchNorm.
+        nodes: all of its nodes, in order: these, an activation, and what pads its input.
+        x: its input.
+        stage: it with nodes for tensors; with `widths`, its padding is the one that keeps the size of images.
+        widths: what its input is padded with, where that is not `stage.padding` in all directions.
     """
 
+    conv: fx.Node
+    norm: fx.Node
     nodes: list[fx.Node]
     x: Any
     stage: Stage
+    widths: Widths | None
 
 
 class GraphChain(NamedTuple):
@@ -191,19 +196,22 @@ class GraphChain(NamedTuple):
 
     Attributes:
         x, residual: the nodes of its input, and of what is added to its result, or None.
-        stages: its stages, with nodes for tensors.
+        stages, widths: its stages, with nodes for tensors and numbers, as in `TracedStage`.
         in_place: whether the addition keeps the type of the chain's result.
         nodes: all of its nodes, in order.
         convolutions, batch_norms: paths of the modules in which they are called.
+        first: its first convolution.
     """
 
     x: fx.Node
     residual: fx.Node | None
     stages: tuple[Stage, ...]
+    widths: tuple[Widths | None, ...]
     in_place: bool
     nodes: tuple[fx.Node, ...]
     convolutions: tuple[str, ...]
     batch_norms: tuple[str, ...]
+    first: fx.Node
 
     @classmethod
     def build(cls, traced: Sequence[TracedStage], add: fx.Node | None) -> GraphChain:
@@ -216,9 +224,15 @@ class GraphChain(NamedTuple):
             if shapes[0] == shapes[1]:
                 residual, in_place = other, ADDITIONS[callee(add)]
                 nodes.append(add)
-        convs, norms = (tuple(module_path(part.nodes[i]) for part in traced) for i in (0, 1))
-        stages = tuple(part.stage for part in traced)
-        return cls(traced[0].x, residual, stages, in_place, tuple(nodes), convs, norms)
+        convs, norms = (
+            tuple(map(module_path, calls)) for calls in zip(*((t.conv, t.norm) for t in traced), strict=True)
+        )
+        stages, widths = tuple(part.stage for part in traced), tuple(part.widths for part in traced)
+        return cls(traced[0].x, residual, stages, widths, in_place, tuple(nodes), convs, norms, traced[0].conv)
+
+    def sizes(self) -> list[fx.Node]:
+        """Nodes that ask for the size of a value between its stages, which is that of its input but for channels."""
+        return [user for node in self.nodes[:-1] for user in node.users if user not in self.nodes]
 
     def describe(self, runs: str) -> FusedChain:
         """It in words; `runs` is when it runs on the operator."""
@@ -230,26 +244,26 @@ class Matcher:
     """The chains of one graph.
 
     Attributes:
-        order: place of every node.
+        effects: what its nodes read and write.
         reasons: why no chain begins with a convolution that `chains` reached.
     """
 
     def __init__(self, graph: fx.Graph) -> None:
         self.reasons: dict[fx.Node, str] = {}
-        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.effects = Effects(graph)
+        self._nodes = list(graph.nodes)
         # an addition belongs to one chain, even if it adds the results of two
         self._additions: set[fx.Node] = set()
-        self._changing = [node for node in graph.nodes if node.target is F.batch_norm or _changes_in_place(node)]
         # the convolutions inside of each module, by their paths in the stacks of modules; "" is around all others
         self._inside: dict[str, set[str]] = {"": set()}
-        for conv in filter(is_conv, self.order):
+        for conv in filter(is_conv, self._nodes):
             for path in ("", *(path for _, path in module_stack(conv))):
                 self._inside.setdefault(path, set()).add(module_path(conv))
 
     def chains(self) -> Iterator[GraphChain]:
         """Every chain."""
         done: set[fx.Node] = set()
-        for node in self.order:
+        for node in self._nodes:
             if node in done or not is_conv(node):
                 continue
             first = self.stage(node)
@@ -276,30 +290,49 @@ class Matcher:
         if not self._together(conv, norm):
             return "its BatchNorm is in another block"
         nodes, act, reader = [conv, norm], None, self._reader(norm)
-        if reader is not None and self._together(norm, reader):
+        if self.effects.interrupted(nodes):
+            return "what it reads changes before its BatchNorm"
+        if reader is not None and self._together(norm, reader) and not self.effects.interrupted([*nodes, reader]):
             act = match_activation(reader)
             nodes += [] if act is None else [reader]
-        if self._interrupted(nodes):
-            return "something is changed in place before its BatchNorm or activation"
+        x, padding, widths = self._padded(matched, nodes)
         bn = norm_arguments(norm)
         params = ConvBNParams(
             matched.weight, bn["weight"], bn["bias"], bn["running_mean"], bn["running_var"], matched.bias
         )
         numbers = bn.get("training", False), bn.get("momentum", 0.1), bn.get("eps", 1e-5)
-        stage = Stage(params, matched.stride, matched.padding, matched.groups, act or "identity", *numbers)
-        return TracedStage(nodes, matched.x, stage)
+        stage = Stage(params, matched.stride, padding, matched.groups, act or "identity", *numbers)
+        return TracedStage(conv, norm, nodes if x is matched.x else [matched.x, *nodes], x, stage, widths)
+
+    def _padded(self, conv: Conv, nodes: list[fx.Node]) -> tuple[Any, int, Widths | None]:
+        """The input of a stage of these nodes, its padding, and widths where they are others: by what pads its input,
+        if the stage can do it.
+        """
+        widths = match_pad(conv.x) if conv.padding == 0 else None
+        if widths is None or self._reader(conv.x) is not nodes[0] or self.effects.interrupted([conv.x, *nodes]):
+            return conv.x, conv.padding, None
+        x, first = conv.x.all_input_nodes[0], widths[0]
+        if isinstance(first, int) and first >= 0 and widths == (first,) * 4:
+            return x, first, None
+        return x, example_value(conv.weight).shape[2] // 2, widths
 
     def grow(self, first: TracedStage) -> tuple[list[TracedStage], fx.Node | None]:
         """The longest chain that begins with this stage, and the addition behind it."""
         stages = [first]
         nodes = list(first.nodes)
         while True:
-            reader = self._reader(nodes[-1])
+            reader = self._reader(nodes[-1], first.x)
             if reader is None or not self._together(nodes[-1], reader):
                 break
-            if is_conv(reader):
-                stage = self.stage(reader)
-                if isinstance(stage, str) or stage.x is not nodes[-1] or self._interrupted([*nodes, *stage.nodes]):
+            # what pads the input of a convolution belongs to it
+            conv = self._reader(reader) if match_pad(reader) is not None else reader
+            if conv is not None and is_conv(conv):
+                stage = self.stage(conv)
+                if (
+                    isinstance(stage, str)
+                    or stage.x is not nodes[-1]
+                    or self.effects.interrupted([*nodes, *stage.nodes])
+                ):
                     break
                 # what it reads may be its weight too, which the chain's call must find as an input
                 if any(param is nodes[-1] for param in stage.stage.params):
@@ -307,16 +340,17 @@ class Matcher:
                 stages.append(stage)
                 nodes += stage.nodes
                 continue
-            if self._adds(reader, nodes[-1]) and not self._interrupted([*nodes, reader]):
+            if self._adds(reader, nodes[-1]) and not self.effects.interrupted([*nodes, reader]):
                 self._additions.add(reader)
                 return stages, reader
             break
         return stages, None
 
     @staticmethod
-    def _reader(node: fx.Node) -> fx.Node | None:
-        """The only node that reads this one, or None."""
-        return next(iter(node.users)) if len(node.users) == 1 else None
+    def _reader(node: fx.Node, like: Any = None) -> fx.Node | None:
+        """The only node that reads this one, or None; but for those whose question about its size `like` answers."""
+        users = [user for user in node.users if like is None or not _asks_size(user) or not _same_size(node, like)]
+        return users[0] if len(users) == 1 else None
 
     def _adds(self, node: fx.Node, value: fx.Node) -> bool:
         """Whether the node adds another tensor to the value; not if it adds the value in place to the other tensor."""
@@ -326,18 +360,6 @@ class Matcher:
         if in_place is None or node in self._additions or node.args[0] is node.args[1]:
             return False
         return not in_place or node.args[0] is value
-
-    def _interrupted(self, nodes: list[fx.Node]) -> bool:
-        """Whether another node between these changes a tensor in place, because the chain reads its input at its end;
-        or one BatchNorm is called twice, so that its statistics would move in another order.
-        """
-        own = [norm_arguments(node)["running_mean"] for node in nodes if node.target is F.batch_norm]
-        own = [statistics for statistics in own if statistics is not None]
-        order = [self.order[node] for node in nodes]
-        between = {node for node in self._changing if min(order) < self.order[node] < max(order)} - {*nodes}
-        return len({*own}) < len(own) or any(
-            node.target is not F.batch_norm or norm_arguments(node)["running_mean"] in own for node in between
-        )
 
     def _together(self, one: fx.Node, other: fx.Node) -> bool:
         """Whether the two nodes are in the same block, so that one chain may have both.
@@ -353,6 +375,26 @@ class Matcher:
         return all(len(inside) <= 1 or inside == whole for inside in crossed)
 
 
+def _asks_size(node: fx.Node) -> bool:
+    """Whether the node asks for sizes of a tensor without its channels."""
+    if node.target is getattr and node.args[1:] == ("shape",):
+        asked: list[Any] = []
+    elif callee(node) is Tensor.size and not node.kwargs:
+        asked = [*node.args[1:]]
+    else:
+        return False
+    # the whole size is asked for, so what follows tells
+    asked = asked or [user.args[1] if user.target is operator.getitem else slice(None) for user in node.users]
+    dimensions = torch.arange(4)
+    return all(isinstance(item, (int, slice)) and 1 not in dimensions[item] for item in asked)
+
+
+def _same_size(one: fx.Node, other: fx.Node) -> bool:
+    """Whether the batches, heights and widths of what these nodes give are the same."""
+    sizes = [(*example_value(node).shape[:1], *example_value(node).shape[2:]) for node in (one, other)]
+    return statically_known_true(sym_eq(*sizes))
+
+
 def is_conv(node: fx.Node) -> bool:
     """Whether the node is a convolution of any kind."""
     return node.op == "call_function" and (node.target is torch.conv2d or node.target in _OTHER_CONVOLUTIONS)
@@ -363,45 +405,13 @@ def _norm_problem(norm: fx.Node) -> str | None:
     if norm.op == "output":
         return "its result leaves the module, without a BatchNorm"
     if norm.target is not F.batch_norm:
-        return f"followed by {_name(norm)}, not by a BatchNorm"
+        return f"followed by {callee_name(norm)}, not by a BatchNorm"
     arguments = norm_arguments(norm)
     if arguments.get("weight") is None or arguments.get("bias") is None:
         return "its BatchNorm has no affine parameters"
     numbers = [example_value(arguments.get(name, 0.0)) for name in ("momentum", "eps")]
     fixed = all(isinstance(number, (int, float, torch.SymFloat)) for number in numbers)
     return None if fixed and isinstance(arguments.get("training", False), bool) else "its momentum changes"
-
-
-def _changes_in_place(node: fx.Node) -> bool:
-    """Whether the node changes a tensor that others may read."""
-    if node.op in ("placeholder", "get_attr", "output"):
-        return False
-    value = example_value(node)
-    # what has no value changes a mode, such as autocast
-    if value is None or (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable):
-        return True
-    if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
-        return False  # a counter of batches
-    name = str(node.target) if node.op == "call_method" else _name(node)
-    if node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator":
-        return name == "setitem" or (name.startswith("i") and hasattr(operator, f"__{name}__"))
-    return (name.endswith("_") and not name.endswith("__")) or (node.op == "call_function" and _inplace(node))
-
-
-def _inplace(call: fx.Node) -> bool:
-    """The argument inplace of a function, which may be given without its name."""
-    try:
-        arguments = signature(call.target).bind(*call.args, **call.kwargs).arguments  # type: ignore[arg-type]
-    except (TypeError, ValueError):  # builtin functions have no signatures
-        arguments = dict(call.kwargs)
-    return bool(arguments.get("inplace", False))
-
-
-def _name(node: fx.Node) -> str:
-    """The name of what a node calls."""
-    if node.op == "call_module":
-        return str([cls for _, cls in node.meta["nn_module_stack"].values()][-1].__name__)
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
 def module_stack(node: fx.Node) -> list[tuple[str, str]]:

@@ -131,6 +131,8 @@ def once_per_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
         grads, scope, batched = batch
         with scope:
             results = [run(ctx, each, *ignored) for each in grads]
+            # a function of one tensor may return its gradient without a tuple
+            results = [each if isinstance(each, tuple) else (each,) for each in results]
             stacked = [None if column[0] is None else torch.stack(column) for column in zip(*results, strict=True)]
         return tuple([None if value is None else batched(value) for value in stacked])
 

@@ -199,10 +199,10 @@ def _run(
         y = _conv2d(x, stage)
         learning = y, stage.params.bn_weight, stage.params.bn_bias
         grads = torch.is_grad_enabled() and any([t.requires_grad for t in learning])
-        if name == "cpu" and not stage.training and not grads:
+        # the convolution may have a type that only another backend serves, so `backend` is resolved again
+        if not stage.training and not grads and resolve_backend("bn_act", y, backend).name == "cpu":
             x = overwrite_with_bn_act(y, stage, added)
         else:
-            # the convolution may have a type that only another backend serves, so `backend` is resolved again
             x = bn_act(y, **reference.norm_arguments(stage), residual=added, backend=backend)
     return x
 

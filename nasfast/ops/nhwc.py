@@ -54,6 +54,7 @@ class _PixelMean(torch.autograd.Function):
         ctx.nhwc = x.is_contiguous(memory_format=torch.channels_last)
 
     @staticmethod
+    @once_per_gradient
     def backward(ctx, grad):
         pixels = ctx.shape[2] * ctx.shape[3]
         wide = grad[:, :, None, None].expand(ctx.shape)

@@ -83,11 +83,16 @@ def test_conv_bn_act_is_a_chain_of_one_stage(training, backend):
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in got)
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kernel", [1, 3])
-def test_a_type_that_the_backend_lacks_is_left_to_the_reference(kernel):
-    params = ops.ConvBNParams(torch.randn(16, 16, kernel, kernel), torch.ones(16), torch.zeros(16))
-    x, stages = torch.randn(2, 16, 5, 5), [ops.Stage(params, padding=kernel // 2)]
-    with torch.autocast("cpu", torch.float16):
-        y = ops.conv_bn_act_chain(x, stages)
-    assert y.dtype == torch.float16
-    torch.testing.assert_close(y.float(), reference.conv_bn_act_chain(x, stages), rtol=2e-2, atol=2e-2)
+def test_a_type_that_the_backend_lacks_is_left_to_the_reference(kernel, training):
+    params = ops.ConvBNParams(torch.randn(16, 16, kernel, kernel), *torch.rand(4, 16).add(0.5).unbind())
+    x, residual = torch.randn(2, 16, 5, 5), torch.randn(2, 16, 5, 5)
+    stages = [ops.Stage(params, padding=kernel // 2, training=training)]
+    want = reference.conv_bn_act_chain(x, stages, residual=residual)
+    for grads in (False, True):
+        with torch.autocast("cpu", torch.float16), torch.set_grad_enabled(grads):
+            y, added = (ops.conv_bn_act_chain(x, stages, residual=r) for r in (None, residual))
+        assert (y.dtype, added.dtype) == (torch.float16, torch.float32)
+        torch.testing.assert_close(y + residual, want, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(added, want, rtol=2e-2, atol=2e-2)

@@ -49,6 +49,19 @@ def test_a_mean_has_second_derivatives_and_transforms():
     torch.testing.assert_close(pulled, torch.full_like(point, 1 / 20))
 
 
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_may_come_in_batches(name):
+    ours, theirs = FUNCTIONS[name]
+    x = torch.randn(2, 6, 5, 7).contiguous(memory_format=NHWC).requires_grad_()
+    y, expected = ours(x), theirs(x)
+    grads = torch.randn(3, *y.shape)
+    want = torch.stack([torch.autograd.grad(expected, x, grad, retain_graph=True)[0] for grad in grads])
+    (batch,) = torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
+    mapped = torch.vmap(lambda grad: torch.autograd.grad(y, x, grad, retain_graph=True)[0])(grads)
+    for got in (batch, mapped):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def test_results_are_in_the_pool(native):
     if "-fsanitize" in native.build_info().flags:
         pytest.skip("the sanitizer's build has no pool")
