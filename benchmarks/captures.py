@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
 
+from nasfast.engine import graphs
 from nasfast.ops.cuda.static import StaticChain
 
 
@@ -36,4 +38,15 @@ def reduced_by_launches() -> Iterator[None]:
             deferred_input.norm.reduce(chain.dx)
 
     with patch.object(StaticChain, "backward", backward_without_sums):
+        yield
+
+
+@contextmanager
+def nothing_deferred() -> Iterator[None]:
+    """The last BatchNorm of each chain that is captured takes a launch of its own, and no next chain applies it."""
+
+    def chain(*, deferred_norm: object, **given: Any) -> StaticChain:
+        return StaticChain(**given)
+
+    with patch.object(graphs, "StaticChain", chain):
         yield

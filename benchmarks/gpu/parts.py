@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from benchmarks import json_lines
-from benchmarks.captures import EagerCapture
+from benchmarks.captures import EagerCapture, nothing_deferred
 from benchmarks.floor import measure_machine, step_floor, trace
 from benchmarks.gpu.launches import count_chain_calls
 from benchmarks.gpu.plan import PARTS
@@ -109,14 +109,16 @@ class Variant:
         ops: `nasfast` or `torch`.
         how: `eager`, `graph` (one CUDA graph of the path), `engine` (that of nasfast), or `compile` (torch.compile with
             max-autotune, in one CUDA graph).
+        defers: whether the engine's chains leave their last BatchNorm to the next one.
     """
 
     ops: str
     how: str
+    defers: bool = True
 
     @property
     def name(self) -> str:
-        return f"{self.ops} {self.how}"
+        return f"{self.ops} {self.how}" + ("" if self.defers else ", no deferral")
 
     @contextmanager
     def chosen(self, bench: Bench) -> Iterator[None]:
@@ -124,12 +126,14 @@ class Variant:
         with ExitStack() as stack:
             if self.ops == "nasfast" and not bench.on_gpu:  # the emulation has to be named
                 stack.enter_context(use_backend("cuda"))
+            if not self.defers:
+                stack.enter_context(nothing_deferred())
             yield
 
 
 # so small that all steps measure the same network
 _RATE = 1e-6
-ENGINE = Variant("nasfast", "engine")
+ENGINE, WRITTEN = Variant("nasfast", "engine"), Variant("nasfast", "engine", defers=False)
 
 
 def network(bench: Bench, variant: Variant) -> Supernet:
@@ -258,8 +262,8 @@ def bench_variants(bench: Bench, variants: Sequence[Variant], *, rounds: int) ->
 
 
 def bench_engine(bench: Bench) -> None:
-    """Time the step of the engine, and the memory floor."""
-    bench_variants(bench, (ENGINE,), rounds=30)
+    """Time the step of the engine, with deferral and without, and the memory floor."""
+    bench_variants(bench, (WRITTEN, ENGINE), rounds=30)
     machine = measure_machine(torch.bfloat16, quick=not bench.on_gpu, device=bench.device)
     space = bench.space
     shape = (bench.batch, space.in_channels, space.resolution, space.resolution)
@@ -283,16 +287,18 @@ def random_paths(bench: Bench, count: int) -> list[Arch]:
 
 
 def main() -> None:
-    from benchmarks.gpu import build, per_launch, proofs, tools, users
+    from benchmarks.gpu import build, matrices, per_launch, proofs, tools, users
 
     parts: dict[str, Callable[..., None]] = {
         "build": build.bench_build,
         "demo": users.bench_demo,
         "fuse": partial(users.bench_fuse, kinds=users.EAGER_AND_GRAPHS),
+        "adapt": partial(users.bench_fuse, kinds=users.EAGER_AND_GRAPHS, evaluating=True),
         "compile": partial(users.bench_fuse, kinds=users.COMPILED),
         "command": users.bench_step_command,
         "engine": bench_engine,
         "peer": bench_peer,
+        "matrices": matrices.bench_matrices,
         "parity": proofs.bench_parity,
         "bits": proofs.bench_bits,
         "launches": per_launch.bench_launches,

@@ -53,8 +53,13 @@ PARTS = (
     Part("build", 10, 240, "machine, versions, and the extension that is there; built only where none runs here"),
     Part("demo", 15, 60, "the demo's supernet in the default precision: first step, images per second"),
     *(Part(f"fuse {model}", 15, 45, "fuse beside eager PyTorch and one CUDA graph") for model in _MODELS),
+    *(
+        Part(f"adapt {model}", 12, 30, "as fuse, in eval mode: statistics stay")
+        for model in ("mobilenet_v2", "resnet50")
+    ),
     Part("command bf16", 35, 75, "nasfast step in bf16: first steps and medians"),
-    Part("engine", 15, 60, "the 6^20 step: the engine, and the memory floor"),
+    Part("engine", 20, 60, "the 6^20 step: the engine, without deferral, and the memory floor"),
+    Part("matrices", 25, 60, "orthogonalize by size class, orthogonalize_, qr and geqrf beside PyTorch"),
     Part("peer graph 32", 45, 90, "the 6^20 step in eager PyTorch and in one CUDA graph, beside the engine"),
     Part("launches", 10, 30, "every launch of a step, beside the formula of gpu_step"),
     Part(
@@ -62,12 +67,12 @@ PARTS = (
     ),
     Part("parity", 45, 75, "every chain of a step against float64, beside eager autocast; eight images"),
     Part("bits", 25, 45, "random paths: eager and graphs, two runs: the same bits"),
-    Part("peer graph 128", 40, 75, "as with 32, of 128 images"),
-    Part("peer compile 128", 90, 150, "as with 32, of 128 images"),
     Part("tests", 45, 150, "tests of the CUDA kernels, the engine and the measurements, in a fixed order"),
     Part("ncu", 25, 60, "Nsight Compute of the eight largest kernels of the step, one section"),
-    Part("sanitizer", 40, 75, "compute-sanitizer: memcheck, racecheck, initcheck, synccheck over two chains"),
+    Part("sanitizer", 45, 75, "compute-sanitizer: memcheck, racecheck, initcheck, synccheck over chains and matrices"),
+    Part("peer graph 128", 40, 75, "as with 32, of 128 images"),
     Part("command fp32", 35, 75, "nasfast step in fp32"),
+    Part("peer compile 128", 90, 150, "as with 32, of 128 images"),
     *(Part(f"compile {model}", 20, 60, "torch.compile in one CUDA graph beside fuse in one") for model in _MODELS),
 )
 
@@ -83,7 +88,7 @@ def part_command(part: Part, device: str, rows: Path, seconds: float) -> list[st
 # in this order; they need neither jsonargparse nor torchvision, and compile nothing at run time
 _TESTS = [
     "tests/engine",
-    *(f"tests/ops/test_{name}.py" for name in ("arrivals", "orthogonalize", "cuda_chain", "operators")),
+    *(f"tests/ops/test_{name}.py" for name in ("arrivals", "orthogonalize", "qr", "cuda_chain", "operators")),
     *(f"tests/measure/test_{name}.py" for name in ("timing", "step_times")),
 ]
 # for `--device cpu`

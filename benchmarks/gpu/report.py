@@ -18,10 +18,12 @@ def report(parts: dict[str, Rows]) -> str:
     pages: dict[str, Callable[[Rows], list[str]]] = {
         "demo": _demo,
         "fuse": _steps,
+        "adapt": _steps,
         "command": _steps,
         "engine": _steps,
         "peer": _steps,
         "compile": _steps,
+        "matrices": _matrices,
         "parity": _parity,
         "launches": _launches,
         "tests": _tests,
@@ -96,7 +98,7 @@ def _demo(rows: Rows) -> list[str]:
 
 
 def _steps(rows: Rows) -> list[str]:
-    """Medians, first steps, and the ratio of the last row that is ours to each row of PyTorch."""
+    """Medians, first steps, and the ratio of the last row that is ours to each other row."""
     # by variant; a later row of the same name replaces an earlier one
     times, firsts = ({row["name"]: row for row in _select(kind, rows)} for kind in ("step", "first_step"))
     ours = next((name for name in reversed(times) if "nasfast" in name), None)
@@ -107,7 +109,7 @@ def _steps(rows: Rows) -> list[str]:
         if row := times.get(name):
             cells[1] = f"{row['median_ms']:.3f} ({row['q20_ms']:.3f} to {row['q80_ms']:.3f})"
             cells[3] = f"{row['median_ms'] / floor:.1f}" if floor else ""
-            cells[4] = ratio(times[ours], row) if ours and "nasfast" not in name else ""
+            cells[4] = ratio(times[ours], row) if ours and name != ours else ""
         lines.append(f"| {' | '.join(cells)} |")
     lines += [""]
     for row in (*_select("kernels", rows), *(row for row in firsts.values() if "cuda" in row)):
@@ -116,6 +118,21 @@ def _steps(rows: Rows) -> list[str]:
     losses = {name: row["loss"] for name, row in firsts.items() if "loss" in row}
     if losses and max(losses.values()) - min(losses.values()) > 0.05 * abs(min(losses.values())):
         lines.append(f"- LOSSES DIFFER: {losses}")
+    return lines
+
+
+def _matrices(rows: Rows) -> list[str]:
+    """For each case, our median and its ratio to the fastest of PyTorch's."""
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in _select("matrices", rows):
+        cases.setdefault(row["case"], {})[row["name"]] = row
+    lines = []
+    for case, times in cases.items():
+        for name in times.keys() & {"cuda", "cpu"}:
+            peer = min(times.keys() - {name}, key=lambda other: times[other]["median_ms"])
+            lines.append(
+                f"- {case}: {times[name]['median_ms']:.3g} ms, {ratio(times[name], times[peer])} of torch, {peer}"
+            )
     return lines
 
 

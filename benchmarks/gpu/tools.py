@@ -1,6 +1,6 @@
-"""Runs small chains under compute-sanitizer, and a step under Nsight Compute.
+"""Runs small chains and matrices under compute-sanitizer, and a step under Nsight Compute.
 
-    python -m benchmarks.gpu.tools chains|step [--device cuda|cpu]
+    python -m benchmarks.gpu.tools kernels|step [--device cuda|cpu]
 
 is what the tools look at: without them, it shows that the program itself works.
 """
@@ -30,7 +30,7 @@ _TIME, _PERCENT = "gpu__time_duration.sum", "pct_of_peak_sustained_elapsed"
 
 
 def bench_sanitizer(bench: Bench) -> None:
-    """Run small chains under each tool of compute-sanitizer.
+    """Run small chains and matrices under each tool of compute-sanitizer.
 
     Raises:
         SystemExit: a tool found an error.
@@ -41,7 +41,7 @@ def bench_sanitizer(bench: Bench) -> None:
         raise SystemExit("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
     for i, tool in enumerate(tools):
         command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--print-limit", "5"] if tool else []
-        code, output, seconds = _run(bench, [*command, *_program("chains", bench)], bench.left / (len(tools) - i))
+        code, output, seconds = _run(bench, [*command, *_program("kernels", bench)], bench.left / (len(tools) - i))
         summary = [
             line.strip("= ") for line in output.splitlines() if "ERROR SUMMARY" in line or "RACECHECK SUMMARY" in line
         ]
@@ -131,6 +131,24 @@ def _run(bench: Bench, command: list[str], limit: float) -> tuple[int | None, st
 # ---- what the tools look at
 
 
+# a batch that warps factor, then what blocks do with panels in shared memory and without, tall and wide
+_MATRICES = ((130, 3, 3), (65, 65), (130, 129), (33, 100), (1700, 20), (300, 257))
+
+
+def run_matrices(device: str) -> int:
+    """Orthogonalise small matrices of each way to do it, and factor a batch; returns how many matrices there were."""
+    import torch
+
+    from nasfast import ops
+
+    matrices = [torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device) for shape in _MATRICES]
+    ops.orthogonalize(matrices, backend=device)
+    ops.orthogonalize_([torch.empty_like(z) for z in matrices])
+    ops.qr(matrices[0], backend=device)
+    ops.geqrf(matrices[1], backend=device)
+    return len(matrices)
+
+
 def run_chains(device: str) -> int:
     """Run two small chains, one with an expansion and one behind a stem, in both types; returns how often."""
     import torch
@@ -166,11 +184,11 @@ def run_step(device: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("chains", "step"))
+    parser.add_argument("what", choices=("kernels", "step"))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()
-    if args.what == "chains":
-        print(run_chains(args.device), "chains")
+    if args.what == "kernels":
+        print(run_chains(args.device), "chains,", run_matrices(args.device), "matrices")
     else:
         run_step(args.device)
 

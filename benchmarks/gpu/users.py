@@ -53,11 +53,12 @@ def bench_demo(bench: Bench) -> None:
     bench.row("kernels", variant="demo", cuda=dict(chains))
 
 
-def bench_fuse(bench: Bench, name: str, kinds: tuple[str, ...]) -> None:
+def bench_fuse(bench: Bench, name: str, kinds: tuple[str, ...], evaluating: bool = False) -> None:
     """Time the step of a model of torchvision in these ways, interleaved, with BatchNorms that train, in bf16 autocast.
 
-    A row says when the first step of each had ended, with the defaults of PyTorch; later ones have cuDNN's fastest
-    algorithms, by trial.
+    `evaluating`: in eval mode, as a pretrained network is adapted, whose BatchNorms keep their statistics. A row says
+    when the first step of each had ended, with the defaults of PyTorch; later ones have cuDNN's fastest algorithms, by
+    trial.
     """
     images = torch.randn(32 if bench.on_gpu else 2, 3, *(224 if bench.on_gpu else 32,) * 2, device=bench.device)
     images = images.contiguous(memory_format=torch.channels_last)
@@ -65,7 +66,7 @@ def bench_fuse(bench: Bench, name: str, kinds: tuple[str, ...]) -> None:
     steps: dict[str, Callable[[], dict[str, float]]] = {}
     for kind in kinds:
         with bench.attempt(kind), count_chain_calls() as chains:
-            model = _model(name).to(bench.device)
+            model = _model(name).to(bench.device).train(not evaluating)
             start = time.monotonic()
             steps[kind] = _fused_step(bench, model, kind, images, labels)
             steps[kind]()
@@ -93,7 +94,7 @@ def _model(name: str) -> nn.Module:
     """A model of torchvision with random weights, of which only BatchNorms train, in channels_last."""
     from torchvision import models  # without it, only these parts fail
 
-    model = models.get_model(name, weights=None).to(memory_format=torch.channels_last).train()
+    model = models.get_model(name, weights=None).to(memory_format=torch.channels_last)
     freeze_all_but_batch_norms(model)
     return model
 

@@ -64,13 +64,14 @@ def column(kind: str, rows: list[dict], key: str = "name") -> list:
 @pytest.mark.aot
 def test_what_users_do_first(bare, tmp_path):
     pytest.importorskip("torchvision")
-    names = ["build", "demo", "fuse mobilenet_v2", "command bf16", "compile resnet50"]
+    names = ["build", "demo", "fuse mobilenet_v2", "adapt mobilenet_v2", "command bf16", "compile resnet50"]
     parts = dry_run(names, bare, tmp_path)
     assert column("built", parts["build"], "compiled") == [False]  # the build that is there serves
     assert column("machine", parts["build"], "packages")[0]["torch"] is not None
     assert column("demo", parts["demo"], "step") == [2, 4]
     assert column("demo", parts["demo"], "precision") == ["fp32"] * 2, "what auto means on a CPU"
-    for part, kinds in (("fuse mobilenet_v2", users.EAGER_AND_GRAPHS), ("compile resnet50", users.COMPILED)):
+    eager_and_graphs = ("fuse mobilenet_v2", "adapt mobilenet_v2")
+    for part, kinds in (*((p, users.EAGER_AND_GRAPHS) for p in eager_and_graphs), ("compile resnet50", users.COMPILED)):
         assert column("first_step", parts[part]) == column("step", parts[part]) == list(kinds)
     assert column("first_step", parts["command bf16"]) == column("step", parts["command bf16"])
     assert len(column("step", parts["command bf16"])) == 4
@@ -83,15 +84,15 @@ def test_what_users_do_first(bare, tmp_path):
 @needs_emulation
 @pytest.mark.aot
 def test_the_kernels_and_their_peers(bare, tmp_path):
-    names = ["engine", "launches", "peer compile 32", "parity", "bits", "peer graph 128", "tests", "ncu", "sanitizer"]
-    parts = dry_run(names, bare, tmp_path)
-    assert column("step", parts["engine"]) == ["nasfast engine"]
+    names = ["engine", "matrices", "launches", "peer compile 32", "parity", "bits", "peer graph 128", "tests", "ncu"]
+    parts = dry_run([*names, "sanitizer"], bare, tmp_path)
+    assert column("step", parts["engine"]) == ["nasfast engine, no deferral", "nasfast engine"]
     assert column("step", parts["peer compile 32"]) == ["torch compile", "nasfast engine"]
     larger = [f"{name}, batch 128" for name in ("torch eager", "torch graph", "nasfast engine")]
     assert column("step", parts["peer graph 128"]) == larger
     assert set(column("step", parts["peer graph 128"], "batch")) == {4}
-    assert column("step", parts["engine"], "batch") == [1]
-    for part in ("peer compile 32", "peer graph 128"):
+    assert column("step", parts["engine"], "batch") == [1, 1]
+    for part in ("engine", "peer compile 32", "peer graph 128"):
         losses = column("first_step", parts[part], "loss")
         assert max(losses) < 1.05 * min(losses)
     # which kernels ran, by name
@@ -104,9 +105,11 @@ def test_the_kernels_and_their_peers(bare, tmp_path):
     (launches,) = (row for row in parts["launches"] if row["kind"] == "launches")
     assert launches["measured"] == len(column("launch_of_step", parts["launches"])) > 4 and 0 < launches["us"]
     assert column("sanitizer", parts["sanitizer"], "code") == [0] and column("ran", parts["ncu"], "code") == [0]
+    cases = {row["case"].split()[0] for row in parts["matrices"] if row["kind"] == "matrices"}
+    assert cases == {"orthogonalize", "qr", "geqrf"} and {"cpu", "torch"} <= set(column("matrices", parts["matrices"]))
     assert column("test", parts["tests"], "outcome") == ["passed"] * 2
     text = (tmp_path / REPORT).read_text()
-    assert "LOSSES DIFFER" not in text and "4 of 4 chains and types" in text
+    assert "LOSSES DIFFER" not in text and "4 of 4 chains and types" in text and "- qr batch 512x9x9: " in text
 
 
 # ---- what would not run our kernels fails

@@ -26,9 +26,22 @@ def cases(shape, dtype):
     return [z, steep, z[..., :1].expand(shape), torch.zeros(shape, dtype=dtype), z.mT.contiguous().mT]
 
 
-@pytest.fixture(params=["reference", "cpu", pytest.param("emulated", marks=needs_emulation)])
+BACKENDS = [
+    *("reference", "cpu"),
+    pytest.param("emulated", marks=needs_emulation),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=BACKENDS)
 def runner(request):
-    """qr and geqrf."""
+    """qr and geqrf of matrices on the CPU, with results there."""
+    if request.param == "cuda":
+        device = request.getfixturevalue("gpu")
+        return (
+            lambda a, mode: householder.QR(*(x.cpu() for x in ops.qr(a.to(device), mode, backend="cuda"))),
+            lambda a: householder.Geqrf(*(x.cpu() for x in ops.geqrf(a.to(device), backend="cuda"))),
+        )
     if request.param == "emulated":
         return (
             lambda a, mode: householder.qr_of_reflectors(a, mode, emulated),
