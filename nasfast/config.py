@@ -87,7 +87,7 @@ class ConfigBase:
         except ConfigError:
             raise
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"{where.rstrip('.') or cls.__name__}: {error}") from error
+            raise ConfigError(f"{where.rstrip('.')}: {error}" if where else str(error)) from error
 
     def to_dict(self) -> dict[str, Any]:
         """The config as a nested dict of lists, dicts and scalars; `from_dict` makes an equal config of it."""
@@ -129,7 +129,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot read config file {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path} ({error.strerror}): give the path of a YAML file") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
     if _HEAD.startswith(text) or (text.startswith(_HEAD) and not text.endswith(f"\n{_END}")):
@@ -138,12 +138,19 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     try:
         loaded = _parse_yaml(text) or {}
     except yaml.YAMLError as error:
-        # PyYAML has its own name for a text
-        text = str(error).replace("<unicode string>", str(path))
-        raise ConfigError(f"{path} is not valid YAML: {text}") from error
+        raise ConfigError(f"{path} is not valid YAML{_yaml_problem(error)}: correct the line") from error
     if not isinstance(loaded, dict):
         raise ConfigError(f"{path}: expected a mapping at the top level, got {type(loaded).__name__}")
     return loaded
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    """Where a YAML text is wrong and why, as a part of a sentence."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None)  # the other of a forbidden character
+    return (f" at line {mark.line + 1}, column {mark.column + 1}" if mark else "") + (
+        f" ({problem})" if problem else ""
+    )
 
 
 def _parse_yaml(text: str) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nasfast.config import ConfigBase, ConfigError, Number, nearest, to_number
-from nasfast.runtime.image_files import is_hidden, read_image_list
+from nasfast.runtime.image_files import class_folders, read_image_list
 from nasfast.spaces import named_space
 
 CONFIG_FILE = "config.yaml"
@@ -119,7 +119,7 @@ class DataConfig(ConfigBase):
             raise ValueError(f"std must be positive and finite, got {self.std}: 1 leaves a channel unscaled")
 
     def check_paths(self) -> None:
-        """Refuse images that are not named or not there, and one folder for training and validation."""
+        """Refuse images that are not named, not there or without classes, and one folder for both sets."""
         if self.source != "folder":
             return
         if self.train is None:
@@ -134,6 +134,11 @@ class DataConfig(ConfigBase):
                 raise ConfigError(
                     f"{path} does not exist: give a folder with one sub-folder per class, or a list of images"
                 )
+            if Path(path).is_dir():
+                try:
+                    class_folders(Path(path))
+                except ValueError as error:
+                    raise ConfigError(str(error)) from error
 
     @property
     def classes(self) -> int | None:
@@ -143,9 +148,7 @@ class DataConfig(ConfigBase):
         path = Path(self.train or "")
         if self.train is None or not path.exists():
             return None
-        if path.is_file():
-            return len({label for _, label in read_image_list(path)})
-        return sum(entry.is_dir() and not is_hidden(entry.name) for entry in path.iterdir())
+        return len({label for _, label in read_image_list(path)} if path.is_file() else class_folders(path))
 
 
 @dataclass(frozen=True)
@@ -417,6 +420,10 @@ class ScoreConfig(ConfigBase):
         return f"{self.name}" if self.table is None else f"table {self.table}"
 
 
+LIMITS = ("max_macs", "max_params", "max_latency_ms")
+"""The settings of a search that are limits, besides those in `tables`."""
+
+
 @dataclass(frozen=True)
 class SearchConfig(ConfigBase):
     """How architectures are searched.
@@ -473,15 +480,26 @@ class SearchConfig(ConfigBase):
             )
         if not 0 <= self.mutation_prob <= 1:
             raise ValueError(f"mutation_prob must be in [0, 1], got {self.mutation_prob}")
-        maxima = {name: getattr(self, name) for name in ("max_macs", "max_params", "max_latency_ms")}
-        maxima |= {f"the limit of {file}": maximum for file, maximum in self.table_limits}
-        for name, value in maxima.items():
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{name} must be positive and finite (null for no limit), got {value!r}")
+        for name, value in self.limits.items():
+            if not 0 < value < math.inf:
+                which = name if name in LIMITS else f"the limit of {name}"
+                raise ValueError(f"{which} must be positive and finite (null for no limit), got {value!r}")
         if self.latency_table is None and self.max_latency_ms is not None:
             raise ValueError(
                 f"max_latency_ms={self.max_latency_ms:g} needs latency_table, a file that `nasfast latency` writes"
             )
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that are not null, by the name of their setting, or of `tables` by their file."""
+        plain = {name: getattr(self, name) for name in LIMITS}
+        return {name: value for name, value in [*plain.items(), *self.table_limits] if value is not None}
+
+    @property
+    def unlimited(self) -> SearchConfig:
+        """The same settings without any limit; its tables only say what an architecture costs."""
+        tables = tuple(file for file, _ in self.table_limits)
+        return self.replace(**dict.fromkeys(LIMITS), tables=tables)
 
     @property
     def table_limits(self) -> list[tuple[str, float | None]]:
@@ -632,7 +650,7 @@ class RunConfig(ConfigBase):
     """All settings of a run; the resolved form is saved as config.yaml in the run directory.
 
     Attributes:
-        out: run directory.
+        out: run directory, the folder that the command reads and writes.
         seed: seed of the weights, paths, data order, augmentation and search.
         device: `auto`, `cpu` or `cuda`.
         threads: number of CPU threads in every stage; 0 takes torch's choice. Bit-identical repeats need the same

@@ -12,7 +12,7 @@ import re
 import sys
 import textwrap
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,24 +23,30 @@ from nasfast import __version__, extensions
 from nasfast.config import ConfigError, Number, describe_type, flatten, load_yaml, merge, nearest, suggestion, to_number
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.runtime.imports import import_modules
-from nasfast.settings import CONFIG_FILE, RunConfig, TaskSettings
+from nasfast.settings import CONFIG_FILE, LIMITS, RunConfig, SearchConfig, TaskSettings
 
 register_type(Number, serializer=float, deserializer=to_number)
 jsonargparse.set_parsing_settings(add_print_completion_argument=True)
 
-_RECIPES = Path(__file__).parents[1] / "recipes"
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def config_file(name: str) -> Path:
+    """The file that `--config` names: its path, or the name of a recipe of this package."""
+    path, recipes = Path(name), {recipe.stem: recipe for recipe in RECIPES.glob("*.yaml")}
+    # a folder of photos may well be called photos
+    if not path.is_file() and name in recipes:
+        return recipes[name]
+    if not path.exists() and path.suffix == "":
+        raise ConfigError(f"--config {name!r} is neither a file nor a recipe; {nearest(name, list(recipes))}")
+    return path
 
 
 class _ConfigFile(jsonargparse.ActionConfigFile):
     """`--config`: a file, or the name of a recipe of this package."""
 
     def __call__(self, parser: Any, cfg: Any, values: Any, option_string: str | None = None) -> None:
-        path, recipes = Path(values), {recipe.stem: recipe for recipe in _RECIPES.glob("*.yaml")}
-        # a folder of photos may well be called photos
-        if not path.is_file() and values in recipes:
-            path = recipes[values]
-        elif not path.exists() and path.suffix == "":
-            raise ConfigError(f"--config {values!r} is neither a file nor a recipe; {nearest(values, list(recipes))}")
+        path = config_file(values)
         names = [flag.removeprefix("--") for flag in parser._option_string_actions]
         for name in flatten(load_yaml(path)):
             if name not in names:
@@ -52,6 +58,12 @@ class _ConfigFile(jsonargparse.ActionConfigFile):
 
 class _WrongFlags(Exception):
     """What a parser has against a command line."""
+
+
+def _default(action: argparse.Action) -> str:
+    """The default of a flag for its help, if it is a text or a number."""
+    plain = isinstance(action.default, (str, int, float)) and not isinstance(action.default, bool)
+    return f" Default: {action.default}" if plain and action.default != argparse.SUPPRESS else ""
 
 
 class _FullHelp(argparse._HelpAction):
@@ -80,7 +92,7 @@ class Parser(jsonargparse.ArgumentParser):
         if command not in STAGES:
             return super().format_help(*args, **kwargs)
         rows = [
-            [flag, " ".join((action.help or "").replace("%%", "%").split())]
+            [flag, " ".join((action.help or "").replace("%%", "%").split()) + _default(action)]
             for flag in _FIRST
             if (action := self._option_string_actions.get(flag)) is not None
         ]
@@ -96,7 +108,7 @@ class Parser(jsonargparse.ArgumentParser):
 
     def add_common(self) -> None:
         """Add the flags of every command."""
-        recipes = ", ".join(sorted(path.stem for path in _RECIPES.glob("*.yaml")))
+        recipes = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
         text = f"YAML file with any of the settings below, or a recipe ({recipes}); of files and flags, later ones win"
         self.add_argument("--config", action=_ConfigFile, metavar="FILE", help=text)
         text = "import this first: a module, or FILE.py, which has e.g. block kinds of your own; may be repeated"
@@ -122,8 +134,8 @@ def _refuse(root: Parser, argv: Sequence[str], message: str) -> NoReturn:
             message += _near(flag, parser._option_string_actions)
     if "--print_completion" in message:
         message += "; those of shells need shtab: pip install 'nasfast[completion]'"
-    if match := re.search(r'Parser key "([\w.]+)"', message):
-        message = _wrong_value(parser, argv, match[1]) or message
+    if match := re.search(r'Parser key "([\w.]+)"|argument --([\w.]+): expected one argument', message):
+        message = _wrong_value(parser, argv, match[1] or match[2]) or message
     text = " ".join(message.split())
     everything = "--help_all" if "--help_all" in parser._option_string_actions else "--help"
     print(f"{parser.prog}: {text}\nall flags: {parser.prog} {everything}", file=sys.stderr)
@@ -133,15 +145,16 @@ def _refuse(root: Parser, argv: Sequence[str], message: str) -> NoReturn:
 def _wrong_value(parser: Parser, argv: Sequence[str], key: str) -> str | None:
     """What a flag got and what it takes, in one sentence; None where it is not on the command line."""
     text = None
-    for word, after in zip(argv, [*argv[1:], ""], strict=True):
+    for word, after in zip(argv, [*argv[1:], "--"], strict=True):
         flag, sign, value = word.partition("=")
         if flag == f"--{key}":
-            text = value if sign else after
+            text = value if sign else "nothing" if after.startswith("--") else after
     hint = getattr(parser._option_string_actions.get(f"--{key}"), "_typehint", None)
     if text is None or hint is None:
         return None
     words = [word for option in (hint, *typing.get_args(hint)) for word in typing.get_args(option)]
-    return f"--{key} takes {describe_type(hint)}, got {text!r}{_near(text, [w for w in words if isinstance(w, str)])}"
+    near = _near(text, [word for word in words if isinstance(word, str)])
+    return f"--{key} takes {describe_type(hint)}, got {'nothing' if text == 'nothing' else repr(text)}{near}"
 
 
 def _near(word: str, valid: Iterable[str]) -> str:
@@ -172,6 +185,9 @@ _SHORT = {
     "--score": "--score.name",
     "--max_macs": "--search.max_macs",
     "--max_params": "--search.max_params",
+    "--max_latency_ms": "--search.max_latency_ms",
+    "--latency_table": "--search.latency_table",
+    "--tables": "--search.tables",
 }
 """Short flags of the commands in `STAGES`."""
 
@@ -191,6 +207,8 @@ def _search_flags(parser: Parser) -> None:
     short = ", ".join(f"{name} for {full}" for name, full in _SHORT.items())
     text = f"classes, where a score of the space alone begins a search without a run ({short})"
     parser.add_argument("--num_classes", type=int, metavar="N", help=text)
+    text = "keep the limits in config.yaml of --out beside those given here, which otherwise stand alone"
+    parser.add_argument("--add_limits", action="store_true", help=text)
     parser.add_class_arguments(RunConfig)
 
 
@@ -310,7 +328,7 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], Parser]:
     command = argv[0] if argv else ""
     root = _parser(command)
     if command in STAGES:
-        argv = [_SHORT.get(flag, flag) + sign + value for flag, sign, value in (word.partition("=") for word in argv)]
+        argv = long_flags(argv)
     # defaults are only for the eye: a stage that continues a run takes the saved settings in their place
     prints = any(word.startswith("--print_config") for word in argv)
     try:
@@ -324,6 +342,11 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], Parser]:
     import_modules(values.pop("import", None) or ())
     values.pop("config", None)
     return " ".join(path), values, leaf
+
+
+def long_flags(argv: Sequence[str]) -> list[str]:
+    """The words of a command of `STAGES` with its short flags written out."""
+    return [_SHORT.get(flag, flag) + sign + value for flag, sign, value in (word.partition("=") for word in argv)]
 
 
 @functools.cache  # a tenth of a second, where one process runs several commands
@@ -358,10 +381,11 @@ def run_config(command: str, values: dict[str, Any]) -> tuple[RunConfig, dict[st
     """The resolved settings of a stage, and the values of its other flags.
 
     Settings come from RunConfig, then from the run directory's config.yaml if the command continues a run, then from
-    `values`.
+    `values`. A search with limits of its own has none of config.yaml unless `add_limits` is given.
     """
     names = {field.name for field in dataclasses.fields(RunConfig)}
     options = {name: value for name, value in values.items() if name not in names}
+    adds_limits = options.pop("add_limits", False)
     path = Path(values.get("out", RunConfig.out)) / CONFIG_FILE
     saved: dict[str, Any] = {}
     if (options.get("resume") or command not in ("run", "supernet")) and path.exists():
@@ -370,10 +394,18 @@ def run_config(command: str, values: dict[str, Any]) -> tuple[RunConfig, dict[st
         if score not in (None, before.get("name")):  # what was resolved for the score of the run is not for this one
             saved["score"] = {**before, "distill": None, "structure": None}
     try:
+        if command == "search" and not adds_limits and _has_limits(values.get("search", {})):
+            saved["search"] = SearchConfig.from_dict(saved.get("search", {})).unlimited.to_dict()
         cfg = RunConfig.from_dict(merge(saved, {name: value for name, value in values.items() if name in names}))
     except ConfigError as error:
         raise ConfigError(f"{error} (with {path})" if saved else str(error)) from error
     return cfg.resolved(), options
+
+
+def _has_limits(search: Mapping[str, Any]) -> bool:
+    """Whether settings of a search, as a command line gives them, have a limit."""
+    tables = search.get("tables") or ()
+    return any(search.get(name) is not None for name in LIMITS) or any("<=" in str(table) for table in tables)
 
 
 def take_tasks(values: dict[str, Any]) -> TaskSettings:

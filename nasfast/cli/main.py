@@ -76,7 +76,7 @@ def _run(argv: list[str]) -> int:
             # jsonargparse takes half a second, and torch seconds, for which help must not wait
             name, values, parser = importlib.import_module("nasfast.cli.flags").parse(argv)
             dry_run = bool(values.get("dry_run"))
-            importlib.import_module("nasfast.cli.start").execute(name, values, parser)
+            importlib.import_module("nasfast.cli.start").execute(name, values, parser, argv)
     except Terminated as stopped:
         _say_stopped(command, stopped.reason, stopped.saved, dry_run=dry_run)
         return stopped.code

@@ -87,7 +87,7 @@ def _read_predictor(args: argparse.Namespace) -> tuple[IndicatorTable | dict[Arc
         return table, table.space
     try:
         table = IndicatorTable.load(args.predictor)
-    except TableError:
+    except (TableError, OSError):  # the error about scores says both forms of such a file
         space = named_space(args.space)
         return read_scores(args.predictor, space), space
     return table, table.space

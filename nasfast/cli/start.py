@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from nasfast import extensions
 from nasfast.cli.flags import STAGES, FlagError, Parser, run_config, take_tasks, with_defaults
+from nasfast.cli.limits import limits_line, refuse_limits
 from nasfast.indicators.rank import MIN_RESAMPLES
 from nasfast.indicators.registry import check_score_name
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
@@ -20,14 +22,19 @@ from nasfast.search.limits import Limits
 from nasfast.settings import SPACE_FILE, RunConfig, TaskSettings
 from nasfast.spaces import get_space, named_space
 
+_LOG = logging.getLogger(__name__)
 
-def execute(command: str, values: dict[str, Any], parser: Parser) -> None:
-    """Carry out one command with what `nasfast.cli.flags.parse` gave; the caller shows its errors."""
+
+def execute(command: str, values: dict[str, Any], parser: Parser, argv: Sequence[str]) -> None:
+    """Carry out one command with what `nasfast.cli.flags.parse` gave for `argv`; the caller shows its errors."""
     if command in STAGES:
         tasks, seeds = take_tasks(values), values.get("seeds", 1)
         check_one_process(tasks.executor_settings if seeds == 1 else tasks, environment_size())
         cfg, options = run_config(command, values)
+        refuse_limits(cfg, argv)
         _check_run(command, cfg, options)
+        if command in ("run", "search"):
+            _LOG.info("%s", limits_line(cfg, argv))
         _load(command)(cfg, tasks, **options)
     elif command in extensions.COMMANDS or " " in command:
         extensions.load(extensions.COMMAND_RUN)(command, values)

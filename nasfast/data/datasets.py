@@ -14,12 +14,10 @@ import numpy as np
 import torch
 from PIL import Image
 
-from nasfast.runtime.image_files import is_hidden, read_image_list
+from nasfast.runtime.image_files import IMAGE_ENDINGS, class_folders, is_hidden, read_image_list
 from nasfast.runtime.once import log_once
 
 _LOG = logging.getLogger(__name__)
-
-_EXTENSIONS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".gif", ".tif", ".tiff"))
 
 _SIXTEEN_BIT_FORMATS = ("PNG", "PPM")
 """Formats whose mode `I` means 16-bit grey; in other formats it may hold any 32-bit value."""
@@ -127,18 +125,15 @@ class FolderSource(_FileSource):
         self.root = Path(root)
         if not self.root.is_dir():
             raise DataError(f"image folder {self.root} does not exist: give a folder with one sub-folder per class")
-        names = sorted(entry.name for entry in self.root.iterdir() if entry.is_dir() and not is_hidden(entry.name))
-        if not names:
-            raise DataError(f"image folder {self.root} has no class sub-folder: expected {self.root}/CLASS/IMAGE.jpg")
+        try:
+            names = class_folders(self.root)
+        except ValueError as error:
+            raise DataError(str(error)) from error
         if classes is not None and list(classes) != names:
             missing, extra = sorted(set(classes) - set(names)), sorted(set(names) - set(classes))
             raise DataError(
                 f"classes of {self.root} differ from the training folder's: missing {missing}, extra {extra}; both "
                 "need the same sub-folders, one per class"
-            )
-        if len(names) == 1:
-            raise DataError(
-                f"image folder {self.root} has one class only ({names[0]!r}): a classifier needs two or more"
             )
         self.classes = tuple(names)
         self.not_images: list[str] = []
@@ -148,8 +143,10 @@ class FolderSource(_FileSource):
         self.labels = np.array([label for _, label in images], dtype=np.int64)
         counts = np.bincount(self.labels, minlength=len(names))
         if empty := [name for name, count in zip(names, counts, strict=True) if not count]:
-            extensions = ", ".join(sorted(_EXTENSIONS))
-            raise DataError(f"class folder {self.root / empty[0]} holds no image ({extensions})")
+            raise DataError(
+                f"{self.root / empty[0]} has no image ({', '.join(sorted(IMAGE_ENDINGS))}): delete the folder, "
+                "or put the images of the class into it"
+            )
         if self.not_images:
             skipped = f"skipped {len(self.not_images)} files that are not images"
             log_once(_LOG, logging.WARNING, f"{self.root}: {skipped}: {', '.join(self.not_images[:5])}")
@@ -174,7 +171,7 @@ class FolderSource(_FileSource):
         name = os.path.basename(path)
         if is_hidden(name):
             return False
-        image = os.path.splitext(name)[1].lower() in _EXTENSIONS
+        image = os.path.splitext(name)[1].lower() in IMAGE_ENDINGS
         if not image:
             self.not_images.append(path)
         return image

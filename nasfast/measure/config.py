@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -95,11 +96,11 @@ class LatencyConfig(ConfigBase):
 
     def _check_values(self) -> None:
         check_common(self.threads, self.seed, batch=self.batch, rounds=self.rounds)
-        if self.device == "auto":
-            raise ValueError("device must be cpu, cuda, cuda:N or onnx, because a table is of one device; got 'auto'")
-        if self.device != "onnx":
-            check_device(self.device)
-        elif self.compiled or self.dtype == "bf16":
+        if not re.fullmatch(r"cpu|cuda(:\d+)?|onnx", self.device):
+            raise ValueError(
+                f"device must be cpu, cuda, cuda:N or onnx, because a table is of one device; got {self.device!r}"
+            )
+        if self.device == "onnx" and (self.compiled or self.dtype == "bf16"):
             raise ValueError("device='onnx' runs fp32 files of onnxruntime: leave out compiled and dtype")
         if self.calibrate != 0 and self.calibrate < 4:
             raise ValueError(f"calibrate must be 0 or at least 4, because two numbers are fitted, got {self.calibrate}")

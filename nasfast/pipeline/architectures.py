@@ -42,7 +42,9 @@ def choose_architectures(
     if len(best) < run.cfg.retrain.top_k:
         path = run.dir / ARCHS_FILE
         _LOG.warning("retrain.top_k=%d, but %s has %d architectures", run.cfg.retrain.top_k, path, len(best))
-    return space, best | random_peers(run, Inputs.of(run.cfg, space), result.candidates[0].arch)
+    # a later search than that of config.yaml may have had other limits
+    cfg = run.cfg if result.settings is None else run.cfg.replace(search=result.settings)
+    return space, best | random_peers(run, Inputs.of(cfg, space), result.candidates[0].arch)
 
 
 def random_peers(run: Run, inputs: Inputs, arch: Arch) -> dict[str, Arch]:

@@ -216,9 +216,16 @@ class Run:
 
         use_threads(self.cfg.threads)
 
-    def save_config(self) -> None:
-        """Write the settings to config.yaml; a stage does so once it has used them, because they may be new."""
-        write_atomic(self.dir / CONFIG_FILE, self.cfg.to_yaml().encode())
+    def save_config(self, *, search: bool = True) -> None:
+        """Write the settings to config.yaml; a stage does so once it has used them, because they may be new.
+
+        Without `search`, those of the search that are there stay: they are the run's own, and archs.json has those of a
+        later search.
+        """
+        cfg, path = self.cfg, self.dir / CONFIG_FILE
+        if not search and path.exists():
+            cfg = cfg.replace(search=RunConfig.load(path).search)
+        write_atomic(path, cfg.to_yaml().encode())
 
     def save_space(self, space: SearchSpace) -> None:
         """Write the space to space.yaml."""

@@ -53,7 +53,7 @@ def score_untrained(run: Run, *, num_classes: int | None = None) -> IndicatorTab
     table = untrained_table(settings.label, space, structure=settings.structure or 0.0, seed=run.cfg.seed, meta=meta)
     run.save_space(space)
     table.save(file)
-    run.save_config()
+    run.save_config(search=False)
     log_stage("score", started, f"{run.label}, nothing was trained")
     return table
 
@@ -115,7 +115,7 @@ def search(run: Run) -> list[Candidate]:
         settings=settings,
         scored_with=None if run.gives_table else run.score_settings,
     )
-    run.save_config()
+    run.save_config(search=False)
     proof = "highest score proven" if candidates[0].optimal else candidates[0].status
     log_stage("search", started, f"{space.cardinality:,.0f} architectures, {proof}")
     return candidates

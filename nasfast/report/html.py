@@ -39,7 +39,7 @@ from nasfast.report.page import (
     percent,
     write_figure,
 )
-from nasfast.report.run_files import NotRun, RunFiles, format_limits, section_body
+from nasfast.report.run_files import NotRun, RunFiles, format_limits, limits_origin, section_body
 from nasfast.runtime.files import write_atomic
 from nasfast.search import pareto_front, sample_under
 from nasfast.search.candidate import ARCHS_FILE
@@ -134,7 +134,7 @@ def _summary(run: RunFiles) -> str:
     sentences = [
         f"Space {escape(space.name)}: {space.cardinality:.3g} architectures, {len(space)} layers, "
         f"{space.resolution} x {space.resolution} input, {space.num_classes} classes.",
-        f"Limits: {escape(format_limits(result))}.",
+        f"Limits: {escape(format_limits(result))}{escape(f' ({origin})' if (origin := limits_origin(run)) else '')}.",
         *(f"{escape(t.quantity.capitalize())}: {escape(t.about)}." for t in result.tables if t.about),
         f"Best architecture: {escape(space.words(best.arch))} (<code>{escape(format_arch(best.arch))}</code>)",
     ]

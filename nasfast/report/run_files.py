@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nasfast.config import ConfigError, load_yaml
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable
 from nasfast.report.page import escape, millions
 from nasfast.runtime.files import read_metrics
 from nasfast.search import SearchResult, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
-from nasfast.settings import SPACE_FILE
+from nasfast.settings import CONFIG_FILE, LIMITS, SPACE_FILE, SearchConfig
 from nasfast.spaces import SearchSpace, get_space
 
 
@@ -93,6 +96,22 @@ def format_limits(result: SearchResult) -> str:
     limits = [f"{millions(v)} {u}" for v, u in ((result.max_macs, "MACs"), (result.max_params, "parameters")) if v]
     limits += [f"{t.maximum:g} {t.unit} of {t.quantity}" for t in result.tables if t.maximum is not None]
     return " and ".join(limits) or "none"
+
+
+def limits_origin(run: RunFiles) -> str:
+    """Where the limits of a search come from, and the command that searches without them; empty where it has none."""
+    if run.result.settings is None or not (limits := run.result.settings.limits):
+        return ""
+    own: dict[str, float] = {}
+    with contextlib.suppress(ConfigError):
+        own = SearchConfig.from_dict(load_yaml(run.folder / CONFIG_FILE).get("search", {})).limits
+    origins = [
+        f"{name} from {CONFIG_FILE if own.get(name) == value else 'the command line of the search'}"
+        for name, value in limits.items()
+    ]
+    flags = [word for name in limits for word in ((f"--{name}", "null") if name in LIMITS else ("--tables", "[]"))]
+    command = shlex.join(["nasfast", "search", "--out", str(run.folder), *flags])
+    return f"{', '.join(origins)}; `{command}` searches without"
 
 
 def section_body(write: Callable[[], str]) -> str:

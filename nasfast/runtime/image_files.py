@@ -16,9 +16,38 @@ _LINE = re.compile(r"(.*[^ \t])[ \t]+([^ \t]+)")
 """An image and its label. Only spaces and tabs separate them, because names may contain other white space."""
 
 
+IMAGE_ENDINGS = frozenset((".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".pgm", ".gif", ".tif", ".tiff"))
+"""Endings of the files that count as images, in small letters."""
+
+_SPLITS = {"train", "training", "val", "valid", "validation", "test"}
+
+
 def is_hidden(name: str) -> bool:
     """Whether a file or folder of this name is one that users do not see as theirs."""
     return name.startswith(".") or name in _OF_SYSTEMS
+
+
+def class_folders(root: Path) -> list[str]:
+    """The names of the classes in a folder of images `root/CLASS/IMAGE`, sorted.
+
+    Raises:
+        ValueError: there are fewer than two, or they are the folders of training and validation; the text says what the
+            folder should look like.
+    """
+    entries = [entry for entry in root.iterdir() if not is_hidden(entry.name)]
+    names = sorted(entry.name for entry in entries if entry.is_dir())
+    form = f"{root}/CLASS/IMAGE.jpg"
+    if not names:
+        flat = sum(entry.suffix.lower() in IMAGE_ENDINGS for entry in entries)
+        has = f"has {flat:,} {'image' if flat == 1 else 'images'} and" if flat else "has"
+        raise ValueError(f"{root} {has} no class folder: put each image into a folder named like its class, {form}")
+    if set(names) <= _SPLITS:
+        raise ValueError(
+            f"{root} has the folders {', '.join(names)}, which are no classes: give one of them, {root / names[0]}"
+        )
+    if len(names) == 1:
+        raise ValueError(f"{root} has one class only ({names[0]!r}): a classifier needs two or more, as {form}")
+    return names
 
 
 def read_image_list(path: str | Path) -> list[tuple[str, str]]:

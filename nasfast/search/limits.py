@@ -9,13 +9,10 @@ from typing import Literal
 
 from nasfast.config import ConfigError
 from nasfast.search.milp import ChoiceProgram
-from nasfast.settings import SearchConfig
+from nasfast.settings import LIMITS, SearchConfig
 from nasfast.spaces import Arch, Cost, CostTable, LayerSpace, read_cost_table
 
 CostName = Literal["macs", "params"]
-
-_SETTINGS = ("max_macs", "max_params", "max_latency_ms")
-"""Names of limits that are settings of a search; the others stand in `search.tables`."""
 
 
 class InfeasibleConstraintError(ValueError):
@@ -163,7 +160,7 @@ class Limits:
             least, _ = costs.range
             if least > maximum + costs.fixed:
                 ends = " to ".join(map(costs.text, sorted(set(costs.range))))
-                which = name if name in _SETTINGS else "its limit in search.tables"
+                which = name if name in LIMITS else "its limit in search.tables"
                 raise InfeasibleConstraintError(
                     f"{name}={maxima[name]:,.10g} cannot be met: the architectures of space {space.name!r} at "
                     f"{space.resolution} x {space.resolution} pixels have {ends}; raise {which} to at least "

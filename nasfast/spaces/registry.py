@@ -5,6 +5,7 @@ A new space of layers is a function here and a line in `BUILDERS`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from itertools import product
@@ -232,6 +233,10 @@ def named_space(name: str, **changes: Any) -> ArchSpace:
         ConfigError: neither a built-in name (the nearest is named) nor a readable YAML file.
     """
     if name.endswith((".yaml", ".yml", ".json")) or Path(name).is_file():
+        if not Path(name).exists():
+            raise ConfigError(
+                f"there is no file {name}: give the path of a space, or a name (`nasfast spaces` lists them)"
+            )
         return read_space(name).replace(**changes)
     if name not in BUILDERS:
         raise ConfigError(f"unknown space {name!r}: neither a YAML file nor built in; {nearest(name, BUILDERS)}")
@@ -244,8 +249,8 @@ def get_space(
     """The layer-wise space of a built-in name or of a YAML file; None keeps the space's own value.
 
     Raises:
-        ConfigError: neither a built-in name (the nearest is named) nor a readable YAML file, a space of cells, or a
-            variant of a space that has none.
+        ConfigError: neither a built-in name (the nearest is named) nor a readable YAML file, a space of cells, a
+            variant of a space that has none, or a resolution at which a layer would have less than one pixel.
     """
     changes = {"num_classes": num_classes, "resolution": resolution, "variant": variant}
     if variant is not None and name != "mobilenet_v2":
@@ -260,5 +265,11 @@ def get_space(
         raise ConfigError(
             f"space {name!r} is a space of cells, and this needs a layer-wise one: {', '.join(layerwise)}, or a YAML "
             "file with `stages`"
+        )
+    least = math.prod(layer.stride for layer in (*space.stem_layers, *space.layers, *space.head_layers))
+    if resolution is not None and resolution < least:
+        raise ConfigError(
+            f"images of {resolution} x {resolution} pixels are too small for space {space.name!r}, whose layers divide "
+            f"their side by {least}: give a resolution of at least {least}"
         )
     return space

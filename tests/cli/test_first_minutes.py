@@ -71,6 +71,9 @@ QUICK = [
     ("run --out /proc/x --data.source digits --space digits_macro", 1, "cannot create run directory /proc/x"),
     ("run --data.train nowhere", 1, "nowhere does not exist"),
     ("run --space mobilenet_v2 --max_macs 300M --data.train images", 1, "have 459,"),
+    ("run --data.train images/a", 1, "images/a has no class folder: put each image into a folder named like its class"),
+    ("run --data.train . --data.val images", 1, ". has one class only ('images')"),
+    ("run --data.train images --data.val images/b", 1, "images/b has no class folder"),
     ("export --out nowhere", 1, "nowhere is no directory"),
     ("report nowhere", 1, "nowhere is no directory"),
     ("rank --out .", 2, "give either --table FILE or --train N"),
@@ -172,6 +175,47 @@ def test_a_wrong_value_of_a_setting_of_any_type_is_one_sentence(capsys):
         assert said[0].startswith(f"nasfast run: {flag} takes ") and said[0].endswith(", got '0,7x'"), said
         assert "<class" not in said[0] and "Union" not in said[0], said
         assert said[1] == "all flags: nasfast run --help_all"
+
+
+MISTAKES = [
+    ("run --max_macs -5M", "--search.max_macs takes a number, such as 0.5, 475e6 or 2.4M (or null), got '-5M'"),
+    ("run --out", "--out takes a text, got nothing"),
+    ("run --seed --out x", "--seed takes a whole number, got nothing"),
+    ("run --max_macs -5 --data.source digits", "search: max_macs must be positive and finite (null for no limit), got"),
+    (
+        "run --data.source digits --space.resolution 7",
+        "images of 7 x 7 pixels are too small for space 'mobilenet_v2', whose layers divide their side by 32: give a "
+        "resolution of at least 32",
+    ),
+    ("run --data.source digits --space no.yaml", "there is no file no.yaml: give the path of a space, or a name"),
+    (
+        "run --config broken.yaml",
+        "broken.yaml is not valid YAML at line 2, column 7 (expected ',' or '}', but got",
+    ),
+    ("run --config no.yaml", "cannot read no.yaml (No such file or directory): give the path of a YAML file"),
+    ("rank --predictor few.csv --table no.json", "cannot read few.csv (No such file or directory): give JSON such as"),
+    ("latency --device onxx", "device must be cpu, cuda, cuda:N or onnx, because a table is of one device; got 'onxx'"),
+    ("run --device onxx --data.source digits", "nasfast run: device must be auto, cpu, cuda or cuda:N, got 'onxx'"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES, ids=[words for words, _ in MISTAKES])
+def test_a_mistake_is_one_sentence_with_its_remedy(words, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.yaml").write_text("train: {epochs: 3\nsearch: max_macs: 3\n")
+    try:
+        code = main(words.split())
+    except SystemExit as ended:
+        code = ended.code
+    said = capsys.readouterr().err.splitlines()
+    assert code and message in said[0]
+    assert len(said) == code  # wrong flags, status 2, have the command that lists all flags besides
+
+
+def test_help_names_the_folder_of_a_run(capsys):
+    with pytest.raises(SystemExit):
+        parse(["run", "--help"])
+    assert "the folder that the command reads and writes. Default: runs/nasfast" in capsys.readouterr().out
 
 
 def test_help_has_two_tiers(capsys):

@@ -99,11 +99,13 @@ def test_pixels_without_a_fixed_range_are_unreadable(tmp_path, mode):
     ("counts", "message"),
     [
         (None, "does not exist: give a folder with one sub-folder per class"),
-        ({}, "has no class sub-folder"),
-        ({"only": 3}, r"has one class only \('only'\)"),
-        ({"a": 2, "b": 0}, "class folder .*b holds no image"),
+        ({}, "has no class folder: put each image into a folder named like its class, .*images/CLASS/IMAGE.jpg"),
+        ({"": 3}, "has 3 images and no class folder: put each"),
+        ({"only": 3}, r"has one class only \('only'\): a classifier needs two or more, as .*images/CLASS/IMAGE.jpg"),
+        ({"train": 1, "val": 1}, "has the folders train, val, which are no classes: give one of them, .*images/train"),
+        ({"a": 2, "b": 0}, "images/b has no image .*: delete the folder, or put the images of the class into it"),
     ],
-    ids=["missing", "empty", "one class", "empty class"],
+    ids=["missing", "empty", "flat", "one class", "splits", "empty class"],
 )
 def test_folders_that_cannot_be_used(tmp_path, counts, message):
     root = tmp_path / "images"

@@ -78,8 +78,8 @@ def test_names_of_another_cell_are_refused():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is not JSON"),
-        ("{}", "expected a mapping.*got an empty one"),
+        ("{", "is not JSON .*: give JSON such as .*, or CSV with a header such as arch,accuracy"),
+        ("{}", "has no entry, not accuracies of architectures: give JSON such as"),
         (
             table({"0000001": 1.0, "00000019": 2.0}),
             "2 of 12 architectures are not of space 'nas_bench_macro'; the first, entry '0000001'.*8 values, got 7",
@@ -109,8 +109,8 @@ def test_what_a_json_file_lacks_is_named(tmp_path, content, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("arch\n00000011\n", "expected a header"),
-        ("arch,accuracy\n", "no lines after the header"),
+        ("arch\n00000011\n", "has the header 'arch': begin it with one such as arch,accuracy"),
+        ("arch,accuracy\n", "has only its header"),
         ("arch,accuracy\n00000011\n", r"line 2: expected 2 values \(arch,accuracy\)"),
         ("arch,accuracy\n00000011,high\n", "number or a list of numbers, got 'high'"),
     ],
