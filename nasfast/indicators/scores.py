@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from nasfast import extensions
@@ -45,7 +46,13 @@ def default_score(space: ArchSpace) -> str:
 
 
 def score_table(
-    name: str, evidence: Evidence, *, structure: float = 0.0, meta: dict[str, Any] | None = None
+    name: str,
+    evidence: Evidence,
+    *,
+    structure: float = 0.0,
+    meta: dict[str, Any] | None = None,
+    known: Mapping[Arch, float] = MappingProxyType({}),
+    keep: Callable[[Arch, float], None] = lambda arch, value: None,
 ) -> IndicatorTable:
     """The table of a score: its own if it is additive, otherwise the table distilled from the scores of sampled paths.
 
@@ -55,6 +62,8 @@ def score_table(
         structure: weight of the baseline `sqrt_size`, which is added to the score; both are divided by their standard
             deviations over the space (`z_sum`). 0 adds nothing and leaves the score in its own unit.
         meta: what the table says about its origin, besides the score's name and the quality of the fit (`distill`).
+        known: scores of paths that are not computed again.
+        keep: is called with each path and its score, once it is computed.
 
     Raises:
         ScoreError: the score is unknown or not finite, or the supernet cannot have it.
@@ -67,7 +76,7 @@ def score_table(
         table = score.function(evidence)
         table = replace(table, meta={**meta, **table.meta})
     else:
-        scores = _score_each(score, evidence, dict.fromkeys(evidence.sample()))
+        scores = _score_each(score, evidence, dict.fromkeys(evidence.sample()), known, keep)
         table = distill(space, scores, evidence.values, meta=meta)
     return with_structure(table, structure)
 
@@ -113,14 +122,22 @@ def score_paths(name: str, evidence: Evidence, archs: Iterable[Arch]) -> dict[Ar
     return scores
 
 
-def _score_each(score: Score, evidence: Evidence, archs: Collection[Arch]) -> dict[Arch, float]:
-    """The score of each path, with signs of life."""
-    scores = {}
+def _score_each(
+    score: Score,
+    evidence: Evidence,
+    archs: Collection[Arch],
+    known: Mapping[Arch, float] = MappingProxyType({}),
+    keep: Callable[[Arch, float], None] = lambda arch, value: None,
+) -> dict[Arch, float]:
+    """The score of each path, with signs of life; see `score_table`."""
+    scores = {arch: known[arch] for arch in archs if arch in known}
     with Progress("score", len(archs)) as progress:
-        for done, arch in enumerate(archs, 1):
-            scores[arch] = score.function(evidence, arch)
-            progress.update(done)
-    return scores
+        for arch in archs:
+            if arch not in scores:
+                scores[arch] = score.function(evidence, arch)
+                keep(arch, scores[arch])
+            progress.update(len(scores))
+    return {arch: scores[arch] for arch in archs}
 
 
 def parse_sum(name: str) -> list[tuple[float, str]]:

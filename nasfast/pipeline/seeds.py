@@ -195,8 +195,9 @@ def seed_task(run: Run, number: int) -> Task:
 def score_seed(folder: Path, *, config: Mapping[str, Any], **machine: Any) -> dict[str, Any]:
     """The function of `seed_task`; the result names the best architectures."""
     with Run.open(join_settings(config, folder, machine), begins=True) as run:
-        supernet(run, resume=(folder / "checkpoints").exists())
-        score(run)
+        resume = (folder / "checkpoints").exists()
+        supernet(run, resume=resume)
+        score(run, resume=resume)
         return {"top": [list(candidate.arch) for candidate in search(run)]}
 
 

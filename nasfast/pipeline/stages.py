@@ -20,17 +20,21 @@ from nasfast.display import Tabular
 from nasfast.indicators.scores import score_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.measure.doctor import environment
+from nasfast.pipeline.finished import read_finished, save_finished
 from nasfast.pipeline.inputs import check_scoring, image_loaders, load_evidence, open_inputs
 from nasfast.pipeline.networks import retrain_best
+from nasfast.pipeline.path_scores import open_path_scores
 from nasfast.pipeline.run import Run, log_stage, read_inputs, read_layers
 from nasfast.pipeline.searching import search
 from nasfast.report.findings import at_chance, training_top1
 from nasfast.retrain import RetrainResult
+from nasfast.retrain.retrain import RESULT_FILE
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import CheckpointError, read_metrics, write_atomic
 from nasfast.runtime.progress import Callback, calling
 from nasfast.runtime.termination import Terminated
-from nasfast.search import Candidate
+from nasfast.search import Candidate, load_candidates
+from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings import SPACE_FILE, RunConfig, TaskSettings
 from nasfast.spaces import SearchSpace, format_arch, read_cost_table
 from nasfast.train.checkpoint import CheckpointFolder
@@ -99,11 +103,16 @@ def every_stage(run: Run, *, resume: bool = False) -> RunResult:
     from nasfast.report import write_report  # imports matplotlib, which no other stage needs
 
     stage, candidates = "supernet", []
+    # ranks that begin together look at the files of every stage
+    if resume and run.world.size == 1 and (names := read_finished(run)) is not None:
+        _LOG.info("%s has ended, and its files are as it left them: nothing is left to do", run.dir)
+        trained = {name: RetrainResult.load(run.dir / "retrain" / name / RESULT_FILE) for name in names}
+        return RunResult(list(load_candidates(run.dir / ARCHS_FILE).candidates), trained, run.dir / "report.html")
     try:
         supernet(run, resume=resume)
         if run.world.is_main:
             stage = "score"
-            score(run)
+            score(run, resume=resume)
             stage = "search"
             candidates = search(run)
         stage = "retrain"
@@ -113,7 +122,11 @@ def every_stage(run: Run, *, resume: bool = False) -> RunResult:
         raise
     except KeyboardInterrupt as stopped:
         raise KeyboardInterrupt(f"in the stage `{stage}`") from stopped
-    return RunResult(candidates, retrained, write_report(run.dir) if run.world.is_main else None)
+    if not run.world.is_main:
+        return RunResult(candidates, retrained, None)
+    report = write_report(run.dir)
+    save_finished(run, retrained)
+    return RunResult(candidates, retrained, report)
 
 
 def supernet(run: Run, *, resume: bool = False) -> Path:
@@ -196,10 +209,12 @@ def _describe_accuracy(run: Run, space: SearchSpace) -> str:
     return f", top-1 {top1:.1%} of paths"
 
 
-def score(run: Run) -> IndicatorTable | None:
+def score(run: Run, *, resume: bool = False) -> IndicatorTable | None:
     """Write indicators.json, and return its table.
 
-    It is None for scores of whole paths that are not distilled, because the search computes those.
+    It is None for scores of whole paths that are not distilled, because the search computes those. Scores of paths are
+    kept in path_scores.jsonl while nothing changes that they depend on, so one that was stopped continues. With
+    `resume`, so does one that had ended, which is scored again otherwise.
 
     Raises:
         FileNotFoundError, CheckpointError: see `load_supernet`.
@@ -219,7 +234,13 @@ def score(run: Run) -> IndicatorTable | None:
     else:
         evidence, checkpoint = load_evidence(run, inputs.space)
         meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"], **meta}
-        table = score_table(settings.label, evidence, structure=settings.structure or 0.0, meta=meta)
+        keeping: dict[str, Any] = {}
+        if not run.score.additive:
+            record = open_path_scores(run, evidence, checkpoint, resume=resume)
+            keeping = {"known": dict(record.scores), "keep": record.add}
+            if record.scores:
+                _LOG.info("%s: %d paths are scored already, and kept", record.path, len(record.scores))
+        table = score_table(settings.label, evidence, structure=settings.structure or 0.0, meta=meta, **keeping)
     table.save(run.dir / TABLE_FILE)
     run.save_config()
     log_stage("score", started, run.label)

@@ -1,0 +1,47 @@
+"""A run that has ended: finished.json has digests of its files, by which `--resume` sees that nothing is left to do."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+from nasfast.indicators.table import TABLE_FILE
+from nasfast.pipeline.run import Run, resolved
+from nasfast.retrain.retrain import RESULT_FILE
+from nasfast.runtime.files import seal, unseal, write_atomic
+from nasfast.search.candidate import ARCHS_FILE
+from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig
+
+_FILE = "finished.json"
+
+
+def save_finished(run: Run, networks: Iterable[str]) -> None:
+    """Write that a run has ended, with the names of its retrained networks."""
+    record = {"networks": list(networks), "files": _digests(run.dir)}
+    write_atomic(run.dir / _FILE, seal(record).encode())
+
+
+def read_finished(run: Run) -> list[str] | None:
+    """The names of the networks of a run that has ended; None if it has not, or if settings or files differ now."""
+    try:
+        record = unseal((run.dir / _FILE).read_text(encoding="utf-8"))
+        same = resolved(RunConfig.load(run.dir / CONFIG_FILE).replace(out=run.cfg.out)) == run.cfg
+        return record["networks"] if same and record["files"] == _digests(run.dir) else None
+    except (OSError, ValueError, LookupError):
+        return None
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """The digest of each file that the stages wrote, by its name."""
+    names = [CONFIG_FILE, SPACE_FILE, TABLE_FILE, ARCHS_FILE, "report.html"]
+    paths = [
+        *(folder / name for name in names),
+        *folder.glob("checkpoints/*"),
+        *folder.glob(f"retrain/*/{RESULT_FILE}"),
+    ]
+    digests = {}
+    for path in sorted(path for path in paths if path.is_file()):
+        with open(path, "rb") as file:
+            digests[str(path.relative_to(folder))] = hashlib.file_digest(file, "blake2b").hexdigest()
+    return digests
