@@ -25,7 +25,7 @@ from nasfast.pipeline.exporting import export
 from nasfast.pipeline.networks import retrain_best
 from nasfast.pipeline.run import Run, read_layers
 from nasfast.pipeline.stages import every_stage, score, supernet
-from nasfast.report.findings import Top1, compare, is_peer, other_seeds, trainings
+from nasfast.report.findings import Top1, advise, compare, is_peer, other_seeds, trainings
 from nasfast.retrain import RetrainResult
 from nasfast.runtime.distributed import start
 from nasfast.runtime.files import write_atomic
@@ -52,10 +52,11 @@ def _show_retrained(run: Run, results: dict[str, RetrainResult]) -> None:
         best = results["best"]
         top1 = Top1.of(trainings("best", records))
         print(f"best: top-1 {top1.mean:.1%} ({top1.spread} {top1.low:.1%} to {top1.high:.1%}, {best.images:,} images)")
-        print(f"  {read_layers(run).words(best.arch)}")
+        space = read_layers(run)
+        print(f"  {space.words(best.arch)}")
         if (comparison := compare(records["best"], peers, repeats["best"])) is not None:
             print(comparison.headline)
-            print(f"next: {comparison.next_step(run.cfg.out)}")
+            print(f"next: {advise(comparison, records, run.cfg.out, space.num_classes)}")
     print(f"written: {run.dir / 'retrain'}")
 
 

@@ -88,7 +88,7 @@ class Parser(jsonargparse.ArgumentParser):
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Of commands with all settings, a few flags and an example."""
-        command = self.prog.rpartition(" ")[2]
+        command = self.prog.removeprefix("nasfast ")  # `nasi search` is another one than `search`
         if command not in STAGES:
             return super().format_help(*args, **kwargs)
         rows = [

@@ -30,7 +30,9 @@ _TWO_SIDED = 0.975
 _NOISE = 0.4
 # A training accuracy at most this much above chance shows no learning: with 10 classes, the accuracy over 1000 images
 # scatters by 0.01.
-_CHANCE_MARGIN = 0.02
+_CHANCE_MARGIN, _LARGEST_MARGIN = 0.02, 0.05
+# As many times the trainings are advised at most: more would cost more than a network is worth.
+_MOST_TIMES = 20
 
 Value = TypeVar("Value")
 
@@ -68,14 +70,21 @@ class Comparison:
 
     def next_step(self, out: object) -> str:
         """What would settle more, as a command and its cost; without a full stop."""
-        if self.significant:
+        if self.low > 0:
             return f"nasfast export --out {out} writes the files of the network, for use without nasfast"
+        if self.high < 0:
+            return f"nasfast export --out {out} --name random writes the files of a random network: these are better"
         # the interval shrinks with the root of both numbers; the gain is taken as it is
-        times = min(20, max(2, math.ceil(((self.high - self.low) / 2 / max(abs(self.gain), 0.1)) ** 2)))
+        times = max(2, math.ceil(((self.high - self.low) / 2 / max(abs(self.gain), 0.1)) ** 2))
+        if times > _MOST_TIMES:
+            return (
+                f"more trainings would not settle a difference of {abs(self.gain):.1f} points, so any of these "
+                f"networks serves as well; nasfast export --out {out} writes the files of the best one"
+            )
         return (
             f"nasfast retrain --out {out} --resume --retrain.random_architectures {times * self.peers} --retrain.seeds "
             f"{times * self.runs} trains {times} times as many networks in {times} times the time, which would "
-            f"{'settle' if times < 20 else 'not settle'} a difference of {abs(self.gain):.1f} points"
+            f"settle a difference of {abs(self.gain):.1f} points"
         )
 
     def sentence(self, subject: str, rival: str | None = None) -> str:
@@ -101,6 +110,20 @@ class Comparison:
         if not self.significant:
             return f"{text}: the difference is not significant."
         return f"{text}. Other random architectures may be better or worse." if single else f"{text}."
+
+
+def advise(comparison: Comparison, retrained: Mapping[str, Mapping[str, Any]], out: object, classes: int) -> str:
+    """What to do next with the retrained networks of a run; first of all, with those that have learnt nothing."""
+    names = [
+        name for name, result in retrained.items() if top1_interval(result["top1"], result["images"])[0] <= 1 / classes
+    ]
+    if not names:
+        return comparison.next_step(out)
+    epochs = max(result["epochs"] for result in retrained.values())
+    return (
+        f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} at chance, so there is nothing to compare yet; "
+        f"nasfast retrain --out {out} --resume --retrain.train.epochs {2 * epochs} trains for twice as long"
+    )
 
 
 def compare(
@@ -241,5 +264,6 @@ def training_top1(metrics: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def at_chance(top1: float, num_classes: int) -> bool:
-    """Whether an accuracy, from 0 to 1, is about chance: at most 0.02, or half of it, above 1 / num_classes."""
-    return top1 <= max(1.5 / num_classes, 1 / num_classes + _CHANCE_MARGIN)
+    """Whether an accuracy, from 0 to 1, is about chance: at most 0.02, or half of it up to 0.05, above 1 / classes."""
+    chance = 1 / num_classes
+    return top1 <= chance + max(_CHANCE_MARGIN, min(chance / 2, _LARGEST_MARGIN))

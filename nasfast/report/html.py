@@ -19,6 +19,7 @@ from nasfast.indicators.table import TABLE_FILE
 from nasfast.report import plots
 from nasfast.report.findings import (
     Top1,
+    advise,
     at_chance,
     compare,
     is_peer,
@@ -153,7 +154,7 @@ def _summary(run: RunFiles) -> str:
         sentences.append(escape(score_verdict(run.folder)))
     gained = "" if comparison is None else f'<p class="note"><b>{comparison.headline}.</b></p>'
     if comparison is not None:
-        sentences.append(f"Next: <code>{escape(comparison.next_step(run.folder))}</code>.")
+        sentences.append(f"Next: <code>{escape(advise(comparison, retrained, run.folder, space.num_classes))}</code>.")
     return html_cards([*cards, *costs]) + gained + "".join(f"<p>{s}</p>" for s in sentences)
 
 

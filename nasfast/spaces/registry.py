@@ -264,7 +264,8 @@ def get_space(
         layerwise = [key for key, build in BUILDERS.items() if build().LAYERWISE]
         raise ConfigError(
             f"space {name!r} is a space of cells, and this needs a layer-wise one: {', '.join(layerwise)}, or a YAML "
-            "file with `stages`"
+            f"file with `stages`. Cells are searched by `nasfast nasi search --out runs/cells --space {name} --images "
+            "FOLDER`, and better in Python (docs/cells.md)"
         )
     least = math.prod(layer.stride for layer in (*space.stem_layers, *space.layers, *space.head_layers))
     if resolution is not None and resolution < least:

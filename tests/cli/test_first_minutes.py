@@ -195,6 +195,10 @@ MISTAKES = [
     ("run --config no.yaml", "cannot read no.yaml (No such file or directory): give the path of a YAML file"),
     ("rank --predictor few.csv --table no.json", "cannot read few.csv (No such file or directory): give JSON such as"),
     ("latency --device onxx", "device must be cpu, cuda, cuda:N or onnx, because a table is of one device; got 'onxx'"),
+    (
+        "search --out run --space nas_bench_201",
+        "by `nasfast nasi search --out runs/cells --space nas_bench_201 --images",
+    ),
     ("run --device onxx --data.source digits", "nasfast run: device must be auto, cpu, cuda or cuda:N, got 'onxx'"),
 ]
 
@@ -226,6 +230,10 @@ def test_help_has_two_tiers(capsys):
         lines[flag] = capsys.readouterr().out.splitlines()
     assert len(lines["--help"]) < 30 < 300 < len(lines["--help_all"])
     assert any("--config photos" in line for line in lines["--help"])
+    with pytest.raises(SystemExit):
+        parse(["nasi", "search", "--help"])
+    shown = capsys.readouterr().out
+    assert "--images" in shown and "--config photos" not in shown
 
 
 @pytest.mark.parametrize("command", ["run", "supernet", "search"])

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from nasfast.report.findings import compare, score_verdict
+from nasfast.report.findings import Comparison, advise, at_chance, compare, score_verdict
 
 
 def form(right, *, macs=1000, epochs=5, ranks=1):
@@ -92,3 +92,42 @@ def test_the_proof_stands_beside_what_the_score_is_worth(tmp_path):
 def test_a_table_that_predicts_few_losses_is_said_to_be_noise(tmp_path, fit, noise):
     (tmp_path / "indicators.json").write_text(json.dumps({"meta": {"cross_validated_tau": fit}}))
     assert ("is noise: its table predicts" in score_verdict(tmp_path)) == noise
+
+
+@pytest.mark.parametrize(
+    ("comparison", "said"),
+    [
+        ((2.0, 1.0, 3.0, 3, 500), "nasfast export --out r writes the files of the network"),
+        (
+            (-2.0, -3.0, -1.0, 3, 500),
+            "nasfast export --out r --name random writes the files of a random network: these",
+        ),
+        (
+            (1.0, -1.0, 3.0, 3, 500),
+            "--retrain.random_architectures 12 --retrain.seeds 4 trains 4 times as many networks",
+        ),
+        ((0.1, -2.0, 2.2, 3, 500), "more trainings would not settle a difference of 0.1 points, so any of these"),
+    ],
+)
+def test_no_advice_is_given_that_cannot_help(comparison, said):
+    advice = Comparison(*comparison).next_step("r")
+    assert said in advice
+    assert "not settle" not in advice or "trains" not in advice
+
+
+@pytest.mark.parametrize(("right", "named"), [(55, ["best", "random"]), (70, [])])
+def test_networks_at_chance_are_named_with_what_helps(right, named):
+    """Of 100 images of two classes: 55 right ones may be chance, 70 are not."""
+    result = form([1] * right + [0] * (100 - right))
+    advice = advise(Comparison(0.0, -1.0, 1.0, 1, 100), {"best": result, "random": result}, "r", classes=2)
+    assert ("at chance" in advice) == bool(named)
+    if named:
+        assert advice.startswith("best, random are at chance, so there is nothing to compare yet; ")
+        assert advice.endswith("nasfast retrain --out r --resume --retrain.train.epochs 10 trains for twice as long")
+
+
+@pytest.mark.parametrize(
+    ("top1", "classes", "chance"), [(0.7, 2, False), (0.54, 2, True), (0.14, 10, True), (0.16, 10, False)]
+)
+def test_a_supernet_at_chance(top1, classes, chance):
+    assert at_chance(top1, classes) == chance
