@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nasfast.cli.flags import FlagError, Parser, with_defaults
+from nasfast.cli.flags import FlagError, Parser, is_verbose, with_defaults
 from nasfast.config import ConfigError
 from nasfast.display import text_table
 from nasfast.indicators.accuracies import read_scores
@@ -41,13 +41,13 @@ def _show_retrained(run: Run, results: dict[str, RetrainResult]) -> None:
     repeats = {name: other_seeds(name, records) for name in records}
     repeated = {id(record) for group in repeats.values() for record in group}
     peers = [record for name, record in records.items() if is_peer(name)]
-    rows = [["network", "top-1", "MACs", "params", "architecture"]]
+    rows = [["network", "top-1", "MACs", "params", *(["architecture"] if is_verbose() else [])]]
     for name, record in records.items():
         if not is_peer(name) and id(record) not in repeated:
             rows.append([*_mean_cells(name, "seeds", [record, *repeats[name]]), format_arch(record["arch"])])
     if peers:
         rows.append([*_mean_cells("random", "architectures", peers), ""])
-    print("\n".join(text_table(rows)))
+    print("\n".join(text_table([row[: len(rows[0])] for row in rows])))
     if "best" in results:
         best = results["best"]
         top1 = Top1.of(trainings("best", records))

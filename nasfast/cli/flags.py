@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import logging
 import re
 import sys
 import textwrap
@@ -23,6 +24,7 @@ from nasfast import __version__, extensions
 from nasfast.config import ConfigError, Number, describe_type, flatten, load_yaml, merge, nearest, suggestion, to_number
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.runtime.imports import import_modules
+from nasfast.runtime.launcher import environment_rank
 from nasfast.settings import CONFIG_FILE, LIMITS, RunConfig, SearchConfig, TaskSettings
 
 register_type(Number, serializer=float, deserializer=to_number)
@@ -113,6 +115,8 @@ class Parser(jsonargparse.ArgumentParser):
         self.add_argument("--config", action=_ConfigFile, metavar="FILE", help=text)
         text = "import this first: a module, or FILE.py, which has e.g. block kinds of your own; may be repeated"
         self.add_argument("--help_all", action=_FullHelp, help="show all flags and end")
+        text = "also show scores, architectures as numbers, and what trains by name"
+        self.add_argument("--verbose", action="store_true", help=text)
         self.add_argument("--import", action="append", metavar="MODULE", help=text)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -196,7 +200,7 @@ STAGES = ("run", "supernet", "score", "search", "retrain")
 
 _FIRST = (
     "--out --data.train --data.val --config --space.name --space.resolution --search.max_macs --train.epochs "
-    "--retrain.train.epochs --dry_run --resume --help_all"
+    "--retrain.train.epochs --dry_run --resume --verbose --help_all"
 ).split()
 """The flags that `--help` of these commands shows, with an example."""
 
@@ -339,9 +343,16 @@ def parse(argv: Sequence[str]) -> tuple[str, dict[str, Any], Parser]:
     while values.get("command"):
         path.append(values["command"])
         leaf, values = leaf.subcommands[path[-1]], values[path[-1]]
+    if values.pop("verbose", False) and not environment_rank():
+        logging.getLogger("nasfast").setLevel(logging.DEBUG)
     import_modules(values.pop("import", None) or ())
     values.pop("config", None)
     return " ".join(path), values, leaf
+
+
+def is_verbose() -> bool:
+    """Whether the command was given `--verbose`."""
+    return logging.getLogger("nasfast").isEnabledFor(logging.DEBUG)
 
 
 def long_flags(argv: Sequence[str]) -> list[str]:

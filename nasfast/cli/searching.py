@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
-from nasfast.cli.flags import Parser, with_defaults
+from nasfast.cli.flags import Parser, is_verbose, with_defaults
 from nasfast.config import ConfigError
 from nasfast.display import text_table
 from nasfast.pipeline.run import Run, read_layers
@@ -37,10 +38,11 @@ def _show_candidates(run: Run, candidates: list[Candidate]) -> None:
         costs = [f"{c.macs:,} MACs", f"{c.params:,} params"]
         costs += [f"{value:.4g} {t.unit} {t.quantity}" for t, value in zip(tables, c.values, strict=True)]
         proof = (PROVEN if place == 1 else PROVEN_NEXT) if c.optimal else c.status
-        print(
-            f"{place}. {space.words(c.arch)}\n   [{format_arch(c.arch)}]  score {c.score:.6g}  {'  '.join(costs)}  "
-            f"({proof})"
-        )
+        print(f"{place}. {space.words(c.arch)}\n   {'  '.join(costs)}  ({proof})")
+        if is_verbose():
+            print(f"   [{format_arch(c.arch)}]  score {c.score:.6g}")
+    if any(re.search(r"\bk\d+ e\d", space.words(c.arch)) for c in candidates):
+        print("k5 e3: a kernel of 5 x 5, and three hidden channels per input channel")
     for table in tables:
         print(f"{table.quantity}: {table.about or 'a table of your own'}")
     if any(c.optimal for c in candidates):

@@ -151,7 +151,8 @@ def supernet(run: Run, *, resume: bool = False) -> Path:
     for sentence in inputs.limits.met_by_all(space):
         _LOG.warning("%s", sentence)
     _LOG.info("%s: %d layers, %.3g architectures", space.name, len(space), space.cardinality)
-    _LOG.info("%s", net.summary)
+    _LOG.info("%s", net.summary.words)
+    _LOG.debug("%s", net.summary)
     torch.manual_seed(cfg.seed)  # checkpoints have the state of the global generator
     final = train_supernet(
         net, loader, sampler, cfg.train, run_dir=run.dir, resume=resume, device=cfg.torch_device, world=world

@@ -65,6 +65,13 @@ class TrainableSummary:
         """Number of elements that train."""
         return sum(elements for _, elements in self.by_role.values())
 
+    @property
+    def words(self) -> str:
+        """What trains, without names of parameters."""
+        what = {"indicators": "the BatchNorms that score candidates", "bn": "BatchNorms", "all": "all"}[self.trainable]
+        what += " and the classifier" if "classifier" in self.by_role and self.trainable != "all" else ""
+        return f"{100 * self.elements / self.total_elements:.2g} % of {self.total_elements:,} weights train: {what}"
+
     def __str__(self) -> str:
         roles = ", ".join(
             f"{role} {tensors} tensors / {elements:,}" for role, (tensors, elements) in self.by_role.items()

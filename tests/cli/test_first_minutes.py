@@ -24,8 +24,9 @@ from nasfast.indicators.structure import structure_table
 from nasfast.measure.latency import Fit
 from nasfast.pipeline.run import Run
 from nasfast.settings import RunConfig
-from nasfast.spaces import get_space, list_spaces, named_space
+from nasfast.spaces import format_arch, get_space, list_spaces, named_space
 from nasfast.spaces.cost_table import parse_cost_table
+from nasfast.supernet import Supernet
 
 PROGRAM = """
 import sys
@@ -266,6 +267,21 @@ def test_a_space_has_networks_of_50_to_300_million_macs(capsys):
     assert main(["spaces"]) == 0
     row = next(line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("mobilenet_v2_x0_5"))
     assert row[1] == "224" and float(row[5]) < 70 and float(row[8]) > 300
+
+
+def test_numbers_are_shown_to_those_who_ask(searched, capsys):
+    for flags, shown in (([], False), (["--verbose"], True)):
+        assert main(["search", "--out", str(searched), "--search.top_k", "1", *flags]) == 0
+        out = capsys.readouterr().out
+        best = json.loads((searched / "archs.json").read_text())["candidates"][0]
+        assert tiny_space().words(best["arch"]) in out
+        assert (f"[{format_arch(best['arch'])}]  score {best['score']:.6g}" in out) == shown
+
+
+def test_what_trains_is_said_in_words():
+    summary = Supernet(tiny_space()).freeze("bn", classifier=True)
+    assert re.fullmatch(r"[\d.]+ % of [\d,]+ weights train: BatchNorms and the classifier", summary.words)
+    assert "tensors" not in summary.words
 
 
 def test_links_to_a_folder_above_are_counted_once(tmp_path, caplog):
