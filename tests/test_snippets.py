@@ -15,15 +15,18 @@ from pathlib import Path
 import pytest
 from digits_runs import write_config
 from doc_links import ROOT, pages
-from tiny import write_folder
+from tiny import batches, tiny_space, write_folder
 
 from nasfast.cli.flags import parse
 from nasfast.cli.main import main
+from nasfast.indicators import registry
+from nasfast.indicators.scores import Evidence
 from nasfast.measure import latency, timing
 from nasfast.runtime import imports
 from nasfast.search.limits import Limits
 from nasfast.settings import RunConfig
 from nasfast.spaces import SKIP, format_arch, get_space, parse_arch
+from nasfast.supernet import Supernet
 
 README = ROOT / "README.md"
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -67,10 +70,12 @@ def reader(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     # what the command imports is forgotten after the test
     monkeypatch.setattr(imports, "_imported", [])
-    monkeypatch.setitem(sys.modules, "my_blocks", None)
-    del sys.modules["my_blocks"]
+    for name in ("my_blocks", "my_scores"):
+        monkeypatch.setitem(sys.modules, name, None)
+        del sys.modules[name]
     (tmp_path / "published").mkdir()  # a folder that two commands read
-    (tmp_path / "my_blocks.py").touch()
+    for name in ("my_blocks", "my_scores"):
+        (tmp_path / f"{name}.py").touch()
 
 
 @pytest.mark.usefixtures("reader")
@@ -150,8 +155,15 @@ def searched(tmp_path_factory) -> Path:
     (folder / "my_package").mkdir()
     (folder / "my_package/models.py").write_text(MODULE)
     (folder / "my_blocks.py").touch()
+    (folder / "my_scores.py").write_text(own_score())
     shutil.copy(folder / "tiny.yaml", folder / "my_space.yaml")
     return folder
+
+
+def own_score() -> str:
+    """The file `my_scores.py` of docs/ranking.md."""
+    (text,) = (text for text in blocks(ROOT / "docs/ranking.md", ("python",)) if "@register" in text)
+    return text
 
 
 MODULE = """
@@ -229,6 +241,7 @@ def test_the_commands_of_a_block_run(
     """In their order, as they are written but for sizes, on a run that is there before."""
     monkeypatch.chdir(shutil.copytree(searched, tmp_path / "here"))
     monkeypatch.setattr(imports, "_imported", [])
+    monkeypatch.setattr(registry, "SCORES", dict(registry.SCORES))
     monkeypatch.setitem(sys.modules, "onnx", None)  # model.onnx takes seconds, and tests/cli writes one
     monkeypatch.syspath_prepend(".")
     for line in lines_of(text):
@@ -301,3 +314,18 @@ def test_the_python_of_readme_runs(capsys):
     (text,) = blocks(README, ("python",))
     exec(compile(text, str(README), "exec"), {})
     assert "52 of 52 convolutions" in capsys.readouterr().out
+
+
+def test_the_score_of_the_documents_is_what_it_says(monkeypatch):
+    """With logits by hand; and what the table says that `evidence` holds is there."""
+    monkeypatch.setattr(registry, "SCORES", dict(registry.SCORES))
+    exec(compile(own_score(), "my_scores.py", "exec"), {})
+    evidence = Evidence(Supernet(tiny_space(), layer_indicators=True).eval(), batches(2))
+    path = evidence.sample(1)[0]
+    rows = [row for x, y in evidence.batches for row in zip(evidence.logits(x, path).tolist(), y.tolist(), strict=True)]
+    margins = [row[label] - max(v for i, v in enumerate(row) if i != label) for row, label in rows]
+    assert registry.SCORES["margin"].function(evidence, path) == pytest.approx(sum(margins) / len(margins), rel=1e-5)
+    page = (ROOT / "docs/ranking.md").read_text(encoding="utf-8")
+    table = page[page.index("| `evidence.` |") : page.index("`additive=True` is for")]
+    names = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)", row.split("|")[1] if row else "")]
+    assert len(names) >= 9 and all(hasattr(evidence, name) for name in names), names

@@ -20,7 +20,7 @@ from nasfast.measure.doctor import doctor
 from nasfast.measure.latency import latency, table_head
 from nasfast.measure.measured import check_replaceable, fit_measured
 from nasfast.measure.step_times import step_times
-from nasfast.pipeline.estimate import plan_run
+from nasfast.pipeline.estimate import plan_run, warn_of_memory
 from nasfast.pipeline.exporting import export
 from nasfast.pipeline.networks import retrain_best
 from nasfast.pipeline.run import Run, read_layers
@@ -107,6 +107,8 @@ def _run(cfg: RunConfig, tasks: TaskSettings, *, resume: bool = False, seeds: in
             raise ConfigError("--dry_run times the steps of one process: run it without torchrun")
         print(plan_run(Run(cfg, tasks=tasks.executor_settings), max_hours=tasks.max_hours))
         return
+    if not resume and environment_size() == 1:
+        warn_of_memory(Run(cfg, tasks=tasks.executor_settings))
     with _open_run(cfg, tasks, begins=True) as run:
         if run.world.is_main and ((run.dir / STABILITY_FILE).exists() or (run.dir / "seed-0").exists()):
             raise FileExistsError(f"{run.dir} has a run of --seeds: add --seeds N, or choose another --out")

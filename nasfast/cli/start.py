@@ -35,6 +35,8 @@ def execute(command: str, values: dict[str, Any], parser: Parser, argv: Sequence
         _check_run(command, cfg, options)
         if command in ("run", "search"):
             _LOG.info("%s", limits_line(cfg, argv))
+        if command in ("run", "supernet", "search") and "out" not in values and not options.get("dry_run"):
+            _LOG.info("everything is written to %s, because --out gives no other folder", cfg.out)
         _load(command)(cfg, tasks, **options)
     elif command in extensions.COMMANDS or " " in command:
         extensions.load(extensions.COMMAND_RUN)(command, values)

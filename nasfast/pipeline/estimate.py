@@ -27,13 +27,13 @@ from nasfast.ops import empty_cache
 from nasfast.pipeline.inputs import build_evidence, check_scoring, image_loaders, open_inputs, retrain_loaders
 from nasfast.pipeline.run import Run
 from nasfast.retrain import retrain
-from nasfast.runtime.capacity import cores
+from nasfast.runtime.capacity import cores, free_memory
 from nasfast.runtime.memory import freed_memory, keep_freed_memory
 from nasfast.runtime.progress import calling, duration
 from nasfast.search.limits import layer_costs
 from nasfast.search.sampling import sample_under
 from nasfast.settings import TaskSettings
-from nasfast.spaces import Arch, SearchSpace
+from nasfast.spaces import Arch, SearchSpace, get_space
 from nasfast.supernet import Supernet, build
 from nasfast.tasks import MEMORY, gpus_for, workers_for
 from nasfast.train import evaluate
@@ -49,6 +49,9 @@ _LARGEST, _BATCH = 160, (6, 64)
 
 _PATH_IMAGES = 32
 """Images on which paths are scored, at most."""
+
+_LARGE = 2500
+"""Bytes for each pixel of a batch from which a run may need too much: networks take up to twice as many."""
 
 _DRAWS = 100
 """Random architectures within the limits, of which the largest is timed."""
@@ -119,6 +122,7 @@ class Plan:
     """What a run takes; `str` of it is a table. Each kind of work begins when the one before has ended.
 
     `threads` are those of each, `settings` those of its tasks if it has any, and `notes` lines in front of the table.
+    `memory` is what the machine has for it, in bytes; None where that is not known.
     """
 
     estimates: tuple[Work, ...]
@@ -127,6 +131,20 @@ class Plan:
     settings: TaskSettings | None
     notes: tuple[str, ...] = ()
     max_hours: float | None = None
+    memory: int | None = None
+
+    @property
+    def too_large(self) -> str:
+        """What needs more memory than there is, and what to do, in a sentence; empty if nothing does."""
+        needed = {e.what: e.one.memory * (min(self.at_a_time, e.number) if e.as_tasks else 1) for e in self.estimates}
+        what = max(needed, key=lambda name: needed[name])
+        if self.memory is None or needed[what] <= self.memory:
+            return ""
+        side_by_side = "fewer --workers, " if self.at_a_time > 1 else ""
+        return (
+            f"This machine has {self.memory / 2**30:.1f} GiB of memory for it, and {what} takes up to "
+            f"{needed[what] / 2**30:.1f} GiB: give {side_by_side}a smaller --data.batch_size or --space.resolution."
+        )
 
     @property
     def total(self) -> Timing:
@@ -156,9 +174,20 @@ class Plan:
                 f"A run counts {MEMORY / 2**30:.0f} GiB for each task, and these may need more: set "
                 "--workers to what fits."
             )
+        lines += filter(None, [self.too_large])
         if self.max_hours is not None and 3600 * self.max_hours < total.seconds:
             lines.append(f"--max_hours {self.max_hours:g} ends before that; --resume continues.")
         return "\n".join(lines)
+
+
+def warn_of_memory(run: Run) -> None:
+    """Say before a run begins on the CPU if it needs more memory than there is; steps are tried where it may be so."""
+    settings, batch = run.cfg.space, run.cfg.data.batch_size
+    space = get_space(settings.name, resolution=settings.resolution, variant=settings.variant)
+    if run.cfg.torch_device != "cpu" or batch * space.resolution**2 * _LARGE < free_memory():
+        return
+    if sentence := plan_run(run).too_large:
+        _LOG.warning("%s", sentence)
 
 
 def start_of_task() -> Timing:
@@ -193,7 +222,8 @@ def plan_run(run: Run, *, max_hours: float | None = None) -> Plan:
             f"The machine was busy: this plan took {duration(took)} for {duration(worked)} of work. The times "
             "are those of a quiet one.",
         )
-    return Plan(tuple(e for e in stages if e.one.seconds), threads, at_a_time, tasks, notes, max_hours)
+    memory = _fresh_peak() + free_memory() if cfg.torch_device == "cpu" else None
+    return Plan(tuple(e for e in stages if e.one.seconds), threads, at_a_time, tasks, notes, max_hours, memory)
 
 
 def _notes(trial: Trial, quick: Sequence[str]) -> tuple[str, ...]:
@@ -247,8 +277,8 @@ class Trial:
                 return train_supernet(self.net, batches, self._sampler, settings, run_dir=out, device=cfg.torch_device)
 
         loader = image_loaders(self._small, self.net.space)[0]
-        number = max(1, self.images // cfg.data.batch_size)
-        images = _pixels(self.inputs.space) * cfg.data.batch_size
+        batch = min(cfg.data.batch_size, self.images)
+        number, images = self.images // batch, _pixels(self.inputs.space) * batch
         return _step(steps, loader, self._clock, images, self._loads) * (number * cfg.train.epochs)
 
     def score(self) -> Timing:
@@ -344,8 +374,9 @@ def network_timing(run: Run, space: SearchSpace, arch: Arch, *, hold_out: bool =
     begin = clock.work()
     evaluate(network, few, device=clock.device)
     checks = (clock.work() - begin) / sum(len(labels) for _, labels in few) * len(val.source) * pixels
-    number = max(1, len(train.source) // cfg.data.batch_size) * epochs
-    step = _step(steps, train, clock, pixels * cfg.data.batch_size, loads)
+    batch = min(cfg.data.batch_size, len(train.source))
+    number = len(train.source) // batch * epochs
+    step = _step(steps, train, clock, pixels * batch, loads)
     return step * number + Timing(checks, checks) * math.ceil(epochs / cfg.retrain.train.eval_every)
 
 

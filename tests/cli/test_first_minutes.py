@@ -217,6 +217,17 @@ def test_a_mistake_is_one_sentence_with_its_remedy(words, message, tmp_path, cap
     assert len(said) == code  # wrong flags, status 2, have the command that lists all flags besides
 
 
+def test_a_run_without_out_says_where_it_writes(tmp_path, caplog, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO, "nasfast")
+    tiny_space().save(tmp_path / "tiny.yaml")
+    said = "everything is written to runs/nasfast, because --out gives no other folder"
+    for flags, expected in (([], True), (["--out", "here"], False)):
+        caplog.clear()
+        assert main(["search", "--space", "tiny.yaml", "--score", "depth", *flags]) == 0
+        assert (said in caplog.messages) == expected
+
+
 def test_help_names_the_folder_of_a_run(capsys):
     with pytest.raises(SystemExit):
         parse(["run", "--help"])

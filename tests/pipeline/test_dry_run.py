@@ -14,8 +14,10 @@ from tiny import tiny_space
 from nasfast import ops
 from nasfast.cli.main import main
 from nasfast.pipeline import estimate
+from nasfast.pipeline.run import Run
 from nasfast.runtime.progress import duration
 from nasfast.runtime.termination import Terminated
+from nasfast.settings import RunConfig
 
 
 @pytest.fixture
@@ -109,3 +111,45 @@ def test_an_interrupted_plan_names_no_checkpoint(config, tmp_path, capsys, monke
     said = capsys.readouterr().err
     assert said.endswith("nasfast run: stopped by SIGTERM; no run began, and nothing was trained\n")
     assert "/tmp/x" not in said
+
+
+def test_a_plan_that_needs_more_memory_than_there_is_says_so(config, tmp_path, capfd, monkeypatch):
+    flags = ["run", "--out", str(tmp_path / "out"), "--config", str(config), "--dry_run"]
+    assert main(flags) == 0
+    assert "GiB of memory for it" not in capfd.readouterr().out
+    monkeypatch.setattr(estimate, "free_memory", lambda: -(1 << 30))
+    assert main(flags) == 0
+    said = capfd.readouterr().out
+    assert re.search(
+        r"This machine has -?[\d.]+ GiB of memory for it, and .+ takes up to [\d.]+ GiB: give a smaller", said
+    )
+
+
+def test_tasks_side_by_side_need_the_memory_of_each():
+    works = [estimate.Work("a", 1, estimate.Timing(1, 1, 3 << 30), as_tasks=False)]
+    works += [estimate.Work("b", 4, estimate.Timing(1, 1, 2 << 30))]
+    for at_a_time, what, needed in ((1, "a", "3.0"), (3, "b", "6.0")):
+        plan = estimate.Plan(tuple(works), 1, at_a_time, None, memory=2 << 30)
+        assert f"This machine has 2.0 GiB of memory for it, and {what} takes up to {needed} GiB: give" in plan.too_large
+    assert "fewer --workers, a smaller --data.batch_size" in plan.too_large
+    assert estimate.Plan(tuple(works), 1, 1, None, memory=3 << 30).too_large == ""
+
+
+def test_a_large_run_says_before_it_begins_that_it_needs_too_much(config, tmp_path, caplog, monkeypatch):
+    cfg = RunConfig.load(config).replace(out=str(tmp_path / "out"))
+    asked = []
+    plan = estimate.Plan((estimate.Work("a", 1, estimate.Timing(1, 1, 3 << 30)),), 1, 1, None, memory=2 << 30)
+    monkeypatch.setattr(estimate, "plan_run", lambda run: asked.append(run) or plan)
+    estimate.warn_of_memory(Run(cfg))
+    assert not asked, "small batches need no try"
+    estimate.warn_of_memory(Run(cfg.replace(data=cfg.data.replace(batch_size=1_000_000))))
+    assert len(asked) == 1 and caplog.messages == [plan.too_large]
+
+
+def test_a_batch_has_at_most_the_images_there_are(config, tmp_path, seconds, capfd):
+    found = []
+    for size in ("1299", "5000"):
+        flags = ["--out", str(tmp_path), "--config", str(config), "--data.batch_size", size]
+        assert main(["run", *flags, "--dry_run"]) == 0
+        found.append(rows(capfd.readouterr().out)["supernet"])
+    assert found[0] == found[1]
