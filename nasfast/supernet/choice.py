@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from nasfast.spaces import Branch, ModuleChoice, ModuleSpace
+from nasfast.supernet.macs import count_macs
 
 
 class Choice(nn.Module):
@@ -124,7 +125,7 @@ def trace_space(module: nn.Module, example: tuple[Any, ...], *, name: str) -> Mo
     traces = {name: _Trace(name, choice) for name, choice in find_choices(module).items()}
     handles = [trace.choice.register_forward_hook(trace.run_all, with_kwargs=True) for trace in traces.values()]
     try:
-        total, result = _count_macs(module, example, {})
+        total, result, uncounted = count_macs(module, example, {})
     except (AttributeError, LookupError, TypeError) as error:
         types = ", ".join(type(value).__name__ for value in example)
         raise TypeError(
@@ -135,6 +136,8 @@ def trace_space(module: nn.Module, example: tuple[Any, ...], *, name: str) -> Mo
     finally:
         for handle in handles:
             handle.remove()
+    if uncounted:
+        raise ValueError(f"{type(module).__name__}: {_unknown(uncounted)}")
     if missed := [key for key, trace in traces.items() if not trace.inputs]:
         raise ValueError(f"the example does not call choice {missed[0]!r}, so its cost is unknown: give one that does")
     inside = {p for trace in traces.values() for p in trace.choice.parameters()}
@@ -166,9 +169,11 @@ class _Trace:
         labels, shapes = self.choice.labels, []
         for i, candidate in enumerate(self.choice.candidates):
             try:
-                macs, result = _count_macs(candidate, args, kwargs)
+                macs, result, uncounted = count_macs(candidate, args, kwargs)
             except Exception as error:
                 raise RuntimeError(f"choice {self.name!r}: {labels[i]} cannot run on its input: {error}") from error
+            if uncounted:
+                raise ValueError(f"choice {self.name!r}, candidate {labels[i]}: {_unknown(uncounted)}")
             self.macs[i] += macs
             shapes.append(_shapes(result))
         for label, shape in zip(labels, shapes, strict=True):
@@ -193,14 +198,12 @@ class _Trace:
         return ModuleChoice(self.name, tuple(branches), tuple(self.inputs))
 
 
-def _count_macs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
-    """MACs of a call, which torch's counter doubles, and its result."""
-    # imported here, because it takes 0.15 seconds
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        result = module(*args, **kwargs)
-    return counter.get_total_flops() // 2, result
+def _unknown(operations: Sequence[str]) -> str:
+    """The error for operations without a formula."""
+    return (
+        f"the MACs of {', '.join(operations)} are not known, so a limit on them would mean nothing: give a formula by "
+        "torch.utils.flop_counter.register_flop_formula"
+    )
 
 
 def _leaves(value: Any) -> Iterator[Any]:
