@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import re
 from pathlib import Path
 
 import jsonargparse
 import pytest
 import torch
+import torch._dynamo.config
 import torch._dynamo.eval_frame
 import torch._inductor.config
 import torch._subclasses.fake_tensor
+import torch.fx._symbolic_trace
+import torch.fx.experimental._config
+import torch.utils._device
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import batchnorm, conv, dropout
@@ -70,9 +75,19 @@ NEEDED = {
         torch._dynamo.maybe_mark_dynamic,
         torch._dynamo.lookup_backend("eager"),
         torch._dynamo.register_backend,
-        issubclass(torch._dynamo.exc.Unsupported, torch._dynamo.exc.TorchDynamoException),
-        issubclass(torch._dynamo.exc.FailOnRecompileLimitHit, Exception),
+        "inductor" in torch._dynamo.list_backends(exclude_tags=()),
         torch._C._len_torch_dispatch_stack() == 0,
+        torch.overrides._get_current_function_mode_stack() == [],
+        issubclass(torch.utils._device.DeviceContext, torch.overrides.TorchFunctionMode),
+        not torch.fx._symbolic_trace.is_fx_symbolic_tracing(),
+        torch._dynamo.eval_frame._stance.stance == "default",
+        not torch._dynamo.config.disable,
+    ],
+    "one capture for all sizes and numbers (fusion/region.py, fusion/shapes.py)": lambda: [
+        torch.fx.experimental._config.backed_size_oblivious is False,
+        torch._dynamo.config.optimize_ddp and isinstance(torch._dynamo.config.run_gc_after_compile, bool),
+        isinstance(torch._dynamo.config.use_recursive_dict_tags_for_guards, bool),
+        "torch.batch_norm(" in inspect.getsource(nn.functional.batch_norm),
     ],
     "the backend of torch.compile (fusion/dynamo.py)": lambda: [
         isinstance(atoms.relu_.default, torch._ops.OpOverload),

@@ -8,16 +8,20 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import modules, rule
 from nasfast.fusion.dynamo import describe_runs
-from nasfast.fusion.find import find_chains
-from nasfast.fusion.match import FusedChain, GraphChain, example_value
-from nasfast.fusion.region import FusedForward, Region, Settings
+from nasfast.fusion.find import Findings, find_chains
+from nasfast.fusion.match import FusedChain, GraphChain, join
+from nasfast.fusion.nodes import example_value
+from nasfast.fusion.region import FusedForward, Region, Settings, is_fused
 from nasfast.fusion.report import FuseReport, count, listed
+from nasfast.ops._native import check_isa
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import stage_kind
+from nasfast.ops.reference import Stage
 
 
 def fuse(model: nn.Module, *, only_faster: bool = True, inner: str | Callable[..., Any] = "eager") -> FuseReport:
@@ -28,11 +32,11 @@ def fuse(model: nn.Module, *, only_faster: bool = True, inner: str | Callable[..
     statistics are the same up to rounding. The result of a chain may be in channels_last, whatever the input is: code
     behind the module must flatten with `flatten` or `reshape`, not with `view`.
 
-    TorchDynamo captures the model in its first call, which takes some seconds; guards see every later change, and one
-    graph serves all sizes. A model that chooses its path, such as a supernet, is not captured: each module in it that
-    owns chains is, by itself. What cannot be captured runs as before, and so does a module that contains hooks, or that
-    takes other ways at every call; the modules inside of it are then captured by themselves. The report says which
-    these are. Nothing of a weight is kept between two calls.
+    TorchDynamo captures the model in the first call of each mode, which takes some seconds; guards see every later
+    change, and one graph serves all sizes. A model that chooses its path, such as a supernet, is not captured: each
+    module in it that owns chains is, by itself. Whatever cannot be captured runs as before and raises what it raised,
+    and so does a module that contains hooks, or that takes other ways at every call; the modules inside of it are then
+    captured by themselves. The report says which these are. Nothing of a weight is kept between two calls.
 
     A chain runs as one `nasfast.ops.conv_bn_act_chain` where that is expected to be faster than PyTorch, by its size,
     type, convolutions and what trains; `nasfast.fusion.rule` has the rule and its measurements. Elsewhere it runs
@@ -43,10 +47,10 @@ def fuse(model: nn.Module, *, only_faster: bool = True, inner: str | Callable[..
     the values between its stages, up to the border of a block, which is a module with several convolutions. An addition
     to the result of the last stage belongs to it. Squeeze-and-excitation is an operator of its own (docs/fuse.md).
 
-    Under torch.compile, torch.export, torch.jit.trace, torch.func, forward-mode autograd and dispatch modes the model
-    runs unfused; compile with `backend="nasfast"` instead. torch.jit.script, nn.DataParallel and copy.copy need
-    `unfuse` first: a shallow copy runs its original's forward. The native backends have no second derivatives. Do not
-    call `fuse` while another thread runs a model.
+    Under torch.compile, torch.export, torch.jit.trace, torch.fx, torch.func, forward-mode autograd, and dispatch and
+    function modes the model runs unfused; compile with `backend="nasfast"` instead. torch.jit.script, nn.DataParallel
+    and copy.copy need `unfuse` first: a shallow copy runs its original's forward. The native backends have no second
+    derivatives. Do not call `fuse` while another thread runs a model.
 
     Args:
         model: any module. Its parameters and buffers are neither changed nor copied.
@@ -60,33 +64,39 @@ def fuse(model: nn.Module, *, only_faster: bool = True, inner: str | Callable[..
         What is fused, and why the rest is not. It follows the model: after the first forward it says what was captured.
 
     Raises:
-        TypeError: model is not an nn.Module.
-        ValueError: model was compiled by torch.compile.
+        TypeError: model is not an nn.Module, or inner is neither a name nor a function.
+        ValueError: model was compiled by torch.compile, or there is no backend with the name `inner`.
+        RuntimeError: NASFAST_ISA names no instruction set that this processor and build have. Whatever is raised, the
+            model is as it was.
     """
     _check_module("fuse", model)
     problem = modules.why_opaque(model)
-    if problem is not None and not isinstance(vars(model).get("forward"), FusedForward):
+    if problem is not None and not is_fused(model):
         raise ValueError(
             f"fuse: model is {problem}; call fuse on a module that is neither compiled nor scripted and whose class "
             "has the forward that runs"
         )
+    _check_inner(inner)
+    check_isa()
     findings = find_chains(model)
-    unfuse(model)
     regions = {}
     for owner in {*findings.chains, *([""] if findings.whole and findings.chains else [])}:
-        module = model.get_submodule(owner)
-        least_gain = rule.GAIN_PER_NORM * len(modules.batch_norms(module))
+        least_gain = rule.GAIN_PER_NORM * len(modules.batch_norms(model.get_submodule(owner)))
         regions[owner] = Region(Settings(not only_faster, inner, least_gain))
-        module.forward = FusedForward(module, regions[owner])
     expected = {
         owner: [_expected(chain, owner, top, only_faster) for chain, top in chains]
         for owner, chains in findings.chains.items()
     }
-    convs = modules.convolutions(model)
-    kinds = {name: type(module).__name__ for name, module in {**convs, **modules.batch_norms(model)}.items()}
-    fused = {name for chains in expected.values() for chain in chains for name in chain.convolutions}
-    notes = _notes({name: conv for name, conv in convs.items() if name in fused})
-    return FuseReport(expected, findings.reasons, kinds, len(convs), _backend(convs.values()), notes, regions)
+    convs, norms = modules.convolutions(model), modules.batch_norms(model)
+    kinds = {name: type(module).__name__ for name, module in {**convs, **norms}.items()}
+    notes = _notes(findings, convs, norms)
+    report = FuseReport(expected, findings.reasons, kinds, len(convs), _backend(convs.values()), notes, regions)
+    # nothing is changed before all of it is known
+    unfuse(model)
+    for owner, region in regions.items():
+        module = model.get_submodule(owner)
+        vars(module)["forward"] = FusedForward(module, region)
+    return report
 
 
 def unfuse(model: nn.Module) -> int:
@@ -99,9 +109,9 @@ def unfuse(model: nn.Module) -> int:
         TypeError: model is not an nn.Module.
     """
     _check_module("unfuse", model)
-    fused = [module for module in model.modules() if isinstance(vars(module).get("forward"), FusedForward)]
+    fused = [module for module in model.modules() if is_fused(module)]
     for module in fused:
-        del module.forward
+        del vars(module)["forward"]
     return len(fused)
 
 
@@ -110,9 +120,22 @@ def _check_module(op: str, model: nn.Module) -> None:
         raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")
 
 
+def _check_inner(inner: object) -> None:
+    names = torch._dynamo.list_backends(exclude_tags=())
+    if isinstance(inner, str) and inner not in names:
+        raise ValueError(f"fuse: inner is {inner!r}; it must be a function, or one of {', '.join(sorted(names))}")
+    if not isinstance(inner, str) and not callable(inner):
+        raise TypeError(f"fuse: inner must be the name of a backend or a function, got {type(inner).__name__}")
+
+
+def _example_stages(chain: GraphChain) -> Any:
+    """The stages of a chain with tensors for its nodes."""
+    return fx.map_arg(chain.stages, example_value)
+
+
 def _expected(chain: GraphChain, owner: str, top: str, only_faster: bool) -> FusedChain:
     """A chain of the trace of the module `top` as it is expected to run, in the model's type and with what trains."""
-    stages: Any = fx.map_arg(chain.stages, example_value)
+    stages = _example_stages(chain)
     trains = any(stage.params.conv_weight.requires_grad for stage in stages)
     gradients = any(tensor.requires_grad for stage in stages for tensor in stage.params if tensor is not None)
     x = stages[0].params.conv_weight
@@ -134,15 +157,38 @@ def _backend(convs: Iterable[_ConvNd]) -> str:
         return f"none ({kind}: {error})"
 
 
-def _notes(convs: Mapping[str, _ConvNd]) -> list[str]:
-    """What may make chains with these convolutions slow."""
+def _notes(findings: Findings, convs: Mapping[str, _ConvNd], norms: Mapping[str, _BatchNorm]) -> list[str]:
+    """What may make chains slow, or cost accuracy."""
+    stages: dict[str, Stage] = {}
+    moving: list[str] = []
+    for chain, top in (pair for pairs in findings.chains.values() for pair in pairs):
+        for conv, norm, stage in zip(chain.convolutions, chain.batch_norms, _example_stages(chain), strict=True):
+            stages[join(top, conv)] = stage
+            if not stage.params.conv_weight.requires_grad and _forgets(norms[join(top, norm)]):
+                moving.append(join(top, norm))
+    in_chains = {name: stages[name] for name in convs if name in stages}
     notes = {
         "in chains will train, so a fused chain keeps the inputs for backward, as PyTorch does; to save that memory, "
-        "freeze with requires_grad_(False)": [name for name, conv in convs.items() if conv.weight.requires_grad],
+        "freeze with requires_grad_(False)": [
+            name for name, stage in in_chains.items() if stage.params.conv_weight.requires_grad
+        ],
         "in chains on PyTorch's convolution, because the fused operator has no such convolution": [
             name
-            for name, conv in convs.items()
-            if stage_kind(conv.weight.shape, conv.stride[0], int(conv.padding[0]), conv.groups) is None
+            for name, (params, stride, padding, groups, *_) in in_chains.items()
+            if stage_kind(params.conv_weight.shape, stride, padding, groups) is None
         ],
+        "behind frozen convolutions have statistics of an earlier training and are in train mode, where each forward "
+        "takes those of its batch and moves the kept ones; a pretrained network loses accuracy by it. With "
+        "model.eval() and scale and shift that train, results are exact, and a step is faster (docs/fuse.md)": moving,
     }
-    return [f"{count(len(names), 'convolution')} {text}: {listed(names)}" for text, names in notes.items() if names]
+    return [
+        f"{count(len(names), 'BatchNorm' if names is moving else 'convolution')} {text}: {listed(names)}"
+        for text, names in notes.items()
+        if names
+    ]
+
+
+def _forgets(norm: _BatchNorm) -> bool:
+    """Whether it has statistics that it does not use."""
+    mean = norm.running_mean
+    return norm.training and mean is not None and not mean.is_meta and bool(mean.any())

@@ -13,8 +13,9 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import sympy
 import torch
 import torch._dynamo
 import torch._inductor.config
@@ -25,7 +26,8 @@ from nasfast.fusion import rule
 from nasfast.fusion.excite import ExcitationCall, TracedExcitation, find_excitations
 from nasfast.fusion.match import FusedChain, GraphChain, Matcher, Widths, module_path
 from nasfast.fusion.nodes import example_value
-from nasfast.fusion.stages import SERVED, plain_stages, run_stages
+from nasfast.fusion.shapes import sizes_of
+from nasfast.fusion.stages import plain_stages, run_stages
 from nasfast.ops.autograd import transformed
 from nasfast.ops.plan import storage_dtype
 from nasfast.ops.reference import ConvBNParams, Stage
@@ -37,6 +39,20 @@ _NONE = ConvBNParams(*[None] * len(ConvBNParams._fields))  # type: ignore[arg-ty
 _LAYOUT_METHODS = ("view", "stride", "as_strided", "is_contiguous")
 
 
+class Gain(NamedTuple):
+    """What one operator of a graph gains.
+
+    Attributes:
+        chain: the chain that it runs; None if it is a squeeze-and-excitation.
+        function: of the shape of its input, as `rule.gain_function` gives it.
+        sizes: of its input, as expressions of symbols where they are not known.
+    """
+
+    chain: FusedChain | None
+    function: Callable[[torch.Size], float]
+    sizes: Sequence[int | sympy.Expr]
+
+
 @dataclass
 class GraphFacts:
     """What was found in a graph.
@@ -46,12 +62,14 @@ class GraphFacts:
         reasons: why the convolution that is called by the module at this path is in no chain.
         excitations: paths of the squeeze-and-excitations.
         replaced: the number of chains that became calls of the operator.
+        gains: of each call of an operator.
     """
 
     chains: list[FusedChain] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     excitations: list[str] = field(default_factory=list)
     replaced: int = 0
+    gains: list[Gain] = field(default_factory=list)
 
 
 def compile_graph(
@@ -113,6 +131,8 @@ def fuse_graph(graph_module: fx.GraphModule, *, always: bool, keep_layouts: bool
             facts.excitations.append(module_path(group.nodes[-1]))
             trains = any(example_value(weight).requires_grad for weight in group.weights)
             replacement = ExcitationCall(group.act, group.gate, trains)
+            x = example_value(group.x)
+            facts.gains.append(Gain(None, replacement.gain_function(x), sizes_of(x)))
             _replace(graph_module, group.nodes, replacement, (group.x, *group.weights))
     facts.chains.reverse()
     facts.excitations.reverse()
@@ -144,12 +164,19 @@ def _replace_chain(
     # sizes may be symbols, on which nothing is decided
     call.contiguous = reads_layouts and not (isinstance(channels, int) and channels == 1)
     tensors = [tensor for stage in chain.stages for tensor in stage.params]
-    # a number that has changed before is a node
+    # a number that has changed before is a node, and NumPy's floats are tensors
     numbers = tuple((s.momentum, s.eps, widths) for s, widths in zip(chain.stages, chain.widths, strict=True))
+    graph = graph_module.graph
+    with graph.inserting_before(chain.nodes[-1]):
+        numbers = fx.map_arg(
+            numbers,
+            lambda node: graph.call_function(float, (node,)) if isinstance(example_value(node), Tensor) else node,
+        )
     for node in chain.sizes():
         node.replace_input_with(node.all_input_nodes[0], chain.x)
     _replace(graph_module, chain.nodes, call, (chain.x, chain.residual, numbers, *tensors))
     facts.replaced += 1
+    facts.gains.append(Gain(facts.chains[-1], call.gain, sizes_of(example_value(chain.x))))
 
 
 def _replace(graph_module: fx.GraphModule, nodes: Sequence[fx.Node], call: nn.Module, arguments: tuple) -> None:
@@ -182,8 +209,8 @@ class ChainCall(nn.Module):
         self, settings: Sequence[Stage], in_place: bool, least: int, gain: Callable[[torch.Size], float]
     ) -> None:
         super().__init__()
-        self._settings, self._in_place, self._gain = [stage[1:6] for stage in settings], in_place, gain
-        self.least, self.contiguous = least, False
+        self._settings, self._in_place = [stage[1:6] for stage in settings], in_place
+        self.least, self.gain, self.contiguous = least, gain, False
         self._checked: set[tuple] = set()
 
     def forward(
@@ -209,13 +236,11 @@ class ChainCall(nn.Module):
         params = [ConvBNParams(*tensors[i : i + each]) for i in range(0, len(tensors), each)]  # type: ignore[arg-type]
         each_stage = zip(params, self._settings, momentums, epses, strict=True)
         stages = [Stage(p, *fixed, momentum, eps) for p, fixed, momentum, eps in each_stage]
-        gain = self._gain(x.shape)
-        if gain < 0:
+        if self.gain(x.shape) < 0:
             y = plain_stages(x, stages, widths)
             if residual is not None:
                 y = y.add_(residual) if self._in_place else y + residual
             return y
-        SERVED.gain += gain
         y = run_stages(x, stages, widths, residual, self._checked)
         if self._in_place:
             y = y.to(storage_dtype(x))
@@ -231,6 +256,8 @@ def _chain_call(chain: GraphChain, *, always: bool, keep_layouts: bool) -> Chain
         return "on PyTorch: not all of its tensors are ordinary ones with 4 dimensions"
     if keep_layouts and not y.is_contiguous(memory_format=torch.channels_last):
         return "on PyTorch: its result is not in channels_last"
+    if keep_layouts and any(isinstance(number, Tensor) for stage in stages for number in (stage.momentum, stage.eps)):
+        return "on PyTorch: a number of a BatchNorm is NumPy's"
     # autocast may be a part of the graph
     conv = example_value(chain.first)
     casts = conv.dtype.itemsize == 2 and any(

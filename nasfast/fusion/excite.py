@@ -8,6 +8,7 @@ two tensors.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from torch import Tensor, fx, nn
 from nasfast.fusion.effects import Effects
 from nasfast.fusion.match import match_activation, match_conv
 from nasfast.fusion.nodes import callee, example_value
-from nasfast.fusion.stages import SERVED
 from nasfast.ops import squeeze
 from nasfast.ops.reference import ACTIVATIONS, GATES
 
@@ -122,13 +122,31 @@ class ExcitationCall(nn.Module):
 
     def forward(self, x: Tensor, *weights: Tensor) -> Tensor:
         """The result for (N, C, H, W) and weight and bias of the two convolutions."""
-        gradient = torch.is_grad_enabled() and x.requires_grad
-        if (gradient or x.numel() >= _LEAST_WITHOUT_GRADIENT) and squeeze.is_faster(x, trains=self._trains):
-            autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-            if autocast == torch.bfloat16 if autocast is not None else weights[0].dtype == x.dtype:
-                SERVED.gain += 1.0
-                with suppress(TypeError, ValueError):  # it refuses before it computes; PyTorch may accept the same
-                    return squeeze.squeeze_excite(x, *weights, act=self._act, gate=self._gate, backend="cpu")
+        autocast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        right_type = autocast == torch.bfloat16 if autocast is not None else weights[0].dtype == x.dtype
+        if right_type and self._pays(x):
+            with suppress(TypeError, ValueError):  # it refuses before it computes; PyTorch may accept the same
+                return squeeze.squeeze_excite(x, *weights, act=self._act, gate=self._gate, backend="cpu")
         squeeze_weight, squeeze_bias, excite_weight, excite_bias = weights
         squeezed = ACTIVATIONS[self._act](F.conv2d(x.mean((2, 3), keepdim=True), squeeze_weight, squeeze_bias))
         return x * GATES[self._gate](F.conv2d(squeezed, excite_weight, excite_bias))
+
+    def _pays(self, x: Tensor) -> bool:
+        gradient = torch.is_grad_enabled() and x.requires_grad
+        return (gradient or x.numel() >= _LEAST_WITHOUT_GRADIENT) and squeeze.is_faster(x, trains=self._trains)
+
+    def gain_function(self, example: Tensor) -> Callable[[torch.Size], float]:
+        """A function of the shape of an input like this one, as in `rule.gain_function`."""
+        dtype, gradient = example.dtype, example.requires_grad
+        channels = example.stride(1) if example.is_cpu and example.dim() == 4 else 0
+        nhwc = isinstance(channels, int) and channels == 1
+
+        def gain(shape: torch.Size) -> float:
+            # its values do not count
+            return 1.0 if nhwc and self._pays(_empty(shape, dtype).requires_grad_(gradient)) else -1.0
+
+        return gain
+
+
+def _empty(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, memory_format=torch.channels_last)

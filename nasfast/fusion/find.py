@@ -23,7 +23,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import modules
 from nasfast.fusion.match import GraphChain, Matcher, common_prefix, is_conv, join, module_path, module_stack
-from nasfast.fusion.region import HOOKS, FusedForward, first_line
+from nasfast.fusion.region import HOOKS, first_line, is_fused
 from nasfast.ops.modules import ACTIVATION_MODULES
 
 
@@ -203,13 +203,11 @@ def _shadow_copy(model: nn.Module) -> nn.Module:
         shared += [value for value in values if isinstance(value, torch.Tensor)]
         for name in HOOKS:
             memo[id(getattr(module, name))] = OrderedDict()
-        if isinstance(vars(module).get("forward"), FusedForward):
-            memo[id(module.forward)] = None
     memo.update((id(tensor), tensor) for tensor in shared)
     twin = copy.deepcopy(model, memo)
     for module in twin.modules():
-        if vars(module).get("forward", ...) is None:
-            del module.forward
+        if is_fused(module):
+            del vars(module)["forward"]
         if isinstance(module, _BatchNorm):
             module.momentum = module.momentum or 0.0
             vars(module)["_check_input_dim"] = lambda x: None

@@ -410,7 +410,11 @@ def _norm_problem(norm: fx.Node) -> str | None:
     if arguments.get("weight") is None or arguments.get("bias") is None:
         return "its BatchNorm has no affine parameters"
     numbers = [example_value(arguments.get(name, 0.0)) for name in ("momentum", "eps")]
-    fixed = all(isinstance(number, (int, float, torch.SymFloat)) for number in numbers)
+    # NumPy's floats are tensors in a graph
+    fixed = all(
+        isinstance(number, (int, float, torch.SymFloat)) or (isinstance(number, Tensor) and number.dim() == 0)
+        for number in numbers
+    )
     return None if fixed and isinstance(arguments.get("training", False), bool) else "its momentum changes"
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dis
+import os
 import sys
+from types import CodeType
 from typing import Any
 
 import torch
@@ -13,6 +16,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from nasfast.ops.modules import ACTIVATION_MODULES, ConvBNAct, InvertedResidual
 
+_TORCH, _PYTHON = (os.path.dirname(str(module.__file__)) for module in (torch, os))
 # whose forwards TorchDynamo takes as known and does not guard: some in each version, all of them in torch 2.11
 _KNOWN_CLASSES: tuple[Any, ...] = (
     *(nn.Conv2d, nn.BatchNorm2d, nn.Sequential, nn.Identity, nn.Dropout, nn.Dropout2d, nn.Linear, nn.Flatten),
@@ -37,6 +41,14 @@ def has_patched_classes() -> bool:
     """Whether somebody has replaced what classes of PyTorch run that TorchDynamo takes as known."""
     patched = [cls for cls, forward in _KNOWN if cls.forward is not forward]
     return bool(patched) or nn.Conv2d._conv_forward is not _CONV_FUNCTION
+
+
+def catches_exceptions(code: CodeType) -> bool:
+    """Whether this code, which is not PyTorch's or Python's own, catches exceptions."""
+    if code.co_filename.startswith(_TORCH) or os.path.dirname(code.co_filename) == _PYTHON:
+        return False
+    names = [instruction.opname for instruction in dis.get_instructions(code)]
+    return "CHECK_EXC_MATCH" in names or ("PUSH_EXC_INFO", "POP_TOP") in zip(names, names[1:], strict=False)
 
 
 def why_opaque(module: nn.Module) -> str | None:

@@ -1,34 +1,41 @@
-"""A module of a fused model whose forward TorchDynamo captures.
+"""A module of a fused model, and who runs its forward.
 
-`fuse` puts a `FusedForward` on each module that owns chains. Its first call captures the module's forward with what it
-calls, and the guards of TorchDynamo then see every change. What cannot be captured runs PyTorch's own code.
+`fuse` puts a `FusedForward` on each module that owns chains. One rule decides about each call: a graph that TorchDynamo
+captured of the module's forward runs where there is one for the call, and is expected to be faster. In all other cases
+the module's own forward runs, as it did before `fuse`: what a user, a tracer or a mode watches, what cannot be captured
+for whatever reason, and calls in which too little pays. Until a graph has begun to run, nothing of the forward has run.
 """
 
 from __future__ import annotations
 
+import copy
+import gc
 import inspect
-import math
 import weakref
-from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from types import FunctionType
-from typing import Any
+from threading import RLock
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
 
 import torch
 import torch._dynamo
 from torch import Tensor, fx, nn
 from torch._dynamo import config as dynamo_config
-from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from torch._dynamo import eval_frame
+from torch._dynamo.utils import get_traced_code
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
+from torch.fx.experimental import _config as shape_config
 from torch.nn.modules import module as module_state
+from torch.overrides import _get_current_function_mode_stack, has_torch_function
+from torch.utils._device import DeviceContext
 
 from nasfast.fusion.dynamo import GraphFacts, fuse_graph
-from nasfast.fusion.modules import has_patched_classes
-from nasfast.fusion.stages import SERVED
+from nasfast.fusion.modules import catches_exceptions, has_patched_classes
+from nasfast.fusion.shapes import batch_norms_without_numbers, numbers_of, symbols_of
 from nasfast.ops.autograd import transformed
 
 # Captures of one module. TorchDynamo compares their guards one after another, and its own limit is the same.
@@ -36,15 +43,13 @@ _MAX_CAPTURES = 8
 # Captures for calls that look the same from outside. There are some for what may change, such as what trains; a forward
 # with more takes a new way at every call.
 _MAX_ALIKE = 3
-# Calls in which a region that gains too little runs PyTorch's own code: the first number at first, then twice as many
-# each time, up to the second, because what trains may have changed. And the kinds of calls that are kept.
-_FIRST_REST, _LONGEST_REST, _KEPT_KINDS = 8, 512, 256
+# kinds of calls of which is kept what was decided
+_KEPT_KINDS = 256
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """How a module runs.
 
     Attributes:
@@ -62,107 +67,182 @@ class Region:
     """What was captured of a forward; a copy of the module uses it, too, because guards compare and do not identify.
 
     Attributes:
-        facts: of the last graph; None before the first one.
-        captures: the number of graphs.
-        problem: why nothing more is captured, or nothing in one mode; "" if nothing stands against it.
+        graphs: every graph, in the order of their captures.
+        own: why calls run the module's own forward: by `_mode` if a capture failed in it; of all calls that no graph
+            serves if the key is None.
+        function: the forward, as a function of the module, too.
+        last: the graph of the last call, and the shapes of what went into it; None before the first one.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.facts: GraphFacts | None = None
-        self.captures, self.problem, self._stopped = 0, "", False
-        self._alike: Counter[tuple] = Counter()
-        # by the kind of call, how often PyTorch's own code runs before the next look, and how often it did in all
-        self._rests: dict[tuple, tuple[int, int]] = {}
-        # modes in which a capture failed
-        self._refused: set[tuple[bool, bool]] = set()
+        self.graphs: list[Graph] = []
+        self.own: dict[tuple[bool, bool] | None, str] = {}
+        self.last: tuple[Graph, tuple[torch.Size, ...]] | None = None
+        # kinds of calls in which too little pays
+        self._small: set[tuple] = set()
         # TorchDynamo keeps what it compiled by code objects, and what changed by their names: each region has its own
-        code = _forward.__code__.replace(co_name=f"forward_of_region_{next(_NUMBERS)}")
-        function = FunctionType(code, _forward.__globals__)
-        self._run: Callable[..., Any] = torch.compile(function, backend=_capture, fullgraph=True)
-        # only where the guards of a capture hold
+        code = _captured_forward.__code__.replace(co_name=f"forward_of_region_{next(_NUMBERS)}")
+        function = FunctionType(code, _captured_forward.__globals__)
+        self._run: Callable[..., Any] = torch.compile(function, backend=_compile, fullgraph=True)
+        # only where the guards of a graph hold
         self._run_known: Callable[..., Any] = torch._dynamo.run(self._run)
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return _forward(module, *args, **kwargs)
+            return self.call(module, *args, **kwargs)
+
+        forward.region = self  # type: ignore[attr-defined]
+        self.function = forward
 
     def call(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """The result of the module's forward."""
-        # a meta tensor has no numbers, so nothing is faster
-        shapes_only = any(isinstance(arg, Tensor) and arg.is_meta for arg in args)
-        if shapes_only or _RESTS.get() or _must_run_unfused() or _has_hooks_below(module):
+        if _ALONE.get():
             return _forward(module, *args, **kwargs)
-        kind = _call_kind(module, args)
-        remaining, rest = self._rests.get(kind, (0, _FIRST_REST // 2))
-        if remaining:
-            self._rests[kind] = remaining - 1, rest
-            token = _RESTS.set(True)
+        values = (*args, *kwargs.values())
+        if self._small and _kind(module, values) in self._small:
+            return _run_alone(module, args, kwargs)
+        if _is_watched(values) or _has_hooks_below(module):
+            return _forward(module, *args, **kwargs)
+        call, problem = _Call(self, module, values), ""
+        for run in (self._run_known, self._capture):
+            token = _CALL.set(call)
             try:
-                return _forward(module, *args, **kwargs)
+                return run(module, *args, **kwargs)
+            except _NoGraph:
+                pass
+            except Exception as error:
+                if call.started:
+                    raise
+                # what our backend raises has another error around it
+                problem = first_line(getattr(error, "inner_exception", error))
+                break
             finally:
-                _RESTS.reset(token)
-        before = SERVED.gain
-        result = self._captured(module, args, kwargs)
-        if SERVED.gain - before < self.settings.least_gain and self.settings.inner == "eager":
-            if len(self._rests) >= _KEPT_KINDS:
-                self._rests.clear()
-            rest = min(2 * rest, _LONGEST_REST)
-            self._rests[kind] = rest, rest
-        return result
-
-    def _captured(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        mode = module.training, torch.is_grad_enabled()
-        if self._stopped or mode in self._refused:
-            return (self._run_known if self.captures else _forward)(module, *args, **kwargs)
-        token = _CURRENT.set((self, module, args))
-        try:
-            with ExitStack() as around:
-                if not self.captures and self.settings.inner == "eager":
-                    around.enter_context(_DynamicSizes(args))
-                if dynamo_config.use_recursive_dict_tags_for_guards:
-                    # until torch 2.13: with it, guards see no new type of a parameter (pytorch 163064)
-                    around.enter_context(dynamo_config.patch(use_recursive_dict_tags_for_guards=False))
-                return self._run(module, *args, **kwargs)
-        except (TorchDynamoException, FailOnRecompileLimitHit) as error:
-            # nothing of the forward has run yet
-            problem = f"it cannot be captured in {'training' if mode[0] else 'eval'} mode ({first_line(error)})"
-        finally:
-            _CURRENT.reset(token)
-        # what the forward itself refuses is no problem of the capture
+                _CALL.reset(token)
+        if call.too_small:
+            if len(self._small) >= _KEPT_KINDS:
+                self._small.clear()
+            self._small.add(_kind(module, values))
+            return _run_alone(module, args, kwargs)
         result = _forward(module, *args, **kwargs)
-        self._refused.add(mode)
-        self.problem = problem
+        # what the forward itself refuses is no problem of the capture
+        if problem:
+            mode = "training" if module.training else "eval"
+            self.own[_mode(module)] = f"it cannot be captured in {mode} mode ({problem})"
         return result
 
-    def capture(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], module: nn.Module, args: Any) -> Any:
+    def _capture(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run a new graph.
+
+        Raises:
+            Exception: what TorchDynamo raises instead, and `_NoGraph` if there is to be no new one.
+        """
+        if {None, _mode(module)} & self.own.keys() or _compiles_otherwise():
+            raise _NoGraph
+        with _capturing((*args, *kwargs.values()), any_size=self.settings.inner == "eager"):
+            return self._run(module, *args, **kwargs)
+
+    def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], call: _Call) -> Graph:
         """Compile a graph of the forward.
 
         Raises:
             NotImplementedError: it checkpoints a part of itself, or has another operator of whole graphs, for which
-                what they change, such as a counter of batches, is an input that must stay.
+                what they change, such as a counter of batches, is an input that must stay. Or its code catches
+                exceptions, of which TorchDynamo knows neither all nor their types.
         """
+        for code in get_traced_code() or ():
+            if catches_exceptions(code):
+                raise NotImplementedError(f"{code.co_qualname} catches exceptions")
         for node in graph_module.graph.nodes:
             if isinstance(node.target, torch._ops.HigherOrderOperator):
                 raise NotImplementedError(f"it calls {node.target.name()} on a part of itself")
-        self.facts = fuse_graph(graph_module, always=self.settings.always, keep_layouts=self.settings.inner != "eager")
-        self.captures += 1
-        self._alike[_call_signature(module, args)] += 1
-        if max(self._alike.values()) > _MAX_ALIKE:
-            self._stopped, self.problem = True, "it takes other ways for the same input"
-        elif self.captures >= _MAX_CAPTURES:
-            self._stopped, self.problem = True, f"it was captured {self.captures} times"
-        return torch._dynamo.lookup_backend(self.settings.inner)(graph_module, list(example_inputs))
+        inputs = [node.meta.get("example_value") for node in graph_module.graph.find_nodes(op="placeholder")]
+        facts = fuse_graph(graph_module, always=self.settings.always, keep_layouts=self.settings.inner != "eager")
+        run = torch._dynamo.lookup_backend(self.settings.inner)(graph_module, list(example_inputs))
+        graph = Graph(self, facts, run, inputs, _signature(call.module, call.values))
+        self.graphs.append(graph)
+        if sum(graph.signature == other.signature for other in self.graphs) > _MAX_ALIKE:
+            self.own[None] = "it takes other ways for the same input"
+        elif len(self.graphs) >= _MAX_CAPTURES:
+            self.own[None] = f"it was captured {len(self.graphs)} times"
+        return graph
+
+
+class Graph:
+    """A captured graph, which decides by the sizes of its inputs whether it pays to run it.
+
+    Args:
+        region: what it is a graph of.
+        facts: what was found in it.
+        run: the compiled graph.
+        inputs: an example of each input, whose sizes may be symbols.
+        signature: what its call looked like.
+    """
+
+    def __init__(
+        self, region: Region, facts: GraphFacts, run: Callable[..., Any], inputs: Sequence[Any], signature: tuple
+    ) -> None:
+        self.facts, self.signature, self._run = facts, signature, run
+        self._region, self._least = region, 0.0
+        if region.settings.inner == "eager":
+            self._least = region.settings.least_gain
+        self._symbols = symbols_of(inputs)
+        self._places = list(self._symbols)
+        self._pays: dict[tuple[tuple[torch.Size, ...], int], bool] = {}
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run it.
+
+        Raises:
+            _NoGraph: too little pays; nothing has run.
+        """
+        call = _CALL.get()
+        shapes = tuple([inputs[place].shape for place in self._places])
+        key = shapes, torch.get_num_threads()
+        pays = self._pays.get(key)
+        if pays is None:
+            if len(self._pays) >= _KEPT_KINDS:
+                self._pays.clear()
+            pays = self._pays[key] = sum(max(gain, 0.0) for gain in self.gains(shapes)) >= self._least
+        self._region.last = self, shapes
+        if not pays:
+            call.too_small = True
+            raise _NoGraph
+        call.started = True
+        return self._run(*inputs)
+
+    def gains(self, shapes: Sequence[torch.Size]) -> list[float]:
+        """What each operator gains, in the order of `facts.gains`, for inputs of these shapes."""
+        numbers = {
+            symbol: shape[dim]
+            for shape, symbols in zip(shapes, self._symbols.values(), strict=True)
+            for dim, symbol in symbols.items()
+        }
+        return [gain.function(torch.Size(numbers_of(gain.sizes, numbers))) for gain in self.facts.gains]
+
+    @property
+    def pays(self) -> bool:
+        """Whether it ran when it was called last."""
+        assert self._region.last is not None
+        return self._pays.get((self._region.last[1], torch.get_num_threads()), True)
 
 
 class FusedForward:
-    """Replaces the forward of a module; an object, so that it is copied and pickled with the module.
+    """Replaces the forward of a module, as the bound method that it was; an object, so that it is copied and pickled
+    with the module.
 
     It has a weak reference to the module: a cycle would keep the memory of a deleted model until the next garbage
-    collection.
+    collection. What was unpickled keeps the module, and so does a deep copy without its module, a bound method.
     """
 
     def __init__(self, module: nn.Module, region: Region) -> None:
-        self._module, self.region = weakref.ref(module), region
+        self._module: Callable[[], nn.Module | None] = weakref.ref(module)
+        self.region, self.__func__ = region, region.function
+        self.__doc__ = type(module).forward.__doc__
 
     @property
-    def module(self) -> nn.Module:
+    def __self__(self) -> nn.Module:
         module = self._module()
         if module is None:
             raise ReferenceError(
@@ -171,104 +251,205 @@ class FusedForward:
         return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module, region = self._module() or self.module, self.region
-        if torch.compiler.is_compiling():
-            return _forward(module, *args, **kwargs)
-        return region.call(module, *args, **kwargs)
+        return self.__func__(self._module() or self.__self__, *args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FusedForward:
-        copied = FusedForward.__new__(FusedForward)
-        memo[id(self)] = copied
-        copied._module, copied.region = weakref.ref(memo[id(self.module)]), self.region
-        return copied
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FusedForward) and (self._module(), self.region) == (other._module(), other.region)
+
+    def __hash__(self) -> int:
+        return hash((id(self._module()), id(self.region)))
+
+    def __copy__(self) -> FusedForward:
+        return FusedForward(self.__self__, self.region)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = memo.get(id(self.__self__))
+        if module is None:
+            return MethodType(self.__func__, copy.deepcopy(self.__self__, memo))
+        return FusedForward(module, self.region)
 
     def __reduce__(self) -> tuple:
-        return _fused_again, (self.module, self.region.settings)
+        return _fused_again, (self.__self__, self.region.settings)
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(partial(type(self.module).forward, self.module))
+        return inspect.signature(partial(type(self.__self__).forward, self.__self__))
 
     def __getattr__(self, name: str) -> Any:
-        # torch.export says with it where a model comes from
-        if name == "__code__":
-            return type(self.module).forward.__code__
         # torch.jit.script reads these of every forward that it compiles
         if name in ("__globals__", "__closure__"):
             raise AttributeError(
                 "torch.jit.script cannot compile a module that runs fused: call nasfast.unfuse(model) before, or use "
                 "torch.jit.trace, which records the unfused model"
             )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        # as a bound method has what its function has; torch.export says by __code__ where a model comes from
+        return getattr(type(self.__self__).forward, name)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether `fuse` put a forward on the module, even if somebody has bound its function again."""
+    return hasattr(getattr(vars(module).get("forward"), "__func__", None), "region")
 
 
 def _fused_again(module: nn.Module, settings: Settings) -> FusedForward:
-    return FusedForward(module, Region(settings))
+    fused = FusedForward(module, Region(settings))
+    # who has pickled the forward alone has no other reference to the module
+    fused._module = lambda: module
+    return fused
+
+
+class _Call:
+    """A call of a region that may run a graph.
+
+    Attributes:
+        started: whether a graph has begun to run.
+        too_small: whether its graph does not pay.
+    """
+
+    __slots__ = ("module", "region", "started", "too_small", "values")
+
+    def __init__(self, region: Region, module: nn.Module, values: Sequence[Any]) -> None:
+        self.region, self.module, self.values = region, module, values
+        self.started = self.too_small = False
+
+
+class _NoGraph(Exception):
+    """No graph serves a call, and nothing of the forward has run."""
+
+
+_NUMBERS = count()
+# what a capture changes for its time concerns all threads
+_CAPTURES = RLock()
+_CALL: ContextVar[_Call] = ContextVar("the call of a region")
+# whether a module around the one that is called runs its own forward, because too little pays
+_ALONE: ContextVar[bool] = ContextVar("no region runs a graph", default=False)
 
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
-_NUMBERS = count()
-_CURRENT: ContextVar[tuple[Region, nn.Module, Sequence[Any]]] = ContextVar("the region that is called")
-# whether a module around the one that is called runs PyTorch's own code, because too little pays
-_RESTS: ContextVar[bool] = ContextVar("PyTorch's own code runs", default=False)
+def _run_alone(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The module's own forward, in which the modules inside of it run theirs, too."""
+    token = _ALONE.set(True)
+    try:
+        return _forward(module, *args, **kwargs)
+    finally:
+        _ALONE.reset(token)
+
+
+def _captured_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    # what TorchDynamo captures has this branch left out: it runs where nothing was captured
+    if not torch.compiler.is_compiling():
+        raise _NoGraph
+    return type(module).forward(module, *args, **kwargs)
 
 
 # registered, because TorchDynamo then lets go of the parameters, which torch.utils.swap_tensors needs
 @torch._dynamo.register_backend(name="nasfast_region", tags=("experimental",))
-def _capture(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+def _compile(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
     """The backend of every region: TorchDynamo keeps each backend for ever."""
-    region, module, args = _CURRENT.get()
-    return region.capture(graph_module, example_inputs, module, args)
+    call = _CALL.get()
+    return call.region.compile(graph_module, example_inputs, call)
 
 
-class _DynamicSizes:
-    """While a forward is captured, its images have any batch, height and width, so that one graph serves all."""
+@contextmanager
+def _capturing(values: Sequence[Any], *, any_size: bool) -> Iterator[None]:
+    """While a forward is captured.
 
-    def __init__(self, args: Sequence[Any]) -> None:
-        images = [arg for arg in args if type(arg) is Tensor and arg.dim() == 4]
-        self._images = [(image, set(vars(image))) for image in images]
-
-    def __enter__(self) -> None:
-        for image, _ in self._images:
-            torch._dynamo.maybe_mark_dynamic(image, [0, 2, 3])
-
-    def __exit__(self, *_: object) -> None:
-        for image, before in self._images:
-            for name in vars(image).keys() - before:
-                delattr(image, name)
-
-
-def _call_signature(module: nn.Module, args: Sequence[Any]) -> tuple:
-    """What may well need a graph of its own: modes, types and sizes."""
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
-    autocast = [
-        torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        for kind in {tensor.device.type for tensor in tensors}
-    ]
-    images = [(tuple(t.shape), t.stride(), t.dtype, t.requires_grad) for t in tensors]
-    return module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast, *images
-
-
-def _call_kind(module: nn.Module, args: Sequence[Any]) -> tuple:
-    """What decides, with the module, whether chains pay in a call.
-
-    Of the size it is the order, so that images of changing sizes are of few kinds.
+    Args:
+        values: its arguments.
+        any_size: whether the graph is to serve every batch, height and width, also 1, and every momentum.
     """
-    x = args[0] if args else None
-    where = module.training, torch.is_grad_enabled(), torch.get_num_threads()
-    if type(x) is not Tensor:
-        return where
-    autocast = torch.is_autocast_enabled("cpu" if x.is_cpu else x.device.type)
-    return (*where, int(4 * math.log2(x.numel() or 1)), x.dtype, x.requires_grad, autocast)
+    _CAPTURES.acquire()
+    patches: dict[str, Any] = {
+        # it cuts the graph at the buckets of DistributedDataParallel, in order to send them earlier
+        "optimize_ddp": False,
+        # it takes a tenth of the time
+        "run_gc_after_compile": False,
+        # until torch 2.13: with it, guards see no new type of a parameter (pytorch 163064)
+        "use_recursive_dict_tags_for_guards": False,
+    }
+    tensors = [value for value in values if type(value) is Tensor and value.dim()] if any_size else []
+    marks = [(tensor, set(vars(tensor))) for tensor in tensors]
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        for tensor in tensors:
+            torch._dynamo.maybe_mark_dynamic(tensor, [0, 2, 3] if tensor.dim() == 4 else [0])
+        with dynamo_config.patch(patches):
+            if not any_size:
+                yield
+                return
+            with shape_config.patch(backed_size_oblivious=True), batch_norms_without_numbers():  # type: ignore[attr-defined]
+                yield
+    finally:
+        if collects:
+            gc.enable()
+        _CAPTURES.release()
+        for tensor, before in marks:
+            for name in vars(tensor).keys() - before:
+                delattr(tensor, name)
 
 
-def _must_run_unfused() -> bool:
-    """Whether tracers, modes or torch.func need PyTorch's operators now, or global hooks or patches concern them."""
+def _compiles_otherwise() -> bool:
+    """Whether the user has switched TorchDynamo off, or says when it compiles."""
+    return dynamo_config.disable or eval_frame._stance.stance != "default"
+
+
+def _mode(module: nn.Module) -> tuple[bool, bool]:
+    return module.training, torch.is_grad_enabled()
+
+
+def _signature(module: nn.Module, values: Sequence[Any]) -> tuple:
+    """What may well need a graph of its own: modes, types and sizes."""
+    autocast = [torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    return *_mode(module), torch.is_inference_mode_enabled(), *autocast, *_described(values)
+
+
+def _described(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+        elif isinstance(value, (list, tuple)):
+            yield from _described(value)
+        elif isinstance(value, dict):
+            yield from _described(value.values())
+        elif isinstance(value, (bool, int, float, str)):
+            yield value
+
+
+def _kind(module: nn.Module, values: Sequence[Any]) -> tuple:
+    """All of a call that decides whether chains pay in it."""
+    trains: list[bool] = []
+    if torch.is_grad_enabled():
+        _add_what_trains(module, trains)
+    return *_signature(module, values), torch.get_num_threads(), *trains
+
+
+def _add_what_trains(module: nn.Module, trains: list[bool]) -> None:
+    for parameter in module._parameters.values():
+        if parameter is not None:
+            trains.append(parameter.requires_grad)
+    for child in module._modules.values():
+        if child is not None:
+            _add_what_trains(child, trains)
+
+
+def _is_watched(values: Sequence[Any]) -> bool:
+    """Whether a tracer, a mode, a subclass of tensors or a hook on all modules must see the functions of the forward,
+    or a patch of PyTorch's classes concerns them; a meta tensor has no numbers, so that nothing is faster.
+    """
+    if has_torch_function(values):  # also under a mode; that of torch.device changes no function of a tensor
+        modes = _get_current_function_mode_stack()
+        if not modes or not all(isinstance(mode, DeviceContext) for mode in modes):
+            return True
+    for value in values:
+        if isinstance(value, Tensor) and (type(value) not in (Tensor, nn.Parameter) or value.is_meta):
+            return True
     return (
         torch.jit.is_tracing()
+        or is_fx_symbolic_tracing()
         or module_state._has_any_global_hook()
         or torch._C._len_torch_dispatch_stack() > 0
         or transformed()

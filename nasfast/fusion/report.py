@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
+
+import torch
 
 from nasfast.fusion.match import FusedChain, join
-from nasfast.fusion.region import Region
+from nasfast.fusion.region import Graph, Region
 
 # the number of names that are listed for one reason; further ones are only counted
 _MOST_NAMES = 4
 _MODEL = "(the model)"
+FUSED = "fused"
 
 
 @dataclass(frozen=True)
@@ -50,16 +54,16 @@ class FuseReport:
 
     @property
     def chains(self) -> tuple[FusedChain, ...]:
-        """Every chain, in the order of the model's convolutions."""
+        """Every chain, in the order of the model's convolutions; `runs` says how it ran in the last forward, if any."""
         chains: list[FusedChain] = []
         covered: set[str] = set()
         # the outermost module first: what it runs captures the modules inside
         for owner in sorted(self._regions, key=lambda path: path.count(".") + bool(path)):
             region = self._regions[owner]
-            if region.facts is not None:
-                own: Sequence[FusedChain] = [chain.with_owner(owner) for chain in region.facts.chains]
+            if region.last is not None:
+                own: Sequence[FusedChain] = [chain.with_owner(owner) for chain in _as_they_ran(*region.last)]
             else:
-                own = () if region.problem else self._expected.get(owner, ())
+                own = () if region.own else self._expected.get(owner, ())
             for chain in own:
                 if covered.isdisjoint(chain.convolutions):
                     covered |= {*chain.convolutions}
@@ -70,19 +74,20 @@ class FuseReport:
     @property
     def excitations(self) -> tuple[str, ...]:
         """Paths of the squeeze-and-excitations that were captured, each of which can run as one operator."""
-        facts = {owner: region.facts for owner, region in self._regions.items()}
-        paths = [join(owner, path) for owner, its in facts.items() if its is not None for path in its.excitations]
-        return tuple(dict.fromkeys(paths))
+        lasts = [(owner, region.last) for owner, region in self._regions.items() if region.last is not None]
+        return tuple(
+            dict.fromkeys(join(owner, path) for owner, (graph, _) in lasts for path in graph.facts.excitations)
+        )
 
     @property
     def left(self) -> tuple[NotFused, ...]:
         """Every convolution and BatchNorm outside of the chains and squeeze-and-excitations."""
         reasons = {**self._reasons}
         for owner, region in self._regions.items():
-            if region.facts is not None:
-                reasons |= {join(owner, path): reason for path, reason in region.facts.reasons.items()}
-            elif region.problem:
-                reason = f"the forward of {owner or 'the model'} runs on PyTorch: {region.problem}"
+            if region.last is not None:
+                reasons |= {join(owner, path): reason for path, reason in region.last[0].facts.reasons.items()}
+            elif region.own:
+                reason = f"the forward of {owner or 'the model'} runs on PyTorch: {_problem(region)}"
                 reasons |= dict.fromkeys(_members(self._expected.get(owner, ())), reason)
         covered = {*_members(self.chains)}
         inside = tuple(f"{path}." for path in self.excitations)
@@ -103,23 +108,56 @@ class FuseReport:
             f"{self.fused} of {count(self.convolutions, 'convolution')} are in "
             f"{count(len(chains), 'chain')} that can run fused; backend: {self.backend}"
         ]
-        owners = [chain.owner or _MODEL for chain in chains]
-        width = max(map(len, owners), default=0)
-        lines += [f"  {owner:<{width}}  {chain}" for owner, chain in zip(owners, chains, strict=True)]
-        if chains:
-            captured = sum(region.facts is not None for region in regions.values())
-            progress = f"{captured} of {count(len(regions), 'module')}" if captured else "nothing"
-            lines.append(f"captured so far: {progress}; how chains run:")
-        runs = _grouped((chain.runs, owner) for owner, chain in zip(owners, chains, strict=True))
-        lines += [f"  {count(len(names), 'chain')} {how}: {listed(names)}" for how, names in runs.items()]
+        ran = [region.last for region in regions.values() if region.last is not None]
+        if ran:
+            fused = sum(chain.runs == FUSED for chain in chains)
+            sizes = (
+                ", ".join(dict.fromkeys(str(tuple(shapes[0])) for _, shapes in ran if shapes)) if len(ran) == 1 else ""
+            )
+            lines.insert(
+                0, f"last forward{sizes and f' on {sizes}'}: {fused} of {count(len(chains), 'chain')} ran fused"
+            )
+        elif chains and not any(region.own for region in regions.values()):
+            lines.append("no forward has run yet; what is expected:")
+        names = [_name(chain) for chain in chains]
+        width = max(map(len, names), default=0)
+        lines += [f"  {name:<{width}}  {chain}: {chain.runs}" for name, chain in zip(names, chains, strict=True)]
         if excitations:
             lines.append(f"one operator each where that is faster: {count(len(excitations), 'squeeze-and-excitation')}")
-        stopped = _grouped((r.problem, owner or _MODEL) for owner, r in regions.items() if r.problem and r.captures)
+        stopped = _grouped((_problem(r), owner or _MODEL) for owner, r in regions.items() if r.own and r.graphs)
         lines += [f"captured no more, {problem}: {listed(names)}" for problem, names in stopped.items()]
         reasons = _grouped((f"{entry.kind}: {entry.reason}", entry.name) for entry in self.left)
         lines += ["not fused:"] if reasons else []
         lines += [f"  {reason}: {listed(names)}" for reason, names in reasons.items()]
         return "\n".join([*lines, *(f"note: {note}" for note in self.notes)])
+
+
+def _as_they_ran(graph: Graph, shapes: tuple[torch.Size, ...]) -> list[FusedChain]:
+    """The chains of a graph as they ran for inputs of these shapes."""
+    gains = dict(zip([gain.chain for gain in graph.facts.gains], graph.gains(shapes), strict=True))
+    pays = graph.pays
+    ran = []
+    for chain in graph.facts.chains:
+        runs = chain.runs
+        if gains.get(chain, -1.0) >= 0.0:
+            runs = FUSED if pays else "not at this size, where too little pays for the guards of a graph"
+        elif chain in gains:
+            runs = f"not at this size: {runs}"
+        ran.append(replace(chain, runs=runs))
+    return ran
+
+
+def _problem(region: Region) -> str:
+    """The last reason why calls run the module's own forward."""
+    return [*region.own.values()][-1]
+
+
+def _name(chain: FusedChain) -> str:
+    """The path that all of its modules have in common, or that of its first convolution."""
+    paths = [path.split(".") for path in (*chain.convolutions, *chain.batch_norms)]
+    # zip to the shortest
+    common = takewhile(lambda parts: len({*parts}) == 1, zip(*paths, strict=False))
+    return ".".join(parts[0] for parts in common) or chain.convolutions[0]
 
 
 def _members(chains: Iterable[FusedChain]) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -24,18 +23,6 @@ _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "relu6": partial(F.hardtanh, min_val=0.0, max_val=6.0, inplace=True),
     "tanh": torch.tanh_,
 }
-
-
-class Served(threading.local):
-    """What operators of ours ran in this thread.
-
-    gain: what they gained in all, in units of what the least chain that pays gains before its call is paid.
-    """
-
-    gain = 0.0
-
-
-SERVED = Served()
 
 
 def run_stages(

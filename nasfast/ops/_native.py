@@ -132,6 +132,12 @@ def why_no_emulation() -> str | None:
     return None
 
 
+def check_isa() -> None:
+    """Raise what `Extension.isa` raises, if the library is loaded."""
+    if extension is not None:
+        extension.isa()
+
+
 def empty_cache() -> None:
     """Give the memory that the CPU operators keep for their next tensors back to the system.
 

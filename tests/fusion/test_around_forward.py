@@ -227,16 +227,17 @@ def test_report_as_text(monkeypatch):
     model[3].expand.requires_grad_()
     assert str(fuse_all(model)) == (
         "5 of 6 convolutions are in 3 chains that can run fused; backend: reference (float32 on cpu)\n"
-        "  0  3x3 4->4\n"
-        "  1  3x3 4->4 relu\n"
-        "  3  1x1 4->8 relu6, dw5x5 8 relu6, 1x1 8->4, + residual\n"
-        "captured so far: nothing; how chains run:\n"
-        "  3 chains fused: 0, 1, 3\n"
+        "no forward has run yet; what is expected:\n"
+        "  0  3x3 4->4: fused\n"
+        "  1  3x3 4->4 relu: fused\n"
+        "  3  1x1 4->8 relu6, dw5x5 8 relu6, 1x1 8->4, + residual: fused\n"
         "not fused:\n"
         "  Conv2d: has dilation=(2, 2): 2.0\n"
         "  BatchNorm2d: not behind a fused convolution: 2.1\n"
         "note: 1 convolution in chains will train, so a fused chain keeps the inputs for backward, as PyTorch does; to "
-        "save that memory, freeze with requires_grad_(False): 3.expand"
+        "save that memory, freeze with requires_grad_(False): 3.expand\n"
+        "note: 1 convolution in chains on PyTorch's convolution, because the fused operator has no such convolution: "
+        "1.0"
     )
     monkeypatch.setenv("NASFAST_BACKEND", "cuda")
     assert "backend: none (float32 on cpu: conv_bn_act_chain: backend 'cuda'" in str(fuse_all(model))

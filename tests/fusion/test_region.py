@@ -23,13 +23,13 @@ from nasfast.fusion.region import FusedForward
 def captures(monkeypatch):
     """The modules that were captured, in order."""
     found = []
-    capture = region.Region.capture
+    compile_graph = region.Region.compile
 
-    def record(self, graph_module, example_inputs, module, args):
-        found.append(module)
-        return capture(self, graph_module, example_inputs, module, args)
+    def record(self, graph_module, example_inputs, call):
+        found.append(call.module)
+        return compile_graph(self, graph_module, example_inputs, call)
 
-    monkeypatch.setattr(region.Region, "capture", record)
+    monkeypatch.setattr(region.Region, "compile", record)
     return found
 
 
@@ -64,14 +64,24 @@ def test_a_supernet_captures_each_block_once(captures):
 
 
 def test_one_capture_serves_all_sizes(captures):
-    plain, fused = twins(disturb(nn.Sequential(InvertedResidual(4, 4, 1, 2), *unit()).double()))
-    for sizes in ((2, 4, 8, 8), (3, 4, 8, 9), (5, 4, 12, 12), (2, 4, 9, 5)):
+    """The batch is the only one, or not; a map has one pixel, or not."""
+    plain, fused = twins(disturb(nn.Sequential(InvertedResidual(4, 4, 2, 2), *unit()).double()))
+    for sizes in ((1, 4, 8, 8), (2, 4, 8, 8), (3, 4, 8, 9), (5, 4, 12, 12), (2, 4, 9, 5), (1, 4, 9, 5), (7, 4, 1, 2)):
         x = torch.randn(sizes, dtype=torch.float64)
         check_same(observe(fused, x), observe(plain, x))
     assert len(captures) == 1
-    x = torch.randn(1, 4, 9, 5, dtype=torch.float64)
-    check_same(observe(fused, x), observe(plain, x))
-    assert len(captures) == 2, "one image is a case of its own in TorchDynamo"
+
+
+def test_a_usual_loop_captures_once_per_mode(captures):
+    """Training, its last batch of one image, validation and its last batch, twice."""
+    _, fused = twins(disturb(nn.Sequential(InvertedResidual(4, 4, 1, 2), nn.Flatten(), nn.Linear(256, 2))))
+    for _ in range(2):
+        for batch in (4, 1):
+            fused.train()(torch.randn(batch, 4, 8, 8)).sum().backward()
+        for batch in (6, 1):
+            with torch.no_grad():
+                fused.eval()(torch.randn(batch, 4, 8, 8))
+    assert len(captures) == 2
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -304,18 +314,29 @@ def test_nan_reaches_the_result(act):
         assert torch.equal(fused(x).isnan(), plain(x).isnan())
 
 
-def test_where_nothing_pays_the_forward_runs_itself(captures):
+def test_where_too_little_pays_the_forward_runs_itself(captures, monkeypatch):
+    """It is decided before the first call of a kind, so that equal calls give equal numbers."""
+    asked = []
+    is_watched = region._is_watched
+    monkeypatch.setattr(region, "_is_watched", lambda values: asked.append(1) or is_watched(values))
     plain = disturb(nn.Sequential(unit(), unit())).requires_grad_(False)
     fused = copy.deepcopy(plain)
-    nasfast.fuse(fused)
-    calls = []
-    run = fused.forward.region._run
-    fused.forward.region._run = lambda *args, **kwargs: calls.append(1) or run(*args, **kwargs)
+    report = nasfast.fuse(fused)
     x = torch.randn(2, 4, 8, 8)
     for _ in range(5):
-        torch.testing.assert_close(fused(x), plain(x))
-    assert len(calls) == len(captures) == 1
+        assert torch.equal(fused(x), plain(x))
+    # the next calls look at nothing
+    assert len(asked) == len(captures) == 1
+    assert str(report).startswith("last forward on (2, 4, 8, 8): 0 of 2 chains ran fused")
     fused(torch.randn(2, 4, 8, 9))
-    assert len(calls) == 1
-    fused(torch.randn(2, 4, 8, 16))
-    assert len(calls) == 2
+    assert (len(asked), len(captures)) == (2, 1)
+
+
+def test_what_trains_counts_where_too_little_pays(captures):
+    fused = nn.Sequential(unit(), unit()).requires_grad_(False)
+    nasfast.fuse(fused)
+    x = torch.randn(2, 4, 8, 8)
+    for trains in (False, True, False, True):
+        fused.requires_grad_(trains)
+        fused(x)
+    assert len(captures) == 2

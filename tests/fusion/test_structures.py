@@ -240,8 +240,9 @@ def test_structures(name, executed):
         want = observe(plain.train(training), x, steps=2)
         assert executed == []
         check_same(observe(fused.train(training), x, steps=2), want)
-        # TorchDynamo does not capture a momentum that depends on the number of batches
-        assert bool(executed) == (bool(chains) and not (training and name == "cumulative average"))
+        # before torch 2.15, TorchDynamo captures no momentum that depends on the number of batches
+        if not (training and name == "cumulative average"):
+            assert bool(executed) == bool(chains)
         executed.clear()
 
 
