@@ -18,6 +18,7 @@ import torch._subclasses.fake_tensor
 import torch.fx._symbolic_trace
 import torch.fx.experimental._config
 import torch.utils._device
+import torch.utils._pytree
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn.modules import batchnorm, conv, dropout
@@ -93,6 +94,11 @@ NEEDED = {
         isinstance(atoms.relu_.default, torch._ops.OpOverload),
         atoms.relu_.default._schema.is_mutable and not atoms.relu.default._schema.is_mutable,
         torch._inductor.config.cpp.cxx,
+    ],
+    "what a graph reads, writes and pads (fusion/effects.py, fusion/match.py)": lambda: [
+        torch.utils._pytree.tree_leaves([1, {"a": 2}]) == [1, 2],
+        torch.ones(1).untyped_storage()._cdata,
+        torch._C._nn.pad,
     ],
     "kept weights, gradients of ranks (engine, train/exchange.py)": lambda: [torch._foreach_copy_, torch._foreach_div_],
     "finding layers of a kind (fusion, research)": lambda: [
