@@ -49,6 +49,11 @@ class Tabular:
         return header, [[_text(value) for value in record.values()] for record in records]
 
 
+def counted(number: int, noun: str) -> str:
+    """A number with its noun: `1 image`, `1,801 images`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def text_table(rows: Sequence[Sequence[str]], *, right: int | None = None) -> list[str]:
     """Lines of a table whose first row is its header; columns from number `right` on are aligned right, others left."""
     columns = []

@@ -8,7 +8,7 @@ import pytest
 from tiny import tiny_space
 
 import nasfast
-from nasfast.display import Tabular
+from nasfast.display import Tabular, counted
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline.stages import RunResult
 from nasfast.retrain import RetrainResult
@@ -57,3 +57,8 @@ def test_without_pandas_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(RuntimeError, match="a DataFrame needs pandas: pip install pandas"):
         TABLE.to_dataframe()
+
+
+@pytest.mark.parametrize(("number", "text"), [(0, "0 images"), (1, "1 image"), (1801, "1,801 images")])
+def test_a_single_thing_has_no_plural(number, text):
+    assert counted(number, "image") == text

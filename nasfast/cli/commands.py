@@ -12,7 +12,7 @@ from typing import Any
 
 from nasfast.cli.flags import FlagError, Parser, is_verbose, with_defaults
 from nasfast.config import ConfigError
-from nasfast.display import text_table
+from nasfast.display import counted, text_table
 from nasfast.indicators.accuracies import read_scores
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
@@ -51,7 +51,8 @@ def _show_retrained(run: Run, results: dict[str, RetrainResult]) -> None:
     if "best" in results:
         best = results["best"]
         top1 = Top1.of(trainings("best", records))
-        print(f"best: top-1 {top1.mean:.1%} ({top1.spread} {top1.low:.1%} to {top1.high:.1%}, {best.images:,} images)")
+        images = counted(best.images, "image")
+        print(f"best: top-1 {top1.mean:.1%} ({top1.spread} {top1.low:.1%} to {top1.high:.1%}, {images})")
         space = read_layers(run)
         print(f"  {space.words(best.arch)}")
         if (comparison := compare(records["best"], peers, repeats["best"])) is not None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from nasfast.display import counted
 from nasfast.runtime.image_files import IMAGE_ENDINGS, class_folders, is_hidden, read_image_list
 from nasfast.runtime.once import log_once
 
@@ -148,7 +149,7 @@ class FolderSource(_FileSource):
                 "or put the images of the class into it"
             )
         if self.not_images:
-            skipped = f"skipped {len(self.not_images)} files that are not images"
+            skipped = f"skipped {counted(len(self.not_images), 'file')} without the ending of an image"
             log_once(_LOG, logging.WARNING, f"{self.root}: {skipped}: {', '.join(self.not_images[:5])}")
 
     def _images(self, folder: Path) -> Iterator[str]:

@@ -19,6 +19,7 @@ from nasfast.data.cache import CacheBackend, can_keep, size_text
 from nasfast.data.datasets import DataError, DatasetSource, ImageSource, open_files, split_source
 from nasfast.data.digits import ClutteredDigitsSource, DigitsSource
 from nasfast.data.preprocess import normalise, scale_and_offset
+from nasfast.display import counted
 from nasfast.runtime.once import log_once
 from nasfast.seeds import derive_seed
 from nasfast.settings import AutoAugment, DataConfig, ImageInfo, check_policy
@@ -163,7 +164,8 @@ class Loader:
         if not new:
             return
         self.bad_files.update(new)
-        _LOG.warning("skipped %d unreadable images (%d so far): %s", len(new), len(self.bad_files), _name_some(new))
+        unreadable = counted(len(new), "unreadable image")
+        _LOG.warning("skipped %s (%d so far): %s", unreadable, len(self.bad_files), _name_some(new))
         if len(self.bad_files) > self._max_bad_files:
             raise DataError(
                 f"{len(self.bad_files)} images could not be read, more than data.max_bad_files={self._max_bad_files}: "

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from nasfast.data import Loader
+from nasfast.display import counted
 from nasfast.pipeline.architectures import choose_architectures, list_trainings
 from nasfast.pipeline.inputs import load_supernet, retrain_loaders
 from nasfast.pipeline.run import Run, join_settings, log_stage, split_settings
@@ -83,7 +84,8 @@ def retrain_best(
         # the logs of tasks, these or those of an earlier call, were for networks that failed
         shutil.rmtree(run.dir / FOLDER, ignore_errors=True)
         run.save_config()
-        log_stage("retrain", started, f"{len(results)} networks, {run.cfg.retrain.train.epochs} epochs each")
+        epochs = counted(run.cfg.retrain.train.epochs, "epoch")
+        log_stage("retrain", started, f"{counted(len(results), 'network')}, {epochs} each")
     return results
 
 

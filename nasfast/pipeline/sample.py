@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from nasfast.config import ConfigBase, ConfigError
+from nasfast.display import counted
 from nasfast.indicators.accuracies import MIN_ARCHITECTURES, AccuracyError
 from nasfast.indicators.compare import ScoreComparison, attainable_tau, compare_scores
 from nasfast.indicators.learned import held_out_score
@@ -155,7 +156,8 @@ def estimate_sample(run: Run, inputs: Inputs, count: int, settings: TaskSettings
     total = (one * sum(macs.values()) / macs[middle.name] + start * len(missing)) / at_a_time
     images = len(retrain_loaders(sample_run, space, hold_out=True)[0].source)
     return (
-        f"{len(missing)} trainings of {epochs} epochs on {images} images, {len(done)} more are finished; "
+        f"{counted(len(missing), 'training')} of {counted(epochs, 'epoch')} on {counted(images, 'image')}, {len(done)} "
+        "more are finished; "
         f"{at_a_time} at a time with {middle.threads} threads each: about {duration(one)} for one, {duration(total)} "
         "for all, if nothing else uses the cores. Nothing was trained."
     )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from nasfast.config import ConfigError, difference
-from nasfast.display import Tabular
+from nasfast.display import Tabular, counted
 from nasfast.indicators.scores import score_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.measure.doctor import environment
@@ -158,7 +158,7 @@ def supernet(run: Run, *, resume: bool = False) -> Path:
         net, loader, sampler, cfg.train, run_dir=run.dir, resume=resume, device=cfg.torch_device, world=world
     )
     if world.is_main:
-        log_stage("supernet", started, f"{cfg.train.epochs} epochs{_describe_accuracy(run, space)}")
+        log_stage("supernet", started, f"{counted(cfg.train.epochs, 'epoch')}{_describe_accuracy(run, space)}")
     return final
 
 

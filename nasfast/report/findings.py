@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from nasfast.display import counted
 from nasfast.indicators.accuracies import top1_interval
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE
 from nasfast.runtime.files import answers_from_hex
@@ -97,7 +98,7 @@ class Comparison:
         single = rival is None and self.peers == 1
         mean = "one random architecture" if single else f"the mean of {self.peers} random architectures"
         side = "above" if self.gain > 0 else "below" if self.gain < 0 else "away from"
-        parts = [f"{self.images:,} images"]
+        parts = [counted(self.images, "image")]
         if self.runs > 1:
             parts.append("the seeds of the answer")
         if self.peers > 1:

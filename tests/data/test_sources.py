@@ -59,7 +59,7 @@ def test_files_that_are_not_images_are_passed_over_and_named(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, logger="nasfast"):
         source = FolderSource(tmp_path)
     assert source.not_images == [str(tmp_path / "a" / "notes.txt")]
-    assert "skipped 1 files" in caplog.text
+    assert "skipped 1 file without" in caplog.text
     assert "notes.txt" in caplog.text
     assert len(source) == 4
 

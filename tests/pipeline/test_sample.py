@@ -74,7 +74,7 @@ def test_a_sample_is_trained_once_and_grows(run, small_forests, capsys, monkeypa
     run.save_config()
     command = ["rank", "--out", str(out), "--epochs", "1", "--workers", "1", "--score", "naswot"]
     assert main([*command, "--train", "10", "--dry_run"]) == 0
-    assert "10 trainings of 1 epochs on 577 images, 0 more are finished; 1 at a time" in capsys.readouterr().out
+    assert "10 trainings of 1 epoch on 577 images, 0 more are finished; 1 at a time" in capsys.readouterr().out
     assert [path.name for path in out.iterdir()] == ["config.yaml"]
     assert main([*command, "--train", "10"]) == 0
     inputs = sample.sample_inputs(run)
@@ -95,7 +95,7 @@ def test_a_sample_is_trained_once_and_grows(run, small_forests, capsys, monkeypa
     assert len(grown) == 12 and {arch: grown[arch] for arch in first} == first
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert sample.estimate_sample(run, inputs, 12, ONE) == "all 12 architectures are trained"
-    assert "1 trainings of 1 epochs" in sample.estimate_sample(run, inputs, 13, ONE)
+    assert "1 training of 1 epoch" in sample.estimate_sample(run, inputs, 13, ONE)
     # fewer lose nothing
     assert train_sample(run, inputs, 10, settings=ONE) == grown
     with pytest.raises(ConfigError, match="has trainings of 1 epochs, --epochs is 2"):
