@@ -199,9 +199,11 @@ def _latency(settings: dict[str, Any], parser: Parser) -> None:
     cfg = LatencyConfig.from_dict(settings)
     # a file that must not be replaced is named before minutes of measuring
     check_replaceable(out, table_head(cfg, cfg.resolve()))
-    report = latency(cfg)
+    kept = Path(f"{out}.rounds")
+    report = latency(cfg, rounds_file=kept)
     print(report)
     report.save(out)
+    kept.unlink(missing_ok=True)
     print(f"written: {out}")
 
 

@@ -29,17 +29,19 @@ def deployed(module: nn.Module, images: Tensor, cfg: LatencyConfig) -> Timed:
     Before each run the input is written again, because in a network the layer before has just written it.
 
     Args:
-        module: the network or a part of one, on the CPU. It is put into eval mode, and PyTorch folds its BatchNorms.
+        module: the network or a part of one, on the CPU. It is put into eval mode, and its BatchNorms are folded.
         images: (batch, C, H, W), the input.
         cfg: device, number type, threads and clock.
     """
-    module = module.eval()
-    clock = _CLOCKS[cfg.clock]
+    module = fold(module.eval())
     if cfg.device == "onnx":
-        return _in_onnxruntime(module, images, cfg, clock)
+        with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+            path = Path(folder) / "network.onnx"
+            write_onnx(module, images.new_zeros(4, *images.shape[1:]), path)
+            return in_onnxruntime(path.read_bytes(), images, cfg)
     device = torch.device(cfg.device)
     dtype = torch.bfloat16 if cfg.dtype == "bf16" else torch.float32
-    network: Callable[[Tensor], Tensor] = fold(module).to(device, dtype).to(memory_format=torch.channels_last)
+    network: Callable[[Tensor], Tensor] = module.to(device, dtype).to(memory_format=torch.channels_last)
     if cfg.compiled:
         network = torch.compile(network)
     x = images.to(device, dtype, memory_format=torch.channels_last)
@@ -47,13 +49,13 @@ def deployed(module: nn.Module, images: Tensor, cfg: LatencyConfig) -> Timed:
     def run() -> dict[str, float]:
         with torch.inference_mode():
             x.add_(0)
-            return {"run": time_call(lambda: network(x), device, clock=clock)}
+            return {"run": time_call(lambda: network(x), device, clock=_CLOCKS[cfg.clock])}
 
     return run
 
 
 def fold(module: nn.Module) -> nn.Module:
-    """Fold the BatchNorms of a module in eval mode into its convolutions, in place."""
+    """Fold the BatchNorms of a module in eval mode into its convolutions, in place; onnxruntime would do the same."""
     for unit in module.modules():
         if isinstance(unit, ConvBNAct):
             unit.conv = fuse_conv_bn_eval(unit.conv, unit.bn)
@@ -61,12 +63,10 @@ def fold(module: nn.Module) -> nn.Module:
     return module
 
 
-def _in_onnxruntime(module: nn.Module, images: Tensor, cfg: LatencyConfig, clock: Callable[[], float]) -> Timed:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "network.onnx"
-        write_onnx(module, images.new_zeros(4, *images.shape[1:]), path)
-        session = open_session(path, provider=cfg.provider, threads=cfg.threads)
-    array = images.contiguous().numpy()
+def in_onnxruntime(model: bytes, images: Tensor, cfg: LatencyConfig) -> Timed:
+    """As `deployed`, of the content of an ONNX file."""
+    session = open_session(model, provider=cfg.provider, threads=cfg.threads)
+    array, clock = images.contiguous().numpy(), _CLOCKS[cfg.clock]
 
     def run() -> dict[str, float]:
         np.add(array, 0, out=array)

@@ -23,14 +23,17 @@ from torch import Tensor, nn
 
 from nasfast.config import ConfigError
 from nasfast.measure.config import LatencyConfig
-from nasfast.measure.deployed import deployed
+from nasfast.measure.deployed import Timed, deployed, fold, in_onnxruntime
 from nasfast.measure.doctor import environment
 from nasfast.measure.measured import check_replaceable, relative_errors
+from nasfast.measure.onnx_parts import OnnxPart, export_parts, join_parts
+from nasfast.measure.rounds import RoundsFile
 from nasfast.measure.timing import machine, measure, measuring
 from nasfast.ops.precision import resolve_precision
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.files import write_atomic
 from nasfast.runtime.onnx import check_provider
+from nasfast.runtime.progress import Progress
 from nasfast.spaces import SKIP, Arch, CostTable, LayerSpace, ModuleSpace, SearchSpace, UniformSampler, format_arch
 from nasfast.spaces.cost import output_size
 from nasfast.spaces.cost_table import FORMAT, LARGE_ERROR, parse_cost_table
@@ -70,9 +73,9 @@ class Parts:
     layers: tuple[dict[int, str | None], ...]
 
     def names(self, arch: Arch) -> list[str]:
-        """The names of the parts of a network."""
+        """The names of the parts of a network, in their order."""
         chosen = (row[choice] for row, choice in zip(self.layers, arch, strict=True))
-        return [*(name for name in (_STEM, _HEAD) if name in self.modules), *(name for name in chosen if name)]
+        return [name for name in (_STEM, *chosen, _HEAD) if name in self.modules]
 
 
 def _covering(space: LayerSpace) -> Iterator[Arch]:
@@ -295,13 +298,16 @@ def table_head(cfg: LatencyConfig, space: LayerSpace) -> dict[str, Any]:
     }
 
 
-def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = None) -> LatencyReport:
+def latency(
+    cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = None, *, rounds_file: str | Path | None = None
+) -> LatencyReport:
     """Time every candidate of every layer at its shapes, and whole networks, interleaved; make a table of latencies.
 
     Args:
         cfg: what is measured, and how.
         net: a supernet that `nasfast.Supernet.from_module` made, whose space is measured in place of `cfg.space`. Its
-            networks run as their modules are: PyTorch folds only the BatchNorms of nasfast's own units.
+            networks run as their modules are: only the BatchNorms of nasfast's own units are folded.
+        rounds_file: keeps each round until the report is there; the same measurement goes on from it.
 
     Raises:
         ConfigError: the space is unknown or too small for the networks asked for, the device does not exist, or
@@ -316,13 +322,13 @@ def latency(cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = N
     else:
         torch_device(cfg.device)
     archs = _architectures(space, cfg)
+    kept = None if rounds_file is None else RoundsFile(Path(rounds_file), _subject(cfg, space))
     with measuring(cfg.threads):
-        work = {name: deployed(module, _images(cfg, shape), cfg) for name, (module, shape) in parts.modules.items()}
-        shape = (space.in_channels, space.resolution, space.resolution)
-        for arch in archs:
-            work[format_arch(arch)] = deployed(make_network(arch), _images(cfg, shape), cfg)
+        if kept is not None and kept.rounds:
+            _LOG.info("goes on after %d rounds, which %s has", len(kept.rounds), kept.path)
+        work = _deploy(cfg, space, parts, archs, make_network)
         _LOG.info("timing %d parts and %d networks, %d rounds", len(parts.modules), len(archs), cfg.rounds)
-        measured = measure(work, rounds=cfg.rounds, stage="latency")
+        measured = measure(work, rounds=cfg.rounds, stage="latency", kept=kept)
         times = {name: phases["run"] for name, phases in measured.items()}
         measured_on = machine()
     fitted, validated = archs[: cfg.calibrate], archs[cfg.calibrate :]
@@ -379,6 +385,51 @@ def _choose_subject(
     if not cfg.calibrate:
         raise ConfigError("calibrate must be at least 4 for a module, whose part outside of choices is fitted, got 0")
     return net.space, module_parts(net), functools.partial(inherit, net)
+
+
+def _subject(cfg: LatencyConfig, space: LayerSpace) -> dict[str, Any]:
+    """What must be equal for rounds of another process to count; more rounds may be asked for later."""
+    settings = {name: value for name, value in cfg.to_dict().items() if name != "rounds"}
+    on = {name: value for name, value in machine().items() if name in ("cpu", "gpu", "cpu_capability")}
+    return {"settings": settings, "fingerprint": space.fingerprint, **on, "versions": environment()["versions"]}
+
+
+def _deploy(
+    cfg: LatencyConfig,
+    space: LayerSpace,
+    parts: Parts,
+    archs: Sequence[Arch],
+    make_network: Callable[[Arch], nn.Module],
+) -> dict[str, Timed]:
+    """What runs each part and each network once, by name.
+
+    In onnxruntime a network is joined from the exported parts. That of a module, which has more than its candidates,
+    is exported.
+    """
+    work: dict[str, Timed] = {}
+    with Progress("prepare", len(parts.modules) + len(archs)) as progress:
+        exported: dict[str, OnnxPart] = {}
+        if cfg.device == "onnx":
+            _LOG.info("exporting %d parts to ONNX", len(parts.modules))
+            progress.update(0, "export to ONNX")
+            exported = export_parts({name: (fold(part.eval()), shape) for name, (part, shape) in parts.modules.items()})
+        for name, (module, shape) in parts.modules.items():
+            progress.update(len(work), name)
+            work[name] = (
+                _run_joined([exported[name]], shape, cfg) if exported else deployed(module, _images(cfg, shape), cfg)
+            )
+        shape = (space.in_channels, space.resolution, space.resolution)
+        for arch in archs:
+            progress.update(len(work), f"network {format_arch(arch)}")
+            if exported and not isinstance(space, ModuleSpace):
+                work[format_arch(arch)] = _run_joined([exported[name] for name in parts.names(arch)], shape, cfg)
+            else:
+                work[format_arch(arch)] = deployed(make_network(arch), _images(cfg, shape), cfg)
+    return work
+
+
+def _run_joined(parts: Sequence[OnnxPart], shape: tuple[int, int, int], cfg: LatencyConfig) -> Timed:
+    return in_onnxruntime(join_parts(parts), _images(cfg, shape), cfg)
 
 
 def _images(cfg: LatencyConfig, shape: tuple[int, int, int]) -> Tensor:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from nasfast.engine import Engine
 from nasfast.engine.capture import Capture, CudaCapture
+from nasfast.measure.rounds import Round, RoundsFile
 from nasfast.ops import _native
 from nasfast.runtime.memory import freed_memory
 from nasfast.runtime.progress import Progress
@@ -134,7 +135,12 @@ def engine_step(engine: Engine, images: Tensor, labels: Tensor, path: Arch) -> C
 
 
 def measure(
-    variants: Mapping[str, Callable[[], dict[str, float]]], *, rounds: int, warmup: int = 2, stage: str | None = None
+    variants: Mapping[str, Callable[[], dict[str, float]]],
+    *,
+    rounds: int,
+    warmup: int = 2,
+    stage: str | None = None,
+    kept: RoundsFile | None = None,
 ) -> dict[str, dict]:
     """Run every variant in every round and summarise its times.
 
@@ -145,23 +151,27 @@ def measure(
         rounds: number of timed rounds.
         warmup: number of rounds before, which are not timed (compilation, caches, memory pools).
         stage: what the screen calls the rounds, with what has just run; None shows nothing.
+        kept: gets each round when it is whole; those that it has are not timed again, but the rounds before are run.
 
     Returns:
         name -> phase -> {"median_ms", "q20_ms", "q80_ms"} over the timed rounds.
     """
-    times: dict[str, dict[str, list[float]]] = {name: {} for name in variants}
     names = list(variants)
-    with Progress(stage or "", (warmup + rounds) * len(names), shown=stage is not None, timed=True) as progress:
-        for i_round in range(warmup + rounds):
-            shift = i_round % len(names)
+    made: list[Round] = [] if kept is None else kept.rounds
+    add = made.append if kept is None else kept.add
+    total = (warmup + rounds - len(made)) * len(names) if len(made) < rounds else 0
+    with Progress(stage or "", total, shown=stage is not None, timed=True) as progress:
+        for i_round in range(total // len(names)):
+            times, shift = dict[str, dict[str, float]](), i_round % len(names)
             for i, name in enumerate(names[shift:] + names[:shift], 1):
                 phases = variants[name]()
-                for phase, seconds in phases.items():
-                    if i_round >= warmup:
-                        times[name].setdefault(phase, []).append(seconds * 1e3)
+                times[name] = {phase: 1e3 * seconds for phase, seconds in phases.items()}
                 progress.update(i_round * len(names) + i, f"{name}: {1e3 * list(phases.values())[-1]:.3g} ms")
+            if i_round >= warmup:
+                add(times)
     return {
-        name: {phase: summarise(samples, "ms") for phase, samples in phases.items()} for name, phases in times.items()
+        name: {phase: summarise([times[name][phase] for times in made[:rounds]], "ms") for phase in made[0][name]}
+        for name in names
     }
 
 

@@ -202,7 +202,7 @@ def export_onnx(network: ArchNetwork, path: str | Path) -> float:
     unchecked = temporary_beside(path)
     try:
         write_onnx(network, images, unchecked)
-        (got,) = open_session(unchecked).run([OUTPUT], {INPUT: images.numpy()})
+        (got,) = open_session(unchecked.read_bytes()).run([OUTPUT], {INPUT: images.numpy()})
         difference = _difference(torch.from_numpy(got), expected)
         _check_difference(difference, path, "onnxruntime", "onnxruntime or torch")
         _describe(unchecked, network)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,19 +48,26 @@ def check_provider(provider: str) -> None:
         raise ConfigError(f"onnxruntime has no provider {provider!r}, but {', '.join(providers)}: {remedy}")
 
 
-def write_onnx(network: nn.Module, images: Tensor, path: Path) -> None:
+def write_onnx(network: nn.Module, images: Tensor | Sequence[Tensor], path: Path) -> None:
     """Write a network, in eval mode on the CPU, with a free batch size.
 
-    `images` (N, C, H, W), N > 1, are an example of its input.
+    Args:
+        network: takes images and gives logits. One that takes several tensors as `*images` gives as many; their names
+            have numbers, as `images0`, and each has a batch size of its own.
+        images: (N, C, H, W), N > 1, an example of its input, or one of each.
+        path: the .onnx file.
     """
     require_onnx()
+    several = not isinstance(images, Tensor)
+    ends = [str(i) for i in range(len(images))] if several else [""]
+    sizes = tuple({0: torch.export.Dim(f"batch{end}")} for end in ends)
     torch.onnx.export(
         network,
-        (images,),
+        tuple(images) if several else (images,),
         str(path),
-        input_names=[INPUT],
-        output_names=[OUTPUT],
-        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        input_names=[INPUT + end for end in ends],
+        output_names=[OUTPUT + end for end in ends],
+        dynamic_shapes=(sizes,) if several else sizes,
         dynamo=True,
         external_data=False,
         verbose=False,
@@ -67,14 +75,14 @@ def write_onnx(network: nn.Module, images: Tensor, path: Path) -> None:
 
 
 def open_session(
-    path: Path, *, provider: str = "CPUExecutionProvider", threads: int = 0
+    model: bytes, *, provider: str = "CPUExecutionProvider", threads: int = 0
 ) -> onnxruntime.InferenceSession:
-    """The network of a file, ready to run; `threads` is the number of CPU threads, 0 for one per core."""
+    """The network of a file's content, ready to run; `threads` is the number of CPU threads, 0 for one per core."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     # idle threads would spin for a while after each run, and slow the networks that are timed next
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    # the content is given, because onnxruntime takes every file name to be UTF-8
-    return onnxruntime.InferenceSession(path.read_bytes(), options, providers=[provider])
+    # content and no name, because onnxruntime takes every file name to be UTF-8
+    return onnxruntime.InferenceSession(model, options, providers=[provider])

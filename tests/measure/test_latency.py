@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 
 import numpy as np
@@ -15,10 +16,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.measure import latency as module
+from nasfast.measure import onnx_parts
 from nasfast.measure.config import LatencyConfig
 from nasfast.measure.deployed import deployed, fold
 from nasfast.measure.latency import Fit, LatencyReport, latency, space_parts
-from nasfast.runtime.onnx import check_provider
+from nasfast.runtime.onnx import check_provider, write_onnx
 from nasfast.spaces import SKIP, format_arch, parse_arch, read_cost_table
 from nasfast.spaces.arch import Arch
 from nasfast.supernet import build
@@ -42,7 +44,7 @@ def clockwork(monkeypatch):
     def whole(arch: Arch) -> float:
         return 1.5 * sum(alone[n] for n in parts.names(arch)) + 0.2 * len(parts.names(arch))
 
-    def timed(work, *, rounds, stage):
+    def timed(work, **options):
         times = {name: alone[name] if name in alone else whole(parse_arch(name)) for name in work}
         return {name: {"run": {"median_ms": t, "q20_ms": t, "q80_ms": t}} for name, t in times.items()}
 
@@ -190,6 +192,80 @@ def test_onnxruntime_runs_the_exported_network(cfg, monkeypatch):
         np.testing.assert_allclose(got, network(images).numpy(), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("space", SPACES[:2], ids=lambda space: space.name)
+def test_onnxruntime_runs_the_same_nodes_in_a_joined_network_as_in_an_exported_one(space, tmp_path):
+    """A table of onnxruntime times what it would run of the exported file, with the same results and own weights."""
+    runtime, onnx = pytest.importorskip("onnxruntime"), pytest.importorskip("onnx")
+    pytest.importorskip("onnxscript")
+
+    def optimised(content: bytes):
+        options = runtime.SessionOptions()
+        options.optimized_model_filepath, options.log_severity_level = str(tmp_path / "optimised.onnx"), 3
+        session = runtime.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+        return session, [node.op_type for node in onnx.load(options.optimized_model_filepath).graph.node]
+
+    arch = tuple(options[(7 * i + 1) % len(options)] for i, options in enumerate(space.options))
+    parts = space_parts(space)
+    network = nn.Sequential(*(parts.modules[name][0] for name in parts.names(arch))).eval()
+    images = torch.randn(3, space.in_channels, space.resolution, space.resolution)
+    with torch.no_grad():
+        expected = network(images).numpy()
+    write_onnx(build(space, arch).eval(), images, tmp_path / "exported.onnx")
+    exported = onnx_parts.export_parts(
+        {name: (fold(part.eval()), shape) for name, (part, shape) in parts.modules.items()}
+    )
+    content = onnx_parts.join_parts([exported[name] for name in parts.names(arch)])
+    session, nodes = optimised(content)
+    assert nodes == optimised((tmp_path / "exported.onnx").read_bytes())[1]
+    np.testing.assert_allclose(session.run(None, {"images": images.numpy()})[0], expected, rtol=1e-3, atol=1e-6)
+    # equal layers share a part, and no weights: a network whose weights fit into a cache would be faster
+    weights = sum(math.prod(tensor.dims) for tensor in onnx.load_from_string(content).graph.initializer)
+    assert weights > 0.9 * sum(p.numel() for p in build(space, arch).parameters() if p.ndim > 1)
+
+
+def test_rounds_that_were_measured_are_kept_when_it_is_stopped(cfg, monkeypatch, tmp_path, caplog):
+    """The second call measures the rounds that are missing, and the table is of all of them."""
+    made, stop = [], [30]
+
+    def fake(module, images, cfg):
+        def run():
+            made.append(1)
+            if len(made) == stop[0]:
+                raise KeyboardInterrupt
+            return {"run": 0.001 * len(made)}
+
+        return run
+
+    monkeypatch.setattr(module, "deployed", fake)
+    cfg, path = cfg.replace(calibrate=0, validate=1, rounds=4), tmp_path / "out.json.rounds"
+    each = len(space_parts(tiny_space()).modules) + 1
+    stop[0] = 4 * each + 3  # two rounds are not timed, two are whole
+    with pytest.raises(KeyboardInterrupt):
+        latency(cfg, rounds_file=path)
+    kept = json.loads(path.read_text())["rounds"]
+    assert len(kept) == 2 and len(kept[0]) == each
+    stop[0], before = 0, len(made)
+    with caplog.at_level("INFO"):
+        report = latency(cfg, rounds_file=path)
+    assert len(made) - before == 4 * each and "goes on after 2 rounds" in caplog.text
+    rounds = json.loads(path.read_text())["rounds"]
+    assert rounds[:2] == kept and len(rounds) == 4
+    for name, times in report.content["parts"].items():
+        assert times["median_ms"] == pytest.approx(np.median([r[name]["run"] for r in rounds]))
+    # complete: nothing is run again
+    before = len(made)
+    latency(cfg, rounds_file=path)
+    assert len(made) == before
+    # other settings, and a file that is damaged, begin anew
+    latency(cfg.replace(batch=2), rounds_file=path)
+    assert len(made) - before == 6 * each and len(json.loads(path.read_text())["rounds"]) == 4
+    path.write_text(path.read_text()[:-40])
+    before = len(made)
+    latency(cfg.replace(batch=2), rounds_file=path)
+    assert len(made) - before == 6 * each
+
+
 # what goes wrong
 
 
@@ -198,6 +274,7 @@ def test_a_table_of_another_kind_is_not_replaced(cfg, clockwork, tmp_path, capsy
     flags = ["latency", "--space", cfg.space, "--calibrate", "4", "--rounds", "1", "--out", str(out)]
     assert main(flags) == 0
     assert f"written: {out}" in capsys.readouterr().out
+    assert [file.name for file in tmp_path.glob("latency.json*")] == ["latency.json"], "no rounds are left"
     before = out.read_bytes()
     assert main([*flags, "--batch", "8"]) == 1
     assert "is a table of 'tiny' with batch 1, not 8: choose another --out" in capsys.readouterr().err

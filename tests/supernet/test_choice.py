@@ -202,7 +202,7 @@ def test_measured_latencies_are_a_limit(monkeypatch):
     def whole(name: str) -> float:
         return 4 + 0.5 * sum(0 if (i, v) == (0, 2) else v + 1 for i, v in enumerate(net.space.parse(name)))
 
-    def timed(work, *, rounds, stage):
+    def timed(work, **options):
         # the work runs, so that candidates get inputs of their shapes
         assert all(run()["run"] > 0 for run in work.values())
         alone = {"choice 'first', k3": 1, "choice 'first', k5": 2, "choice 'b', 0 Sequential": 1}
