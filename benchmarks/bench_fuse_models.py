@@ -43,7 +43,8 @@ from nasfast.measure.timing import measure
 from nasfast.runtime.memory import keep_freed_memory
 
 BATCH, RESOLUTION, ROUNDS = 8, 160, 3
-TRAINS = ("batch norms", "all", "nothing")
+# "pretrained": BatchNorms train in eval mode, so that they keep their statistics
+TRAINS = ("batch norms", "pretrained", "all", "nothing")
 TYPES = ("fp32", "autocast bf16", "bfloat16", "half")
 _LEFT_OUT = {("all", "half")}
 _DTYPES = {"bfloat16": torch.bfloat16, "half": torch.half}
@@ -86,8 +87,12 @@ def make(name: str) -> nn.Module:
 
 def prepare(model: nn.Module, trains: str, kind: str) -> nn.Module:
     """Freeze what does not train, and convert to the type."""
-    model = model.to(memory_format=torch.channels_last).train(trains != "nothing").requires_grad_(trains == "all")
-    if trains == "batch norms":
+    model = (
+        model.to(memory_format=torch.channels_last)
+        .train(trains in ("batch norms", "all"))
+        .requires_grad_(trains == "all")
+    )
+    if trains in ("batch norms", "pretrained"):
         freeze_all_but_batch_norms(model)
     return model.to(_DTYPES.get(kind, torch.float32))
 

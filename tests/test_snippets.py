@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from digits_runs import write_config
 from doc_links import ROOT, pages
 from tiny import batches, tiny_space, write_folder
@@ -206,8 +207,8 @@ SMALLER = {
     "475M": "60K",
     "330M": "60K",
     "400M": "60K",
-    "--search.max_latency_ms 25": "--search.max_latency_ms 2500",
-    "--search.max_latency_ms 20": "--search.max_latency_ms 2000",
+    "--search.max_latency_ms 15": "--search.max_latency_ms 1500",
+    "--search.max_latency_ms 14": "--search.max_latency_ms 1400",
 }
 """Words of documented commands, and what stands for them here."""
 
@@ -311,9 +312,32 @@ def test_missing_names_are_found():
 
 
 def test_the_python_of_readme_runs(capsys):
-    (text,) = blocks(README, ("python",))
-    exec(compile(text, str(README), "exec"), {})
+    first, fine_tuning = blocks(README, ("python",))
+    exec(compile(first, str(README), "exec"), {})
     assert "52 of 52 convolutions" in capsys.readouterr().out
+    names: dict = {}
+    exec(compile(fine_tuning, str(README), "exec"), names)
+    # statistics stay, and scale and shift have learned
+    norms = [module for module in names["model"].modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    assert all(norm.num_batches_tracked == 0 and not norm.training for norm in norms)
+    assert any((norm.weight != 1).any() for norm in norms)
+
+
+@pytest.mark.slow
+def test_the_python_of_deploying_runs(tmp_path, monkeypatch):
+    """What is quantised is a file that onnxruntime runs, of a quarter of the size of its weights."""
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    monkeypatch.chdir(tmp_path)
+    page = ROOT / "docs/deploy.md"
+    (text,) = blocks(page, ("python",))
+    exec(compile(text, str(page), "exec"), names := {})
+    images = {"images": names["calibration"][0]}
+    plain, small = (
+        runtime.InferenceSession(Path(name).read_bytes(), providers=["CPUExecutionProvider"]).run(None, images)[0]
+        for name in ("model.onnx", "model.int8.onnx")
+    )
+    assert plain.shape == small.shape and 0 < abs(plain - small).max() < abs(plain).max()
 
 
 def test_the_score_of_the_documents_is_what_it_says(monkeypatch):
