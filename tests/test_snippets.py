@@ -325,7 +325,7 @@ def test_the_python_of_readme_runs(capsys):
 
 @pytest.mark.slow
 def test_the_python_of_deploying_runs(tmp_path, monkeypatch):
-    """What is quantised is a file that onnxruntime runs, of a quarter of the size of its weights."""
+    """onnxruntime runs what is quantised, with nearly the same results."""
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     monkeypatch.chdir(tmp_path)
