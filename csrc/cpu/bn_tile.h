@@ -83,19 +83,22 @@ inline void bn_act_tile(const BnFold& bn, const T* x, const T* residual, int64_t
   });
 }
 
-// Writes act(bn(sums)) (+ residual) of one vector of channels in several rows, where bn and residual begin at these
-// channels. Calls each(body) with the body that takes the number of a row and its sums.
-template <typename T, typename Lanes, typename Each>
+// Writes act(bn(sums)) (+ residual) of n vectors of channels in several rows, where bn and residual begin at these
+// channels. Calls each(body) with the body that takes the number of a row, that of a vector, and its sums.
+template <int n, typename T, typename Lanes, typename Each>
 inline void put_finished(const BnFold& bn, const T* residual, int64_t ld_residual, T* y, int64_t ldy, bool streams,
                          Lanes lanes, const Each& each) {
-  const VecF center = load(bn.center, lanes);
-  const VecF scale = load(bn.scale, lanes);
-  const VecF shift = load(bn.shift, lanes);
+  VecF center[n], scale[n], shift[n];
+  for (int j = 0; j < n; ++j) {
+    center[j] = load(bn.center + j * kLanes, lanes);
+    scale[j] = load(bn.scale + j * kLanes, lanes);
+    shift[j] = load(bn.shift + j * kLanes, lanes);
+  }
   by_act(bn.act, [&](auto act) {
-    each([&](int64_t i, VecF sums) {
-      VecF out = act.value((sums - center) * scale + shift);
-      if (residual) out += load(residual + i * ld_residual, lanes);
-      put(y + i * ldy, out, streams, lanes);
+    each([&](int64_t i, int j, VecF sums) {
+      VecF out = act.value((sums - center[j]) * scale[j] + shift[j]);
+      if (residual) out += load(residual + i * ld_residual + j * kLanes, lanes);
+      put(y + i * ldy + j * kLanes, out, streams, lanes);
     });
   });
 }

@@ -59,28 +59,56 @@ struct RunningSums {
   int64_t summed;  // pixels in sums and squares
 };
 
-// Stores a row of results, one vector of channels wide, and adds it to the sums; `out` is [pixel][kLanes] floats.
-template <typename T, typename Lanes>
+// Vectors of channels that are written together: a cache line, as far as vectors are parts of one. A line that is
+// written past the caches in two parts goes to memory twice.
+#if defined(__AVX512F__)
+constexpr int kLineVectors = 1;
+#else
+constexpr int kLineVectors = 2;
+#endif
+
+// Calls body(c, Count<n>{}, lanes) as for_each_group does, for n of kLineVectors or 1.
+template <typename Body>
+inline void for_each_line(int64_t channels, const Body& body) {
+  int64_t c = 0;
+  for (; c + kLineVectors * kLanes <= channels; c += kLineVectors * kLanes) body(c, Count<kLineVectors>{}, AllLanes{});
+  if (kLineVectors > 1 && c + kLanes <= channels) {
+    body(c, Count<1>{}, AllLanes{});
+    c += kLanes;
+  }
+  if (c < channels) body(c, Count<1>{}, static_cast<int>(channels - c));
+}
+
+// Stores a row of results, n vectors of channels wide, and adds it to the sums; `out` is [pixel][n * kLanes] floats.
+template <int n, typename T, typename Lanes>
 inline void store_and_sum(const float* out, int64_t width, T* y, int64_t ldy, bool streams, const RunningSums& running,
                           int64_t c, Lanes lanes) {
-  VecF k = load(running.pivot + c, AllLanes{});
-  VecF s = load(running.sums + c, AllLanes{});
-  VecF q = load(running.squares + c, AllLanes{});
-  if (running.before + running.summed == 0) {
-    VecF total{};
-    for (int64_t x = 0; x < width; ++x) total += load(out + x * kLanes, AllLanes{});
-    k = total * (1.0f / static_cast<float>(width));
-    store(running.pivot + c, k, AllLanes{});
+  VecF k[n], s[n], q[n];
+  for (int j = 0; j < n; ++j) {
+    const int64_t at = c + j * kLanes;
+    k[j] = load(running.pivot + at, AllLanes{});
+    s[j] = load(running.sums + at, AllLanes{});
+    q[j] = load(running.squares + at, AllLanes{});
+    if (running.before + running.summed == 0) {
+      VecF total{};
+      for (int64_t x = 0; x < width; ++x) total += load(out + (x * n + j) * kLanes, AllLanes{});
+      k[j] = total * (1.0f / static_cast<float>(width));
+      store(running.pivot + at, k[j], AllLanes{});
+    }
   }
   for (int64_t x = 0; x < width; ++x) {
-    const VecF sum = load(out + x * kLanes, AllLanes{});
-    put(y + x * ldy, sum, streams, lanes);
-    const VecF d = as_stored<T>(sum) - k;
-    s += d;
-    q += d * d;
+    for (int j = 0; j < n; ++j) {
+      const VecF sum = load(out + (x * n + j) * kLanes, AllLanes{});
+      put(y + x * ldy + j * kLanes, sum, streams, lanes);
+      const VecF d = as_stored<T>(sum) - k[j];
+      s[j] += d;
+      q[j] += d * d;
+    }
   }
-  store(running.sums + c, s, AllLanes{});
-  store(running.squares + c, q, AllLanes{});
+  for (int j = 0; j < n; ++j) {
+    store(running.sums + c + j * kLanes, s[j], AllLanes{});
+    store(running.squares + c + j * kLanes, q[j], AllLanes{});
+  }
 }
 
 template <typename T>
@@ -93,7 +121,7 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   const int64_t lda = expanded ? tile_ld<C>(p.expansion.in_channels) : 0;
   const int64_t a_size = tile_rows(p.width) * lda;
   const int64_t ring_size = pass.kernel * pass.columns * group;
-  const int64_t out_size = pass.segments * pass.outputs * kLanes;
+  const int64_t out_size = pass.segments * pass.outputs * kLineVectors * kLanes;
   Scratch scratch(Scratch::size<float>(ring_size) + Scratch::size<float>(pass.columns * group) +
                   3 * Scratch::size<float>(group) + Scratch::size<C>(a_size) + Scratch::size<float>(out_size));
   float* ring = scratch.take<float>(ring_size);
@@ -113,20 +141,28 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
         provide_input<T>(p, image, row, c0, channels, to, group);
       };
       const auto finish = [&](int64_t r, const auto& eval) {
-        for_each_vector(channels, [&](int64_t c, auto lanes) {
-          eval(c, out);
+        for_each_line(channels, [&](int64_t c, auto count, auto lanes) {
+          constexpr int n = decltype(count)::value;
+          for (int j = 0; j < n; ++j) eval(c + j * kLanes, out + j * kLanes, n * kLanes);
           const int64_t pixel = (image * p.out_height + r) * p.out_width;
           T* y = static_cast<T*>(p.y.data) + pixel * p.y.ld + c0 + c;
-          if (p.partial) return store_and_sum(out, pass.width, y, p.y.ld, p.streams, running, c, lanes);
-          const auto each = [&](const auto& body) {
-            for (int64_t x = 0; x < pass.width; ++x) body(x, load(out + x * kLanes, AllLanes{}));
-          };
+          if (p.partial) return store_and_sum<n>(out, pass.width, y, p.y.ld, p.streams, running, c, lanes);
           if (p.y.finished) {
             const T* residual = static_cast<const T*>(p.y.residual);
             if (residual) residual += pixel * p.channels + c0 + c;
-            return put_finished(p.y.bn.from(c0 + c), residual, p.channels, y, p.y.ld, p.streams, lanes, each);
+            return put_finished<n>(p.y.bn.from(c0 + c), residual, p.channels, y, p.y.ld, p.streams, lanes,
+                                   [&](const auto& body) {
+                                     for (int64_t x = 0; x < pass.width; ++x) {
+                                       for (int j = 0; j < n; ++j)
+                                         body(x, j, load(out + (x * n + j) * kLanes, AllLanes{}));
+                                     }
+                                   });
           }
-          each([&](int64_t x, VecF sums) { put(y + x * p.y.ld, sums, p.streams, lanes); });
+          for (int64_t x = 0; x < pass.width; ++x) {
+            for (int j = 0; j < n; ++j) {
+              put(y + x * p.y.ld + j * kLanes, load(out + (x * n + j) * kLanes, AllLanes{}), p.streams, lanes);
+            }
+          }
         });
         running.summed += pass.width;
         if (!p.partial || (running.summed < kTileRows && r + 1 < r1)) return;
@@ -168,7 +204,7 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
   const Pass pass = chain_pass(p, true);
   const int64_t group = group_channels(p.channels, pass.kernel * pass.columns);
   const int64_t ring_size = pass.kernel * pass.columns * group;
-  const int64_t out_size = pass.segments * pass.outputs * kLanes;
+  const int64_t out_size = pass.segments * pass.outputs * kLineVectors * kLanes;
   Scratch scratch(Scratch::size<float>(ring_size) + Scratch::size<float>(pass.columns * group) +
                   2 * Scratch::size<float>(group) + Scratch::size<float>(out_size));
   float* ring = scratch.take<float>(ring_size);
@@ -189,35 +225,48 @@ void depthwise_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
       const auto provide = [&](int64_t row, float* to) { provide_dy<T>(p, image, row, c0, channels, to, group); };
       const auto finish = [&](int64_t r, const auto& eval) {
         const int64_t row_at = (image * p.height + r) * p.width * p.channels + c0;
-        for_each_vector(channels, [&](int64_t c, auto lanes) {
-          eval(c, out);
+        for_each_line(channels, [&](int64_t c, auto count, auto lanes) {
+          constexpr int n = decltype(count)::value;
+          for (int j = 0; j < n; ++j) eval(c + j * kLanes, out + j * kLanes, n * kLanes);
           const int64_t at = row_at + c;
           T* to = static_cast<T*>(dx.data) + at;
           if constexpr (kFolded) {
             const T* y = static_cast<const T*>(dx.y) + at;
-            const VecF center = load(dx.bn.center + c0 + c, lanes);
-            const VecF scale = load(dx.bn.scale + c0 + c, lanes);
-            const VecF shift = load(dx.bn.shift + c0 + c, lanes);
-            VecF s = load(sums + c, AllLanes{});
-            VecF m = load(moments + c, AllLanes{});
+            VecF center[n], scale[n], shift[n], s[n], m[n];
+            for (int j = 0; j < n; ++j) {
+              center[j] = load(dx.bn.center + c0 + c + j * kLanes, lanes);
+              scale[j] = load(dx.bn.scale + c0 + c + j * kLanes, lanes);
+              shift[j] = load(dx.bn.shift + c0 + c + j * kLanes, lanes);
+              s[j] = load(sums + c + j * kLanes, AllLanes{});
+              m[j] = load(moments + c + j * kLanes, AllLanes{});
+            }
             by_act(dx.bn.act, [&](auto act) {
               for (int64_t x = 0; x < pass.width; ++x) {
-                prefetch(y + x * p.channels + kLanes);  // of the next vector of channels
-                const VecF d = load(y + x * p.channels, lanes) - center;
-                const VecF g = act.backward(load(out + x * kLanes, AllLanes{}), d * scale + shift);
-                put(to + x * p.channels, g, p.streams, lanes);
-                s += g;
-                m += g * d;
+                prefetch(y + x * p.channels + n * kLanes);  // of the next vectors of channels
+                for (int j = 0; j < n; ++j) {
+                  const int64_t here = x * p.channels + j * kLanes;
+                  const VecF d = load(y + here, lanes) - center[j];
+                  const VecF sum = load(out + (x * n + j) * kLanes, AllLanes{});
+                  const VecF g = act.backward(sum, d * scale[j] + shift[j]);
+                  put(to + here, g, p.streams, lanes);
+                  s[j] += g;
+                  m[j] += g * d;
+                }
               }
             });
-            store(sums + c, s, AllLanes{});
-            store(moments + c, m, AllLanes{});
+            for (int j = 0; j < n; ++j) {
+              store(sums + c + j * kLanes, s[j], AllLanes{});
+              store(moments + c + j * kLanes, m[j], AllLanes{});
+            }
           } else {
             const T* added = static_cast<const T*>(dx.added) + (dx.added ? at : 0);
             for (int64_t x = 0; x < pass.width; ++x) {
-              VecF v = load(out + x * kLanes, AllLanes{});
-              if (added) v += load(added + x * p.channels, lanes);
-              put(to + x * p.channels, v, p.streams, lanes);
+              for (int j = 0; j < n; ++j) {
+                const int64_t here = x * p.channels + j * kLanes;
+                VecF v = load(out + (x * n + j) * kLanes, AllLanes{});
+                if (added) v += load(added + here, lanes);
+                put(to + here, v, p.streams, lanes);
+              }
             }
           }
         });

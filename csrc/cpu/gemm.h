@@ -166,6 +166,50 @@ void pack_panel_by_columns(const float* w, int64_t depth, int64_t columns, int64
   }
 }
 
+#if !defined(__AVX512F__)
+// Vectors as columns of what they were rows of: each round takes one bit of an element's row to the end of its column.
+inline void transpose(VecF (&v)[kLanes]) {
+#if defined(__AVX2__)
+  constexpr VecI kLow = {0, 8, 1, 9, 2, 10, 3, 11}, kHigh = {4, 12, 5, 13, 6, 14, 7, 15};
+#else
+  constexpr VecI kLow = {0, 4, 1, 5}, kHigh = {2, 6, 3, 7};
+#endif
+#pragma GCC unroll 3
+  for (int round = kLanes; round > 1; round /= 2) {
+    VecF next[kLanes];
+#pragma GCC unroll 4
+    for (int i = 0; i < kLanes / 2; ++i) {
+      next[2 * i] = __builtin_shuffle(v[i], v[i + kLanes / 2], kLow);
+      next[2 * i + 1] = __builtin_shuffle(v[i], v[i + kLanes / 2], kHigh);
+    }
+    memcpy(v, next, sizeof next);
+  }
+}
+
+inline void pack_panel_by_columns(const float* w, int64_t depth, int64_t columns, int64_t stride_n,
+                                  const float* scale_k, const float* scale_n, int64_t first, int width, float* packed) {
+  const int64_t held = width * kLanes;
+  for (int64_t k = 0; k < depth; k += kLanes) {
+    const int64_t here = lesser(kLanes, depth - k);
+    for (int64_t n = 0; n < held; n += kLanes) {
+      VecF v[kLanes];
+#pragma GCC unroll 8
+      for (int i = 0; i < kLanes; ++i) {
+        const int64_t column = first + n + i;
+        v[i] = VecF{};
+        if (column >= columns) continue;
+        const float* from = w + column * stride_n + k;
+        v[i] = here == kLanes ? load(from, AllLanes{}) : load(from, static_cast<int>(here));
+        if (scale_k) v[i] *= load(scale_k + k, static_cast<int>(here));
+        if (scale_n) v[i] *= scale_n[column];
+      }
+      transpose(v);
+      for (int i = 0; i < here; ++i) store(packed + (k + i) * held + n, v[i], AllLanes{});
+    }
+  }
+}
+#endif
+
 template <typename C>
 void pack_panel(const float* w, int64_t depth, int64_t columns, int64_t stride_k, int64_t stride_n,
                 const float* scale_k, const float* scale_n, int64_t first, int width, C* packed) {
@@ -243,10 +287,10 @@ inline void finish_sums(const VecF (&sum)[kWidth][kBlockRows], const Finish& fin
   }
 }
 
-// Calls finish(j, sums) for each vector j of columns of one block; sums has one vector for each of its kBlockRows rows.
-template <int kWidth, typename Finish>
-inline void gemm_block(const float* a, int64_t lda, const float* b, int64_t depth, const Finish& finish) {
-  VecF sum[kWidth][kBlockRows];
+// sum[j][i] = product of row i of A with vector j of columns, for one block.
+template <int kWidth>
+[[gnu::always_inline]] inline void sum_block(const float* a, int64_t lda, const float* b, int64_t depth,
+                                             VecF (&sum)[kWidth][kBlockRows]) {
 #pragma GCC unroll 8
   for (int i = 0; i < kBlockRows; ++i) {
 #pragma GCC unroll 3
@@ -263,7 +307,35 @@ inline void gemm_block(const float* a, int64_t lda, const float* b, int64_t dept
       for (int j = 0; j < kWidth; ++j) sum[j][i] += va * vb[j];
     }
   }
+}
+
+#if !defined(__AVX512F__)
+// The sums in memory. Compiled apart: the sums need 12 of 16 registers, and beside an epilogue GCC kept some of them in
+// memory at every step in depth, which took four times as long.
+template <int kWidth>
+[[gnu::noinline]] void store_sums(const float* a, int64_t lda, const float* b, int64_t depth,
+                                  VecF (&to)[kWidth][kBlockRows]) {
+  VecF sum[kWidth][kBlockRows];
+  sum_block<kWidth>(a, lda, b, depth, sum);
+#pragma GCC unroll 3
+  for (int j = 0; j < kWidth; ++j) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kBlockRows; ++i) to[j][i] = sum[j][i];
+  }
+}
+#endif
+
+// Calls finish(j, sums) for each vector j of columns of one block; sums has one vector for each of its kBlockRows rows.
+template <int kWidth, typename Finish>
+inline void gemm_block(const float* a, int64_t lda, const float* b, int64_t depth, const Finish& finish) {
+  VecF sum[kWidth][kBlockRows];
+#if defined(__AVX512F__)
+  sum_block<kWidth>(a, lda, b, depth, sum);
   finish_sums(sum, finish);
+#else
+  store_sums<kWidth>(a, lda, b, depth, sum);
+  for (int j = 0; j < kWidth; ++j) finish(j, sum[j]);
+#endif
 }
 
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)

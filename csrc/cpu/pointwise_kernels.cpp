@@ -112,8 +112,9 @@ void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
                   T* to = y + r * p.y.ld + c;
                   if (p.y.finished) {
                     const T* added = residual + (residual ? r * p.out_channels + c : 0);
-                    put_finished(p.y.bn.from(c), added, p.out_channels, to, p.y.ld, p.streams, lanes,
-                                 [&](const auto& body) { for_each_row(count, sum, body); });
+                    put_finished<1>(
+                        p.y.bn.from(c), added, p.out_channels, to, p.y.ld, p.streams, lanes,
+                        [&](const auto& body) { for_each_row(count, sum, [&](int i, VecF v) { body(i, 0, v); }); });
                     return;
                   }
                   if (!p.partial) {

@@ -18,7 +18,7 @@ constexpr int kMaxKernel = 7;
 // rows begin at the first column that this segment reads; weights are kK vectors of channels each, ldw apart.
 template <int kK, int kStride, int kOut>
 inline void stencil(const float* const* rows, const float* const* weights, int64_t ld, int64_t ldw, VecF* sum) {
-#pragma GCC unroll 8
+#pragma GCC unroll 10
   for (int j = 0; j < kOut; ++j) sum[j] = VecF{};
   for (int ky = 0; ky < kK; ++ky) {
     const float* row = rows[ky];
@@ -28,7 +28,7 @@ inline void stencil(const float* const* rows, const float* const* weights, int64
 #pragma GCC unroll 32
     for (int ix = 0; ix < (kOut - 1) * kStride + kK; ++ix) {
       const VecF v = load(row + ix * ld, AllLanes{});
-#pragma GCC unroll 8
+#pragma GCC unroll 10
       for (int j = 0; j < kOut; ++j) {
         const int kx = ix - j * kStride;
         if (kx >= 0 && kx < kK) sum[j] += v * w[kx];
@@ -128,8 +128,10 @@ Pass make_pass(Pass pass) {
     pass.outputs = kOut;
     pass.run = stencil_row<kK, kStride, kTransposed, kOut>;
   };
-  // The widths of feature maps are multiples of 7 for images of 224 x 224, and of 4 for images of 32 x 32. Among equal
-  // surpluses the larger count is better, because more outputs use each value that is loaded.
+  // The widths of feature maps are multiples of 7 for images of 224 x 224, of 5 for 160 x 160, and of 4 for 32 x 32. Among
+  // equal surpluses the larger count is better, because more outputs use each value that is loaded. 16 registers hold the
+  // sums of 10 outputs beside the weights.
+#if defined(__AVX512F__)
   if constexpr (kTransposed) {
     consider(Count<8>{});
     consider(Count<14>{});
@@ -138,6 +140,15 @@ Pass make_pass(Pass pass) {
     consider(Count<7>{});
     consider(Count<8>{});
   }
+#else
+  if constexpr (!kTransposed) {
+    consider(Count<4>{});
+    consider(Count<5>{});
+    consider(Count<7>{});
+  }
+  consider(Count<8>{});
+  consider(Count<10>{});
+#endif
   return pass;
 }
 
