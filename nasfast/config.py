@@ -10,6 +10,7 @@ import numbers
 import re
 import types
 import typing
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -38,6 +39,23 @@ def suggestion(key: str, valid: typing.Iterable[str]) -> str:
     best = max(ratios.values(), default=0)
     names = [repr(name) for name, ratio in ratios.items() if ratio == best]
     return f"did you mean {' or '.join(names)}?" if best >= 0.5 else ""
+
+
+def check_keys(given: typing.Iterable[Any], valid: typing.Iterable[str], *, what: str = "key", where: str = "") -> None:
+    """Raise ConfigError for the first key that is not valid; the text has the nearest one."""
+    valid = set(valid)
+    for key in given:
+        if key not in valid:
+            raise ConfigError(f"unknown {what} '{where}{key}'; {nearest(str(key), valid)}")
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A hook for pairs of json.loads, which refuses a key that is there twice: one value would be lost."""
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        ((repeated, _),) = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {repeated!r} is there twice: keep one")
+    return mapping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +91,7 @@ class ConfigBase:
         kind: Any = cls
         hints = _hints(kind)
         fields = {f.name: f for f in dataclasses.fields(cls) if f.init}
-        for key in mapping:
-            if key not in fields:
-                raise ConfigError(f"unknown config key '{where}{key}'; {nearest(str(key), fields)}")
+        check_keys(mapping, fields, what="config key", where=where)
         for name, f in fields.items():
             required = f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
             if required and name not in mapping:
@@ -153,13 +169,38 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     )
 
 
+class _UniqueKeys:
+    """Of a YAML loader: refuses a key that a mapping has twice, of which one value would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        seen = set[str]()
+        for key, _ in node.value:
+            # keys that are merged by << may be replaced
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    problem = f"the key {key.value!r} is there twice"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)  # type: ignore[misc]  # of the loader
+
+
+class _Loader(_UniqueKeys, yaml.SafeLoader):
+    pass
+
+
+class _QuickLoader(_UniqueKeys, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """The parser in C where there is one, which takes a tenth of the time."""
+
+
 def _parse_yaml(text: str) -> Any:
-    """A YAML text as plain values, by the parser in C where there is one: it takes a tenth of the time."""
+    """A YAML text as plain values."""
     try:
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return yaml.load(text, Loader=_QuickLoader)
+    except yaml.constructor.ConstructorError:
+        raise
     except yaml.YAMLError:
-        # that one refuses the halves of surrogate pairs, which names of files that are not UTF-8 have
-        return yaml.safe_load(text)
+        # the parser in C refuses the halves of surrogate pairs, which names of files that are not UTF-8 have
+        return yaml.load(text, Loader=_Loader)
 
 
 def difference(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import pytest
 
-from nasfast.config import ConfigBase, ConfigError
+from nasfast.config import ConfigBase, ConfigError, load_yaml
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,28 @@ def test_round_trip(tmp_path):
     config.save(tmp_path / "c.yaml")
     assert Outer.load(tmp_path / "c.yaml") == config
     assert Outer.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "epochs: 3\nlr: 0.1\nepochs: 4\n",
+        "nested:\n  epochs: 3\n  epochs: 4\n",
+        '{"nested": {"epochs": 3, "epochs": 4}}',
+        # the parser in Python reads halves of surrogate pairs
+        'name: "\\udce4"\nepochs: 3\nepochs: 4\n',
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused(text, tmp_path):
+    """PyYAML and JSON keep the last value (github.com/yaml/pyyaml/issues/165)."""
+    (tmp_path / "twice.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"twice.yaml is not valid YAML at line .*the key 'epochs' is there twice"):
+        load_yaml(tmp_path / "twice.yaml")
+
+
+def test_keys_of_an_anchor_may_be_replaced(tmp_path):
+    (tmp_path / "merged.yaml").write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n")
+    assert load_yaml(tmp_path / "merged.yaml")["b"] == {"x": 1, "y": 3}
 
 
 def test_yaml_numbers_without_a_dot_are_numbers(tmp_path):

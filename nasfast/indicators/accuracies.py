@@ -16,6 +16,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from nasfast.config import nearest, unique_keys
 from nasfast.spaces import Arch, ArchError, ArchSpace
 
 MIN_ARCHITECTURES = 10
@@ -74,7 +75,9 @@ def read_scores(path: str | Path, space: ArchSpace, *, column: str = "score") ->
     """
     scores = {}
     for key, arch, entry in _read_entries(path, space):
-        value = entry.get(column, entry) if isinstance(entry, dict) else entry
+        if isinstance(entry, dict) and column not in entry:
+            raise AccuracyError(f"{path}: {key!r} has no {column!r}; {nearest(column, entry)}")
+        value = entry[column] if isinstance(entry, dict) else entry
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise AccuracyError(f"{path}: {column} of {key!r} must be a finite number, got {value!r}")
         scores[arch] = float(value)
@@ -85,7 +88,7 @@ def _read_entries(path: str | Path, space: ArchSpace) -> list[tuple[str, Arch, A
     """(key, architecture, entry) of each entry, in the order of the file."""
     is_csv = Path(path).suffix.lower() == ".csv"
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")  # tables of Excel begin with a byte order mark
         items = _csv_entries(text, path) if is_csv else _json_entries(text, path)
     except OSError as error:
         raise AccuracyError(f"cannot read {path} ({error.strerror}): {_FORM}") from error
@@ -124,7 +127,10 @@ def _json_entries(text: str, path: str | Path) -> list[tuple[str, Any]]:
     if not isinstance(pairs, tuple) or not pairs:
         kind = "no entry" if pairs == () else f"a {type(pairs).__name__}"
         raise AccuracyError(f"{path} has {kind}, not accuracies of architectures: {_FORM}")
-    return [(key, dict(entry) if isinstance(entry, tuple) else entry) for key, entry in pairs]
+    try:
+        return [(key, unique_keys(list(entry)) if isinstance(entry, tuple) else entry) for key, entry in pairs]
+    except ValueError as error:
+        raise AccuracyError(f"{path}: {error}") from error
 
 
 def _csv_entries(text: str, path: str | Path) -> list[tuple[str, dict[str, Any]]]:

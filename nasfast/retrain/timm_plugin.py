@@ -25,6 +25,10 @@ except ImportError as error:
     raise RuntimeError("the timm plug-in needs timm: pip install 'nasfast[timm]'") from error
 
 
+_POOLING = ("global_pool", "avg")
+"""The argument of what every network does."""
+
+
 @register_model
 def nasfast(
     pretrained: bool = False,
@@ -71,9 +75,14 @@ def nasfast(
     )
 
 
+def _is_unset(key: str, value: Any) -> bool:
+    """Whether an argument asks for nothing: an empty `global_pool` asks for maps, but a rate of 0 for no dropout."""
+    return value is None or value is False or (key.startswith("drop") and value == 0) or (key, value) == _POOLING
+
+
 def _adapted(network: ArchNetwork, *, num_classes: int, in_chans: int, **others: Any) -> ArchNetwork:
     """The network with so many classes; raises ValueError for what would be ignored."""
-    if ignored := sorted(key for key, value in others.items() if value):
+    if ignored := sorted(key for key, value in others.items() if not _is_unset(key, value)):
         raise ValueError(f"timm model 'nasfast' has no {', '.join(ignored)}; allowed: num_classes, features_only")
     if in_chans != network.space.in_channels:
         raise ValueError(

@@ -14,13 +14,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from nasfast.config import ConfigError
+from nasfast.config import ConfigError, check_keys, unique_keys
 from nasfast.spaces.arch import SKIP, Arch
 from nasfast.spaces.arch_space import LayerSpace
 
 FORMAT = "nasfast.cost_table/1"
 
 Better = Literal["lower", "higher"]
+
+_OF_USERS = ("quantity", "unit", "entries", "fixed", "better", "about", "device", "batch")
+_OF_SPACES = ("format", "space", "fingerprint", "resolution", "num_classes")
+_OF_MEASUREMENTS = ("runtime", "dtype", "threads", "clock", "onnx", "parts", "fit", "rounds", "config", "machine")
+_KEYS = (*_OF_USERS, *_OF_SPACES, *_OF_MEASUREMENTS, "environment", "validation", "margin", "held_out")
+"""Keys of a table; what `nasfast latency` measured is kept in the file, but not read here."""
 
 # Digits of the largest sum that count. The integer program needs integers, and these are as large as counts of MACs.
 _DIGITS = 8
@@ -107,7 +113,7 @@ def read_cost_table(path: str | Path, space: LayerSpace) -> CostTable:
             value that is negative or not finite; the text names the file and the entry.
     """
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(Path(path).read_text(encoding="utf-8-sig"), object_pairs_hook=unique_keys)
     except OSError as error:
         raise ConfigError(
             f"cannot read the table {path}: {error.strerror}; `nasfast latency --out FILE` writes one of latencies"
@@ -124,6 +130,7 @@ def parse_cost_table(data: Any, space: LayerSpace) -> CostTable:
     """The table of a file's content."""
     if not isinstance(data, Mapping) or not isinstance(data.get("entries"), list):
         raise ConfigError('expected {"quantity", "unit", "entries": [{"layer", "choice", "value"}, ...]}')
+    check_keys(data, _KEYS)
     if data.get("format", FORMAT) != FORMAT:
         raise ConfigError(f"its format is {data['format']!r}, this version reads {FORMAT!r}")
     for key in ("quantity", "unit"):
@@ -166,6 +173,7 @@ def _read_rows(entries: list[Any], space: LayerSpace) -> tuple[tuple[tuple[int, 
     for number, entry in enumerate(entries):
         if not isinstance(entry, Mapping) or not {"layer", "choice", "value"} <= entry.keys():
             raise ConfigError(f'entry {number} must be {{"layer", "choice", "value"}}, got {entry!r}')
+        check_keys(entry, ("layer", "choice", "value", "label", "part"), what=f"key of entry {number}")
         i, choice = entry["layer"], entry["choice"]
         if type(i) is not int or not 0 <= i < len(space):
             raise ConfigError(f"entry {number}: layer must be from 0 to {len(space) - 1}, got {i!r}")

@@ -54,7 +54,13 @@ class ArchNetwork(nn.Module):
         return self.classifier
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Replace the classifier by a new one; 0 classes are none, and the output is then (N, num_features)."""
+        """Replace the classifier by a new one; 0 classes are none, and the output is then (N, num_features).
+
+        Raises:
+            ValueError: `global_pool` is another one than the mean, `avg`.
+        """
+        if global_pool not in (None, "avg"):
+            raise ValueError(f"global_pool must be 'avg', got {global_pool!r}: forward_features gives the maps")
         biased = getattr(self.classifier, "bias", True) is not None
         new = nn.Linear(self.num_features, num_classes, bias=biased) if num_classes else nn.Identity()
         # only a caller who asks for no classes gets something else than a linear layer

@@ -120,6 +120,18 @@ def test_what_a_csv_file_lacks_is_named(tmp_path, content, message):
         read_accuracies(write(tmp_path / "acc.csv", content), SPACE)
 
 
+def test_a_table_of_a_spreadsheet_and_a_misspelt_column(tmp_path):
+    """Excel's "CSV UTF-8" begins with a byte order mark."""
+    space, path = nas_bench_macro(), tmp_path / "scores.csv"
+    path.write_bytes(b"\xef\xbb\xbfarch,scores\r\n00000000,1.5\r\n00000001,2.5\r\n")
+    assert list(read_scores(path, space, column="scores").values()) == [1.5, 2.5]
+    with pytest.raises(AccuracyError, match="'00000000' has no 'score'; did you mean 'scores'"):
+        read_scores(path, space)
+    (tmp_path / "twice.json").write_text('{"00000000": {"score": 1, "score": 2}}')
+    with pytest.raises(AccuracyError, match="the key 'score' is there twice"):
+        read_scores(tmp_path / "twice.json", space)
+
+
 def test_scores_that_cannot_be_read(tmp_path):
     path = tmp_path / "scores.json"
     with pytest.raises(AccuracyError, match="finite number, got None"):

@@ -132,6 +132,18 @@ def test_what_is_no_exported_network_and_other_input_channels_are_refused(name):
         timm.create_model(name, in_chans=1)
 
 
+@pytest.mark.parametrize(
+    "argument", [{"global_pool": ""}, {"global_pool": "max"}, {"drop_rate": 0.5}, {"act_layer": ""}]
+)
+def test_arguments_that_would_be_ignored_are_refused(name, argument):
+    """Without pooling a backbone gives maps (github.com/huggingface/pytorch-image-models/issues/264)."""
+    with pytest.raises(ValueError, match=f"has no {next(iter(argument))}"):
+        timm.create_model(name, num_classes=0, **argument)
+    same = timm.create_model(name, global_pool="avg", drop_rate=0.0, drop_path_rate=None)
+    with pytest.raises(ValueError, match="global_pool must be 'avg', got ''"):
+        same.reset_classifier(0, "")
+
+
 def test_an_unmodified_script_trains_under_the_wrapper(retrained, tmp_path, monkeypatch, capsys, recwarn, caplog):
     scripts = tmp_path / "scripts"
     scripts.mkdir()

@@ -160,6 +160,32 @@ def test_a_limit_that_every_architecture_meets_is_said_with_the_range(small_spac
     assert said.endswith(f"=100: they have {len(small_space) + 0.25:g} ms, and no limit chooses among them.")
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"Better": "higher"}, "unknown key 'Better'; did you mean 'better'"),
+        ({"beter": "higher"}, "unknown key 'beter'; did you mean 'better'"),
+        ({"fixd": 3.0}, "unknown key 'fixd'; did you mean 'fixed'"),
+        (
+            {"entries": [{"layer": 0, "choice": 0, "value": 1.0, "vallue": 2.0}]},
+            "key of entry 0 'vallue'; did you mean",
+        ),
+    ],
+)
+def test_a_misspelt_key_of_a_table_is_refused(changed, message, small_space, write):
+    with pytest.raises(ConfigError, match=message):
+        read_cost_table(write({**form_of(small_space), **changed}), small_space)
+
+
+def test_a_table_may_begin_with_a_mark_but_has_each_key_once(small_space, write):
+    path = write(form_of(small_space))
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert read_cost_table(path, small_space).quantity == "latency"
+    path.write_text(path.read_text(encoding="utf-8-sig")[:-1] + ', "better": "higher", "better": "lower"}')
+    with pytest.raises(ConfigError, match="the key 'better' is there twice"):
+        read_cost_table(path, small_space)
+
+
 def test_unreachable_limits_name_what_can_be_reached(small_space, all_archs, make_table, write):
     form, scores = form_of(small_space), make_table(small_space, 0)
     table = read_cost_table(write(form), small_space)
