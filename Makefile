@@ -5,7 +5,7 @@ BIN = $(VENV)/bin
 SOURCES = $(wildcard csrc/* csrc/*/* csrc/*/*/* kernels/*/*)
 CPP = $(wildcard csrc/*.cpp csrc/*/*.cpp csrc/*/*.h csrc/*/*/*.cpp csrc/*/*/*.h kernels/cuda/*)
 
-.PHONY: help install install-tests demo test test-compiled test-fast test-oldest test-oldest-fast test-gpu sanitize check format docs wheel wheel-cuda compile-cuda-old bench clean
+.PHONY: help install install-tests demo test test-compiled test-fast test-oldest test-oldest-fast fuzz test-gpu sanitize check format docs wheel wheel-cuda compile-cuda-old bench clean
 
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 18
@@ -90,6 +90,10 @@ test-oldest-fast: TESTS_OLDEST = ops/test_operators.py ops/test_orthogonalize.py
 	ops/test_arrivals.py engine fusion/test_models.py cli/test_cli.py measure/test_doctor.py
 test-oldest-fast: OPTIONS_OLDEST = -m "not slow"
 test-oldest-fast: test-oldest  ## run the part of test-oldest that CI runs
+
+SEEDS ?= 1000-3000
+fuzz: install-tests  ## compare random networks with eager PyTorch, those of SEEDS
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR) $(BIN)/python tests/random_networks.py $(SEEDS)
 
 test-gpu: install-tests  ## run the tests that use a GPU (without one: the interpreter, or skipped)
 	$(BIN)/python -m pytest -q -m gpu
