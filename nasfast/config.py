@@ -109,6 +109,18 @@ class ConfigBase:
         """The config as a nested dict of lists, dicts and scalars; `from_dict` makes an equal config of it."""
         return {f.name: _to_plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.init}
 
+    def parted(self, *kinds: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """`to_dict` in two parts, which `merge` joins: without the settings that are `marked` by a kind, and these."""
+        rest, taken = self.to_dict(), dict[str, Any]()
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if f.metadata.get("kind") in kinds:
+                taken[f.name] = rest.pop(f.name)
+            elif isinstance(value, ConfigBase):
+                rest[f.name], inner = value.parted(*kinds)
+                taken |= {f.name: inner} if inner else {}
+        return rest, taken
+
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read a YAML file (JSON is YAML too); ConfigError, which names the file, where it cannot be used."""
@@ -129,6 +141,11 @@ class ConfigBase:
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+def marked(kind: str, default: Any) -> Any:
+    """A field with a default that is of a kind, such as one of the settings that may change when a run resumes."""
+    return dataclasses.field(default=default, metadata={"kind": kind})
 
 
 _HEAD, _END = "# whole if its last line is three dots\n", "...\n"

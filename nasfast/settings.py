@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from nasfast.config import ConfigBase, ConfigError, Number, nearest, to_number
+from nasfast.config import ConfigBase, ConfigError, Number, marked, nearest, to_number
 from nasfast.runtime.image_files import class_folders, read_image_list
 from nasfast.spaces import named_space
 
@@ -24,6 +24,16 @@ SPACE_FILE = "space.yaml"
 
 STABILITY_FILE = "stability.json"
 """How far the seeds of `nasfast run --seeds` agree."""
+
+
+MACHINE = "machine"
+"""Kind of the settings on which no result depends."""
+
+RESUMED = "resumed"
+"""Kind of those that may change when a run resumes, too: they belong to later stages, or to the place."""
+
+SUPERNET = "supernet"
+"""Kind of those on which the files of a search without a supernet do not depend."""
 
 
 def check_device(name: str) -> None:
@@ -86,17 +96,17 @@ class DataConfig(ConfigBase):
     """
 
     source: Literal["folder", "digits", "cluttered_digits"] = "folder"
-    train: str | None = None
-    val: str | None = None
+    train: str | None = marked(RESUMED, None)
+    val: str | None = marked(RESUMED, None)
     val_fraction: float = 0.1
     split_seed: int | None = None
     batch_size: int = 128
     augment: Literal["auto", "imagenet", "cifar", "shift", "none"] = "auto"
-    loader: Literal["auto", "torchvision", "dali", "cache"] = "auto"
-    workers: int = 2
-    prefetch: int = 2
-    cache_dir: str | None = None
-    max_bad_files: int = 20
+    loader: Literal["auto", "torchvision", "dali", "cache"] = marked(RESUMED, "auto")
+    workers: int = marked(MACHINE, 2)
+    prefetch: int = marked(MACHINE, 2)
+    cache_dir: str | None = marked(MACHINE, None)
+    max_bad_files: int = marked(MACHINE, 20)
     mean: tuple[float, float, float] = (0.485, 0.456, 0.406)
     std: tuple[float, float, float] = (0.229, 0.224, 0.225)
 
@@ -668,20 +678,20 @@ class RunConfig(ConfigBase):
             its package; a failure is a warning, and the training goes on.
     """
 
-    out: str = "runs/nasfast"
+    out: str = marked(RESUMED, "runs/nasfast")
     seed: int = 0
-    device: str = "auto"
-    threads: int = 0
-    method: MethodName = "dinas"
+    device: str = marked(RESUMED, "auto")
+    threads: int = marked(RESUMED, 0)
+    method: MethodName = marked(SUPERNET, "dinas")
     space: SpaceConfig = SpaceConfig()
     data: DataConfig = DataConfig()
-    supernet: SupernetConfig = SupernetConfig()
-    train: TrainConfig = TrainConfig()
-    score: ScoreConfig = ScoreConfig()
-    recalibration_batches: int = 20
-    search: SearchConfig = SearchConfig()
-    retrain: RetrainConfig = RetrainConfig()
-    track: tuple[Literal["wandb", "trackio", "mlflow"], ...] = ()
+    supernet: SupernetConfig = marked(SUPERNET, SupernetConfig())
+    train: TrainConfig = marked(SUPERNET, TrainConfig())
+    score: ScoreConfig = marked(RESUMED, ScoreConfig())
+    recalibration_batches: int = marked(RESUMED, 20)
+    search: SearchConfig = marked(RESUMED, SearchConfig())
+    retrain: RetrainConfig = marked(RESUMED, RetrainConfig())
+    track: tuple[Literal["wandb", "trackio", "mlflow"], ...] = marked(MACHINE, ())
 
     def _check_values(self) -> None:
         check_common(self.threads, self.seed, recalibration_batches=self.recalibration_batches)

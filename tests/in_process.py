@@ -6,7 +6,7 @@ from concurrent.futures import Executor, Future
 
 import torch
 
-from nasfast import tasks
+from nasfast.pipeline import children
 
 
 class _Inline(Executor):
@@ -24,15 +24,15 @@ class _Inline(Executor):
         return future
 
 
-def _in_process(self, task, *arguments) -> tasks.Ending:
+def _in_process(self, task, *arguments) -> children.Ending:
     threads = torch.get_num_threads()
     try:
-        return tasks.execute(task, *arguments)
+        return children.execute(task, *arguments)
     finally:
         torch.set_num_threads(threads)
 
 
 def run_tasks_here(monkeypatch) -> None:
     """Let runners run their tasks here."""
-    monkeypatch.setattr(tasks, "ThreadPoolExecutor", _Inline)
-    monkeypatch.setattr(tasks.TaskRunner, "_in_process", _in_process)
+    monkeypatch.setattr(children, "ThreadPoolExecutor", _Inline)
+    monkeypatch.setattr(children.TaskRunner, "_in_process", _in_process)

@@ -1,4 +1,4 @@
-"""Functions that the tests of `nasfast.tasks` run as tasks."""
+"""Functions that the tests of `nasfast.pipeline.children` run as tasks."""
 
 from __future__ import annotations
 

@@ -8,7 +8,8 @@ from typing import Literal
 
 import pytest
 
-from nasfast.config import ConfigBase, ConfigError, load_yaml
+from nasfast.config import ConfigBase, ConfigError, flatten, load_yaml, merge
+from nasfast.settings import MACHINE, RESUMED, SUPERNET, RunConfig
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,26 @@ def test_a_key_that_is_there_twice_is_refused(text, tmp_path):
 def test_keys_of_an_anchor_may_be_replaced(tmp_path):
     (tmp_path / "merged.yaml").write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\n")
     assert load_yaml(tmp_path / "merged.yaml")["b"] == {"x": 1, "y": 3}
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (MACHINE, "data.workers data.prefetch data.cache_dir data.max_bad_files track"),
+        (
+            RESUMED,
+            "out device threads score search retrain recalibration_batches data.train data.val data.loader",
+        ),
+        (SUPERNET, "method supernet train"),
+    ],
+)
+def test_settings_of_a_kind_are_a_part(kind, names):
+    cfg = RunConfig.from_dict({"out": "x", "data": {"workers": 7, "train": "images"}, "train": {"epochs": 3}})
+    rest, taken = cfg.parted(kind)
+    every, chosen = flatten(cfg.to_dict()), names.split()
+    assert set(flatten(taken)) == {name for name in every if any(f"{name}.".startswith(f"{one}.") for one in chosen)}
+    assert set(flatten(rest)) == set(every) - set(flatten(taken))
+    assert RunConfig.from_dict(merge(rest, taken)) == cfg
 
 
 def test_yaml_numbers_without_a_dot_are_numbers(tmp_path):

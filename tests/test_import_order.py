@@ -6,7 +6,7 @@ from pathlib import Path
 import nasfast
 
 PARTS = """
-config display extensions seeds runtime spaces settings ops supernet fusion engine data train tasks indicators search
+config display extensions seeds runtime spaces settings ops supernet fusion engine data train indicators search
 retrain measure report pipeline cli research __main__
 """.split()
 ROOT = Path(nasfast.__file__).parent

@@ -176,12 +176,12 @@ from collections import OrderedDict
 """
 NOT_RUN = {
     "torchrun": "starts several processes, as tests/train does",
-    "--workers": "starts several processes, as tests/tasks does",
+    "--workers": "starts several processes, as tests/pipeline does",
     "rank --out runs/mine --train": "trains ten networks in processes, as tests/pipeline does",
     "rank     --out runs/other --train": "trains ten networks in processes, as tests/pipeline does",
     "--search.refine": "reads what the command before it writes",
     "--seeds": "trains three supernets in processes, as tests/pipeline does",
-    "--executor ray": "needs a cluster, as tests/tasks has",
+    "--executor ray": "needs a cluster, as tests/pipeline has",
     "export --out runs/mine --pareto": "a front has many networks",
     "onnx": "takes a minute, as tests/measure does",
     "nasfast moments": "takes minutes, as tests/research does",

@@ -106,10 +106,10 @@ def _run(cfg: RunConfig, tasks: TaskSettings, *, resume: bool = False, seeds: in
     if dry_run:
         if environment_size() > 1:
             raise ConfigError("--dry_run times the steps of one process: run it without torchrun")
-        print(plan_run(Run(cfg, tasks=tasks.executor_settings), max_hours=tasks.max_hours))
+        print(plan_run(Run.look(cfg, tasks=tasks.executor_settings), max_hours=tasks.max_hours))
         return
     if not resume and environment_size() == 1:
-        warn_of_memory(Run(cfg, tasks=tasks.executor_settings))
+        warn_of_memory(Run.look(cfg, tasks=tasks.executor_settings))
     with _open_run(cfg, tasks, begins=True) as run:
         if run.world.is_main and ((run.dir / STABILITY_FILE).exists() or (run.dir / "seed-0").exists()):
             raise FileExistsError(f"{run.dir} has a run of --seeds: add --seeds N, or choose another --out")
@@ -121,7 +121,7 @@ def _run(cfg: RunConfig, tasks: TaskSettings, *, resume: bool = False, seeds: in
 
 def _run_seeds(cfg: RunConfig, seeds: int, tasks: TaskSettings, *, resume: bool, dry_run: bool) -> None:
     from nasfast.pipeline.seeds import plan_seeds, run_seeds  # imports matplotlib, as below
-    from nasfast.pipeline.seeds_page import sentences
+    from nasfast.report.seeds import sentences
 
     if dry_run:
         print(plan_seeds(cfg, seeds, tasks))
@@ -169,9 +169,9 @@ def _export(values: dict[str, Any], parser: Parser) -> None:
 
 
 def _report(values: dict[str, Any], parser: Parser) -> None:
-    from nasfast.pipeline.seeds_page import write_stability_page
     from nasfast.report import write_comparison, write_report
     from nasfast.report.run_files import RunFiles
+    from nasfast.report.seeds import write_stability_page
 
     args = with_defaults(values, parser)
     runs = [Path(run) for run in [*(args.runs or ()), *([] if args.out is None else [args.out])]]

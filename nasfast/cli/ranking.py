@@ -132,7 +132,8 @@ def _rank_trained(args: argparse.Namespace, settings: TaskSettings) -> None:
     if args.dry_run:
         print(estimate_sample(run, inputs, args.train, settings, epochs=args.epochs))
         return
-    accuracies = train_sample(run, inputs, args.train, epochs=args.epochs, settings=settings)
+    with Run.open(run.cfg, threads=False) as open_run:
+        accuracies = train_sample(open_run, inputs, args.train, epochs=args.epochs, settings=settings)
     comparison = compare_trained(
         run, inputs.space, accuracies, names=names, half_width=args.interval, resamples=args.resamples
     )

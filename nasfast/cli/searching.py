@@ -20,7 +20,7 @@ from nasfast.spaces import BUILDERS, LayerSpace, format_arch, named_space
 
 
 def _search(cfg: RunConfig, tasks: TaskSettings, *, num_classes: int | None = None) -> None:
-    begins = Run(cfg).needs_no_supernet
+    begins = Run.look(cfg).needs_no_supernet
     if num_classes is not None and not begins:
         raise ConfigError(
             f"--num_classes is for a search without a run, and {cfg.run_dir} has one, or the score needs one"

@@ -17,7 +17,7 @@ from nasfast.indicators.registry import check_score_name
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.pipeline.run import check_one_process
 from nasfast.runtime.launcher import environment_rank, environment_size
-from nasfast.runtime.lock import run_lock
+from nasfast.runtime.lock import check_free
 from nasfast.search.limits import Limits
 from nasfast.settings import SPACE_FILE, RunConfig, TaskSettings
 from nasfast.spaces import get_space, named_space
@@ -66,8 +66,7 @@ def _check_run(command: str, cfg: RunConfig, options: dict[str, Any]) -> None:
         limits = Limits(cfg.search.max_macs, cfg.search.max_params, allow_identity=cfg.search.allow_identity)
         limits.check(space)
     if not environment_rank():
-        with run_lock(cfg.run_dir, create=(begins and not options.get("dry_run")) or command == "search"):
-            pass
+        check_free(cfg.run_dir, create=(begins and not options.get("dry_run")) or command == "search")
 
 
 def _check_flags(command: str, values: dict[str, Any], parser: Parser) -> None:

@@ -16,6 +16,7 @@ from nasfast.config import ConfigError
 from nasfast.pipeline.run import Inputs, Run, read_any_space, read_result
 from nasfast.search import SearchResult, equal_cost_peers, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
+from nasfast.settings import RunConfig
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, arch_file_text, load_arch
 
 _LOG = logging.getLogger(__name__)
@@ -44,29 +45,29 @@ def choose_architectures(
         _LOG.warning("retrain.top_k=%d, but %s has %d architectures", run.cfg.retrain.top_k, path, len(best))
     # a later search than that of config.yaml may have had other limits
     cfg = run.cfg if result.settings is None else run.cfg.replace(search=result.settings)
-    return space, best | random_peers(run, Inputs.of(cfg, space), result.candidates[0].arch)
+    return space, best | random_peers(run.cfg, Inputs.of(cfg, space), result.candidates[0].arch)
 
 
-def random_peers(run: Run, inputs: Inputs, arch: Arch) -> dict[str, Arch]:
+def random_peers(cfg: RunConfig, inputs: Inputs, arch: Arch) -> dict[str, Arch]:
     """The random architectures of the cost of `arch` that the settings ask for: `random`, `random-2`, ..."""
-    count, rng = run.cfg.retrain.random_architectures, random.Random(run.cfg.seed)
+    count, rng = cfg.retrain.random_architectures, random.Random(cfg.seed)
     if count:
         inputs.limits.check(inputs.space)
     peers = equal_cost_peers(inputs.space, rng, arch, count, limits=inputs.limits)
     return {"random" if i == 0 else f"random-{i + 1}": peer for i, peer in enumerate(peers)}
 
 
-def list_trainings(run: Run, archs: Mapping[str, Arch]) -> dict[str, tuple[Arch, int]]:
+def list_trainings(cfg: RunConfig, archs: Mapping[str, Arch]) -> dict[str, tuple[Arch, int]]:
     """Every training by the name of its network: an architecture and a seed.
 
     The first has the seed of the run and the name as it is, the others have names such as `best-seed-1`. Random
     architectures are trained once each, because they stand for architectures and not for one of them.
     """
-    trainings, first = {}, run.cfg.seed
+    trainings, first = {}, cfg.seed
     for name, arch in archs.items():
         trainings[name] = (arch, first)
         if not name.startswith("random"):
-            seeds = range(first + 1, first + run.cfg.retrain.seeds)
+            seeds = range(first + 1, first + cfg.retrain.seeds)
             trainings |= {f"{name}{SEED}{seed}": (arch, seed) for seed in seeds}
     return trainings
 

@@ -24,6 +24,7 @@ import torch
 from nasfast.data import Loader
 from nasfast.display import text_table
 from nasfast.ops import empty_cache
+from nasfast.pipeline.children import MEMORY, gpus_for, workers_for
 from nasfast.pipeline.inputs import build_evidence, check_scoring, image_loaders, open_inputs, retrain_loaders
 from nasfast.pipeline.run import Run
 from nasfast.retrain import retrain
@@ -32,10 +33,9 @@ from nasfast.runtime.memory import freed_memory, keep_freed_memory
 from nasfast.runtime.progress import calling, duration
 from nasfast.search.limits import layer_costs
 from nasfast.search.sampling import sample_under
-from nasfast.settings import TaskSettings
+from nasfast.settings import RunConfig, TaskSettings
 from nasfast.spaces import Arch, SearchSpace, get_space
 from nasfast.supernet import Supernet, build
-from nasfast.tasks import MEMORY, gpus_for, workers_for
 from nasfast.train import evaluate
 from nasfast.train.supernet import make_supernet, train_supernet
 
@@ -252,12 +252,12 @@ class Trial:
     def __init__(self, run: Run) -> None:
         cfg = run.cfg
         self.inputs, images = open_inputs(run)
-        loader, _ = image_loaders(run, self.inputs.space, images=images)
+        loader, _ = image_loaders(cfg, self.inputs.space, images=images)
         # how long a step takes depends on no value of the weights, and orthogonal ones take long to make
         plain = {name: None for name in cfg.supernet.aligned}
         settings = cfg.supernet.replace(init="he", **plain)
         self.images, self.run, self._loads = len(loader.source), run, _loads(loader, cfg.train.epochs)
-        self._small, small = _smaller(run, self.inputs.space)
+        self._small, small = _smaller(cfg, self.inputs.space)
         self.net: Supernet
         self.net, self._sampler = make_supernet(small, cfg.method, settings, seed=cfg.seed)
         check_scoring(cfg, self.net, run.score)
@@ -302,14 +302,14 @@ class Trial:
         space, rng = self.inputs.space, random.Random(self.run.cfg.seed)
         archs = [sample_under(space, rng, self.inputs.limits) for _ in range(_DRAWS)]
         arch = max(archs, key=lambda arch: space.cost(arch).macs)
-        return network_timing(self.run, space, arch)
+        return network_timing(self.run.cfg, space, arch)
 
     def _path(self) -> tuple[Timing, int]:
         """The score of a path, and how many a table needs."""
         _LOG.info("timing the scores of a few paths")
         score, cfg, small = self.run.score, self.run.cfg, self._small
         size = min(_PATH_IMAGES, cfg.data.batch_size, self.images)
-        evidence = build_evidence(Run(small.cfg.replace(data=small.cfg.data.replace(batch_size=size))), self.net, score)
+        evidence = build_evidence(small.replace(data=small.data.replace(batch_size=size)), self.net, score)
         half = copy.copy(evidence)
         held = image_loaders(small, self.net.space)[1]
         images = min(len(held.source), cfg.score.images)
@@ -340,9 +340,9 @@ def _pixels(space: SearchSpace) -> float:
     return max(1.0, space.resolution / _LARGEST) ** 2
 
 
-def _smaller(run: Run, space: SearchSpace) -> tuple[Run, SearchSpace]:
+def _smaller(cfg: RunConfig, space: SearchSpace) -> tuple[RunConfig, SearchSpace]:
     """Settings and space with batches that any machine has memory for."""
-    cfg, (few, most) = run.cfg, _BATCH
+    few, most = _BATCH
     size = max(2, min(most, cfg.data.batch_size, round(few * max(1.0, _LARGEST / space.resolution) ** 2)))
     images = min(cfg.score.images, _PATH_IMAGES)
     # a cache would decode all images
@@ -351,15 +351,14 @@ def _smaller(run: Run, space: SearchSpace) -> tuple[Run, SearchSpace]:
     workers = 0 if cfg.torch_device == "cpu" else cfg.data.workers
     data = cfg.data.replace(batch_size=size, loader=loader, workers=workers)
     space = space.replace(resolution=min(_LARGEST, space.resolution))
-    return Run(cfg.replace(data=data, score=cfg.score.replace(images=images))), space
+    return cfg.replace(data=data, score=cfg.score.replace(images=images)), space
 
 
-def network_timing(run: Run, space: SearchSpace, arch: Arch, *, hold_out: bool = False) -> Timing:
+def network_timing(cfg: RunConfig, space: SearchSpace, arch: Arch, *, hold_out: bool = False) -> Timing:
     """The retraining of one network; `hold_out` as in `retrain_loaders`."""
-    cfg = run.cfg
     clock, epochs = Clock(cfg.torch_device, cfg.data.workers), cfg.retrain.train.epochs
-    loads, pixels = _loads(retrain_loaders(run, space, hold_out=hold_out)[0], epochs), _pixels(space)
-    small, space = _smaller(run, space)
+    loads, pixels = _loads(retrain_loaders(cfg, space, hold_out=hold_out)[0], epochs), _pixels(space)
+    small, space = _smaller(cfg, space)
     train, val = retrain_loaders(small, space, hold_out=hold_out)
     few, _ = _timed_batches(val, clock)
     # batches that are drawn already are augmented, and steps take as long from any weights

@@ -14,9 +14,10 @@ import torch
 from nasfast.config import ConfigError
 from nasfast.data import DataConfig, FolderSource, ImageSource, Loader, make_loader, make_loaders, random_subset
 from nasfast.data.loader import open_images
-from nasfast.indicators.registry import Score, check_score, get_score
+from nasfast.indicators.registry import Score, check_score, configured_score, get_score
 from nasfast.indicators.scores import Evidence, NetworkEvidence, combine_scores, parse_sum, score_paths
 from nasfast.pipeline.run import Inputs, Run, read_layers, same_images
+from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.settings import SPACE_FILE, RunConfig
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, get_space, named_space
@@ -55,29 +56,29 @@ def _open_space(run: Run) -> tuple[SearchSpace, Images]:
 
 
 def image_loaders(
-    run: Run, space: ArchSpace, *, world: World = SINGLE, images: Images | None = None
+    cfg: RunConfig, space: ArchSpace, *, world: World = SINGLE, images: Images | None = None
 ) -> tuple[Loader, Loader]:
     """The training loader and the validation loader of images of the space's size; ranks share every batch.
 
     Where training images are held out, they validate, so that the search never sees those of `data.val`. `images` are
     those of `open_inputs`, where they are open already.
     """
-    cfg = run.cfg
     return _make_loaders(cfg.data, space, world, seed=cfg.seed, hold_out=cfg.holds_out, images=images)
 
 
 def retrain_loaders(
-    run: Run, space: ArchSpace, *, seed: int | None = None, world: World = SINGLE, hold_out: bool = False
+    cfg: RunConfig, space: ArchSpace, *, seed: int | None = None, world: World = SINGLE, hold_out: bool = False
 ) -> tuple[Loader, Loader]:
     """The loaders of a retraining, with its augmentation; every seed has the same validation images.
 
-    `seed` is that of order and augmentation, None the run's. With `hold_out`, held-out training images validate.
+    `seed` is that of order and augmentation, None that of the settings. With `hold_out`, held-out training images
+    validate.
     """
-    seed, policy = run.cfg.seed if seed is None else seed, run.cfg.retrain.auto_augment
-    train, val = _make_loaders(same_images(run.cfg), space, world, seed=seed, hold_out=hold_out, policy=policy)
+    seed, policy = cfg.seed if seed is None else seed, cfg.retrain.auto_augment
+    train, val = _make_loaders(same_images(cfg), space, world, seed=seed, hold_out=hold_out, policy=policy)
     if len(train.source.classes) != space.num_classes:
         raise ConfigError(
-            f"the images have {len(train.source.classes)} classes, {run.dir / SPACE_FILE} has {space.num_classes}: "
+            f"the images have {len(train.source.classes)} classes, {cfg.run_dir / SPACE_FILE} has {space.num_classes}: "
             "give the images of the run"
         )
     return train, val
@@ -88,50 +89,51 @@ def _make_loaders(data: DataConfig, space: ArchSpace, world: World, **options: A
     return make_loaders(data, **size, rank=world.rank, world=world.size, **options)
 
 
-def load_supernet(run: Run, space: SearchSpace) -> tuple[Supernet, Checkpoint]:
+def load_supernet(cfg: RunConfig, space: SearchSpace) -> tuple[Supernet, Checkpoint]:
     """The trained supernet of a run directory, whose space this is, and its checkpoint."""
-    newest = CheckpointFolder(run.dir / "checkpoints", "supernet").latest(fingerprint=space.fingerprint)
+    newest = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").latest(fingerprint=space.fingerprint)
     if newest is None:
         raise FileNotFoundError(
-            f"no supernet checkpoint in {run.dir}: run `nasfast supernet --out {run.cfg.out}` first"
+            f"no supernet checkpoint in {cfg.run_dir}: run `nasfast supernet --out {cfg.out}` first"
         )
     path, checkpoint = newest
     step, settings = checkpoint.state["step"], checkpoint.state["settings"]
     total = settings["train"]["epochs"] * settings["batches_per_epoch"]
     if step < total:
         _LOG.warning("%s was saved at step %d of %d: the supernet's training has not ended", path, step, total)
-    net = untrained_supernet(run, space)
+    net = untrained_supernet(cfg, space)
     net.load_state_dict(checkpoint.part("model."))
     return net, checkpoint
 
 
-def untrained_supernet(run: Run, space: SearchSpace) -> Supernet:
+def untrained_supernet(cfg: RunConfig, space: SearchSpace) -> Supernet:
     """The supernet of a space and the settings, with the weights that their seed gives it before training."""
-    net, _ = make_supernet(space, run.cfg.method, run.cfg.supernet, seed=run.cfg.seed)
-    return net.to(run.cfg.torch_device).to(memory_format=torch.channels_last)
+    net, _ = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
+    return net.to(cfg.torch_device).to(memory_format=torch.channels_last)
 
 
-def load_evidence(run: Run, space: SearchSpace) -> tuple[Evidence, Checkpoint]:
-    """What the score of a run is computed from, and the checkpoint of the supernet."""
-    run.use_threads()
-    net, checkpoint = load_supernet(run, space)
-    return build_evidence(run, net if run.score.trained else untrained_supernet(run, space), run.score), checkpoint
+def load_evidence(cfg: RunConfig, space: SearchSpace) -> tuple[Evidence, Checkpoint]:
+    """What the score of the settings is computed from, and the checkpoint of the supernet."""
+    use_threads(cfg.threads)
+    score = configured_score(cfg.score)
+    net, checkpoint = load_supernet(cfg, space)
+    return build_evidence(cfg, net if score.trained else untrained_supernet(cfg, space), score), checkpoint
 
 
 def supernet_to_rank(run: Run, space: SearchSpace, *, trained: bool) -> Supernet:
     """The trained supernet of the run directory, or the untrained one, for which the settings do."""
     if trained:
-        return load_supernet(run, read_layers(run))[0]
-    return untrained_supernet(run, space)
+        return load_supernet(run.cfg, read_layers(run))[0]
+    return untrained_supernet(run.cfg, space)
 
 
 def compute_scores(run: Run, space: SearchSpace, name: str, archs: Collection[Arch]) -> dict[Arch, float]:
     """The score of this name, or the sum of ranks `A+B-C`, of each architecture of a space; none is distilled."""
-    run.use_threads()
+    use_threads(run.cfg.threads)
     parts = []
     for score in split_score(name):
         net = supernet_to_rank(run, space, trained=score.trained)
-        parts.append(score_paths(score.name, build_evidence(run, net, score), archs))
+        parts.append(score_paths(score.name, build_evidence(run.cfg, net, score), archs))
     return combine_scores(name, parts)
 
 
@@ -149,15 +151,14 @@ def check_scoring(cfg: RunConfig, net: Supernet, score: Score) -> None:
         )
 
 
-def build_evidence(run: Run, net: Supernet, score: Score) -> Evidence:
+def build_evidence(cfg: RunConfig, net: Supernet, score: Score) -> Evidence:
     """What a score is computed from, for a supernet."""
-    cfg = run.cfg
     check_scoring(cfg, net, score)
     size: dict[str, Any] = {"resolution": net.space.resolution, "in_channels": net.space.in_channels}
     images: Loader | tuple[()] = ()
     loaders = None
     if score.images:
-        loaders = image_loaders(run, net.space)
+        loaders = image_loaders(cfg, net.space)
         chosen = random_subset(loaders[cfg.holds_out].source, cfg.score.images, cfg.seed)
         images = make_loader(cfg.data, chosen, train=False, **size)
     return Evidence(

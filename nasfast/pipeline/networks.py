@@ -14,21 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from nasfast.data import Loader
 from nasfast.display import counted
 from nasfast.pipeline.architectures import choose_architectures, list_trainings
+from nasfast.pipeline.children import TASK_FILE, Task, TaskRunner, check_done, child_settings, child_task
 from nasfast.pipeline.inputs import load_supernet, retrain_loaders
-from nasfast.pipeline.run import Run, join_settings, log_stage, split_settings
+from nasfast.pipeline.run import Run, log_stage
 from nasfast.retrain import RetrainResult, retrain
 from nasfast.retrain.retrain import RESULT_FILE, check_not_begun
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.progress import followed_by
-from nasfast.settings import RetrainConfig, RunConfig
+from nasfast.settings import RetrainConfig
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, space_kind
 from nasfast.supernet import Supernet
-from nasfast.tasks import TASK_FILE, Task, TaskRunner, check_done, gpus_for
 from nasfast.train.supernet import make_supernet
 
 _LOG = logging.getLogger(__name__)
@@ -68,13 +66,13 @@ def retrain_best(
             `nasfast.train.train`.
     """
     run.check_open()
-    started, world = time.monotonic(), run.world
+    started, cfg, world = time.monotonic(), run.cfg, run.world
     plan: Any = None
     # of a run without a supernet, the first training decides the images, also where it is stopped
     decides = world.is_main and run.needs_no_supernet and run.nothing_is_trained  # before another rank begins
     if world.is_main:
         chosen_space, chosen = choose_architectures(run, archs, pareto=pareto)
-        plan = {"space": chosen_space.to_dict(), "trainings": list_trainings(run, chosen)}
+        plan = {"space": chosen_space.to_dict(), "trainings": list_trainings(cfg, chosen)}
     plan = json.loads(world.broadcast_bytes(json.dumps(plan).encode()))
     space = space_kind(plan["space"]).from_dict(plan["space"])
     trainings = {name: (tuple(arch), seed) for name, (arch, seed) in plan["trainings"].items()}
@@ -84,7 +82,7 @@ def retrain_best(
         # the logs of tasks, these or those of an earlier call, were for networks that failed
         shutil.rmtree(run.dir / FOLDER, ignore_errors=True)
         run.save_config()
-        epochs = counted(run.cfg.retrain.train.epochs, "epoch")
+        epochs = counted(cfg.retrain.train.epochs, "epoch")
         log_stage("retrain", started, f"{counted(len(results), 'network')}, {epochs} each")
     return results
 
@@ -96,12 +94,12 @@ def _retrain_in_ranks(
     cfg, world = run.cfg, run.world
     side_by_side = cfg.retrain.parallel == "networks"
     team = world.single() if side_by_side else world
-    loaders = {s: retrain_loaders(run, space, seed=s, world=team) for s in sorted({s for _, s in trainings.values()})}
+    loaders = {s: retrain_loaders(cfg, space, seed=s, world=team) for s in sorted({s for _, s in trainings.values()})}
     if decides:
         run.save_config()
     net = None
     if cfg.retrain.init == "inherit" and isinstance(space, SearchSpace):
-        net = load_supernet(run, space)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
+        net = load_supernet(cfg, space)[0] if world.is_main else make_supernet(space, cfg.method, cfg.supernet)[0]
         net.to(cfg.torch_device)
         world.broadcast(net.state_dict().values())
     names = list(trainings)[world.rank :: world.size] if side_by_side else list(trainings)
@@ -119,7 +117,7 @@ def _retrain_as_tasks(
     run: Run, space: ArchSpace, trainings: Mapping[str, tuple[Arch, int]], *, resume: bool, decides: bool
 ) -> dict[str, RetrainResult]:
     """As `_retrain_in_ranks`, each network in one task; they write the files that retraining in this process writes."""
-    retrain_loaders(run, space)  # an error is said here, before workers start
+    retrain_loaders(run.cfg, space)  # an error is said here, before workers start
     for name, (arch, seed) in trainings.items():
         if not resume:
             check_not_begun(run.dir, name, arch, run.cfg.retrain, seed=seed)
@@ -131,7 +129,10 @@ def _retrain_as_tasks(
         # checkpoints say what is finished
         for path in runner.folder.glob(f"*/{TASK_FILE}"):
             path.unlink()
-        tasks = [network_task(run.cfg, space, *trainings[name], name=name, in_run=True) for name in trainings]
+        tasks = [
+            network_task(run.child(seed=seed), name, space, arch, in_run=True)
+            for name, (arch, seed) in trainings.items()
+        ]
         results = runner.run(tasks)
     check_done(results, "networks are not retrained; the same command with --resume continues")
     return {name: RetrainResult.load(run.dir / "retrain" / name / RESULT_FILE) for name in trainings}
@@ -167,29 +168,8 @@ def _train(
     )
 
 
-# trainings as tasks, of a run, of its seeds, and of a sample of its space
-
-
-def make_task(
-    cfg: RunConfig, name: str, function: str, seed: int, arguments: Mapping[str, Any], *, out: str | None = None
-) -> Task:
-    """A task of a run with this seed, whose function makes its settings by `join_settings`.
-
-    Its files are in its own folder, or where the caller has locked the run directory, in this: `out`.
-    """
-    config, machine = split_settings(cfg, seed)
-    return Task(
-        name,
-        function,
-        {"config": config, **arguments},
-        threads=cfg.threads or torch.get_num_threads(),  # results depend on it: a task has that of this process
-        gpus=gpus_for(cfg.torch_device),
-        machine=machine | ({} if out is None else {"out": out}),
-    )
-
-
 def network_task(
-    cfg: RunConfig, space: ArchSpace, arch: Arch, seed: int, *, name: str, in_run: bool = False, hold_out: bool = False
+    child: Run, name: str, space: ArchSpace, arch: Arch, *, in_run: bool = False, hold_out: bool = False
 ) -> Task:
     """The training of one network of a space, as a task of this name.
 
@@ -197,13 +177,16 @@ def network_task(
     its files are in the folder of the task. With `hold_out` its accuracy is that of held-out training images, and no
     checkpoint stays at the end.
     """
-    arguments = {
-        "space": space.to_dict(),
-        "arch": list(arch),
-        "network": name if in_run else NETWORK,
-        "hold_out": hold_out,
-    }
-    return make_task(cfg, name, f"{__name__}:train_network", seed, arguments, out=cfg.out if in_run else None)
+    return child_task(
+        child,
+        name,
+        f"{__name__}:train_network",
+        in_run=in_run,
+        space=space.to_dict(),
+        arch=list(arch),
+        network=name if in_run else NETWORK,
+        hold_out=hold_out,
+    )
 
 
 def train_network(
@@ -214,24 +197,23 @@ def train_network(
     arch: Sequence[int],
     network: str,
     hold_out: bool,
-    out: str | None = None,
     **machine: Any,
 ) -> dict[str, Any]:
     """The function of `network_task`: train a network, from its newest checkpoint where there is one.
 
     It returns `result.json` without the time.
     """
-    cfg, the_space = join_settings(config, out or folder, machine), space_kind(space).from_dict(space)
+    cfg, the_space = child_settings(folder, config, machine), space_kind(space).from_dict(space)
     finished = cfg.run_dir / "retrain" / network / RESULT_FILE
     if hold_out and finished.exists():  # its checkpoints are gone
         result = RetrainResult.load(finished)
     else:
-        world = replace(SINGLE, leads=out is None)
+        world = replace(SINGLE, leads="out" not in machine)
         with Run.open(cfg, begins=True, world=world) as run:
-            images = retrain_loaders(run, the_space, hold_out=hold_out)
+            images = retrain_loaders(run.cfg, the_space, hold_out=hold_out)
             net = None
             if cfg.retrain.init == "inherit" and isinstance(the_space, SearchSpace):
-                net = load_supernet(run, the_space)[0]
+                net = load_supernet(run.cfg, the_space)[0]
             # not those that are resolved here: `precision: auto` is what the checkpoint has, on any machine
             result = _train(
                 run,

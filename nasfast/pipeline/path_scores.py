@@ -11,8 +11,9 @@ from pathlib import Path
 from nasfast.config import ConfigError
 from nasfast.data import Loader
 from nasfast.indicators.scores import Evidence
-from nasfast.pipeline.run import MACHINE_DATA, Run
+from nasfast.pipeline.run import Run
 from nasfast.search import History
+from nasfast.settings import MACHINE
 from nasfast.train.checkpoint import Checkpoint
 
 _FILE = "path_scores.jsonl"
@@ -39,7 +40,9 @@ def _digest(run: Run, evidence: Evidence, checkpoint: Checkpoint) -> str:
     """The digest of all that the score of a path depends on, but for the space, which the file names."""
     cfg = run.cfg
     sources = [loader.source for loader in (evidence.images, *(evidence.loaders or ())) if isinstance(loader, Loader)]
-    data = {key: value for key, value in cfg.data.to_dict().items() if key not in ("train", "val", *MACHINE_DATA)}
+    data, _ = cfg.data.parted(MACHINE)
+    for name in ("train", "val"):
+        del data[name]
     depends = {
         "weights": checkpoint.digest if run.score.trained else [cfg.method, cfg.supernet.to_dict()],
         "images": [[source.name(i), int(source.labels[i])] for source in sources for i in range(len(source))],

@@ -7,26 +7,35 @@ functions of an open Run: each first reads what it is about (`read_inputs`). Wha
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from nasfast.config import ConfigError, difference, load_yaml, merge
+from nasfast.config import ConfigError, difference, load_yaml
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.registry import Score, configured_score, gives_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
 from nasfast.runtime.arguments import check_type
 from nasfast.runtime.files import CheckpointError, write_atomic
-from nasfast.runtime.lock import run_lock
+from nasfast.runtime.lock import holds_lock, run_lock
 from nasfast.runtime.progress import duration
 from nasfast.runtime.tracking import tracked
 from nasfast.search.limits import Limits, read_limits
-from nasfast.settings import CONFIG_FILE, SPACE_FILE, DataConfig, RunConfig, TaskSettings, TrainConfig
+from nasfast.settings import (
+    CONFIG_FILE,
+    MACHINE,
+    RESUMED,
+    SPACE_FILE,
+    SUPERNET,
+    DataConfig,
+    RunConfig,
+    TaskSettings,
+    TrainConfig,
+)
 from nasfast.spaces import ArchSpace, ModuleSpace, SearchSpace, get_space, read_cost_table, read_space, space_kind
 
 if TYPE_CHECKING:
@@ -35,31 +44,25 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-MACHINE_DATA = ("workers", "max_bad_files", "prefetch", "cache_dir")
-"""Settings of `data` on which no result depends."""
 
-_CHANGEABLE_DATA = ("train", "val", "loader", *MACHINE_DATA)
-_CHANGEABLE = ("out", "device", "threads", "score", "search", "retrain", "recalibration_batches", "track")
-"""Settings, and settings of `data`, that may change when a run resumes: they belong to later stages or the machine."""
-
-_SUPERNET = ("method", "supernet", "train")
-"""Settings on which the files of a search without a supernet do not depend."""
-
-
+@dataclass(frozen=True)
 class Run:
     """The settings and the directory of a run.
 
+    `open` gives the run that a command works on, `look` and `load` one to look at, and `child` a part of it.
+
     Attributes:
         cfg: the settings, resolved: they have no null or `auto` that a result depends on.
-        world: the ranks that work together. The leading one locks the directory, rank 0 reads and writes it.
+        ranks: those that work together; None for one process. The leading one locks the directory, rank 0 reads and
+            writes it.
         tasks: where each network is retrained in a process of its own; None for this process.
+        is_open: whether stages may write, within the block of `open`.
     """
 
-    def __init__(self, cfg: RunConfig, *, world: World | None = None, tasks: TaskSettings | None = None) -> None:
-        """A run that is only looked at; a stage, which writes, needs one that `open` gave."""
-        self.cfg, self.tasks, self._is_open = resolved(cfg), tasks, False
-        if world is not None:
-            self.world = world
+    cfg: RunConfig
+    ranks: World | None = None
+    tasks: TaskSettings | None = None
+    is_open: bool = False
 
     @classmethod
     @contextlib.contextmanager
@@ -79,7 +82,8 @@ class Run:
             begins: whether the first stage may begin the run: it makes the directory, and compares settings itself.
                 Otherwise they must be those of config.yaml.
             threads: whether to set the threads of torch, for which it is imported.
-            world, tasks: see `Run`.
+            world: the ranks; see `Run`.
+            tasks: see `Run`.
 
         Raises:
             TypeError: `cfg` is no RunConfig.
@@ -89,32 +93,42 @@ class Run:
         """
         check_type("cfg", cfg, RunConfig, advice="RunConfig.load(FILE) and RunConfig.from_dict(MAPPING) make one")
         check_one_process(tasks, 1 if world is None else world.size)
-        run, leads = cls(cfg, world=world, tasks=tasks), world is None or world.leads
+        cfg = resolved(cfg)
         if world is not None and world.size > 1:
-            first = world.broadcast_bytes(json.dumps(run.cfg.to_dict()).encode())
-            run.cfg = RunConfig.from_dict(json.loads(first))
+            cfg = RunConfig.from_dict(json.loads(world.broadcast_bytes(json.dumps(cfg.to_dict()).encode())))
+        run = cls(cfg, world, tasks, is_open=True)
         if threads:
             run.use_threads()
-        lock = run_lock(run.dir, create=begins) if leads else contextlib.nullcontext()
-        with lock, tracked(run.cfg.track, run.dir, run.cfg.to_dict()):
-            if leads and not begins:
+        lock = run_lock(run.dir, create=begins) if run.leads else contextlib.nullcontext()
+        with lock, tracked(cfg.track, run.dir, cfg.to_dict()):
+            if run.leads and not begins:
                 run.check_settings(supernet=not run.needs_no_supernet)
-            run._is_open = True
-            try:
-                yield run
-            finally:
-                run._is_open = False
+            yield run
+
+    @classmethod
+    def look(cls, cfg: RunConfig, *, tasks: TaskSettings | None = None) -> Run:
+        """The run of these settings, which no stage writes; errors as in `resolved`."""
+        return cls(resolved(cfg), tasks=tasks)
 
     @classmethod
     def load(cls, out: str) -> Run:
-        """The run of a directory with the settings that it has."""
+        """As `look`, with the settings that a run directory has."""
         path = Path(out) / CONFIG_FILE
         if not path.exists():
             raise FileNotFoundError(
                 f"{path} is missing: run `nasfast supernet --out {out}` first. A score of untrained weights needs no "
                 f"checkpoint, but the settings of a run in {path}"
             )
-        return cls(RunConfig.load(path).replace(out=out))
+        return cls.look(RunConfig.load(path).replace(out=out))
+
+    def child(self, name: str = "", *, seed: int) -> Run:
+        """The part of this run with a seed of its own in the folder `name` of the directory, or in the directory.
+
+        All seeds have the same validation images.
+        """
+        cfg = self.cfg
+        out = str((self.dir / name).absolute()) if name else cfg.out
+        return Run(cfg.replace(out=out, seed=seed, data=same_images(cfg), search=cfg.search.replace(seed=seed)))
 
     # what the settings and the directory say
 
@@ -123,11 +137,17 @@ class Run:
         """The run directory."""
         return self.cfg.run_dir
 
-    @functools.cached_property
+    @property
     def world(self) -> World:
+        """The ranks that work together."""
         from nasfast.runtime.distributed import SINGLE  # imports torch
 
-        return SINGLE
+        return SINGLE if self.ranks is None else self.ranks
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process locks the directory."""
+        return self.ranks is None or self.ranks.leads
 
     @property
     def score(self) -> Score:
@@ -171,7 +191,8 @@ class Run:
 
     def check_open(self) -> None:
         """Refuse to run a stage while nothing keeps other processes out of the directory."""
-        if not self._is_open:
+        closed = self.leads and self.dir.is_dir() and not holds_lock(self.dir)
+        if closed or not self.is_open:
             raise RuntimeError(f"a stage writes to {self.dir}: open the run, `with Run.open(cfg) as run:`")
 
     def check_settings(self, *, supernet: bool = True) -> None:
@@ -183,14 +204,11 @@ class Run:
         path = self.dir / CONFIG_FILE
         if not path.exists():
             return
-        changeable = _CHANGEABLE if supernet else (*_CHANGEABLE, *_SUPERNET)
+        kinds = (MACHINE, RESUMED) if supernet else (MACHINE, RESUMED, SUPERNET)
+        before = resolved(RunConfig.load(path).replace(out=self.cfg.out))
+        (saved, _), (new, _) = before.parted(*kinds), self.cfg.parted(*kinds)
         if not supernet and self.nothing_is_trained:
-            changeable = (*changeable, "data")
-        saved, new = resolved(RunConfig.load(path).replace(out=self.cfg.out)).to_dict(), self.cfg.to_dict()
-        for settings in (saved, new):
-            for mapping, keys in ((settings["data"], _CHANGEABLE_DATA), (settings, changeable)):
-                for key in keys:
-                    mapping.pop(key)
+            saved["data"] = new["data"]
         if saved != new:
             raise CheckpointError(
                 f"{path} has other settings: {difference(saved, new)}; keep those of the run, or choose another --out"
@@ -336,19 +354,6 @@ def resolved(cfg: RunConfig) -> RunConfig:
 def same_images(cfg: RunConfig) -> DataConfig:
     """The settings of images with the seed of the run for the held-out ones, which all seeds then have."""
     return cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
-
-
-def split_settings(cfg: RunConfig, seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The settings that decide the results of one seed, and those of the machine, without the run directory."""
-    settings = cfg.replace(seed=seed, data=same_images(cfg), search=cfg.search.replace(seed=seed)).to_dict()
-    del settings["out"]
-    machine = {"data": {key: settings["data"].pop(key) for key in MACHINE_DATA}, "track": settings.pop("track")}
-    return settings, machine
-
-
-def join_settings(config: Mapping[str, Any], out: str | Path, machine: Mapping[str, Any]) -> RunConfig:
-    """The settings of a task from the two parts that `split_settings` gives, and its run directory."""
-    return RunConfig.from_dict(merge({**config, "out": str(out)}, machine))
 
 
 def check_one_process(tasks: TaskSettings | None, processes: int) -> None:

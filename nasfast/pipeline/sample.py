@@ -25,6 +25,7 @@ from nasfast.indicators.rank import rank
 from nasfast.indicators.registry import ScoreError, all_scores
 from nasfast.indicators.structure import BASELINES, structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
+from nasfast.pipeline.children import TASK_FILE, Task, TaskRunner, threads_for, workers_for
 from nasfast.pipeline.estimate import network_timing, start_of_task
 from nasfast.pipeline.inputs import (
     build_evidence,
@@ -35,15 +36,15 @@ from nasfast.pipeline.inputs import (
     supernet_to_rank,
 )
 from nasfast.pipeline.networks import NETWORK, network_task
-from nasfast.pipeline.run import Inputs, Run
+from nasfast.pipeline.run import Inputs, Run, resolved
 from nasfast.retrain.retrain import RESULT_FILE, RetrainResult
+from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import write_atomic
-from nasfast.runtime.lock import run_lock
+from nasfast.runtime.lock import check_free
 from nasfast.runtime.progress import duration
 from nasfast.search import stratified_sample
 from nasfast.settings import RetrainConfig, RunConfig, SupernetConfig, TaskSettings, TrainConfig
 from nasfast.spaces import Arch, SearchSpace, arch_file_text, format_arch
-from nasfast.tasks import TASK_FILE, Task, TaskRunner, threads_for, workers_for
 
 ACCURACIES_FILE, REPORT_FILE, SETTINGS_FILE, FOLDER = "accuracies.json", "trained.json", "settings.yaml", "trained"
 
@@ -93,9 +94,10 @@ def train_sample(
         Architecture -> accuracy in percent, of all that are finished and within the limits of the search.
         accuracies.json also has those that were trained under wider limits.
     """
+    run.check_open()
     tasks = plan_sample(run, inputs, count, epochs=epochs)
     folder = run.dir / FOLDER
-    with run_lock(run.dir), TaskRunner(folder, settings) as runner:
+    with TaskRunner(folder, settings) as runner:
         write_atomic(folder / SETTINGS_FILE, _load_settings(run, count, epochs).to_yaml().encode())
         results = runner.run(tasks)
         done = {tuple(t.arguments["arch"]): r.result for t, r in zip(tasks, results, strict=True) if r.status == "done"}
@@ -126,11 +128,12 @@ def plan_sample(run: Run, inputs: Inputs, count: int, *, epochs: int | None = No
     archs = stratified_sample(space, count, limits=inputs.limits, seed=run.cfg.seed)
     # a folder is named after its architecture
     finished = [space.parse(path.parent.name) for path in _list_finished(run)]
-    cfg = _make_config(run, _load_settings(run, count, epochs))
-    _check_images(Run(cfg), space, count)
+    sample = Run(_make_config(run.cfg, _load_settings(run, count, epochs)))
+    _check_images(sample.cfg, space, count)
+    names = {arch_file_text(arch): arch for arch in [*archs, *finished]}
     return [
-        network_task(cfg, space, arch, run.cfg.seed, name=arch_file_text(arch), hold_out=True)
-        for arch in dict.fromkeys([*archs, *finished])
+        network_task(sample.child(f"{FOLDER}/{name}", seed=run.cfg.seed), name, space, arch, hold_out=True)
+        for name, arch in names.items()
     ]
 
 
@@ -145,16 +148,15 @@ def estimate_sample(run: Run, inputs: Inputs, count: int, settings: TaskSettings
     macs = {task.name: space.cost(task.arguments["arch"]).macs for task in missing}
     middle = sorted(missing, key=lambda task: macs[task.name])[len(missing) // 2]
     at_a_time = settings.workers or workers_for(len(missing), threads=middle.threads, gpus=middle.gpus)
-    with run_lock(run.dir, create=False):
-        pass  # a directory in use is refused; steps are timed without the lock
+    check_free(run.dir)  # steps are timed without the lock
     start = start_of_task().seconds
     _LOG.info("timing a few steps of the middle one of %d architectures", len(missing))
-    sample_run = Run(_make_config(run, _load_settings(run, count, epochs)))
-    sample_run.use_threads()
-    epochs = sample_run.cfg.retrain.train.epochs
-    one = network_timing(sample_run, space, tuple(middle.arguments["arch"]), hold_out=True).seconds
+    cfg = resolved(_make_config(run.cfg, _load_settings(run, count, epochs)))
+    use_threads(cfg.threads)
+    epochs = cfg.retrain.train.epochs
+    one = network_timing(cfg, space, tuple(middle.arguments["arch"]), hold_out=True).seconds
     total = (one * sum(macs.values()) / macs[middle.name] + start * len(missing)) / at_a_time
-    images = len(retrain_loaders(sample_run, space, hold_out=True)[0].source)
+    images = len(retrain_loaders(cfg, space, hold_out=True)[0].source)
     return (
         f"{counted(len(missing), 'training')} of {counted(epochs, 'epoch')} on {counted(images, 'image')}, {len(done)} "
         "more are finished; "
@@ -226,19 +228,19 @@ def check_names(run: Run, space: SearchSpace, names: Sequence[str]) -> None:
     # of each kind one is loaded, because nothing is computed that could change it
     supernet = functools.cache(functools.partial(supernet_to_rank, run, space))
     for score in [score for name in names for score in split_score(name)]:
-        build_evidence(run, supernet(trained=score.trained), score)
+        build_evidence(run.cfg, supernet(trained=score.trained), score)
 
 
-def _make_config(run: Run, shared: SampleSettings) -> RunConfig:
+def _make_config(cfg: RunConfig, shared: SampleSettings) -> RunConfig:
     """The settings of a run that matter for its sample; the others, such as limits, may change between calls."""
     train = RECIPE.train.replace(epochs=shared.epochs, eval_every=shared.epochs)
     return RunConfig(
-        out=run.cfg.out,
-        seed=run.cfg.seed,
-        device=run.cfg.torch_device,
+        out=cfg.out,
+        seed=cfg.seed,
+        device=cfg.torch_device,
         threads=shared.threads,
-        data=run.cfg.data.replace(**IMAGES),
-        supernet=SupernetConfig(activation=run.cfg.supernet.activation),
+        data=cfg.data.replace(**IMAGES),
+        supernet=SupernetConfig(activation=cfg.supernet.activation),
         retrain=RECIPE.replace(train=train),
     )
 
@@ -262,9 +264,9 @@ def _load_settings(run: Run, count: int, epochs: int | None) -> SampleSettings:
     return saved
 
 
-def _check_images(run: Run, space: SearchSpace, count: int) -> None:
+def _check_images(cfg: RunConfig, space: SearchSpace, count: int) -> None:
     """Refuse images that cannot tell `count` architectures apart, or see `retrain_loaders`."""
-    train, held = retrain_loaders(run, space, hold_out=True)
+    train, held = retrain_loaders(cfg, space, hold_out=True)
     if len(held.source) < count:
         raise AccuracyError(
             f"--train {count}: {len(held.source)} held-out images give at most {len(held.source) + 1} different "

@@ -125,7 +125,7 @@ def _search_paths(run: Run, space: SearchSpace) -> list[Candidate]:
     """The best by evolution, which scores each path by itself; history.jsonl has the scores."""
     from nasfast.pipeline.inputs import load_evidence  # imports torch
 
-    evidence, checkpoint = load_evidence(run, space)
+    evidence, checkpoint = load_evidence(run.cfg, space)
     # the name has all that a score depends on, so that scores of another supernet are not taken for this one's
     scorer = f"accuracy of {checkpoint.digest}, recalibration {run.cfg.recalibration_batches}"
     if run.score.name != "recalibrated_accuracy":

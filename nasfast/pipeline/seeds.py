@@ -11,23 +11,35 @@ from typing import Any
 
 from nasfast.config import ConfigError
 from nasfast.data import DataError
+from nasfast.indicators.registry import gives_table
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
-from nasfast.pipeline.agreement import Agreement, agreement
 from nasfast.pipeline.architectures import random_peers
+from nasfast.pipeline.children import (
+    Task,
+    TaskError,
+    TaskResult,
+    TaskRunner,
+    child_settings,
+    child_task,
+    gpus_for,
+    load_result,
+    threads_for,
+    workers_for,
+)
 from nasfast.pipeline.estimate import Plan, Trial, Work
 from nasfast.pipeline.inputs import open_inputs
-from nasfast.pipeline.networks import make_task, network_task
-from nasfast.pipeline.run import Inputs, Run, join_settings
+from nasfast.pipeline.networks import network_task
+from nasfast.pipeline.run import Inputs, Run
 from nasfast.pipeline.searching import search
-from nasfast.pipeline.seeds_page import STABILITY_FILE, write_stability_page
 from nasfast.pipeline.stages import score, supernet
+from nasfast.report.agreement import Agreement, agreement
+from nasfast.report.seeds import write_stability_page
 from nasfast.runtime.files import seal, write_atomic
 from nasfast.search import InfeasibleConstraintError, top_k
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
-from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig, TaskSettings
+from nasfast.settings import CONFIG_FILE, SPACE_FILE, STABILITY_FILE, RunConfig, TaskSettings
 from nasfast.spaces import Arch, SearchSpace, arch_file_text
-from nasfast.tasks import Task, TaskError, TaskResult, TaskRunner, gpus_for, load_result, threads_for, workers_for
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,14 +55,14 @@ class Network:
     seed: int
 
 
-def make_shared_run(cfg: RunConfig, seeds: int) -> Run:
-    """The run that its seeds share, with threads for each; refuses what cannot be repeated with several seeds."""
+def shared_settings(cfg: RunConfig, seeds: int) -> RunConfig:
+    """The settings that seeds share, with threads for each; refuses what cannot be repeated with several seeds."""
     if seeds < LEAST_SEEDS:
         raise ConfigError(f"--seeds must be at least {LEAST_SEEDS}, to compare them, got {seeds}")
-    run = Run(cfg.replace(threads=cfg.threads or threads_for(seeds)))  # results depend on it, so it is kept
-    if not run.gives_table:
+    cfg = cfg.resolved()
+    if not gives_table(cfg.score):
         raise ConfigError(
-            f"--seeds compares tables of scores, and {run.score.name!r} scores whole paths: set score.distill=true"
+            f"--seeds compares tables of scores, and {cfg.score.name!r} scores whole paths: set score.distill=true"
         )
     if cfg.search.refine is not None:
         raise ConfigError(
@@ -67,7 +79,7 @@ def make_shared_run(cfg: RunConfig, seeds: int) -> Run:
             "--seeds retrains from fresh weights, because the supernets of the seeds differ: set "
             "retrain.init=orthogonal, or another of its values"
         )
-    return run
+    return cfg.replace(threads=cfg.threads or threads_for(seeds))  # results depend on it, so it is kept
 
 
 def list_networks(answer: Arch, rivals: Mapping[str, Arch], seeds: int) -> list[Network]:
@@ -86,9 +98,9 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
     be more seeds when a run resumes. What is there when the time limit comes, or when tasks fail in every attempt, is
     reported; the page names what is missing.
     """
-    run = make_shared_run(cfg, seeds)
+    cfg = shared_settings(cfg, seeds)
     # nothing is written before the executor is there
-    with TaskRunner(run.dir, settings) as runner:
+    with Run.open(cfg, begins=True, threads=False) as run, TaskRunner(run.dir, settings) as runner:
         if (run.dir / SPACE_FILE).exists():
             raise FileExistsError(
                 f"{run.dir} has a run without --seeds, whose report.html would be replaced: leave --seeds away, or "
@@ -123,7 +135,7 @@ def _run(run: Run, tasks: Sequence[Task], runner: TaskRunner) -> Path:
         inputs = Inputs.of(run.cfg, space)
         result = agreement(tables, inputs.limits, k=run.cfg.search.top_k)
         answer = result.top[0].arch
-        rivals = find_rivals(run, inputs, answer)
+        rivals = find_rivals(run.cfg, inputs, answer)
         trainings = _retrain(run, space, runner, list_networks(answer, rivals, seeds))
     elif not runner.time_is_over:
         raise TaskError(
@@ -154,11 +166,10 @@ def _retrain(
     run: Run, space: SearchSpace, runner: TaskRunner, networks: Sequence[Network]
 ) -> list[tuple[Network, TaskResult]]:
     """Each network with its result; what has two roles is trained once."""
+    names = [f"networks/{arch_file_text(n.arch)}/seed-{n.seed}" for n in networks]
     tasks = [
-        network_task(
-            run.cfg, space, n.arch, run.cfg.seed + n.seed, name=f"networks/{arch_file_text(n.arch)}/seed-{n.seed}"
-        )
-        for n in networks
+        network_task(run.child(name, seed=run.cfg.seed + n.seed), name, space, n.arch)
+        for name, n in zip(names, networks, strict=True)
     ]
     results = {result.name: result for result in runner.run({task.name: task for task in tasks}.values())}
     return [(network, results[task.name]) for network, task in zip(networks, tasks, strict=True)]
@@ -176,7 +187,7 @@ def agreement_record(result: Agreement) -> dict[str, Any]:
 
 def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings()) -> Plan:
     """Time a few steps of each kind of task in this process."""
-    run = make_shared_run(cfg, seeds)
+    run = Run.look(shared_settings(cfg, seeds))
     cfg = run.cfg
     at_a_time = settings.workers or workers_for(seeds, threads=cfg.threads, gpus=gpus_for(cfg.torch_device))
     run.use_threads()
@@ -189,19 +200,20 @@ def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings
 
 def seed_task(run: Run, number: int) -> Task:
     """Supernet, score and search of one seed, in `seed-NUMBER`, which is a run directory like any other."""
-    return make_task(run.cfg, f"seed-{number}", f"{__name__}:score_seed", run.cfg.seed + number, {})
+    name = f"seed-{number}"
+    return child_task(run.child(name, seed=run.cfg.seed + number), name, f"{__name__}:score_seed")
 
 
 def score_seed(folder: Path, *, config: Mapping[str, Any], **machine: Any) -> dict[str, Any]:
     """The function of `seed_task`; the result names the best architectures."""
-    with Run.open(join_settings(config, folder, machine), begins=True) as run:
+    with Run.open(child_settings(folder, config, machine), begins=True) as run:
         resume = (folder / "checkpoints").exists()
         supernet(run, resume=resume)
         score(run, resume=resume)
         return {"top": [list(candidate.arch) for candidate in search(run)]}
 
 
-def find_rivals(run: Run, inputs: Inputs, answer: Arch) -> dict[str, Arch]:
+def find_rivals(cfg: RunConfig, inputs: Inputs, answer: Arch) -> dict[str, Arch]:
     """The architectures that the answer is compared with, by name: `structure`, `random`, `random-2`, ...
 
     `structure` has the highest `sqrt_size` (`nasfast.indicators.structure`) within the limits and at most 1 % more MACs
@@ -216,4 +228,4 @@ def find_rivals(run: Run, inputs: Inputs, answer: Arch) -> dict[str, Arch]:
         rivals["structure"] = top_k(structure_table(space, "sqrt_size"), space, limits, k=1)[0].arch
     except InfeasibleConstraintError as error:
         _LOG.warning("no structural baseline to compare with: %s", error)
-    return rivals | random_peers(run, inputs, answer)
+    return rivals | random_peers(cfg, inputs, answer)

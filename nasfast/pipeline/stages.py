@@ -143,7 +143,7 @@ def supernet(run: Run, *, resume: bool = False) -> Path:
     started, cfg, world = time.monotonic(), run.cfg, run.world
     inputs, images = open_inputs(run)
     space = inputs.space
-    loader, _ = image_loaders(run, space, world=world, images=images)
+    loader, _ = image_loaders(cfg, space, world=world, images=images)
     net, sampler = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
     check_scoring(cfg, net, run.score)
     if world.is_main:
@@ -233,7 +233,7 @@ def score(run: Run, *, resume: bool = False) -> IndicatorTable | None:
         costs = read_cost_table(settings.table, inputs.space)
         table = IndicatorTable.from_costs(inputs.space, costs, {"score": settings.label, **meta})
     else:
-        evidence, checkpoint = load_evidence(run, inputs.space)
+        evidence, checkpoint = load_evidence(cfg, inputs.space)
         meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"], **meta}
         keeping: dict[str, Any] = {}
         if not run.score.additive:

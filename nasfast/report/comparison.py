@@ -16,10 +16,18 @@ from nasfast.config import flatten, load_yaml
 from nasfast.indicators.rank import Estimate, bootstrap_weights, kendall_tau
 from nasfast.indicators.table import IndicatorTable
 from nasfast.report.findings import Comparison, Top1, compare, compare_runs, is_peer, other_seeds, trainings
-from nasfast.report.page import html_figure, html_page, html_table, millions, percent, svg_text
+from nasfast.report.page import (
+    NotRun,
+    Section,
+    html_figure,
+    html_table,
+    millions,
+    percent,
+    svg_text,
+    write_page,
+)
 from nasfast.report.plots import SERIES, literal, new_figure
-from nasfast.report.run_files import NotRun, RunFiles, format_limits, section_body
-from nasfast.runtime.files import write_atomic
+from nasfast.report.run_files import RunFiles, format_limits
 from nasfast.runtime.progress import duration
 from nasfast.search import sample_under
 from nasfast.settings import CHOICES, CONFIG_FILE
@@ -61,17 +69,13 @@ def write_comparison(run_dirs: Sequence[str | Path], page: str | Path) -> Path:
     if len(set(names)) < len(names):
         names = [str(folder) for folder in folders]
     runs = {name: RunFiles(folder) for name, folder in zip(names, folders, strict=True)}
-    page = Path(page)
-    sections: list[tuple[str, str, Callable[[], str]]] = [
+    sections: list[Section] = [
         ("runs", "Runs", partial(_overview, runs)),
         ("accuracies", "Accuracies", partial(_accuracies, runs)),
         ("tables", "Agreement of the tables of scores", partial(_agreement, runs)),
         ("settings", "Settings that differ", partial(_settings, runs)),
     ]
-    bodies = [(key, title, section_body(section)) for key, title, section in sections]
-    text = html_page(" / ".join(runs), "nasfast report", bodies)
-    write_atomic(page, text.encode(errors="replace"))
-    return page
+    return write_page(Path(page), " / ".join(runs), "nasfast report", sections)
 
 
 def _read_or_none(read: Callable[[], Any]) -> Any:

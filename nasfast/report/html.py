@@ -30,18 +30,19 @@ from nasfast.report.findings import (
     trainings,
 )
 from nasfast.report.page import (
+    NotRun,
+    Section,
     escape,
     format_interval,
     html_cards,
     html_details,
-    html_page,
     html_table,
     millions,
     percent,
     write_figure,
+    write_page,
 )
-from nasfast.report.run_files import NotRun, RunFiles, format_limits, limits_origin, section_body
-from nasfast.runtime.files import write_atomic
+from nasfast.report.run_files import RunFiles, config_section, format_limits, limits_origin
 from nasfast.search import pareto_front, sample_under
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings import CONFIG_FILE, SPACE_FILE, STABILITY_FILE
@@ -83,7 +84,7 @@ def write_report(run_dir: str | Path) -> Path:
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is no directory: give the directory of a run")
     run = RunFiles(folder)
-    sections: list[tuple[str, str, Callable[[RunFiles], str]]] = [
+    sections = [
         ("summary", "Summary", _summary),
         ("architecture", "Best architecture", _strip),
         ("top", "Architectures of the highest scores", _top_k),
@@ -94,17 +95,11 @@ def write_report(run_dir: str | Path) -> Path:
         ("use", "Use the network", _use),
         ("stability", "Stability between seeds", _stability),
         ("rank", "Rank correlation", _rank),
-        ("config", "Configuration", _config),
+        ("config", "Configuration", config_section),
         ("environment", "Environment", _environment),
     ]
-    page = html_page(
-        folder.resolve().name,
-        "nasfast report",
-        [(key, title, section_body(partial(section, run))) for key, title, section in sections],
-    )
-    path = folder / "report.html"
-    write_atomic(path, page.encode(errors="replace"))
-    return path
+    parts: list[Section] = [(key, title, partial(section, run)) for key, title, section in sections]
+    return write_page(folder / "report.html", folder.resolve().name, "nasfast report", parts)
 
 
 def _summary(run: RunFiles) -> str:
@@ -378,10 +373,6 @@ def _rank(run: RunFiles) -> str:
     )
     note += "".join(f" {row['name']}: {row['undefined']}." for row in predictors if row.get("undefined"))
     return f"<p>{escape(report['verdict'])}</p>" + html_table(header, rows, text_columns=(0,), note=note)
-
-
-def _config(run: RunFiles) -> str:
-    return html_details("All settings", f"<pre>{escape(run.read_text(CONFIG_FILE, 'nasfast run'))}</pre>")
 
 
 def _environment(run: RunFiles) -> str:

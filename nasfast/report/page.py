@@ -1,11 +1,11 @@
-"""Parts that all pages share: tables, figures and the frame."""
+"""A page is a list of sections; this has what all pages share: the frame, tables and figures."""
 
 from __future__ import annotations
 
 import html
 import io
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,32 @@ from nasfast.runtime.files import write_atomic
 _SHORT = 10
 # characters that XML does not allow, from the text of a user's file
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
+
+
+Section = tuple[str, str, Callable[[], str]]
+"""Key and title of a section, and what gives its body; title and body are HTML."""
+
+
+class NotRun(Exception):
+    """The file that a section needs does not exist; the argument says which command writes it."""
+
+
+def write_page(path: Path, name: str, kind: str, sections: Sequence[Section]) -> Path:
+    """Write a page, and return its path; a section whose file is absent or damaged says so in its place."""
+    bodies = [(key, title, section_body(body)) for key, title, body in sections]
+    write_atomic(path, html_page(name, kind, bodies).encode(errors="replace"))
+    return path
+
+
+def section_body(write: Callable[[], str]) -> str:
+    """The HTML of a section of a page, or a sentence that says why there is none."""
+    try:
+        return write()
+    except NotRun as missing:
+        return f'<p class="soft">Not run yet: {escape(missing)}.</p>'
+    # damaged JSON may raise any of these but the first
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        return f'<p class="soft">Its file cannot be read ({type(error).__name__}): {escape(error)}</p>'
 
 
 def html_page(name: str, kind: str, sections: Sequence[tuple[str, str, str]]) -> str:

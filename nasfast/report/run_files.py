@@ -5,23 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import shlex
-from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from nasfast.config import ConfigError, load_yaml
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable
-from nasfast.report.page import escape, millions
+from nasfast.report.page import NotRun, escape, html_details, millions
 from nasfast.runtime.files import read_metrics
 from nasfast.search import SearchResult, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings import CONFIG_FILE, LIMITS, SPACE_FILE, SearchConfig
 from nasfast.spaces import SearchSpace, get_space
-
-
-class NotRun(Exception):
-    """The file that a section needs does not exist; the argument says which command writes it."""
 
 
 class RunFiles:
@@ -114,12 +109,6 @@ def limits_origin(run: RunFiles) -> str:
     return f"{', '.join(origins)}; `{command}` searches without"
 
 
-def section_body(write: Callable[[], str]) -> str:
-    """The HTML of a section of a page, or a sentence that says why there is none."""
-    try:
-        return write()
-    except NotRun as missing:
-        return f'<p class="soft">Not run yet: {escape(missing)}.</p>'
-    # damaged JSON may raise any of these but the first
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
-        return f'<p class="soft">Its file cannot be read ({type(error).__name__}): {escape(error)}</p>'
+def config_section(run: RunFiles) -> str:
+    """The HTML of config.yaml."""
+    return html_details("All settings", f"<pre>{escape(run.read_text(CONFIG_FILE, 'nasfast run'))}</pre>")

@@ -7,7 +7,6 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from nasfast.runtime.arguments import check_type
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import answers_from_hex, answers_to_hex, write_atomic
-from nasfast.runtime.lock import run_lock
 from nasfast.settings import ALL_LR, RetrainConfig
 from nasfast.spaces import Arch, ArchSpace, Cost, arch_file_text
 from nasfast.supernet import ArchNetwork, Supernet, build, inherit
@@ -132,7 +130,7 @@ def retrain(
 
     evaluation = functools.partial(evaluate, loader=val_loader, device=device, world=world)
     folder = Path(run_dir) / "retrain" / name
-    with run_lock(run_dir) if world.leads else nullcontext():
+    with world.lock(run_dir):
         earlier = _earlier_result(folder, arch) if world.is_main else None
         torch.manual_seed(seed)
         started = time.monotonic()

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nasfast.runtime.launcher import environment_rank, environment_size
+from nasfast.runtime.lock import run_lock
 
 # Ranks wait for rank 0 as long as a search takes, and torchrun detects a dead one. The number of milliseconds must fit
 # into 31 bits.
@@ -72,6 +73,10 @@ class World:
         if self.store is None or not self.store.check([str(what)]):
             return False
         return int(self.store.get(str(what))) < self.attempt
+
+    def lock(self, run_dir: str | Path) -> contextlib.AbstractContextManager[None]:
+        """The lock of a run directory (`run_lock`), which the leading process holds for all."""
+        return run_lock(run_dir) if self.leads else contextlib.nullcontext()
 
     def single(self) -> World:
         """This process as a world of size 1, for work that each rank does separately."""

@@ -95,6 +95,17 @@ def run_lock(run_dir: str | Path, *, create: bool = True) -> Iterator[None]:
                     folder.rmdir()
 
 
+def check_free(run_dir: str | Path, *, create: bool = False) -> None:
+    """Refuse a directory that another process or thread has locked, or that cannot be written; see `run_lock`."""
+    with run_lock(run_dir, create=create):
+        pass
+
+
+def holds_lock(run_dir: str | Path) -> bool:
+    """Whether this thread is in a block of `run_lock` on the directory."""
+    return _held.get(os.path.realpath(run_dir), (None, None))[0] is threading.current_thread()
+
+
 def _acquire(folder: Path) -> int | None:
     """Lock the directory; the descriptor of the lock file, or None if the file system has no locks."""
     path = folder / _LOCK_FILE

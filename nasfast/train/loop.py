@@ -25,7 +25,6 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from nasfast.engine import Engine, make_engine
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.distributed import SINGLE, World
-from nasfast.runtime.lock import run_lock
 from nasfast.runtime.termination import Terminated, defer_sigterm
 from nasfast.settings import TrainConfig
 from nasfast.spaces import Sampler
@@ -201,10 +200,8 @@ class _Training:
         return self.extras.patience is not None and self.at.stale >= self.extras.patience
 
     def open_files(self, stack: ExitStack) -> None:
-        """Lock the run directory, check that checkpoints fit on the disk, and open log and checkpoint writer."""
+        """Check that checkpoints fit on the disk, and open log and checkpoint writer."""
         stage, at = self.stage, self.at
-        if self.world.leads:
-            stack.enter_context(run_lock(stage.run_dir))
         if at.step < self.total:
             self.folder.check_room(self.state.size, evaluates=self.evaluate is not None)
         shown = self.world.leads and not stage.quiet
@@ -357,4 +354,5 @@ def train(
     device = torch_device(device)
     cfg = with_precision(cfg, stage, device)
     model.to(device).to(memory_format=torch.channels_last).train()
-    return _Training(model, loader, cfg, stage, sampler, evaluate, extras, device, world).run(engine)
+    with world.lock(stage.run_dir):
+        return _Training(model, loader, cfg, stage, sampler, evaluate, extras, device, world).run(engine)

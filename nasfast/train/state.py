@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import KW_ONLY, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from nasfast.config import difference
 from nasfast.ops.precision import resolve_precision
 from nasfast.runtime.distributed import World
 from nasfast.runtime.files import checkpoint_state
-from nasfast.runtime.lock import run_lock
 from nasfast.settings import TrainConfig
 from nasfast.spaces import Sampler
 from nasfast.train.checkpoint import (
@@ -155,7 +154,7 @@ def begin(state: TrainState, folder: CheckpointFolder, *, stage: TrainStage, wor
     """
     if world.is_main:
         resume = stage.resume or world.has_begun(folder.stem)
-        checkpoint = _newest(state, folder, stage, resume=resume, leads=world.leads)
+        checkpoint = _newest(state, folder, stage, resume=resume)
         world.note_begun(folder.stem)
         progress = Progress() if checkpoint is None else state.restore(checkpoint)
         if world.size > 1:
@@ -169,15 +168,11 @@ def begin(state: TrainState, folder: CheckpointFolder, *, stage: TrainStage, wor
     return state.restore(checkpoint)
 
 
-def _newest(
-    state: TrainState, folder: CheckpointFolder, stage: TrainStage, *, resume: bool, leads: bool
-) -> Checkpoint | None:
+def _newest(state: TrainState, folder: CheckpointFolder, stage: TrainStage, *, resume: bool) -> Checkpoint | None:
     """The newest checkpoint of a stage, if it is to continue from one."""
     if not resume:
         if stage.overwrite:
-            # another process may be training there
-            with run_lock(stage.run_dir) if leads else nullcontext():
-                folder.clear()
+            folder.clear()
         check_new(folder, stage.name, state.settings, extends=stage.extends)
         return None
     latest = folder.latest(fingerprint=state.fingerprint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from nasfast.runtime.arguments import check_type
 from nasfast.runtime.device import torch_device
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import write_atomic
-from nasfast.runtime.lock import run_lock
 from nasfast.settings import CONFIG_FILE, SPACE_FILE, SupernetConfig, TrainConfig, default_lr
 from nasfast.spaces import SAMPLERS, Sampler, SearchSpace, read_space
 from nasfast.supernet import Init, InitScheme, Supernet
@@ -124,14 +122,13 @@ def train_supernet(
     to_learn_from(loader)
     device = torch_device(device)
     cfg = with_precision(cfg, stage, device)
-    if world.is_main:
-        _describe(net, loader, sampler, cfg, stage, leads=world.leads)
-    return train(net, loader, cfg, stage, sampler=sampler, device=device, world=world)
+    with world.lock(run_dir):
+        if world.is_main:
+            _describe(net, loader, sampler, cfg, stage)
+        return train(net, loader, cfg, stage, sampler=sampler, device=device, world=world)
 
 
-def _describe(
-    net: Supernet, loader: object, sampler: Sampler, cfg: TrainConfig, stage: TrainStage, *, leads: bool
-) -> None:
+def _describe(net: Supernet, loader: object, sampler: Sampler, cfg: TrainConfig, stage: TrainStage) -> None:
     """Write space.yaml and config.yaml, which the commands that go on read, where there are none or they are replaced.
 
     A run directory that has checkpoints is left as it is: `train` refuses it, or continues it.
@@ -170,7 +167,6 @@ def _describe(
     }
     if (images := getattr(loader, "config", None)) is not None:
         config_data |= {"seed": getattr(loader, "seed", 0), "data": images.to_dict()}
-    with run_lock(run_dir) if leads else nullcontext():
-        for path, text in ((space, net.space.to_yaml()), (config, dump_yaml(config_data))):
-            if stage.overwrite or not path.exists():
-                write_atomic(path, text.encode())
+    for path, text in ((space, net.space.to_yaml()), (config, dump_yaml(config_data))):
+        if stage.overwrite or not path.exists():
+            write_atomic(path, text.encode())

@@ -112,7 +112,7 @@ def test_a_recipe_is_a_file_of_the_package(seen, name, tmp_path, monkeypatch):
 
 def test_another_score_does_not_take_what_was_resolved_for_that_of_the_run(tmp_path):
     """The weight of `sqrt_size` and distilling belong to a score, unless they are given."""
-    run = Run(RunConfig.from_dict({"out": str(tmp_path)}))
+    run = Run.look(RunConfig.from_dict({"out": str(tmp_path)}))
     run.save_config()
     before = run.cfg
     assert (before.score.name, before.score.distill, before.score.structure) == ("path_loss", True, 4.0)

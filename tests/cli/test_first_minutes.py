@@ -99,7 +99,7 @@ def searched(tmp_path):
     out.mkdir()
     space = tiny_space()
     space.save(out / "space.yaml")
-    run = Run(RunConfig.from_dict(form))
+    run = Run.look(RunConfig.from_dict(form))
     run.save_config()
     meta = {"seed": 0, "settings": run.score_settings, "score": "isometry"}
     table = structure_table(space, "sqrt_size")

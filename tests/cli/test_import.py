@@ -9,11 +9,11 @@ from tiny import tiny_space
 
 import nasfast.runtime.imports as imports
 from nasfast.cli.main import main
+from nasfast.pipeline.children import Task, TaskRunner
 from nasfast.runtime.imports import import_modules, imported
 from nasfast.settings import TaskSettings
 from nasfast.spaces import Block, SearchSpace, blocks
 from nasfast.supernet import blocks as modules
-from nasfast.tasks import Task, TaskRunner
 from nasfast.train.checkpoint import load_checkpoint
 
 KIND = """

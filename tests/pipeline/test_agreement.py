@@ -14,14 +14,14 @@ from tiny import tiny_space
 from nasfast.indicators.distill import z_sum
 from nasfast.indicators.scores import with_structure
 from nasfast.indicators.table import IndicatorTable
-from nasfast.pipeline import seeds_page as page
-from nasfast.pipeline.agreement import STABLE_TAU, agreement, mean_tau, random_architectures
+from nasfast.pipeline.children import TaskError, load_result, save_result
 from nasfast.pipeline.run import Inputs, Run
 from nasfast.pipeline.seeds import find_rivals, list_networks, run_seeds, seed_task
+from nasfast.report import seeds as page
+from nasfast.report.agreement import STABLE_TAU, agreement, mean_tau, random_architectures
 from nasfast.search import Limits
 from nasfast.settings import RunConfig
 from nasfast.spaces import SKIP
-from nasfast.tasks import TaskError, load_result, save_result
 
 SPACE = tiny_space()
 EVERY = list(itertools.product(range(3), repeat=4))
@@ -119,7 +119,7 @@ def config(**changes) -> RunConfig:
 
 def rivals_of(answer, **changes) -> dict:
     cfg = config(**changes)
-    return find_rivals(Run(cfg), Inputs.of(cfg, SPACE), answer)
+    return find_rivals(cfg, Inputs.of(cfg, SPACE), answer)
 
 
 def test_what_is_retrained_has_equal_cost():
@@ -147,7 +147,7 @@ def test_an_answer_that_skips_layers_may_have_no_structural_baseline(tmp_path, c
 
 
 def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tmp_path):
-    run = Run(config(out=str(tmp_path), data={"source": "digits"}))
+    run = Run.look(config(out=str(tmp_path), data={"source": "digits"}))
     run.save_config()
     cfg = run.cfg
     save_result(tmp_path / "seed-1", seed_task(run, 1), {"top": []})
@@ -157,7 +157,7 @@ def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tm
     assert (tmp_path / "config.yaml").read_bytes() == before
     assert seed_task(run, 1).arguments["config"]["data"]["split_seed"] == 0, "all seeds have one validation split"
     # settings of the machine may change: the seed counts as finished
-    other = Run(run.cfg.replace(data=cfg.data.replace(workers=7, cache_dir="elsewhere"), track=("wandb",)))
+    other = Run.look(run.cfg.replace(data=cfg.data.replace(workers=7, cache_dir="elsewhere"), track=("wandb",)))
     assert load_result(tmp_path / "seed-1", seed_task(other, 1)) == ({"top": []},)
 
 

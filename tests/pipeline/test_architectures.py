@@ -12,9 +12,8 @@ from in_process import run_tasks_here
 from tiny import tiny_space
 
 import nasfast.train.loop as loop
-from nasfast import tasks
 from nasfast.cli.main import main
-from nasfast.pipeline import exporting
+from nasfast.pipeline import children, exporting
 from nasfast.pipeline import networks as stage
 from nasfast.retrain import ImageInfo, load_model, save_model
 from nasfast.search import Candidate, Limits, ParetoPoint, save_candidates
@@ -237,13 +236,13 @@ def test_networks_that_are_retrained_apart_have_the_same_bytes(searched, tmp_pat
     said, expected = capsys.readouterr().out, files(searched)
 
     # while this process holds the lock of the run directory, one in another, which takes seconds to start, and one here
-    in_another = tasks.TaskRunner._in_process
+    in_another = children.TaskRunner._in_process
     run_tasks_here(monkeypatch)
-    here = tasks.TaskRunner._in_process
+    here = children.TaskRunner._in_process
     ways = iter([in_another, here])
-    monkeypatch.setattr(tasks.TaskRunner, "_in_process", lambda *task: next(ways)(*task))
+    monkeypatch.setattr(children.TaskRunner, "_in_process", lambda *task: next(ways)(*task))
     assert main(["retrain", "--out", str(many), *flags, "--workers", "2"]) == 0
-    monkeypatch.setattr(tasks.TaskRunner, "_in_process", here)
+    monkeypatch.setattr(children.TaskRunner, "_in_process", here)
     assert capsys.readouterr().out.replace(str(many), str(searched)) == said
     assert files(many) == expected
     assert not (many / "retrain-tasks").exists()

@@ -140,9 +140,9 @@ def test_a_large_run_says_before_it_begins_that_it_needs_too_much(config, tmp_pa
     asked = []
     plan = estimate.Plan((estimate.Work("a", 1, estimate.Timing(1, 1, 3 << 30)),), 1, 1, None, memory=2 << 30)
     monkeypatch.setattr(estimate, "plan_run", lambda run: asked.append(run) or plan)
-    estimate.warn_of_memory(Run(cfg))
+    estimate.warn_of_memory(Run.look(cfg))
     assert not asked, "small batches need no try"
-    estimate.warn_of_memory(Run(cfg.replace(data=cfg.data.replace(batch_size=1_000_000))))
+    estimate.warn_of_memory(Run.look(cfg.replace(data=cfg.data.replace(batch_size=1_000_000))))
     assert len(asked) == 1 and caplog.messages == [plan.too_large]
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+from dataclasses import FrozenInstanceError
 
 import pytest
 from tiny import tiny_space, write_folder
@@ -19,6 +20,7 @@ from nasfast.config import ConfigError
 from nasfast.pipeline import inputs
 from nasfast.pipeline.inputs import retrain_loaders
 from nasfast.pipeline.run import Run, read_layers
+from nasfast.pipeline.searching import search
 from nasfast.runtime.distributed import World
 from nasfast.runtime.lock import RunDirectoryError
 from nasfast.settings import RunConfig, TaskSettings
@@ -194,4 +196,22 @@ def test_images_of_other_classes_cannot_retrain(here, out):
     cfg = Run.load(str(out)).cfg
     cfg = cfg.replace(data=cfg.data.replace(source="folder", train="images"))
     with pytest.raises(ConfigError, match="the images have 2 classes, .*space.yaml has 10"):
-        retrain_loaders(Run(cfg), read_layers(Run(cfg)))
+        retrain_loaders(cfg, read_layers(Run.look(cfg)))
+
+
+def test_a_stage_writes_only_while_its_run_is_open(out):
+    looked = Run.load(str(out))
+    with Run.open(looked.cfg) as run:
+        search(run)
+    for closed in (looked, run):
+        with pytest.raises(RuntimeError, match="open the run, `with Run.open"):
+            search(closed)
+
+
+def test_a_run_is_a_value(out):
+    run = Run.load(str(out))
+    with pytest.raises(FrozenInstanceError):
+        run.cfg = run.cfg.replace(seed=1)
+    child = run.child("seed-1", seed=1)
+    assert (child.dir, child.cfg.seed, child.cfg.search.seed) == (out / "seed-1", 1, 1)
+    assert (child.cfg.data.split_seed, run.child(seed=1).cfg.out) == (run.cfg.seed, run.cfg.out)

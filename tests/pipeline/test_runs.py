@@ -206,7 +206,7 @@ def test_methods_that_score_by_accuracy(tmp_path, method, capsys):
     assert main(["search", "--out", str(out)]) == 0
     assert (out / "history.jsonl").read_bytes() == before
     # the accuracies were of images that are not judged later
-    _, held = image_loaders(Run.load(str(out)), space)
+    _, held = image_loaders(RunConfig.load(out / "config.yaml"), space)
     counts = [e["score"] * len(held.source) for e in evaluated]
     assert counts == pytest.approx([round(c) for c in counts], abs=1e-6)
 
@@ -245,7 +245,7 @@ def test_stages_without_training_use_the_threads_of_the_config(out, stage):
     """The score is `gamma`, which reads no images. An exact search needs no torch, and so no threads of it."""
     before = torch.get_num_threads()
     run = Run.load(str(out))
-    run = Run(run.cfg.replace(threads=before + 1, score=run.cfg.score.replace(name="gamma")))
+    run = Run.look(run.cfg.replace(threads=before + 1, score=run.cfg.score.replace(name="gamma")))
     with Run.open(run.cfg.replace(threads=before)) as opened:
         score(opened)
     try:
@@ -253,7 +253,7 @@ def test_stages_without_training_use_the_threads_of_the_config(out, stage):
             with Run.open(run.cfg) as opened:
                 score(opened)
         else:
-            load_evidence(run, read_layers(run))
+            load_evidence(run.cfg, read_layers(run))
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)

@@ -18,25 +18,29 @@ from nasfast.indicators.structure import BASELINES
 from nasfast.indicators.table import IndicatorTable
 from nasfast.ops import precision
 from nasfast.pipeline import sample
+from nasfast.pipeline.children import TaskResult, save_result
 from nasfast.pipeline.inputs import find_space, image_loaders
 from nasfast.pipeline.networks import train_network
 from nasfast.pipeline.run import Inputs, Run
-from nasfast.pipeline.sample import train_sample
 from nasfast.retrain import load_model
 from nasfast.runtime.files import checkpoint_state
 from nasfast.search import Limits, stratified_sample
 from nasfast.settings import RunConfig, TaskSettings
-from nasfast.tasks import TaskResult, save_result
 from nasfast.train import evaluate
 
 ONE = TaskSettings(workers=1, attempts=1)
+
+
+def train_sample(run, inputs, *args, **named):
+    with Run.open(run.cfg, begins=True, threads=False) as open_run:
+        return sample.train_sample(open_run, inputs, *args, **named)
 
 
 @pytest.fixture
 def run(tmp_path, config, monkeypatch):
     """A run directory that has its settings and nothing else; samples are of few draws."""
     monkeypatch.setattr("nasfast.search.sampling._POOL", 256)
-    run = Run(RunConfig.load(config).replace(out=str(tmp_path / "run"), seed=3))
+    run = Run.look(RunConfig.load(config).replace(out=str(tmp_path / "run"), seed=3))
     run.dir.mkdir()
     run.save_config()
     return run
@@ -45,7 +49,7 @@ def run(tmp_path, config, monkeypatch):
 @pytest.mark.slow
 def test_a_network_keeps_its_number_type_on_another_machine(run, tmp_path, monkeypatch):
     """It was stopped where `precision: auto` is bf16, and goes on where it is fp32."""
-    run = Run(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.6)))
+    run = Run.look(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.6)))
     task = sample.plan_sample(run, sample.sample_inputs(run), 10, epochs=2)[0]
     step, steps = loop.update, itertools.count()
 
@@ -70,7 +74,7 @@ def test_a_network_keeps_its_number_type_on_another_machine(run, tmp_path, monke
 def test_a_sample_is_trained_once_and_grows(run, small_forests, capsys, monkeypatch):
     run_tasks_here(monkeypatch)
     out = run.dir
-    run = Run(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.6)))
+    run = Run.look(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.6)))
     run.save_config()
     command = ["rank", "--out", str(out), "--epochs", "1", "--workers", "1", "--score", "naswot"]
     assert main([*command, "--train", "10", "--dry_run"]) == 0
@@ -106,7 +110,7 @@ def test_a_training_gives_the_accuracy_of_the_trained_network(run, tmp_path):
     task = sample.plan_sample(run, sample.sample_inputs(run), 10, epochs=1)[0]
     form = train_network(tmp_path / "a", **task.arguments, **task.machine)
     network = load_model(tmp_path / "a" / "retrain" / "network")
-    _, held = image_loaders(run, find_space(run))
+    _, held = image_loaders(run.cfg, find_space(run))
     measured = evaluate(network, held)
     assert form["top1"] == pytest.approx(measured.top1) and form["images"] == len(held.source)
     # again, from nothing and from what is there
@@ -123,8 +127,12 @@ def test_what_cannot_be_trained_is_refused_before_training(run, monkeypatch, cap
     for other, count, message in (
         (run, 9, "at least 10 architectures are needed"),
         (run, 82, "draws from space 'tiny' within the limits have"),
-        (Run(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.01))), 40, "cannot order 40 architectures"),
-        (Run(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.99))), 40, "training images are less than one"),
+        (Run.look(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.01))), 40, "cannot order 40 architectures"),
+        (
+            Run.look(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.99))),
+            40,
+            "training images are less than one",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             train_sample(other, sample.sample_inputs(other), count)

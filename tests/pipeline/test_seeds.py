@@ -6,8 +6,8 @@ import pytest
 from digits_runs import SETTINGS, write_config
 from in_process import run_tasks_here
 
-from nasfast import tasks
 from nasfast.cli.main import main
+from nasfast.pipeline import children
 from nasfast.runtime.files import unseal
 
 pytestmark = pytest.mark.slow
@@ -87,8 +87,8 @@ def test_a_failing_seed_is_reported_and_the_rest_goes_on(tmp_path, config, here,
 
 
 def test_a_dry_run_writes_nothing(tmp_path, config, capfd, monkeypatch):
-    monkeypatch.setattr(tasks, "cores", lambda: 3)
-    monkeypatch.setattr(tasks, "free_memory", lambda: 5 << 30)
+    monkeypatch.setattr(children, "cores", lambda: 3)
+    monkeypatch.setattr(children, "free_memory", lambda: 5 << 30)
     assert main(["run", "--out", str(tmp_path / "out"), "--config", config, "--seeds", "3", "--dry_run"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert lines[1].startswith("seeds (supernet, score, search)") and lines[2].startswith("networks (retraining)")

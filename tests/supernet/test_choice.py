@@ -395,7 +395,7 @@ def test_a_space_of_a_module_alone_builds_nothing(tmp_path):
         nasfast.build(net.space, (0, 0))
     for use in (
         lambda: get_space(str(tmp_path / "space.yaml")),
-        lambda: read_layers(Run(RunConfig(out=str(tmp_path)))),
+        lambda: read_layers(Run.look(RunConfig(out=str(tmp_path)))),
     ):
         with pytest.raises(ConfigError, match="is that of a Python module, which no command can build"):
             use()

@@ -142,7 +142,7 @@ def test_the_commands_retrain_and_export_it(searched, capsys):
 
 def test_an_architecture_may_be_named_by_its_operations(tmp_path):
     nas_bench_201_space().save(tmp_path / "space.yaml")
-    run = Run(RunConfig(out=str(tmp_path), device="cpu"))
+    run = Run.look(RunConfig(out=str(tmp_path), device="cpu"))
     text = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|avg_pool_3x3~0|nor_conv_1x1~1|none~2|"
     space, found = choose_architectures(run, [text])
     ((name, arch),) = found.items()

@@ -16,6 +16,8 @@ from torch.nn import functional as F
 
 from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.data.datasets import split_source
+from nasfast.pipeline.children import Task as WorkerTask
+from nasfast.pipeline.children import TaskRunner, check_done, gpus_for
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.gates import draw_gates, uniform_logits
 from nasfast.research.cells.network import CellSupernet
@@ -29,8 +31,6 @@ from nasfast.research.studies.wiring.config import CostConfig, ExperimentConfig
 from nasfast.research.studies.wiring.measure import measures
 from nasfast.runtime.files import write_atomic
 from nasfast.settings import TaskSettings
-from nasfast.tasks import Task as WorkerTask
-from nasfast.tasks import TaskRunner, check_done, gpus_for
 from nasfast.train.batches import to_learn_from
 
 _STEPS_PER_EPOCH = 100

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from nasfast.tasks import TASK_FILE, Task, TaskError, TaskRunner, TaskSettings, execute
+from nasfast.pipeline.children import TASK_FILE, Task, TaskError, TaskRunner, TaskSettings, execute
 
 
 def refused(tmp_path, address: str | None = None) -> str:

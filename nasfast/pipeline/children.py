@@ -1,7 +1,8 @@
-"""Independent pieces of work, each in a process of this machine or on a worker of a Ray cluster (the extra `ray`).
+"""Children of a run: pieces of work, each in a process of this machine or on a worker of a Ray cluster (extra `ray`).
 
 A task is a function by name, JSON arguments and a folder: files in, files out. It is finished when its `task.json`
-exists. A task that was interrupted continues in its folder, wherever it runs next.
+exists. A task that was interrupted continues in its folder, wherever it runs next. `child_task` is one that opens a
+child of a run; any other function serves, too.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import Any, Literal
 
-from nasfast.config import difference
+import torch
+
+from nasfast.config import difference, merge
+from nasfast.pipeline.run import Run
 from nasfast.runtime.capacity import cores, free_memory
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import seal, unseal, write_atomic
@@ -35,9 +39,7 @@ from nasfast.runtime.imports import import_modules, imported
 from nasfast.runtime.lock import RunDirectoryError, run_lock
 from nasfast.runtime.progress import Progress, duration
 from nasfast.runtime.termination import Terminated, raise_on_sigterm
-from nasfast.settings import TaskSettings
-
-__all__ = ["Task", "TaskError", "TaskResult", "TaskRunner", "TaskSettings", "check_done", "gpus_for", "threads_for"]
+from nasfast.settings import MACHINE, RunConfig, TaskSettings
 
 _LOG = logging.getLogger(__name__)
 
@@ -115,6 +117,28 @@ class TaskResult:
     result: Any
     error: str
     log: Path
+
+
+def child_task(child: Run, name: str, function: str, *, in_run: bool = False, **arguments: Any) -> Task:
+    """A task that opens a child of a run; its function has its settings from `child_settings`.
+
+    The child is in the folder of the task, or with `in_run` in the run directory, which the caller has locked.
+    """
+    config, machine = child.cfg.parted(MACHINE)
+    out = config.pop("out")
+    return Task(
+        name,
+        function,
+        {"config": config, **arguments},
+        threads=child.cfg.threads or torch.get_num_threads(),  # results depend on it: a task has that of this process
+        gpus=gpus_for(child.cfg.torch_device),
+        machine=machine | ({"out": out} if in_run else {}),
+    )
+
+
+def child_settings(folder: Path, config: Mapping[str, Any], machine: Mapping[str, Any]) -> RunConfig:
+    """The settings of a child from the two parts that a task has."""
+    return RunConfig.from_dict(merge({**config, "out": str(folder)}, machine))
 
 
 def check_done(results: Sequence[TaskResult], what: str) -> None:

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 import task_functions
 
-from nasfast import tasks
-from nasfast.runtime import progress
-from nasfast.tasks import (
+from nasfast.pipeline import children
+from nasfast.pipeline.children import (
     LOG_FILE,
     TASK_FILE,
     Task,
@@ -29,6 +28,7 @@ from nasfast.tasks import (
     save_result,
     threads_for,
 )
+from nasfast.runtime import progress
 
 ADD = Task("deep/add", "task_functions:add", {"a": 2, "b": 3}, threads=2)
 FAIL = Task("fail", "task_functions:always_fail", {"text": "no\nimages"})
@@ -94,19 +94,19 @@ def test_a_finished_folder_is_not_taken_for_another_task(tmp_path):
 
 
 def test_how_many_tasks_fit(monkeypatch, caplog):
-    monkeypatch.setattr(tasks, "cores", lambda: 8)
-    monkeypatch.setattr(tasks, "free_memory", lambda: 7 << 30)
+    monkeypatch.setattr(children, "cores", lambda: 8)
+    monkeypatch.setattr(children, "free_memory", lambda: 7 << 30)
     assert [threads_for(n) for n in (1, 3, 8, 20)] == [8, 2, 1, 1]
     with caplog.at_level("INFO", "nasfast"):
-        assert tasks.workers_for(20, threads=1) == 3, "2 GiB each"
+        assert children.workers_for(20, threads=1) == 3, "2 GiB each"
     assert "3 tasks at a time, although the cores would do for 8: 7.0 GiB of memory are free" in caplog.text
     caplog.clear()
-    assert tasks.workers_for(3, threads=1) == 3 and not caplog.text
-    assert tasks.workers_for(20, threads=4) == 2
-    assert tasks.workers_for(20, threads=16) == 1
-    assert tasks.workers_for(20, threads=1, gpus=1) == 1
-    monkeypatch.setattr(tasks, "free_memory", lambda: 0)
-    assert tasks.workers_for(20, threads=1) == 1
+    assert children.workers_for(3, threads=1) == 3 and not caplog.text
+    assert children.workers_for(20, threads=4) == 2
+    assert children.workers_for(20, threads=16) == 1
+    assert children.workers_for(20, threads=1, gpus=1) == 1
+    monkeypatch.setattr(children, "free_memory", lambda: 0)
+    assert children.workers_for(20, threads=1) == 1
 
 
 @pytest.mark.parametrize("value", [{1}, (1, 2), float("nan"), {1: 2}, Path("x")])
@@ -122,7 +122,7 @@ def test_two_tasks_of_one_name_are_refused(tmp_path):
 
 def fork_workers(monkeypatch) -> None:
     """Workers are forks of this process, because Python with PyTorch takes seconds to start."""
-    monkeypatch.setattr(tasks, "get_context", lambda _: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(children, "get_context", lambda _: multiprocessing.get_context("fork"))
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_processes_carry_on_after_errors_and_deaths(tmp_path, caplog, capfd, mon
         ended = {next(as_completed(futures))} if next(looks) else set()
         return ended, futures - ended
 
-    monkeypatch.setattr(tasks, "wait", wait_for_one)
+    monkeypatch.setattr(children, "wait", wait_for_one)
     with TaskRunner(tmp_path, TaskSettings(workers=1, attempts=2)) as runner:
         found = runner.run([FAIL, DIE, ADD])
         again = runner.run([ADD])
@@ -178,7 +178,7 @@ def test_the_time_limit_stops_cleanly_and_a_later_call_continues(tmp_path, monke
 
 def test_a_worker_that_does_not_end_when_the_time_is_over_is_killed(tmp_path, monkeypatch):
     """It is killed while it still imports, so it never makes its folder."""
-    monkeypatch.setattr(tasks, "GRACE", 0.1)
+    monkeypatch.setattr(children, "GRACE", 0.1)
     with TaskRunner(tmp_path, TaskSettings(workers=1, max_hours=0.2 / 3600)) as runner:
         (found,) = runner.run([Task("wait", "task_functions:wait_for_ever")])
     assert (found.status, found.result) == ("stopped", None)

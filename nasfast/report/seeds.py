@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from nasfast.indicators.table import TABLE_FILE
-from nasfast.pipeline.agreement import GOAL, STABLE_TAU
+from nasfast.report.agreement import GOAL, STABLE_TAU
 from nasfast.report.findings import at_chance, compare_runs, is_peer, training_top1
-from nasfast.report.page import escape, format_interval, html_cards, html_details, html_page, html_table
-from nasfast.runtime.files import read_metrics, unseal, write_atomic
-from nasfast.settings import CONFIG_FILE, STABILITY_FILE
+from nasfast.report.page import Section, escape, format_interval, html_cards, html_table, write_page
+from nasfast.report.run_files import RunFiles, config_section
+from nasfast.runtime.files import read_metrics, unseal
+from nasfast.settings import STABILITY_FILE
 from nasfast.spaces import format_arch
 
 _MANY_SEEDS = 20
@@ -29,29 +31,32 @@ _BASELINE_COST = "at most 1 % more MACs, perhaps fewer"
 def write_stability_page(run_dir: str | Path) -> Path:
     """Write `report.html` from `stability.json` and the folders of the seeds."""
     folder = Path(run_dir)
-    stability = unseal((folder / STABILITY_FILE).read_text(encoding="utf-8"))
-    config = (folder / CONFIG_FILE).read_text(encoding="utf-8")
-    sections = [("summary", "Summary", _summary(folder, stability))]
-    if stability["agreement"] is not None:
+    stability = _read(folder)
+    agreement, networks = stability["agreement"], stability["networks"]
+    sections: list[Section] = [("summary", "Summary", partial(_summary, folder, stability))]
+    if agreement is not None:
         sections += [
-            ("agreement", "Agreement between seeds", _agreement(stability["agreement"])),
-            ("top", "Best architectures of all seeds", _top(stability["agreement"])),
-            ("networks", "Retrained", _networks(stability["networks"])),
+            ("agreement", "Agreement between seeds", partial(_agreement, agreement)),
+            ("top", "Best architectures of all seeds", partial(_top, agreement)),
+            ("networks", "Retrained", partial(_networks, networks)),
         ]
     sections += [
-        ("seeds", "Seeds", _seeds(folder, stability)),
-        ("config", "Configuration", html_details("all settings", f"<pre>{escape(config)}</pre>")),
+        ("seeds", "Seeds", partial(_seeds, folder, stability)),
+        ("config", "Configuration", partial(config_section, RunFiles(folder))),
     ]
-    page = html_page(folder.resolve().name, "nasfast run --seeds", sections)
-    path = folder / "report.html"
-    write_atomic(path, page.encode(errors="replace"))
-    return path
+    return write_page(folder / "report.html", folder.resolve().name, "nasfast run --seeds", sections)
 
 
 def sentences(run_dir: str | Path) -> list[str]:
     """The findings in words: stable or not and what would help, the comparisons, and what is missing."""
-    folder = Path(run_dir)
-    stability = unseal((folder / STABILITY_FILE).read_text(encoding="utf-8"))
+    return _sentences(Path(run_dir), _read(Path(run_dir)))
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    return unseal((folder / STABILITY_FILE).read_text(encoding="utf-8"))
+
+
+def _sentences(folder: Path, stability: Mapping[str, Any]) -> list[str]:
     agreement = stability["agreement"]
     text = []
     if agreement is not None:
@@ -164,7 +169,7 @@ def _summary(folder: Path, stability: Mapping[str, Any]) -> str:
         top1 = [n["result"]["top1"] for n in stability["networks"] if n["role"] == "answer"]
         if top1:
             cards.append((f"{100 * np.mean(top1):.2f} %", f"top-1 of the answer, {len(top1)} trainings"))
-    text = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences(folder))
+    text = "".join(f"<p>{escape(sentence)}</p>" for sentence in _sentences(folder, stability))
     if agreement is not None:
         text += f"<p>Answer: <code>{escape(format_arch(agreement['top'][0]['arch']))}</code></p>"
     return html_cards(cards) + text
