@@ -29,7 +29,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.transforms import v2
 
 import nasfast.cli.commands
-import nasfast.cli.flags  # noqa: F401, so that not every forked command imports it
+import nasfast.cli.output
+import nasfast.pipeline.stages  # noqa: F401, so that not every forked command imports it
 import nasfast.train.loop as loop_module
 from benchmarks.captures import EagerCapture
 from nasfast.cli import main as cli

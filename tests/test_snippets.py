@@ -18,7 +18,7 @@ from digits_runs import write_config
 from doc_links import ROOT, pages
 from tiny import batches, tiny_space, write_folder
 
-from nasfast.cli.flags import parse
+from nasfast.cli.commands import parse
 from nasfast.cli.main import main
 from nasfast.indicators import registry
 from nasfast.indicators.scores import Evidence

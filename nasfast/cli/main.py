@@ -1,4 +1,4 @@
-"""Entry point of the `nasfast` script: errors and exit status; `flags` and `commands` do the rest."""
+"""Entry point of the `nasfast` script: errors and exit status; `commands` does the rest."""
 
 from __future__ import annotations
 
@@ -74,9 +74,10 @@ def _run(argv: list[str]) -> int:
             logging.getLogger("nasfast").setLevel(logging.WARNING)
         with raise_on_sigterm():
             # jsonargparse takes half a second, and torch seconds, for which help must not wait
-            name, values, parser = importlib.import_module("nasfast.cli.flags").parse(argv)
-            dry_run = bool(values.get("dry_run"))
-            importlib.import_module("nasfast.cli.start").execute(name, values, parser, argv)
+            commands = importlib.import_module("nasfast.cli.commands")
+            line = commands.parse(argv)
+            dry_run = bool(line.values.get("dry_run"))
+            commands.execute(line)
     except Terminated as stopped:
         _say_stopped(command, stopped.reason, stopped.saved, dry_run=dry_run)
         return stopped.code

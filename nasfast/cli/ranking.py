@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import argparse
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from nasfast import extensions
-from nasfast.cli.flags import FlagError, Parser, take_tasks, with_defaults
+from nasfast.cli.flags import FlagError
 from nasfast.indicators.accuracies import read_accuracies, read_scores
 from nasfast.indicators.benchmark import Benchmark, run_benchmarks
 from nasfast.indicators.rank import rank
@@ -42,11 +41,8 @@ _BENCHMARK_SCORES = (
 )
 
 
-def _rank(values: dict[str, Any], parser: Parser) -> None:
-    tasks, args = take_tasks(values), with_defaults(values, parser)
-    if args.benchmark:
-        _rank_benchmarks(args)
-        return
+def filled(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags with the defaults that the others decide."""
     defaults: dict[str, Any] = {"space": "nas_bench_macro", "batch": 64, "seed": 0, "interval": 0.1}
     if args.images is not None and args.score is None:  # the score of a space that needs no training
         space = named_space(args.space or defaults["space"])
@@ -54,13 +50,10 @@ def _rank(values: dict[str, Any], parser: Parser) -> None:
     for name, default in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
-    if args.train is not None:
-        _rank_trained(args, tasks)
-    else:
-        _rank_table(args)
+    return args
 
 
-def _rank_table(args: argparse.Namespace) -> None:
+def rank_table(args: argparse.Namespace) -> None:
     """Rank the accuracies of a table by a file of scores, or by a score that is computed now."""
     if args.score is None:
         predictor, space = _read_predictor(args)
@@ -124,7 +117,7 @@ def _sample(archs: list[Arch], count: int | None, seed: int) -> list[Arch]:
     return archs if count is None else random.Random(seed).sample(archs, min(count, len(archs)))
 
 
-def _rank_trained(args: argparse.Namespace, settings: TaskSettings) -> None:
+def rank_trained(args: argparse.Namespace, settings: TaskSettings) -> None:
     run = Run.load(args.out)
     names = () if args.score is None else (args.score,)
     inputs = sample_inputs(run)
@@ -146,7 +139,7 @@ def _rank_trained(args: argparse.Namespace, settings: TaskSettings) -> None:
     print(f"written: {', '.join(map(str, files))}")
 
 
-def _rank_benchmarks(args: argparse.Namespace) -> None:
+def rank_benchmarks(args: argparse.Namespace) -> None:
     """Print and save the table of scores by benchmark; benchmarks of one space are ranked on the same architectures."""
     seed = args.seed or 0
     tables = [_parse_benchmark(text) for text in args.benchmark]
@@ -192,7 +185,3 @@ def _parse_benchmark(text: str) -> tuple[str, str, str | None]:
 def _cell_sizes(space: ArchSpace) -> dict[str, int]:
     """The size of the networks of cells that scores without training are computed on."""
     return {} if space.LAYERWISE else extensions.CELL_SIZE
-
-
-COMMANDS: dict[str, Callable[..., None]] = {"rank": _rank}
-"""As `nasfast.cli.commands.COMMANDS`."""

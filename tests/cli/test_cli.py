@@ -17,12 +17,14 @@ from tiny import tiny_space
 
 import nasfast
 from nasfast import extensions
-from nasfast.cli import commands, start
-from nasfast.cli.flags import COMMANDS, Parser, parse, run_config
+from nasfast.cli import stages as commands
+from nasfast.cli.commands import COMMANDS, parse
+from nasfast.cli.flags import Parser, run_config
 from nasfast.cli.main import main
 from nasfast.config import load_yaml, to_number
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.pipeline import run as run_module
+from nasfast.pipeline import stages
 from nasfast.pipeline.run import Run, resolved
 from nasfast.research.studies import registry
 from nasfast.retrain import save_model
@@ -30,18 +32,19 @@ from nasfast.settings import RunConfig
 from nasfast.spaces import nas_bench_macro
 from nasfast.supernet import build
 
-LINES = {**{name: text for name, (text, _) in COMMANDS.items()}, **extensions.COMMANDS}
+LINES = {**{name: command.text for name, command in COMMANDS.items()}, **extensions.COMMANDS}
 
 
 @pytest.fixture
 def seen(monkeypatch) -> list:
     """Stages replaced by ones that note their arguments."""
     calls = []
-    monkeypatch.setattr(start, "_check_run", lambda *_: None)  # the settings of these tests name no images
+    for name in ("check_begins", "check_directory"):  # the settings of these tests name no images
+        monkeypatch.setattr(commands, name, lambda *_, **__: None)
     monkeypatch.setattr(Run, "check_settings", lambda *_, **__: None)
     monkeypatch.setattr(run_module, "run_lock", lambda *_, **__: contextlib.nullcontext())
     for name in ("supernet", "score"):
-        monkeypatch.setattr(commands, name, lambda run, _name=name, **k: calls.append((_name, run.cfg, k)))
+        monkeypatch.setattr(stages, name, lambda run, _name=name, **k: calls.append((_name, run.cfg, k)))
     return calls
 
 
@@ -217,7 +220,7 @@ def test_a_full_disk_is_said_to_lose_nothing(monkeypatch, capsys, code):
     def fail(*_, **__):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(commands, "score", fail)
+    monkeypatch.setattr(stages, "score", fail)
     error = said(capsys, "score", status=1)
     assert os.strerror(code) in error
     assert "files that were saved before are intact. Free some space and run again" in error
@@ -226,7 +229,7 @@ def test_a_full_disk_is_said_to_lose_nothing(monkeypatch, capsys, code):
 def test_a_name_that_the_terminal_cannot_show_is_no_error(monkeypatch):
     narrow = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", narrow)
-    monkeypatch.setattr(commands, "supernet", lambda *_, **__: "läuft/\udcff")
+    monkeypatch.setattr(stages, "supernet", lambda *_, **__: "läuft/\udcff")
     assert main(["supernet", "--data.source", "digits", "--out", "never"]) == 0
     narrow.flush()
     assert narrow.buffer.getvalue() == b"checkpoint: l\\xe4uft/\\udcff\n"

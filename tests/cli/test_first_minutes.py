@@ -15,14 +15,15 @@ import pytest
 import yaml
 from tiny import tiny_space, write_folder
 
-from nasfast.cli import start as beginning
-from nasfast.cli.flags import parse
+from nasfast.cli import stages
+from nasfast.cli.commands import parse
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.data import DataConfig, FolderSource, make_loader
 from nasfast.indicators.structure import structure_table
 from nasfast.measure.latency import Fit
 from nasfast.pipeline.run import Run
+from nasfast.runtime.termination import Terminated
 from nasfast.settings import RunConfig
 from nasfast.spaces import format_arch, get_space, list_spaces, named_space
 from nasfast.spaces.cost_table import parse_cost_table
@@ -262,7 +263,13 @@ def test_a_limit_that_nothing_meets_is_refused_and_one_that_all_meet_is_not(name
     monkeypatch.chdir(tmp_path)
     (tmp_path / "images").write_text("a.png cat\nb.png dog\n")
     started = []
-    monkeypatch.setattr(beginning, "_load", lambda _: lambda cfg, tasks: started.append(cfg.search.max_macs))
+
+    def begun(cfg, tasks, *, begins):
+        started.append(cfg.search.max_macs)
+        raise Terminated
+
+    monkeypatch.setattr(stages, "_open_run", begun)
+    monkeypatch.setattr("nasfast.pipeline.estimate.warn_of_memory", lambda run: None)
     space = get_space(name, num_classes=2)
     most = sum(max(cost.macs for cost in row.values()) for row in space.option_costs()) + space.fixed_cost.macs
     least = sum(min(cost.macs for cost in row.values()) for row in space.option_costs()) + space.fixed_cost.macs
@@ -271,7 +278,7 @@ def test_a_limit_that_nothing_meets_is_refused_and_one_that_all_meet_is_not(name
     said = capsys.readouterr().err
     assert f"max_macs={least - 1:,} cannot be met" in said and f"have {least:,} MACs to {most:,} MACs; raise" in said
     assert not (tmp_path / "runs").exists() and not started
-    assert main([*flags, str(least)]) == main([*flags, str(most)]) == 0 and started == [least, most]
+    assert main([*flags, str(least)]) == main([*flags, str(most)]) == 143 and started == [least, most]
 
 
 def test_a_space_has_networks_of_50_to_300_million_macs(capsys):

@@ -9,7 +9,7 @@ import shlex
 import pytest
 from tiny import tiny_space
 
-from nasfast.cli.flags import parse
+from nasfast.cli.commands import parse
 from nasfast.cli.main import main
 from nasfast.report import write_report
 from nasfast.search import load_candidates

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from nasfast.cli import commands
+from nasfast.cli.stages import time_limit
 from nasfast.runtime.termination import Terminated, defer_sigterm, raise_on_sigterm
 
 
@@ -97,7 +97,7 @@ def test_other_threads_have_no_handlers():
 
 
 def test_the_end_of_the_time_does_not_hide_an_error(monkeypatch):
-    with pytest.raises(Terminated) as stopped, raise_on_sigterm(), commands.time_limit(1.0), defer_sigterm():
+    with pytest.raises(Terminated) as stopped, raise_on_sigterm(), time_limit(1.0), defer_sigterm():
         later = time.monotonic() + 3600
         monkeypatch.setattr(time, "monotonic", lambda: later)
         send()

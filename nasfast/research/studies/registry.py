@@ -111,7 +111,7 @@ def _study_flags(parser: Parser, study: Study) -> None:
 def run(command: str, values: dict[str, Any]) -> None:
     """Print the report of a command's study from the values of its flags, save it, and raise where a mark is missed."""
     # imported here, because they import torch, and help must not wait for that
-    from nasfast.cli.commands import time_limit
+    from nasfast.cli.stages import time_limit
     from nasfast.pipeline.run import check_one_process
     from nasfast.research.studies.run import run_study
     from nasfast.runtime.launcher import environment_size

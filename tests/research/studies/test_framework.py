@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from nasfast.cli import flags
+from nasfast.cli import commands
 from nasfast.cli.main import main
 from nasfast.research.analysis.moments.detect import Verdict
 from nasfast.research.studies import registry
@@ -151,7 +151,7 @@ def test_a_command_of_kinds(monkeypatch, capsys, tmp_path):
         )
     }
     monkeypatch.setattr(registry, "STUDIES", kinds)
-    monkeypatch.setattr(flags, "_parser", flags._parser.__wrapped__)  # the cached one may know the real kinds
+    monkeypatch.setattr(commands, "_parser", commands._parser.__wrapped__)  # the cached one may know the real kinds
     for run in (long_run, short_run):
         monkeypatch.setattr(f"nasfast.research.studies.moments.study.{run.__name__}", run, raising=False)
     # threads are those of the config, and given back
