@@ -13,7 +13,7 @@ from nasfast import extensions
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from nasfast import data, ops, retrain, search, spaces, supernet, train
+    from nasfast import data, ops, retrain, search, shrink, spaces, supernet, train
     from nasfast.fusion import fuse, unfuse
     from nasfast.indicators.bn_gamma import score
     from nasfast.indicators.rank import rank
@@ -32,6 +32,7 @@ _MODULES = (
     "ops",
     "retrain",
     "search",
+    "shrink",
     "spaces",
     "supernet",
     "train",
@@ -78,6 +79,7 @@ __all__ = [
     "score",
     "search",
     "search_table",
+    "shrink",
     "spaces",
     "supernet",
     "train",

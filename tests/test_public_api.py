@@ -18,7 +18,7 @@ ENVIRONMENT = {"PYTHONPATH": ":".join(p for p in sys.path if p), "PATH": ""}
 
 NAMES = """
     Choice IndicatorTable RunConfig Supernet __version__ build classify data fuse inherit keep_freed_memory load_model
-    ops orthogonalize_ rank retrain run score search search_table spaces supernet train train_supernet unfuse
+    ops orthogonalize_ rank retrain run score search search_table shrink spaces supernet train train_supernet unfuse
     use_backend
 """.split()
 

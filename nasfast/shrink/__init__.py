@@ -1,0 +1,38 @@
+"""A smaller network from a pretrained one: what can be narrowed and dropped, what that costs, and the cut network.
+
+May import `search`, `train` and all before them. `find` captures a network (`graph`), joins its channels (`channels`)
+and makes its choices a space. `measure` gives each candidate a score and weights, by `eliminate`. `search_table` finds
+the best sums under limits; `search_measured` measures the best of them, over several sizes of images. `cut` makes the
+network, by a `Recipe`, which `save` writes and `load` applies to a fresh network. `adapt` trains the little it needs.
+"""
+
+from nasfast.shrink.adapt import adapt, affine_parameters
+from nasfast.shrink.cut import cut, make_recipe
+from nasfast.shrink.find import Block, Found, Place, find
+from nasfast.shrink.graph import ShrinkError
+from nasfast.shrink.measure import Measured, Solution, divergence, measure
+from nasfast.shrink.recipe import Recipe, load, rebuild, save
+from nasfast.shrink.rounds import Shrunk, search_measured, whole_divergence
+
+__all__ = [
+    "Block",
+    "Found",
+    "Measured",
+    "Place",
+    "Recipe",
+    "ShrinkError",
+    "Shrunk",
+    "Solution",
+    "adapt",
+    "affine_parameters",
+    "cut",
+    "divergence",
+    "find",
+    "load",
+    "make_recipe",
+    "measure",
+    "rebuild",
+    "save",
+    "search_measured",
+    "whole_divergence",
+]

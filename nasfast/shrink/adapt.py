@@ -1,0 +1,143 @@
+"""Training of what a cut network needs most: scale and shift of its BatchNorms, and its classifier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from nasfast.fusion import fuse, unfuse
+from nasfast.fusion.modules import batch_norms
+from nasfast.shrink.graph import ShrinkError
+
+
+def affine_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Scale and shift of a network's BatchNorms, and the parameters of its classifier, its last linear layer.
+
+    Raises:
+        ShrinkError: it has no BatchNorm with statistics, or no linear layer.
+    """
+    norms: list[Any] = [norm for norm in batch_norms(model).values() if norm.running_mean is not None]
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    scales = [p for norm in norms for p in (norm.weight, norm.bias) if p is not None]
+    if not scales or not linear:
+        raise ShrinkError(
+            f"{type(model).__name__} has {len(norms)} BatchNorms with statistics and {len(linear)} linear layers: "
+            "give a network with BatchNorms, whose classifier is an nn.Linear"
+        )
+    return scales, list(linear[-1].parameters())
+
+
+def adapt(
+    model: nn.Module,
+    data: Iterable[Any],
+    *,
+    teacher: Callable[[Tensor], Tensor] | None = None,
+    size: int | None = None,
+    epochs: int = 3,
+    lr: float = 2e-3,
+    lr_classifier: float = 1e-2,
+    fused: bool = True,
+) -> list[float]:
+    """Train scale and shift of a network's BatchNorms and its classifier, in place; all else is frozen meanwhile.
+
+    The network is in evaluation mode throughout, and stays so: its BatchNorms use the statistics that they have. With
+    the statistics of a batch, a pretrained network may lose more than a cut costs (docs/shrink.md), so there is no
+    option for it. The loss is the KL divergence to the teacher plus the cross entropy of the labels, or one of them.
+    The optimiser is AdamW without weight decay; its learning rates fall to 0 as a cosine.
+
+    Args:
+        model: the network.
+        data: gives, at every iteration over it, batches of images (N, channels, height, width), or pairs of images and
+            labels (N,); a DataLoader or a list.
+        teacher: gives logits (N, classes) of the images; the larger network in evaluation mode. None for labels alone.
+        size: side in pixels to which the network's images are resized, antialiased; the teacher gets them as they are.
+        epochs: iterations over `data`.
+        lr: highest learning rate of scale and shift.
+        lr_classifier: highest learning rate of the classifier.
+        fused: whether the network is fused for the training (`nasfast.fuse`), if it is not already.
+
+    Returns:
+        The mean loss of each epoch.
+
+    Raises:
+        ShrinkError: the network has no BatchNorms or no linear layer; there is neither a teacher nor labels; the loss
+            is not finite.
+    """
+    scales, classifier = affine_parameters(model)
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    trained = {id(p) for p in (*scales, *classifier)}
+    own = fused and not any("forward" in vars(module) for module in model.modules())
+    model.eval()
+    try:
+        for p, _ in flags:
+            p.requires_grad_(id(p) in trained)
+        if own:
+            fuse(model)
+        return _train(model, data, teacher, size, epochs, scales, classifier, (lr, lr_classifier))
+    finally:
+        if own:
+            unfuse(model)
+        for p, flag in flags:
+            p.requires_grad_(flag)
+            p.grad = None
+
+
+def _train(
+    model: nn.Module,
+    data: Iterable[Any],
+    teacher: Callable[[Tensor], Tensor] | None,
+    size: int | None,
+    epochs: int,
+    scales: list[nn.Parameter],
+    classifier: list[nn.Parameter],
+    rates: tuple[float, float],
+) -> list[float]:
+    groups = [{"params": p, "lr": rate} for p, rate in zip((scales, classifier), rates, strict=True)]
+    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
+    count = sum(1 for _ in data)
+    if not count or epochs < 1:
+        raise ShrinkError(f"data has {count} batches and epochs is {epochs}: give at least one of each")
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * count)
+    means = []
+    for epoch in range(epochs):
+        total = images_seen = 0.0
+        for batch in data:
+            images, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
+            loss = _loss(model, images, labels, teacher, size)
+            value = loss.item()
+            if not torch.isfinite(loss):
+                raise ShrinkError(f"the loss is {value} in epoch {epoch + 1}: lower lr, or look at the images")
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            total, images_seen = total + value * len(images), images_seen + len(images)
+        means.append(total / images_seen)
+    return means
+
+
+def _loss(
+    model: nn.Module,
+    images: Tensor,
+    labels: Tensor | None,
+    teacher: Callable[[Tensor], Tensor] | None,
+    size: int | None,
+) -> Tensor:
+    if teacher is None and labels is None:
+        raise ShrinkError("there is neither a teacher nor a label: give teacher=, or batches of images and labels")
+    small = images
+    if size is not None and images.shape[-1] != size:
+        small = functional.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
+    logits = model(small)
+    loss = logits.new_zeros(())
+    if teacher is not None:
+        with torch.no_grad():
+            target = teacher(images).log_softmax(1)
+        loss = loss + functional.kl_div(logits.log_softmax(1), target, reduction="batchmean", log_target=True)
+    if labels is not None:
+        loss = loss + functional.cross_entropy(logits, labels)
+    return loss

@@ -1,0 +1,307 @@
+"""What every width and every block of a network is worth, from a few hundred images and without gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional
+
+from nasfast.indicators.table import IndicatorTable
+from nasfast.runtime.arguments import check_type
+from nasfast.shrink.channels import Dimension, Layer
+from nasfast.shrink.eliminate import eliminate, solve
+from nasfast.shrink.find import Found
+from nasfast.shrink.graph import ShrinkError, Values
+
+_PIXELS = 64
+"""Output pixels of a convolution, per image, at which its inputs are seen."""
+
+
+@dataclass(frozen=True)
+class Solution:
+    """A dimension at one width.
+
+    Attributes:
+        kept: units that stay, ascending.
+        weights: path of a layer that reads the dimension -> (outputs, kept columns) its weights as a matrix, fp32.
+        biases: path of such a layer -> (outputs,) what is added to its outputs, fp32.
+    """
+
+    kept: Tensor
+    weights: Mapping[str, Tensor]
+    biases: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `measure` measured.
+
+    Attributes:
+        found: what was measured.
+        table: for `nasfast.search_table` and `nasfast.search.pareto_front`: minus the KL divergence, in nats per image,
+            of every candidate; where a choice has two widths, their sum.
+        solutions: for each choice and dimension, width -> its weights.
+        base: KL divergence of the network itself to the reference; 0 where it is the reference.
+    """
+
+    found: Found
+    table: IndicatorTable
+    solutions: tuple[tuple[dict[int, Solution], ...], ...]
+    base: float = 0.0
+
+
+def measure(
+    found: Found,
+    images: Tensor,
+    *,
+    score_images: int = 128,
+    reference: Tensor | None = None,
+    ridge: float = 1e-2,
+    batch: int = 32,
+    seed: int = 0,
+) -> Measured:
+    """Measure a network's choices on images without labels; no gradient is computed.
+
+    For each layer that reads a hidden dimension, the covariance of its inputs gives a nested order of channels
+    (`nasfast.shrink.eliminate`), and for each width the least-squares weights of the kept ones, with the change of the
+    mean as a bias. The score of a candidate is minus the KL divergence of the network's outputs to those with this one
+    candidate, with the rest as it is. Matrices are summed in float64 and solved in float64.
+
+    Args:
+        found: from `find`.
+        images: (N, channels, height, width) of the size that `find` saw, prepared as for the network; a few hundred.
+        score_images: how many of these, from the start, give the KL divergences.
+        reference: (N, classes) logits of the network that this one shall be like, such as the same at a larger size;
+            the network's own by default.
+        ridge: share of each input's variance that is added to it. The layer's first weights are what it draws to. The
+            number of columns / number of samples is added to it.
+        batch: images at a time.
+        seed: seed of the pixels at which inputs of convolutions are seen.
+
+    Raises:
+        TypeError: found is something else.
+        ShrinkError: images of another size, or reference of another number.
+    """
+    check_type("found", found, Found, advice="nasfast.shrink.find(model, images) makes one")
+    check_images(found, images)
+    if reference is not None and len(reference) != len(images):
+        raise ShrinkError(f"reference has {len(reference)} rows for {len(images)} images: give one per image")
+    if score_images < 1 or not ridge > 0:
+        raise ShrinkError(f"score_images and ridge must be positive, got {score_images} and {ridge}")
+    with torch.no_grad():
+        inputs = _see_inputs(found, images, batch, seed)
+        solutions = tuple(
+            tuple(
+                _solve_dimension(d, widths[:-1], inputs, found.model, ridge)
+                for d, widths in zip(place.dimensions, place.widths, strict=True)
+            )
+            for place in found.places
+        )
+        few = slice(0, score_images)
+        losses, base = _score(found, solutions, images[few], None if reference is None else reference[few], batch)
+    rows: list[dict[int, float]] = []
+    for place, loss in zip(found.places, losses, strict=True):
+        row = {}
+        for value, kept in enumerate(place.candidates):
+            parts = ["drop"] if kept is None else list(enumerate(kept))
+            row[value] = -sum(loss[part] for part in parts)
+        rows.append(row)
+    meta = {"score": "KL divergence", "images": len(images), "score_images": min(score_images, len(images))}
+    return Measured(found, IndicatorTable.from_rows(found.space, rows, meta), solutions, base)
+
+
+def check_images(found: Found, images: Tensor) -> None:
+    """Refuse images of another form than those that the network was captured with."""
+    expected = tuple(found.program.image.meta["val"].shape[1:])
+    if not isinstance(images, Tensor) or images.dim() != 4 or tuple(images.shape[1:]) != expected or not len(images):
+        got = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        raise ShrinkError(
+            f"images must be (N, {', '.join(map(str, expected))}), got {got}: call find again for another size"
+        )
+
+
+class _Inputs:
+    """Mean and covariance of the inputs of a layer, summed over batches."""
+
+    def __init__(self, layer: Layer, module: nn.Module, seed: int) -> None:
+        self._layer, self._module = layer, module
+        size = layer.columns
+        self._sum = torch.zeros(size, dtype=torch.float64)
+        self._products = torch.zeros(size, size, dtype=torch.float64)
+        self.samples = 0
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __call__(self, x: Tensor) -> None:
+        rows = self._rows(x)
+        total = rows.sum(0, dtype=torch.float64).cpu()
+        self.samples += len(rows)
+        self._sum += total
+        # centred rows lose no digits in fp32
+        shift = (self._sum / self.samples).to(rows.dtype).double()
+        centred = rows - shift.to(rows)
+        self._products += (centred.T @ centred).cpu().double()
+        rest = total - len(rows) * shift
+        self._products += torch.outer(rest, shift) + torch.outer(shift, rest) + len(rows) * torch.outer(shift, shift)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """(samples, columns) inputs of some outputs, in the order of the weight's columns."""
+        conv = self._module
+        if not isinstance(conv, nn.Conv2d):
+            return x.reshape(len(x), -1).float()
+        (kh, kw), (sh, sw), (dh, dw) = conv.kernel_size, conv.stride, conv.dilation
+        ph, pw = _padding(self._layer.node)
+        x = functional.pad(x, (pw, pw, ph, ph))
+        height, width = (x.shape[2] - dh * (kh - 1) - 1) // sh + 1, (x.shape[3] - dw * (kw - 1) - 1) // sw + 1
+        chosen = torch.randperm(height * width, generator=self._generator)[:_PIXELS]
+        top, left = chosen // width * sh, chosen % width * sw
+        at = (top[:, None, None] + torch.arange(kh)[:, None] * dh, left[:, None, None] + torch.arange(kw) * dw)
+        patches = x[:, :, at[0], at[1]]  # (images, channels, pixels, kernel height, kernel width)
+        return patches.permute(0, 2, 1, 3, 4).reshape(len(x) * len(chosen), -1).float()
+
+    @property
+    def mean(self) -> Tensor:
+        """(columns,) float64."""
+        return self._sum / self.samples
+
+    @property
+    def covariance(self) -> Tensor:
+        """(columns, columns) float64."""
+        return self._products / self.samples - torch.outer(self.mean, self.mean)
+
+
+def _padding(node: fx.Node) -> tuple[int, int]:
+    """Padding of a convolution's call, where it is not "same"; timm pads before the call."""
+    padding: Any = node.args[4] if len(node.args) > 4 else 0
+    pair = (padding, padding) if isinstance(padding, int) else (*padding, *padding)[:2]
+    return int(pair[0]), int(pair[1])
+
+
+def _see_inputs(found: Found, images: Tensor, batch: int, seed: int) -> dict[str, _Inputs]:
+    readers = [layer for place in found.places for d in place.dimensions for layer in d.readers]
+    inputs = {
+        layer.path: _Inputs(layer, found.model.get_submodule(layer.path), seed + i) for i, layer in enumerate(readers)
+    }
+    see = {layer.node: inputs[layer.path] for layer in readers}
+    tensors = found.program.tensors(found.model)
+    for part in images.split(batch):
+        found.program.run(tensors, {found.program.image: part}, see=see)
+    return inputs
+
+
+def _solve_dimension(
+    dimension: Dimension, widths: tuple[int, ...], inputs: Mapping[str, _Inputs], model: nn.Module, ridge: float
+) -> dict[int, Solution]:
+    covariances, means, matrices, units = {}, {}, {}, {}
+    for layer in dimension.readers:
+        seen = inputs[layer.path]
+        covariance = seen.covariance
+        variance = covariance.diagonal()
+        # an input that never changes has no variance, and what it adds belongs to the bias
+        floor = variance.mean() * 1e-6 + torch.finfo(torch.float64).tiny
+        covariance += torch.diag(variance.clamp_min(floor) * (ridge + layer.columns / seen.samples))
+        weight: Any = model.get_submodule(layer.path).weight
+        covariances[layer.path], means[layer.path] = covariance, seen.mean
+        matrices[layer.path] = weight.detach().cpu().double().reshape(layer.rows, -1)
+        units[layer.path] = layer.columns // dimension.units
+    main = dimension.main
+    result = eliminate(
+        covariances[main.path],
+        matrices[main.path],
+        widths,
+        unit=units[main.path],
+        importance=_importance(main, model),
+    )
+    solutions = {}
+    for width in widths:
+        weights, biases = {}, {}
+        for path, matrix in matrices.items():
+            columns = unit_channels(result.kept[width], units[path])
+            best = result.weights[width] if path == main.path else solve(covariances[path], matrix, columns)
+            weights[path] = best.float()
+            biases[path] = (matrix @ means[path] - best @ means[path][columns]).float()
+        solutions[width] = Solution(result.kept[width], weights, biases)
+    return solutions
+
+
+def _importance(layer: Layer, model: nn.Module) -> Tensor | None:
+    """Squared factors of the BatchNorm behind a layer, by which errors of its outputs reach the stream."""
+    if layer.norm is None:
+        return None
+    norm: Any = model.get_submodule(layer.norm.path)
+    scale = norm.weight.detach().cpu().double().square() if norm.weight is not None else 1.0
+    return scale / (norm.running_var.cpu().double() + norm.eps)
+
+
+def unit_channels(units: Tensor, size: int) -> Tensor:
+    """Indices of the channels of units, in the order of the units."""
+    return (units[:, None] * size + torch.arange(size)).reshape(-1)
+
+
+def _score(
+    found: Found,
+    solutions: tuple[tuple[dict[int, Solution], ...], ...],
+    images: Tensor,
+    reference: Tensor | None,
+    batch: int,
+) -> tuple[list[dict[Any, float]], float]:
+    """For each choice, the KL divergence that "drop" and each (dimension, width) adds; and the network's own."""
+    program, tensors = found.program, found.program.tensors(found.model)
+    trials = [list(_trials(found, p, solutions[p])) for p in range(len(found.places))]
+    starts = {start for row in trials for _, start, _ in row}
+    live = {start: program.live(start) for start in starts}
+    losses: list[dict[Any, float]] = [
+        {(i, widths[-1]): 0.0 for i, widths in enumerate(place.widths)} for place in found.places
+    ]
+    base = 0.0
+    for i, part in enumerate(images.split(batch)):
+        logits, kept = program.run(tensors, {program.image: part}, keep=live)
+        expected = (logits if reference is None else reference[i * batch :][: len(part)]).double().log_softmax(1)
+        own = _divergence(expected, logits)
+        base += own
+        for row, loss in zip(trials, losses, strict=True):
+            for key, start, replace in row:
+                got, _ = program.run(tensors, kept[start], start=start, replace=replace())
+                loss[key] = loss.get(key, 0.0) + _divergence(expected, got) - own
+    return [{key: value / len(images) for key, value in loss.items()} for loss in losses], base / len(images)
+
+
+def _divergence(expected: Tensor, logits: Tensor) -> float:
+    """KL divergence to log-probabilities, summed over images in float64."""
+    return float((expected.exp() * (expected - logits.double().log_softmax(1))).sum())
+
+
+def _trials(
+    found: Found, place_index: int, solutions: tuple[dict[int, Solution], ...]
+) -> Iterator[tuple[Any, int, Any]]:
+    """Each single change of a place: its key, the first node that it changes, and a function that gives the changes."""
+    place, program = found.places[place_index], found.program
+    if place.block is not None:
+        block = place.block
+        yield "drop", program.index(block.addition), lambda: {block.addition: block.shortcut}
+    for i, (dimension, row) in enumerate(zip(place.dimensions, solutions, strict=True)):
+        start = min(program.index(layer.node) for layer in dimension.readers)
+        for width, solution in row.items():
+
+            def replace(d: Dimension = dimension, s: Solution = solution) -> Values:
+                return {layer.node: _padded(layer, d, s, found.model) for layer in d.readers}
+
+            yield (i, width), start, replace
+
+
+def _padded(layer: Layer, dimension: Dimension, solution: Solution, model: nn.Module) -> tuple[Tensor, Tensor]:
+    """The weight of a layer with zeros for what is removed, and what is added to its outputs."""
+    weight: Any = model.get_submodule(layer.path).weight
+    padded = torch.zeros(layer.rows, layer.columns)
+    padded[:, unit_channels(solution.kept, layer.columns // dimension.units)] = solution.weights[layer.path]
+    return padded.view(weight.shape).to(weight), solution.biases[layer.path].to(weight)
+
+
+def divergence(expected: Tensor, logits: Tensor) -> float:
+    """KL divergence in nats per image of logits (N, classes) to the expected ones."""
+    value = _divergence(expected.double().log_softmax(1), logits) / len(logits)
+    return value if not math.isnan(value) else math.inf

@@ -1,0 +1,148 @@
+"""The best network within limits over the tables of one or several sizes, which measured networks correct."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nasfast.indicators.table import IndicatorTable
+from nasfast.search import InfeasibleConstraintError, search_table
+from nasfast.shrink.cut import cut
+from nasfast.shrink.graph import ShrinkError
+from nasfast.shrink.measure import Measured, check_images, divergence
+from nasfast.spaces import Arch
+
+# standard deviations of the factor that all candidates of a table share and of each candidate's own, and the relative
+# error of a measurement; cuts of a half measure 1.1 to 2.2 times the sum of their parts
+_COMMON, _OWN, _ERROR = 1.0, 0.3, 0.05
+
+
+@dataclass(frozen=True)
+class Shrunk:
+    """A network that was measured as a whole.
+
+    Attributes:
+        measured: the table and the weights that it is of.
+        arch: its architecture; `nasfast.shrink.cut(measured, arch)` makes the network.
+        macs: MACs for one image.
+        params: number of parameters.
+        predicted: KL divergence by the table, in nats per image, before it was corrected.
+        divergence: its measured KL divergence on the held-out images.
+        round: the round that measured it, from 1.
+    """
+
+    measured: Measured
+    arch: Arch
+    macs: int
+    params: int
+    predicted: float
+    divergence: float
+    round: int
+
+
+def search_measured(
+    measured: Sequence[Measured],
+    images: Sequence[Tensor],
+    reference: Tensor,
+    *,
+    top_k: int = 8,
+    rounds: int = 4,
+    batch: int = 32,
+    **limits: Any,
+) -> list[Shrunk]:
+    """The networks within limits that are nearest to a reference, by measurement, best first.
+
+    Each round takes the `top_k` best networks of the integer program over every table, measures those that are new as
+    whole networks, and corrects the tables by them: of the factors on a table's candidates, one common and one for
+    each, it takes the most likely ones by ridge regression. It ends when the best network by the corrected tables has
+    been measured, or after `rounds`. What is proven is the best sum of a table; the order of the result is measured.
+
+    Args:
+        measured: from `measure`, one for each size of the images, all with the same `reference`.
+        images: for each, held-out images of its size; the same ones at each size.
+        reference: (N, classes) logits on these images of the network that the results shall be like.
+        top_k: networks that each round takes from each table.
+        rounds: most rounds.
+        batch: images at a time.
+        limits: `max_macs`, `max_params`, `max_latency_ms` and `latency_table` of `nasfast.search_table`.
+
+    Raises:
+        InfeasibleConstraintError: no network of any table meets the limits.
+        ShrinkError: the numbers of tables, images or logits differ.
+    """
+    if not measured or len(measured) != len(images) or any(len(x) != len(reference) for x in images):
+        raise ShrinkError(
+            f"got {len(measured)} tables, {len(images)} sets of images and {len(reference)} rows of logits: give each "
+            "table its images, and each image a row"
+        )
+    for m, x in zip(measured, images, strict=True):
+        check_images(m.found, x)
+    tables = [m.table for m in measured]
+    results: dict[tuple[int, Arch], Shrunk] = {}
+    for number in range(1, rounds + 1):
+        best, errors = [], []
+        for i, (m, table) in enumerate(zip(measured, tables, strict=True)):
+            try:
+                found = search_table(table, m.found.space, top_k=top_k, **limits)
+            except InfeasibleConstraintError as error:
+                errors.append(error)
+                continue
+            best += [(m.base - c.score, i, c) for c in found]
+        if not best:
+            raise errors[0]
+        best.sort(key=lambda entry: entry[0])
+        if (best[0][1], best[0][2].arch) in results:
+            break
+        for _, i, c in best:
+            if (i, c.arch) not in results:
+                m = measured[i]
+                loss = whole_divergence(m, c.arch, images[i], reference, batch=batch)
+                results[i, c.arch] = Shrunk(m, c.arch, c.macs, c.params, m.base - m.table.score(c.arch), loss, number)
+        tables = [
+            correct(m, [(arch, r.divergence) for (j, arch), r in results.items() if j == i])
+            for i, m in enumerate(measured)
+        ]
+    return sorted(results.values(), key=lambda r: r.divergence)
+
+
+def whole_divergence(measured: Measured, arch: Arch, images: Tensor, reference: Tensor, *, batch: int = 32) -> float:
+    """KL divergence, in nats per image, of the network of an architecture to logits (N, classes) on images."""
+    small = cut(measured, arch)
+    with torch.no_grad():
+        return divergence(reference, torch.cat([small(part) for part in images.split(batch)]))
+
+
+def correct(measured: Measured, networks: Sequence[tuple[Arch, float]]) -> IndicatorTable:
+    """The table of `measure`, corrected by divergences of whole networks.
+
+    With t_c the table's loss of candidate c and d_n the divergence of network n beyond `base`, it is
+    t_c (1 + g + e_c), where g and e are the most likely ones under Gaussian priors, given that
+    d_n (1 + noise) = sum_c t_c (1 + g + e_c).
+    """
+    if not networks:
+        return measured.table
+    rows = measured.table.scores
+    columns = {pair: i for i, pair in enumerate((layer, v) for layer, row in enumerate(rows) for v in row)}
+    terms = np.zeros((len(networks), len(columns)))
+    for line, (arch, _) in zip(terms, networks, strict=True):
+        for layer, value in enumerate(arch):
+            # a candidate that lowers the divergence, by chance, is not scaled up
+            line[columns[layer, value]] = max(-rows[layer][value], 0.0)
+    sums = np.array([-measured.table.score(arch) for arch, _ in networks])
+    targets = np.array([loss for _, loss in networks]) - measured.base - sums
+    spread = np.full(len(columns), _OWN**2)
+    prior = _COMMON**2 * np.outer(terms.sum(1), terms.sum(1)) + (terms * spread) @ terms.T
+    noise = np.diag((_ERROR * np.maximum(sums, np.abs(targets + sums))) ** 2)
+    dual = np.linalg.solve(prior + noise, targets)
+    factors = 1 + _COMMON**2 * float(terms.sum(1) @ dual) + spread * (terms.T @ dual)
+    corrected = [
+        {v: score * max(float(factors[columns[layer, v]]), 0.1) if score < 0 else score for v, score in row.items()}
+        for layer, row in enumerate(rows)
+    ]
+    meta = {**measured.table.meta, "measured_networks": len(networks)}
+    return IndicatorTable.from_rows(measured.found.space, corrected, meta)

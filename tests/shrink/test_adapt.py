@@ -1,0 +1,78 @@
+"""What trains after a cut, and what must not change."""
+
+import copy
+
+import pytest
+import shrinkable
+import torch
+from torch import nn
+
+import nasfast
+from nasfast import shrink
+
+
+@pytest.fixture
+def cut(found, measured):
+    return shrink.cut(measured, tuple(max(v - 2, 0) for v in found.full)).float()
+
+
+@pytest.fixture(scope="module")
+def teacher():
+    return shrinkable.small().float()
+
+
+@pytest.fixture(scope="module")
+def batches():
+    return list(shrinkable.images(48).float().split(12))
+
+
+def test_only_scale_shift_and_classifier_train_and_the_divergence_falls(cut, teacher, batches):
+    before = {name: tensor.clone() for name, tensor in cut.state_dict().items()}
+    cut.stem[0].weight.requires_grad_(False)
+    losses = shrink.adapt(cut, batches, teacher=teacher, epochs=4, fused=False)
+    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
+    norms = {name for name, m in cut.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    for name, tensor in cut.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        trains = module == "classifier" or (module in norms and kind in ("weight", "bias"))
+        assert torch.equal(tensor, before[name]) != trains, name
+    assert [name for name, p in cut.named_parameters() if not p.requires_grad] == ["stem.0.weight"]
+    assert not cut.training and all(p.grad is None for p in cut.parameters())
+
+
+def test_one_step_is_that_of_the_gradient_of_both_losses(cut, teacher, batches):
+    labels = torch.arange(12) % 5
+    logits, target = cut(batches[0]), teacher(batches[0]).softmax(1)
+    p = logits.softmax(1)
+    want = (target * (target / p).log()).sum(1).mean() - p[torch.arange(12), labels].log().mean()
+    (loss,) = shrink.adapt(cut, [(batches[0], labels)], teacher=teacher, epochs=1, fused=False)
+    assert loss == pytest.approx(want.item(), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_fused_training_gives_the_same_network(cut, teacher, batches):
+    other = copy.deepcopy(cut)
+    losses = shrink.adapt(cut, batches, teacher=teacher, epochs=2, fused=False)
+    assert shrink.adapt(other, batches, teacher=teacher, epochs=2) == pytest.approx(losses, rel=1e-3)
+    assert nasfast.unfuse(other) == 0
+    with torch.no_grad():
+        assert torch.allclose(other(batches[0]), cut(batches[0]), rtol=1e-2, atol=1e-2)
+
+
+def test_images_of_the_network_may_be_smaller_than_those_of_the_teacher(cut, teacher, batches):
+    seen = []
+    handle = cut.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[-1]))
+    shrink.adapt(cut, batches[:1], teacher=teacher, epochs=1, size=12, fused=False)
+    handle.remove()
+    assert seen == [12]
+
+
+def test_what_cannot_be_adapted_is_refused(cut, teacher, batches):
+    with pytest.raises(shrink.ShrinkError, match="neither a teacher nor a label"):
+        shrink.adapt(cut, batches, fused=False)
+    with pytest.raises(shrink.ShrinkError, match="0 batches"):
+        shrink.adapt(cut, [], teacher=teacher, fused=False)
+    with pytest.raises(shrink.ShrinkError, match="0 BatchNorms"):
+        shrink.adapt(nn.Sequential(nn.Flatten(), nn.Linear(768, 5)), batches, teacher=teacher)
+    with pytest.raises(shrink.ShrinkError, match="the loss is"):
+        shrink.adapt(cut, [batches[0] * float("nan")], teacher=teacher, fused=False)

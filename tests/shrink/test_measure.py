@@ -1,0 +1,92 @@
+"""Scores and matrices, beside whole networks and plain loops."""
+
+import math
+
+import pytest
+import shrinkable
+import torch
+from tolerances import assert_close
+from torch.nn import functional
+
+from nasfast import search_table, shrink
+from nasfast.search import InfeasibleConstraintError, pareto_front
+from nasfast.shrink.measure import _see_inputs
+
+
+def reference_divergence(expected, got):
+    p, q = expected.softmax(1), got.softmax(1)
+    return float((p * (p / q).log()).sum(1).mean())
+
+
+def test_inputs_are_those_of_the_convolution(found):
+    images = shrinkable.images(6)
+    inputs = _see_inputs(found, images, 4, 0)["second_basic.second.0"]
+    net, seen = found.model, []
+    handle = net.second_basic.second[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    net(images)
+    handle.remove()
+    # 8 x 8 pixels: all are seen
+    rows = functional.unfold(seen[0], 3, padding=1).transpose(1, 2).reshape(-1, 16 * 9)
+    assert inputs.samples == len(rows)
+    assert_close("mean", inputs.mean.float(), rows.mean(0))
+    assert_close("covariance", inputs.covariance.float(), torch.cov(rows.T, correction=0))
+
+
+def test_every_score_is_the_divergence_of_the_network_with_this_change(found, measured):
+    images = shrinkable.images()[:16]
+    with torch.no_grad():
+        expected, largest = found.model(images), 0.0
+        for i, place in enumerate(found.places):
+            for value, kept in enumerate(place.candidates):
+                arch = (*found.full[:i], value, *found.full[i + 1 :])
+                changed = [k for k, w in zip(kept or (), place.widths, strict=False) if k != w[-1]]
+                if len(changed) > 1:
+                    continue  # the sum of two
+                got = reference_divergence(expected, shrink.cut(measured, arch)(images))
+                largest = max(largest, got)
+                assert math.isclose(got, -measured.table.scores[i][value], rel_tol=1e-5, abs_tol=1e-9)
+    assert largest > 0.1
+
+
+def test_two_widths_of_a_choice_have_the_sum_of_their_scores(found, measured):
+    (i,) = (i for i, place in enumerate(found.places) if len(place.dimensions) == 2)
+    values = {kept: -measured.table.scores[i][v] for v, kept in enumerate(found.places[i].candidates)}
+    assert values[4, 8] == pytest.approx(values[4, 16] + values[16, 8])
+
+
+def test_the_network_itself_loses_nothing(found, measured):
+    assert measured.base == 0 and measured.table.score(found.full) == 0
+    with torch.no_grad():
+        images = shrinkable.images(4)
+        assert torch.equal(shrink.cut(measured, found.full)(images), found.model(images))
+
+
+def test_a_reference_changes_the_base(found):
+    images, logits = shrinkable.images(8), torch.randn(8, 5, dtype=torch.float64)
+    measured = shrink.measure(found, images, reference=logits, score_images=8)
+    with torch.no_grad():
+        assert measured.base == pytest.approx(reference_divergence(logits, found.model(images)))
+        arch = (0, *found.full[1:])
+        got = reference_divergence(logits, shrink.cut(measured, arch)(images))
+    assert measured.base - measured.table.score(arch) == pytest.approx(got)
+
+
+def test_limits_fronts_and_ranges_work_as_for_other_spaces(found, measured):
+    best = search_table(measured.table, found.space, max_macs=0.5 * found.macs, max_params=0.7 * found.params)[0]
+    assert best.optimal and best.macs <= 0.5 * found.macs and best.params <= 0.7 * found.params
+    front = pareto_front(measured.table, found.space)
+    assert front[-1].macs <= found.macs and front[-1].score >= 0
+    within = max((p for p in front if p.macs <= 0.5 * found.macs), key=lambda p: p.score)
+    alone = search_table(measured.table, found.space, max_macs=0.5 * found.macs)[0]
+    assert within.score == pytest.approx(alone.score)
+    with pytest.raises(InfeasibleConstraintError, match="81,768 MACs to"):
+        search_table(measured.table, found.space, max_macs=1)
+
+
+def test_wrong_images_are_refused(found):
+    with pytest.raises(shrink.ShrinkError, match="another size"):
+        shrink.measure(found, shrinkable.images(4, size=24))
+    with pytest.raises(shrink.ShrinkError, match="one per image"):
+        shrink.measure(found, shrinkable.images(4), reference=torch.zeros(3, 5))
+    with pytest.raises(TypeError, match=r"shrink\.find"):
+        shrink.measure(found.model, shrinkable.images(4))

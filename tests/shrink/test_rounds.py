@@ -1,0 +1,63 @@
+"""Search over tables that measured networks correct."""
+
+import pytest
+import shrinkable
+import torch
+
+from nasfast import shrink
+from nasfast.search import InfeasibleConstraintError
+from nasfast.shrink.rounds import correct
+
+
+@pytest.fixture(scope="module")
+def held_out(found):
+    images = shrinkable.images(12, seed=5)
+    with torch.no_grad():
+        return images, found.model(images)
+
+
+def test_results_are_measured_networks_within_the_limit_best_first(found, measured, held_out):
+    images, logits = held_out
+    results = shrink.search_measured([measured], [images], logits, top_k=3, rounds=3, max_macs=0.6 * found.macs)
+    assert len(results) >= 3 and len({r.arch for r in results}) == len(results)
+    assert [r.divergence for r in results] == sorted(r.divergence for r in results)
+    for r in results:
+        assert r.macs <= 0.6 * found.macs and found.space.cost(r.arch).macs == r.macs
+        with torch.no_grad():
+            got = shrink.divergence(logits, shrink.cut(measured, r.arch)(images))
+        assert r.divergence == pytest.approx(got)
+        assert r.predicted == pytest.approx(-measured.table.score(r.arch))
+
+
+def test_a_corrected_table_gives_what_was_measured(found, measured):
+    archs = [tuple(max(v - d, 0) for v in found.full) for d in (1, 2)]
+    sums = [-measured.table.score(arch) for arch in archs]
+    table = correct(measured, list(zip(archs, [1.8 * s for s in sums], strict=True)))
+    for arch, total in zip(archs, sums, strict=True):
+        assert -table.score(arch) == pytest.approx(1.8 * total, rel=0.02)
+    # the factor is common: a network that was not measured has it, too
+    other = (0, *found.full[1:])
+    assert -table.score(other) == pytest.approx(-1.8 * measured.table.score(other), rel=0.2)
+    assert correct(measured, []) is measured.table
+
+
+def test_several_sizes_are_searched_together(found, measured, held_out):
+    images, logits = held_out
+    less = shrink.find(found.model, shrinkable.images(1, size=12), multiple=4, widths=4)
+    fit = shrinkable.images()
+    with torch.no_grad():
+        reference = found.model(fit)
+    smaller = [shrinkable.images(count, size=12, seed=seed) for count, seed in ((48, 1), (12, 5))]
+    other = shrink.measure(less, smaller[0], reference=reference, score_images=16)
+    assert less.macs < found.macs
+    limit = 0.9 * less.macs
+    results = shrink.search_measured([measured, other], [images, smaller[1]], logits, top_k=2, rounds=2, max_macs=limit)
+    assert {id(r.measured) for r in results} == {id(measured), id(other)}
+    # a limit that one size alone can meet
+    least = found.space.cost((0,) * len(found.space)).macs
+    tight = shrink.search_measured([measured, other], [images, smaller[1]], logits, rounds=1, max_macs=least - 1)
+    assert {id(r.measured) for r in tight} == {id(other)}
+    with pytest.raises(InfeasibleConstraintError):
+        shrink.search_measured([measured, other], [images, smaller[1]], logits, max_macs=1)
+    with pytest.raises(shrink.ShrinkError, match="give each"):
+        shrink.search_measured([measured], [], logits, max_macs=limit)
