@@ -7,6 +7,7 @@ from concurrent.futures import Executor, Future
 import torch
 
 from nasfast.pipeline import children
+from nasfast.runtime.termination import raise_on_sigterm, stopped_at
 
 
 class _Inline(Executor):
@@ -27,7 +28,9 @@ class _Inline(Executor):
 def _in_process(self, task, *arguments) -> children.Ending:
     threads = torch.get_num_threads()
     try:
-        return children.execute(task, *arguments)
+        # at the deadline, the driver tells a worker to stop
+        with raise_on_sigterm(), stopped_at(self._deadline):
+            return children.execute(task, *arguments)
     finally:
         torch.set_num_threads(threads)
 

@@ -33,7 +33,7 @@ def test_every_file_of_a_run(run_dir):
     of_network = ("model.safetensors", "config.json", "result.json")
     expected = {f"checkpoints/supernet-{s:08d}.safetensors" for s in (16, 20)}
     files = "config.yaml space.yaml environment.json metrics.jsonl indicators.json archs.json report.html"
-    expected |= set(files.split())
+    expected |= {*files.split(), "finished.json", "path_scores.jsonl"}
     for name in ("best", "random"):
         expected |= {f"retrain/{name}/{file}" for file in of_network}
         arch = "_".join(map(str, load_model(run_dir / "retrain" / name).arch))

@@ -118,7 +118,7 @@ FLAGS = ["--data.source", "digits", "--data.workers", "0", "--threads", "1", "--
 def test_the_commands_retrain_and_export_it(searched, capsys):
     import onnxruntime
 
-    assert main(["retrain", "--out", str(searched), *FLAGS]) == 0
+    assert main(["retrain", "--out", str(searched), *FLAGS, "--verbose"]) == 0
     out = capsys.readouterr().out
     assert " ".join(map(str, FOUND["darts"])) in out
     assert sorted(p.name for p in (searched / "retrain").iterdir()) == ["argmax", "darts"]
