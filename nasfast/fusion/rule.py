@@ -1,23 +1,21 @@
-"""Which chains run faster on the operator than on PyTorch, by a rule; nothing is timed while a model runs.
+"""Which chains run faster on the operator than on PyTorch, by what each of them costs; nothing is timed while a model
+runs.
 
-A chain gains by the memory traffic that it saves, so it pays from a number of results on: elements of the outputs of
-its convolutions, over all stages. Smaller chains pay less than a call of the operator costs, and a module in which few
-chains pay is left to PyTorch.
+PyTorch passes over the result of a convolution several times, for BatchNorm and for the activation, forward and
+backward. The operator saves most of these passes, and its call has a price. What is saved is linear in what a chain
+computes, with six constants for each instruction set and type. Only its sign decides, so another processor of the same
+instruction set needs the same ratios of the constants, and not the same constants.
 
-The numbers were measured on one core of an AMD EPYC (Zen 5). With AVX-512: whole steps of torchvision's mobilenet_v2,
-mobilenet_v3_large and efficientnet_b0 at batch 1 to 8 and 64 to 224 pixels, chains of six networks at batch 8 and 160
-pixels, and whole steps of eleven networks. With AVX2, to which PyTorch, oneDNN and the operators were limited on the
-same processor: the chains of torchvision's mobilenet_v2 in float32 at batch 8 and 32. There, PyTorch's products are
-faster, so a chain pays only with gradients, where it saves more memory traffic, and with few products. A narrower
-instruction set takes the numbers of AVX2. What guards cost was measured on an Intel Xeon with AMX: whole steps of
-torchvision's mobilenet_v2 and mobilenet_v3_large at batch 1 to 8 and 64 to 160 pixels; and there, in float32, the
-chains of six networks of which no convolution is depthwise (0.9 to 1.9 of PyTorch's time), or which have SiLU and no
-gradient (1.0 to 2.2).
+`python -m benchmarks.fit_rule` measures chains of networks and fits the constants. Those of float32 on AVX2 are from an
+AMD EPYC (Zen 3), whose chains tell no product of the operator from one of PyTorch; a narrower instruction set takes
+them, too. The others are not fitted: they give the sizes from which chains paid on an AMD EPYC (Zen 5) with AVX-512 and
+on an Intel Xeon with AMX, where the price of guards was measured, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,43 +25,47 @@ from nasfast.ops.backends import resolve_backend
 from nasfast.ops.plan import Kind, stage_kind, storage_dtype
 from nasfast.ops.reference import Stage
 
-# Frozen convolutions with AVX-512, by type and whether anything has a gradient: the least results per thread of chains
-# of pointwise convolutions without stride and depthwise ones, where products (multiplications and additions) take no
-# time. So many products gain as much as one result: deep layers have few pixels, and PyTorch is slower there.
-_LEAST = {
-    (torch.float32, True): 100_000,
-    (torch.float32, False): 250_000,
-    (torch.bfloat16, True): 100_000,
-    (torch.bfloat16, False): 400_000,
-}
-_PRODUCTS_LIKE_A_RESULT = 40
-# chains with another convolution: the operator gathers patches or pixels for it, or PyTorch runs it
-_LEAST_OTHER = 2_000_000
-# where a convolution trains, of the first and of the other chains
-_LEAST_TRAINED = {torch.float32: (1_200_000, 1_200_000), torch.bfloat16: (1_000_000, 1_500_000)}
-# What guards cost per BatchNorm of the module that was captured, in units of what a call of the operator costs: its
-# forward is left to PyTorch where its chains gain less.
-GAIN_PER_NORM = 0.7
-# What a result gains in bfloat16 with AMX, where PyTorch takes its time between the products.
-_GAIN_WITH_AMX = 6.0
+
+class Costs(NamedTuple):
+    """What the operator saves of each kind of work, in ns on one thread; negative where it takes longer.
+
+    Attributes:
+        passes: of one pass over one result of a convolution.
+        products: of one product (multiplication and addition), forward or backward.
+        strided: of one product of a depthwise convolution with a stride, backward, in addition.
+        smooth: of one SiLU or Tanh, forward.
+        other: of one result of another convolution: the operator gathers patches for it, or PyTorch runs it.
+        call: of one call of the operator.
+    """
+
+    passes: float
+    products: float
+    strided: float
+    smooth: float
+    other: float
+    call: float
+
+
+_FLOAT = Costs(0.039, 0.005, 0.0, -0.31, -0.25, -40_000)
+_BFLOAT16 = Costs(0.05, 0.0, 1.7, -0.21, -0.33, -40_000)
+_AVX2 = {torch.float32: Costs(0.103, 0.0, 0.0, -0.26, -0.34, -130_000), torch.bfloat16: _BFLOAT16}
+_AVX512 = {torch.float32: _FLOAT, torch.bfloat16: _BFLOAT16}
+# with AMX, both PyTorch and a call of the operator take their time in bfloat16 between the products
+_AMX = {torch.float32: _FLOAT, torch.bfloat16: Costs(*(6 * cost for cost in _BFLOAT16))}
+_COSTS = {"avx512": _AVX512, "avx512bf16": _AVX512, "amx": _AMX}
+
+# ns of a gain of 1, and what guards cost per BatchNorm of the module that was captured, as such a gain: its forward is
+# left to PyTorch where its chains gain less
+_CALL, GAIN_PER_NORM = 40_000, 0.7
 ALWAYS = 1e6
-_WITH_AVX512 = ("avx512", "avx512bf16", "amx")
-# Without AVX-512 in float32, with gradients: products (multiplications and additions) per result up to which a chain
-# pays, by whether a convolution trains. From this number of results on, chains of 17 to 38 take 0.5 to 0.96 of
-# PyTorch's time, those of 63 take 1.1 to 1.5; where convolutions train, those up to 19 take 0.8, those from 26 on 1.0
-# to 1.2.
-_MOST_PRODUCTS = {False: 40, True: 20}
-_LEAST_NARROW = 1_600_000
-# Input channels from which PyTorch's pointwise convolution in bfloat16 is as fast as the operator's. In float32 it
-# always is. A chain of such convolutions counts as one of others, unless a depthwise one, where PyTorch is slow, is in
-# it.
-_DEEP = 192
-# shapes of which a chain keeps what was decided
+# shapes of which a chain keeps what was checked
 KEPT_SHAPES = 256
 
 
 def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool, gradients: bool) -> int | None:
     """The results per thread from which the operator is expected to run these stages faster; None if it never is.
+
+    Results are elements of the outputs of the convolutions, over all stages.
 
     Args:
         x: a tensor of the type and device of the input; its shape does not count.
@@ -75,74 +77,68 @@ def least_results(x: Tensor, stages: Sequence[Stage], *, trains: bool, gradients
     if backend != "cpu":
         # the reference is PyTorch itself, and on a GPU float32 is left to PyTorch
         return None if backend == "reference" or dtype == torch.float32 else 0
-    kinds = [stage_kind(s.params.conv_weight.shape, s.stride, s.padding, s.groups) for s in stages]
-    if dtype == torch.float32 and _isa() not in _WITH_AVX512:
-        pays = gradients and _products_per_result(stages) <= _MOST_PRODUCTS[trains]
-        return _LEAST_NARROW if pays else None
-    if (dtype, gradients) not in _LEAST:
+    if dtype not in _AVX2:
         return None
-    if not gradients and any(s.act == "silu" for s in stages):
-        return None  # no faster than PyTorch at any size
-    # PyTorch's gradient of these takes up to ten times as long as its forward
-    strided = any(kind == Kind.DEPTHWISE and s.stride > 1 for kind, s in zip(kinds, stages, strict=True))
-    if dtype == torch.bfloat16 and gradients and not trains and strided:
-        return 0
-    own = all(
-        kind == Kind.DEPTHWISE or (kind == Kind.POINTWISE and s.stride == 1)
-        for kind, s in zip(kinds, stages, strict=True)
-    )
-    if Kind.DEPTHWISE not in kinds:
-        own &= dtype == torch.bfloat16 and all(s.params.conv_weight.shape[1] < _DEEP for s in stages)
-    if trains:
-        return _LEAST_TRAINED[dtype][not own]
-    if not own:
-        return _LEAST_OTHER
-    return round(_LEAST[dtype, gradients] / (1 + _products_per_result(stages) / _PRODUCTS_LIKE_A_RESULT))
+    *work, calls = chain_work(stages, trains=trains, gradients=gradients)
+    *saved, call = _costs(dtype)
+    gain = sum(amount * cost for amount, cost in zip(work, saved, strict=True)) / _results_per_pixel(stages)
+    return max(1, round(-calls * call / gain)) if gain > 0 else None
 
 
-def _isa() -> str:
-    return "" if _native.extension is None else _native.extension.isa()
+def chain_work(stages: Sequence[Stage], *, trains: bool, gradients: bool) -> tuple[float, ...]:
+    """How much of each kind of work in `Costs` a chain has per pixel of its input, and its calls.
 
-
-def _products_per_result(stages: Sequence[Stage]) -> float:
-    """Products of all convolutions per element of their outputs, where images are much larger than kernels."""
-    products, results, pixels = 0.0, 0.0, 1.0
-    for stage in stages:
+    Images count as much larger than kernels.
+    """
+    kinds = [stage_kind(s.params.conv_weight.shape, s.stride, s.padding, s.groups) for s in stages]
+    passes = products = strided = smooth = other = 0.0
+    pixels, ways = 1.0, 1 + gradients
+    for i, (stage, kind) in enumerate(zip(stages, kinds, strict=True)):
         pixels /= stage.stride**2
         weight = stage.params.conv_weight
-        products += pixels * weight.numel()
-        results += pixels * weight.shape[0]
-    return products / results
+        results, multiplied = pixels * weight.shape[0], pixels * weight.numel()
+        # PyTorch: two passes of an activation forward and three backward, two of BatchNorm, and one more for statistics
+        act = (2 + 3 * gradients) * (stage.act != "identity")
+        smooth += results * (stage.act in ("silu", "tanh"))
+        if trains:  # PyTorch convolves, and what is behind each convolution is one call
+            passes += results * act
+            continue
+        # the operator has two passes of its own over the last result, if it needs statistics or keeps something
+        own = 2 * (i + 1 == len(stages)) * (ways if gradients or stage.training else 0)
+        passes += results * (ways * (2 + stage.training) + act - own)
+        # PyTorch's pointwise convolutions alone are as fast
+        if Kind.DEPTHWISE in kinds and (kind == Kind.DEPTHWISE or (kind == Kind.POINTWISE and stage.stride == 1)):
+            products += ways * multiplied
+            strided += multiplied * (gradients and kind == Kind.DEPTHWISE and stage.stride > 1)
+        else:
+            other += results
+    return passes, products, strided, smooth, other, 6 if trains else 1
 
 
 def gain_function(stages: Sequence[Stage], least: int, dtype: torch.dtype) -> Callable[[torch.Size], float]:
-    """A function of the shape of an input that says what the operator gains, in units of what a call of it costs.
+    """A function of the shape of an input that says what the operator gains, in units of `_CALL`.
 
     Below 0 it does not pay; `ALWAYS` if it always does.
     """
-    unit = _GAIN_WITH_AMX if dtype == torch.bfloat16 and _isa() == "amx" else 1.0
-    sizes = [(s.params.conv_weight.shape[0], *s.params.conv_weight.shape[2:], s.stride, s.padding) for s in stages]
-    gains: dict[tuple[torch.Size, int], float] = {}
+    unit, per_pixel = -_costs(dtype).call / _CALL, _results_per_pixel(stages)
 
     def gain(shape: torch.Size) -> float:
         if not least:
             return ALWAYS
-        threads = torch.get_num_threads()
-        value = gains.get((shape, threads))
-        if value is None:
-            if len(gains) >= KEPT_SHAPES:
-                gains.clear()
-            value = gains[shape, threads] = unit * (_results(shape, sizes) / (threads * least) - 1)
-        return value
+        batch, _, height, width = shape
+        return unit * (batch * height * width * per_pixel / (torch.get_num_threads() * least) - 1)
 
     return gain
 
 
-def _results(shape: Sequence[int], sizes: Sequence[tuple[int, ...]]) -> int:
-    batch, _, height, width = shape
-    total = 0
-    for out, *kernel, stride, padding in sizes:
-        height = (height + 2 * padding - kernel[0]) // stride + 1
-        width = (width + 2 * padding - kernel[1]) // stride + 1
-        total += batch * out * height * width
-    return total
+def _costs(dtype: torch.dtype) -> Costs:
+    isa = "" if _native.extension is None else _native.extension.isa()
+    return _COSTS.get(isa, _AVX2).get(dtype, _FLOAT)
+
+
+def _results_per_pixel(stages: Sequence[Stage]) -> float:
+    pixels, results = 1.0, 0.0
+    for stage in stages:
+        pixels /= stage.stride**2
+        results += pixels * stage.params.conv_weight.shape[0]
+    return results
