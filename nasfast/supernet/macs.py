@@ -82,7 +82,8 @@ class _Uncounted(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
         multiplies = _PRODUCTS.fullmatch(name) and name not in _NO_PRODUCTS
-        if (multiplies or namespace not in _FREE) and func._overloadpacket not in self._formulas:
+        every_overload = getattr(getattr(torch.ops, namespace), name)
+        if (multiplies or namespace not in _FREE) and every_overload not in self._formulas:
             self.names.add(f"{namespace}::{name}")
         return func(*args, **(kwargs or {}))
 

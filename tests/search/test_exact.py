@@ -85,9 +85,9 @@ def test_table_of_another_space_is_refused(small_space, make_table):
 @pytest.mark.parametrize(
     ("limits", "message"),
     [
-        (Limits(max_macs=460908959), r"max_macs=460,908,959 .* has 460,908,960 MACs"),
-        (Limits(max_params=5e6), r"max_params=5,000,000 .* has 5,151,552 parameters"),
-        (Limits(max_macs=475e6, max_params=5e6), r"max_params=5,000,000 .* has 5,151,552 parameters"),
+        (Limits(max_macs=460908959), r"max_macs=460,908,959 .* have 460,908,960 MACs"),
+        (Limits(max_params=5e6), r"max_params=5,000,000 .* have 5,151,552 parameters"),
+        (Limits(max_macs=475e6, max_params=5e6), r"max_params=5,000,000 .* have 5,151,552 parameters"),
     ],
     ids=["macs", "params", "both_one_impossible"],
 )

@@ -38,7 +38,7 @@ def test_the_learning_rate_of_the_space_is_resolved_and_a_given_one_stays(tmp_pa
     # that of an older run directory, too
     assert rate("mobilenet_v2", lr=0.4) == 0.4
     assert rate(tmp_path / "missing.yaml", lr=0.4) == 0.4
-    with pytest.raises(ConfigError, match=r"cannot read .*missing\.yaml"):
+    with pytest.raises(ConfigError, match=r"there is no file .*missing\.yaml"):
         rate(tmp_path / "missing.yaml")
 
 
