@@ -55,6 +55,8 @@ def chains(name: str, batch: int, resolution: int) -> Iterator[tuple[list[Stage]
     model(torch.zeros(1, 3, resolution, resolution))
     for found in find_chains(model).chains.values():
         for chain, top in found:
+            if any(chain.widths):
+                continue  # padded apart
             stages: Any = fx.map_arg(chain.stages, example_value)
             yield list(stages), shapes[join(top, chain.convolutions[0])], chain.residual is not None
 
@@ -89,22 +91,23 @@ def bench(
         if trains != "nothing":
             leaves += [params.bn_weight, params.bn_bias, *([params.conv_weight] if trains == "all" else [])]
         exact.append(stage._replace(params=params, training=trains in ("batch norms", "all"), momentum=0.1))
+    unpadded = [None] * len(exact)
     x = torch.randn(shape).to(dtype, memory_format=torch.channels_last)
     if trains != "nothing" and shape[1] > 3:  # not the image
         leaves.append(x)
     with torch.no_grad():
-        y = plain_stages(x, exact)
+        y = plain_stages(x, exact, unpadded)
     added, grad = torch.randn_like(y) if residual else None, torch.randn_like(y)
     for leaf in leaves:
         leaf.requires_grad_()
-    checked: set[torch.Size] = set()
+    checked: set[tuple] = set()
 
     def plain() -> Tensor:
-        y = plain_stages(x, exact)
+        y = plain_stages(x, exact, unpadded)
         return y if added is None else y + added
 
     runs = {"eager": variant(plain, grad, leaves)}
-    runs["nasfast"] = variant(lambda: run_stages(x, exact, added, checked), grad, leaves)
+    runs["nasfast"] = variant(lambda: run_stages(x, exact, unpadded, added, checked), grad, leaves)
     times = medians(measure(runs, rounds=rounds, warmup=1))
     work = rule.chain_work(exact, trains=trains == "all", gradients=bool(leaves))
     pixels = shape[0] * shape[2] * shape[3] / torch.get_num_threads()

@@ -6,10 +6,11 @@ backward. The operator saves most of these passes, and its call has a price. Wha
 computes, with six constants for each instruction set and type. Only its sign decides, so another processor of the same
 instruction set needs the same ratios of the constants, and not the same constants.
 
-`python -m benchmarks.fit_rule` measures chains of networks and fits the constants. Those of float32 on AVX2 are from an
-AMD EPYC (Zen 3), whose chains tell no product of the operator from one of PyTorch; a narrower instruction set takes
-them, too. The others are not fitted: they give the sizes from which chains paid on an AMD EPYC (Zen 5) with AVX-512 and
-on an Intel Xeon with AMX, where the price of guards was measured, too.
+`python -m benchmarks.fit_rule` measures chains of networks and fits the constants. Those of float32 on AVX2 are such a
+fit, rounded: chains of mobilenet_v2, efficientnet_b0 and resnet18 on one core of a busy AMD EPYC (Zen 3), where a
+product of the operator took as long as one of PyTorch; a narrower instruction set takes them, too. The others are not
+fitted: they give the sizes from which chains paid on an AMD EPYC (Zen 5) with AVX-512 and on an Intel Xeon with AMX,
+where the price of guards was measured, too.
 """
 
 from __future__ import annotations
