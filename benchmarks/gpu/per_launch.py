@@ -39,10 +39,10 @@ _CHECKS, _NAMED = 45.0, 8
 
 def bench_launches(bench: Bench) -> None:
     """Write a row for each launch of the engine's step, with its size where the step is that of `ROWS`."""
-    from benchmarks.gpu.parts import LATE, make
+    from benchmarks.gpu.parts import ENGINE, make
 
-    step = make(bench, LATE)
-    with LATE.chosen(bench):
+    step = make(bench, ENGINE)
+    with ENGINE.chosen(bench):
         ran = profile_kernels(step.run, torch.device(bench.device))
         whole = 1e6 * statistics.median(step()["step"] for _ in range(10 if bench.on_gpu else 1))
     ours = [(name, family, 1e3 * ms) for name, ms in ran if (family := parse_family(name))]
@@ -108,8 +108,8 @@ def _serve(folder: str, device: str, rounds: int, pipe: Connection) -> None:
             pipe.send(f"no time for {left} chains" if left else "")
         except SystemExit as wrong:
             pipe.send(str(wrong))
-        with measuring(), parts.LATE.chosen(bench):
-            step = parts.make(bench, parts.LATE)
+        with measuring(), parts.ENGINE.chosen(bench):
+            step = parts.make(bench, parts.ENGINE)
             for _ in range(rounds):
                 pipe.recv()
                 ran = profile_kernels(step.run, torch.device(device))
