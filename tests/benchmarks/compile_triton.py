@@ -7,6 +7,8 @@ of the arguments as it does on a GPU. Needs TRITON_INTERPRET=0, with which Trito
 import json
 import os
 import re
+import resource
+import statistics
 import subprocess
 import tempfile
 from itertools import product
@@ -15,6 +17,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -46,8 +49,8 @@ present: list[tuple[str, str]] = []
 
 
 def _seconds() -> float:
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
+    times = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(time.ru_utime + time.ru_stime for time in times)
 
 
 def compile_once(kernel: JITFunction, key: str, signature: dict, device: int, *rest: object) -> SimpleNamespace:
@@ -78,6 +81,21 @@ def shapes(name: str) -> list[tuple[int, int, int]]:
                 module.register_forward_pre_hook(lambda _, given: found.setdefault(tuple(given[0].shape[1:])))
         model(torch.empty(2, 3, 32, 32))
     return list(found)
+
+
+@triton.jit
+def double(x, y, size, TILE: tl.constexpr):
+    """What a kernel of three lines takes says how fast this machine compiles, whoever else uses it."""
+    places = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tl.store(y + places, 2 * tl.load(x + places, places < size), places < size)
+
+
+def unit() -> float:
+    """Seconds to compile `double`, once all is loaded."""
+    present.clear()
+    for tile in (64, 128, 256, 512, 1024):
+        double[(1,)](torch.zeros(9), torch.zeros(9), 9, TILE=tile)
+    return statistics.median(compiled.pop(name)["seconds"] for name in present)
 
 
 def needed(name: str, acts: tuple[str, ...], dtype: torch.dtype) -> list[str]:
@@ -113,9 +131,11 @@ if __name__ == "__main__":
     driver.set_active(_driver)
     with tempfile.TemporaryDirectory() as cache, patch.object(JITFunction, "_do_compile", compile_once):
         triton.knobs.cache.dir = cache
+        seconds = unit()
         with use_backend("triton"):
             found = {
                 f"{name}, {kind}": needed(name, acts, dtype)
                 for (name, acts), (kind, dtype) in product(NETWORKS.items(), TYPES.items())
             }
-    print(json.dumps({"networks": found, "kernels": {" ".join(name): sizes for name, sizes in compiled.items()}}))
+    kernels = {" ".join(name): sizes for name, sizes in compiled.items()}
+    print(json.dumps({"unit": seconds, "networks": found, "kernels": kernels}))

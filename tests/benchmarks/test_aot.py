@@ -16,8 +16,8 @@ def test_a_network_needs_few_kernels(program):
     kernels = found["kernels"]
     for network, names in found["networks"].items():
         assert len(names) == len(set(names)) <= 8, network
-        # at most 2 on idle cores (measured: 0.9 for 4 kernels, 1.4 for 7); twice that on cores that others use too
-        assert sum(kernels[name]["seconds"] for name in names) <= 4, network
+        # measured: 25 times what a kernel of three lines takes for 4 kernels, 40 to 55 for 7
+        assert sum(kernels[name]["seconds"] for name in names) <= 80 * found["unit"], network
     for name, kernel in kernels.items():
         assert kernel["stack"] == 0, name
         # of 65536 registers, so that a multiprocessor holds four blocks of four warps
