@@ -6,13 +6,8 @@ from pathlib import Path
 import nasfast
 
 PARTS = """
-<<<<<<< HEAD
 config display extensions seeds runtime spaces settings ops supernet fusion engine data train indicators search
-retrain measure report pipeline cli research __main__
-=======
-config display extensions seeds runtime spaces settings ops supernet fusion engine data train tasks indicators search
 shrink retrain measure report pipeline cli research __main__
->>>>>>> 8a2d8c89 ([Shrink] A smaller network from a pretrained one: find, measure, search, cut, rebuild, adapt)
 """.split()
 ROOT = Path(nasfast.__file__).parent
 
