@@ -376,7 +376,9 @@ class Matcher:
 
 
 def _asks_size(node: fx.Node) -> bool:
-    """Whether the node asks for sizes of a tensor without its channels."""
+    """Whether the node asks for sizes of a tensor without its channels, or for what nobody reads."""
+    if node.target is getattr and not node.users:
+        return True  # F.pad asks for devices where deterministic algorithms are wanted
     if node.target is getattr and node.args[1:] == ("shape",):
         asked: list[Any] = []
     elif callee(node) is Tensor.size and not node.kwargs:

@@ -1,7 +1,9 @@
 """Sizes while a forward is captured: symbols for all of them, and their numbers later.
 
 TorchDynamo computes the sizes of every result with symbols, which takes most of a capture. A BatchNorm's are those of
-its input, whatever its momentum and eps are, which PyTorch's rule would make constants of the graph.
+its input, whatever its momentum and eps are, which PyTorch's rule would make constants of the graph. Some forwards
+compute sizes from sizes, as TensorFlow's padding does, so that each layer's has those of the layer before several
+times, and the fourth layer of this kind would take minutes. Then a graph serves images of one size.
 """
 
 from __future__ import annotations
@@ -50,14 +52,19 @@ class _Like(torch.autograd.Function):
         raise NotImplementedError("fake tensors have no backward")
 
 
+# of symbols in a size: behind one such padding it is three, behind two it is nine
+_MOST_OCCURRENCES = 4
+
+
 @contextmanager
 def batch_norms_without_numbers() -> Iterator[None]:
-    """While this lasts, BatchNorms of fake tensors give only a type, sizes and layout."""
+    """While this lasts, BatchNorms of fake tensors give only a type, sizes and layout; long sizes become numbers."""
     batch_norm = torch.batch_norm
 
     def run(x: Tensor, *arguments: Any) -> Tensor:
         tensors = arguments[:4]
         if isinstance(x, FakeTensor) and x.dim() > 1:
+            _fix_long_sizes(x)
             if all(tensor is None or tensor.shape[0] == x.shape[1] for tensor in tensors):
                 return _Like.apply(x, *tensors)
         return batch_norm(x, *arguments)
@@ -67,3 +74,14 @@ def batch_norms_without_numbers() -> Iterator[None]:
         yield
     finally:
         torch.batch_norm = batch_norm
+
+
+def _fix_long_sizes(x: FakeTensor) -> None:
+    """Make symbols numbers, for which the graph then is, where they are in a size more often than they may be."""
+    for size in x.shape:
+        if not isinstance(size, torch.SymInt):
+            continue
+        node = size.node
+        if sum(part.is_Symbol for part in sympy.preorder_traversal(node.expr)) > _MOST_OCCURRENCES:
+            for symbol in node.expr.free_symbols:
+                int(node.shape_env.create_symintnode(symbol, hint=None))
