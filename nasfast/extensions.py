@@ -55,8 +55,8 @@ COMMANDS = {
 }
 """Name of a command -> its line in `nasfast --help`."""
 
-COMMAND_FLAGS = "nasfast.research.studies.registry:flags"
-COMMAND_RUN = "nasfast.research.studies.registry:run"
+COMMAND_FLAGS = "nasfast.research.studies.commands:flags"
+COMMAND_RUN = "nasfast.research.studies.commands:run"
 """The functions of these commands; `nasfast.cli` calls them as it calls those of its own commands."""
 
 

@@ -36,6 +36,6 @@ def test_imports_point_one_way():
 
 def test_a_wrong_import_is_found():
     assert violations("spaces.arch", "from nasfast.supernet import Supernet")
-    assert violations("cli.main", "from nasfast.research.studies import registry")
+    assert violations("cli.main", "from nasfast.research.studies import commands")
     assert violations("train.loop", "from nasfast import _emulation")
     assert not violations("train.loop", "import torch\nfrom nasfast.supernet.blocks import x")

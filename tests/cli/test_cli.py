@@ -26,7 +26,7 @@ from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.pipeline import run as run_module
 from nasfast.pipeline import stages
 from nasfast.pipeline.run import Run, resolved
-from nasfast.research.studies import registry
+from nasfast.research.studies.commands import STUDIES
 from nasfast.retrain import save_model
 from nasfast.settings import RunConfig
 from nasfast.spaces import nas_bench_macro
@@ -277,7 +277,7 @@ def test_a_reader_that_ends_early_is_no_error():
 
 
 def test_no_help_waits_for_heavy_packages():
-    names = ["", *LINES, *registry.STUDIES]
+    names = ["", *LINES, *STUDIES]
     code = HELP.format(heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", code, *names], timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
@@ -285,10 +285,10 @@ def test_no_help_waits_for_heavy_packages():
         assert f"usage: nasfast {name or 'COMMAND'}" in done.stdout
 
 
-@pytest.mark.parametrize("config", [RunConfig, LatencyConfig, StepTimesConfig, *registry.STUDIES], ids=str)
+@pytest.mark.parametrize("config", [RunConfig, LatencyConfig, StepTimesConfig, *STUDIES], ids=str)
 def test_every_flag_has_a_help_text(config):
     parser = Parser()
-    parser.add_class_arguments(registry.find(config).load("config") if isinstance(config, str) else config)
+    parser.add_class_arguments(STUDIES[config].config if isinstance(config, str) else config)
     flags = [a for a in parser._actions if a.option_strings]
     assert len(flags) > (50 if config is RunConfig else 1)
     assert not [a.option_strings for a in flags if not (a.help or "").split("(type:")[0].strip()]

@@ -1,6 +1,6 @@
 """Local costs: what is recorded about a step, and means by cell, edge and operation with their standard errors.
 
-C = L - H of the last cell's output is theorem 2 of arXiv 2009.01272; `studies.wiring.theorems` checks it.
+C = L - H of the last cell's output is theorem 2 of arXiv 2009.01272; `studies.theorems` checks it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from nasfast.research.cells.search import (
     search_cells,
 )
 from nasfast.research.cells.space import CellSpace, darts_space, minimal_cell, simplified_cell
-from nasfast.research.studies.wiring.searches import monte_carlo_costs
+from nasfast.research.studies.wiring_cost import monte_carlo_costs
 from nasfast.train import CheckpointError, TrainConfig
 from nasfast.train.batches import as_epochs
 from nasfast.train.checkpoint import load_checkpoint
@@ -286,7 +286,7 @@ def test_second_order_is_the_formula(tmp_path):
 
 def test_monte_carlo_is_the_mean_over_draws(fused):
     net, loader = CellSupernet(SPACE, fused=fused), data(3)
-    table, outputs = monte_carlo_costs(net, loader, batches=7, seed=4)
+    table, outputs = monte_carlo_costs(net, loader, count=7, seed=4)
     cfg = CellSearchConfig(method="uniform", seed=4)
     total, count = torch.zeros(1, 5, 4), torch.zeros(1, 5, 4)
     for i in range(7):
@@ -297,7 +297,7 @@ def test_monte_carlo_is_the_mean_over_draws(fused):
     torch.testing.assert_close(table.total.float(), total, rtol=1e-4, atol=1e-6)
     assert torch.equal(table.count.float(), count)
     assert outputs[0, 3] == 7 * 8
-    again, _ = monte_carlo_costs(net, loader, batches=7, seed=4)
+    again, _ = monte_carlo_costs(net, loader, count=7, seed=4)
     assert torch.equal(again.total, table.total)
 
 

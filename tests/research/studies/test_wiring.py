@@ -1,336 +1,192 @@
-"""The wiring study with tiny settings: what it computes of searches, judges and writes, and its commands."""
+"""The wiring studies with tiny settings: what they read from searches, judge and write, and their commands."""
 
 from __future__ import annotations
 
 import json
-import math
 import tempfile
-from collections.abc import Mapping
-from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from in_process import run_tasks_here
-from tiny import write_folder
 
 from nasfast.cli.main import main
-from nasfast.config import ConfigError
-from nasfast.data import DataError
-from nasfast.research.cells.search import TRAIN, CellSearchEngine
-from nasfast.research.studies.report import StudyReport
-from nasfast.research.studies.run import run_study
-from nasfast.research.studies.wiring.config import CollapseConfig, CostConfig, GrowthConfig, TheoremsConfig, WidthConfig
-from nasfast.runtime.progress import Progress
-from nasfast.spaces import load_arch, read_space
-from nasfast.train import CheckpointError
+from nasfast.research.cells.config import CellSearchConfig
+from nasfast.research.cells.gates import uniform_logits
+from nasfast.research.cells.search import SEARCH, TRAIN, CellSearchEngine, CellSearchResult
+from nasfast.research.cells.space import Cell, CellSpace, Edge, darts_cell, minimal_cell
+from nasfast.research.studies import wiring, wiring_collapse, wiring_cost, wiring_width
+from nasfast.research.studies.commands import PatternConfig
+from nasfast.research.studies.notebook import Notebook
+from nasfast.research.studies.wiring import Setup, measures
 
-TINY = {
-    "cell": "minimal",
-    "channels": 4,
-    "samples": 16,
-    "steps": 6,
-    "records": 3,
-    "seeds": 2,
-    "batch_size": 4,
-    "threads": 1,
-}
-STUDIES = {
-    "p1": ("wiring p1", GrowthConfig(**TINY)),
-    "p2": ("wiring p2", WidthConfig(**TINY, control_steps=4)),
-    "p3": ("wiring p3", CollapseConfig(**TINY, control_steps=4)),
-    "cost": ("wiring cost", CostConfig(**TINY, nets=2, batches=3)),
-}
-STEPS = {
-    "p1": 2 * 6,
-    # three controls; the search is that of P1
-    "p2": 2 * 3 * 4,
-    # two levels, and the fixed probabilities; the search on one level is that of P1
-    "p3": 2 * (6 + 4),
-    "cost": 2 * 6,
-}
-"""Steps that a study takes in a directory in which those before it have been."""
-CONTROLS = ("control-simplified", "control-modified__sampled", "control-modified___0_1__fixed")
-FOLDERS = {f"{name}-s{seed}" for name in ("dsnas", *CONTROLS, "dsnas-bilevel", "table", "uniform") for seed in (0, 1)}
+TINY = Setup(channels=4, samples=16, noise=1.0, lr=0.1, steps=6, records=3, batch=4)
+STEPS = {"p1": 2 * 6, "p2": 2 * 3 * 6, "p3": 2 * 2 * 6, "cost": 2 * 6}
+"""Steps of a study in a directory in which those before it have been: P2 and P3 find the search of P1."""
 
 
-class Steps:
-    """Counts the steps of searches."""
+@pytest.fixture
+def tiny(monkeypatch):
+    for module, name in ((wiring_width, "CONTROL"), (wiring_collapse, "GATES"), (wiring_cost, "SETUP")):
+        monkeypatch.setattr(module, name, TINY)
+    for module in (wiring, wiring_collapse):
+        monkeypatch.setattr(module, "PATTERN", TINY)
+        monkeypatch.setattr(module, "SPACE", wiring.one_cell(minimal_cell(), TINY))
+    monkeypatch.setattr(wiring_cost, "NETS", 2)
+    monkeypatch.setattr(wiring_cost, "BATCHES", 3)
 
-    def __init__(self) -> None:
-        self.count = 0
 
-    def take(self) -> int:
-        count, self.count = self.count, 0
-        return count
-
-
-@pytest.fixture(scope="module")
-def steps():
-    counted, original = Steps(), CellSearchEngine.forward_backward
+@pytest.fixture
+def steps(monkeypatch) -> list[int]:
+    """Gets an entry for each step of a search."""
+    taken, original = [], CellSearchEngine.forward_backward
 
     def counting(self, x, y, paths=None):
-        counted.count += 1
+        taken.append(1)
         return original(self, x, y, paths)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CellSearchEngine, "forward_backward", counting)
-        yield counted
-
-
-@pytest.fixture(scope="module")
-def reports(steps, tmp_path_factory) -> tuple[Path, dict[str, StudyReport], dict[str, int]]:
-    """Every study but the theorems', one after another in one directory, and how many steps each took."""
-    out, found, taken = tmp_path_factory.mktemp("studies"), {}, {}
-    for kind, (study, cfg) in STUDIES.items():
-        steps.take()
-        found[kind] = run_study(study, cfg, out=out)
-        taken[kind] = steps.take()
-    return out, found, taken
-
-
-def flags(cfg) -> list[str]:
-    changed = {k: v for k, v in cfg.to_dict().items() if v != getattr(type(cfg)(), k)}
-    return [f"--{name}={value}" for name, value in changed.items()]
-
-
-def tree(folder: Path) -> dict[Path, bytes]:
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def told(form: Mapping) -> dict:
-    """What a report says of searches, not of the machine and the time."""
-    return {k: v for k, v in form.items() if k not in ("seconds", "machine", "environment")}
-
-
-# --- whole studies ------------------------------------------------------------------------------------------------
+    monkeypatch.setattr(CellSearchEngine, "forward_backward", counting)
+    return taken
 
 
 @pytest.mark.slow
-def test_studies_share_their_searches(reports):
-    out, _, taken = reports
-    assert taken == STEPS
-    assert {path.parent.name for path in out.glob("*/search.npz")} == FOLDERS
-
-
-@pytest.fixture
-def shown(monkeypatch):
-    """(name, done, total) of all that a study shows of its progress."""
-    told = []
-
-    class Shown(Progress):
-        def update(self, step, text=None):
-            told.append((self._stage, step, self._total))
-
-    monkeypatch.setattr("nasfast.research.studies.run.Progress", Shown)
-    return told
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["p2", "cost"])
-def test_a_command_repeats_nothing_and_tells_the_same(reports, steps, kind, capsys, shown):
-    out, found, _ = reports
-    steps.take()
-    assert main(["wiring", kind, *flags(STUDIES[kind][1]), "--out", str(out)]) == 0
-    assert steps.take() == 0
-    assert any(name.endswith(", seed 1") and done == total for name, done, total in shown)
-    form = json.loads((out / f"wiring-{kind}.json").read_text(encoding="utf-8"))
-    assert told(form) == told(found[kind].to_dict())
-    page = (out / f"wiring-{kind}.html").read_text(encoding="utf-8")
-    assert page.count("<figure>") == len(found[kind].figures) == len(list((out / f"wiring-{kind}").glob("*.svg")))
-    assert "settings are not those of the pass marks" in page and ">pass marks<" not in page
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"wiring-{kind}: ") and f"written: {out / f'wiring-{kind}.html'}" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["p3"])
-def test_searches_as_tasks_have_the_same_bytes(reports, steps, kind, tmp_path, monkeypatch, shown):
-    """Every search of a study is handed to the executor together, and read by the study as finished."""
-    out, found, taken = reports
-    run_tasks_here(monkeypatch)
-    steps.take()
-    assert main(["wiring", kind, *flags(STUDIES[kind][1]), "--out", str(tmp_path), "--attempts", "2"]) == 0
-    folders = {path.parent for path in tmp_path.glob("*/task.json")}
-    assert folders == {path.parent for path in tmp_path.glob("*/search.npz")} and len(folders) == 6
-    assert len(shown) == len(folders), "a search ran in the study itself"
-    # it finds the searches of p1 when it runs behind p1
-    assert steps.take() == taken[kind] + taken["p1"]
-    for folder in folders:
-        # a checkpoint also has the state of torch's global generator, which no search uses or sets
-        for path in (out / folder.name).glob("*.*"):
-            if path.suffix in (".npz", ".json", ".yaml"):
-                assert (folder / path.name).read_bytes() == path.read_bytes(), path
-    form = json.loads((tmp_path / f"wiring-{kind}.json").read_text(encoding="utf-8"))
-    assert told(form) == told(found[kind].to_dict())
-
-
-def test_a_search_that_fails_as_a_task_is_named_with_its_log(tmp_path, monkeypatch, capsys):
-    run_tasks_here(monkeypatch)
-
-    def fail(self, x, y, paths=None):
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(CellSearchEngine, "forward_backward", fail)
-    assert main(["wiring", "p1", *flags(GrowthConfig(**TINY)), "--out", str(tmp_path), "--attempts", "1"]) == 1
-    said = capsys.readouterr().err
-    assert "2 of 2 searches are not finished; the same command continues; dsnas-s0: RuntimeError: no memory" in said
-    assert "Traceback" in (tmp_path / "dsnas-s0/task.log").read_text()
-
-
-def test_tables_hold_the_measures_of_every_seed(reports):
-    out, found, _ = reports
-    table = found["p1"].tables[0]
-    assert table.header == ("", "seed 0", "seed 1", "mean, 95 %")
-    forms = [json.loads((out / f"dsnas-s{seed}" / "measures.json").read_text(encoding="utf-8")) for seed in (0, 1)]
-    values = {row[0]: row[1:] for row in table.rows}
-    assert len(values) == len(forms[0])
-    one, other = (form["q_int_end"] for form in forms)
-    # Student's t of one degree of freedom
-    interval = f"{(one + other) / 2:.3f} ± {12.7062 * abs(one - other) / 2:.3f}"
-    assert values["end (intermediate)"] == (f"{one:.3f}", f"{other:.3f}", interval)
-
-
-def test_other_settings_are_refused_and_nothing_is_lost(reports, steps, capsys):
-    out, _, _ = reports
-    before = tree(out)
-    steps.take()
-    for changes, message in (
-        ({"lr": 0.2}, "train.lr was 0.4, now 0.2"),
-        ({"samples": 17}, "data.samples was 16, now 17"),
-        ({"channels": 6}, "belongs to another search space.*another --out folder"),
-    ):
-        with pytest.raises(CheckpointError, match=message):
-            run_study("wiring p1", GrowthConfig(**{**TINY, **changes}), out=out)
-    assert main(["wiring", "p1", *flags(GrowthConfig(**TINY, noise=1.0)), "--out", str(out)]) == 1
-    assert "data.noise was 4.0, now 1.0" in capsys.readouterr().err
-    assert steps.take() == 0
-    after = tree(out)
-    assert {path: after[path] for path in before} == before
-
-
-@pytest.mark.parametrize(("method", "name"), [("darts", "DARTS"), ("proxyless", "ProxylessNAS")])
-def test_other_methods(tmp_path, method, name):
-    report = run_study("wiring p1", GrowthConfig(**{**TINY, "seeds": 1}, method=method), out=tmp_path)
-    assert report.subject.startswith(f"P1, growing: {name} on 1 minimal cell(s), 4 channels, 6 steps")
-    arrays = np.load(tmp_path / f"{method}-s0" / "search.npz")
-    # these three measure every operation in every step
-    assert (arrays["costs"][:, TRAIN, 2, 0, :, 1:] == 2).all()
-    own = [row[1] for row in report.tables[1].rows if "its own" in row[1]]
-    assert own == ["darts (its own)" if method == "darts" else "argmax (its own)"]
-
-
-def test_reduction_cells_have_figures_of_their_own(tmp_path):
-    cfg = GrowthConfig(**{**TINY, "seeds": 1}, cells=3, reductions=True)
-    report = run_study("wiring p1", cfg, out=tmp_path)
-    p = np.load(tmp_path / "dsnas-s0" / "search.npz")["probabilities"]
-    assert p.shape == (4, 2, 5, 8)
-    figures = {figure.title: figure for figure in report.figures}
-    for t, kind in enumerate(("normal", "reduction")):
-        edges = figures[f"seed 0, {kind} cell"].axes
-        assert np.array_equal([[y.get_ydata() for y in edge.lines] for edge in edges], p[:, t].transpose(1, 2, 0))
-    np.testing.assert_allclose(figures["P1"].axes[1].lines[0].get_ydata(), p[:, :, :4, 0].mean((1, 2)))
-    arch = load_arch(tmp_path / "dsnas-s0" / "arch_argmax.json", read_space(tmp_path / "dsnas-s0" / "space.yaml"))
-    assert len(arch) == 10
-    text = report.tables[1].rows[0][2]
-    assert text.startswith("normal:") and "; reduction:" in text
-
-
-def test_without_a_directory_nothing_stays(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    report = run_study("wiring p1", GrowthConfig(**{**TINY, "seeds": 1, "steps": 1}))
-    assert report.tables and not list(tmp_path.iterdir())
-
-
-def test_other_tables_of_local_costs(reports):
-    _, found, _ = reports
-    sums, variants = found["cost"].tables[1:]
-    before, last = (float(row[1]) for row in sums.rows)
+def test_studies_share_their_searches_and_repeat_none(tiny, steps, tmp_path, capsys):
+    before: dict[str, dict] = {}
+    for again in (False, True):
+        for kind, count in STEPS.items():
+            steps.clear()
+            # tiny searches may miss their marks
+            assert main(["wiring", kind, "--seeds", "2", "--threads", "1", "--out", str(tmp_path)]) in (0, 1)
+            assert len(steps) == (0 if again else count)
+            form = json.loads((tmp_path / f"wiring-{kind}.json").read_text())
+            assert form["settings"]["seeds"] == 2
+            page = (tmp_path / f"wiring-{kind}.html").read_text()
+            assert page.count("<figure>") == len(list((tmp_path / f"wiring-{kind}").glob("*.svg"))) > 1
+            names = [mark["name"] for mark in form["marks"]]
+            assert len(names) == len(set(names)) == {"p1": 10, "p2": 14, "p3": 20, "cost": 2}[kind]
+            told = {"marks": form["marks"], "tables": form["tables"]}
+            assert before.setdefault(kind, told) == told
+    sums = {row[0]: float(row[1]) for title, rows in form["tables"].items() if "figure 19" in title for row in rows[1:]}
     # corollary 1.2: what is not the last cell costs nothing
-    assert abs(before) < 0.02 * abs(last)
-    assert [row[0] for row in variants.rows] == [
-        "as above",
-        "order conv_relu_norm",
-        "order conv_norm_relu",
-        "norm layer",
-        "norm instance",
-    ]
-    cost = {row[0]: float(row[3]) for row in variants.rows}
+    assert abs(sums["second last cell"]) < 0.02 * abs(sums["last cell"])
+    variants = {row[0]: float(row[3]) for row in form["tables"]["at initialisation, figures 29 to 31"][1:]}
     # theorem 5: without scale and shift an instance norm leaves nothing
-    assert cost["norm instance"] == pytest.approx(0, abs=1e-5) and abs(cost["norm layer"]) > 1e-4
+    assert variants["norm instance"] == pytest.approx(0, abs=1e-5) and abs(variants["norm layer"]) > 1e-4
 
 
-# --- settings and images ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", ["darts", "proxyless"])
+def test_of_other_methods_signs_are_judged_alone(tiny, tmp_path, monkeypatch, method, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cfg = PatternConfig(method=method, seeds=1)
+    notes = Notebook("p1", cfg)
+    wiring.growing(cfg, notes)
+    # torch has a folder of its own there
+    assert notes.marks == [] and not list(tmp_path.rglob("*search.npz"))
+    said = capsys.readouterr().out
+    assert "Seed 0: " in said and "signs are judged" in said
 
 
-@pytest.mark.parametrize(
-    ("config", "settings", "message"),
-    [
-        (GrowthConfig, {"batch_size": 1}, "batch_size must be at least 2"),
-        (GrowthConfig, {"noise": math.nan}, "noise must not be negative, got nan"),
-        (GrowthConfig, {"device": "tpu"}, "device must be auto, cpu, cuda or cuda:N, got 'tpu'"),
-        (GrowthConfig, {"reductions": True, "cells": 2}, "reductions need at least 3 cells.*got cells=2"),
-        (WidthConfig, {"control_steps": 0}, "control_steps must be at least 1, got 0"),
-        (CollapseConfig, {"second_order": True}, "second_order belongs to method='darts', got 'dsnas'"),
-        (CostConfig, {"nets": 0}, "nets must be at least 1"),
-        (TheoremsConfig, {"batch": 0}, "batch must be at least 1"),
-    ],
-)
-def test_impossible_settings_are_refused(config, settings, message):
-    with pytest.raises(ValueError, match=message):
-        config(**settings)
+def fabricate_run(space: CellSpace, *, records: int, bilevel: bool = False) -> CellSearchResult:
+    """A search whose arrays are random but possible: no candidate, no cost; parts of the samples are correct."""
+    rng = np.random.default_rng(0)
+    edges, ops = len(space.cell.edges), len(space.ops)
+    allowed = uniform_logits(space)[0].exp().numpy() > 0
+    logits = np.where(allowed, rng.normal(size=(records + 1, 1, edges, ops)), -np.inf)
+    p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    shape = (records, 2, space.cells, edges, ops)
+    count = rng.integers(0, 4, shape) * allowed
+    cost = count * rng.normal(0.1, 1, shape)
+    outputs = rng.normal(size=(records, 2, 3, 4))
+    outputs[:, :, 1:, 3] = rng.integers(1, 9, (records, 2, 2))
+    outputs[:, :, 0] = outputs[:, :, 1] + outputs[:, :, 2]
+    return CellSearchResult(
+        SimpleNamespace(space=space),
+        CellSearchConfig(bilevel=bilevel),
+        10 * np.arange(1, records + 1),
+        logits[-1],
+        p,
+        np.stack([cost, cost**2, count], 2),
+        rng.normal(size=shape[:-1]),
+        outputs,
+    )
 
 
-def test_a_missing_gpu_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ConfigError, match="torch sees no GPU"):
-        run_study("wiring p1", GrowthConfig(**TINY, device="cuda"), out=tmp_path)
-    assert not list(tmp_path.iterdir())
+def mean_cost(run: CellSearchResult, edge: int, records: range) -> float:
+    """Mean over all batches in which an operation other than None ran on an edge of some cell."""
+    live = [k for k, op in enumerate(run.space.ops) if op != "none"]
+    sums = [run.costs[r, TRAIN, i, :, edge][:, live].sum() for r in records for i in (0, 2)]
+    return sum(sums[::2]) / sum(sums[1::2])
 
 
-def test_pass_marks_are_of_the_default_settings():
-    for config in (GrowthConfig, WidthConfig, CollapseConfig, CostConfig):
-        assert config().published
-        assert config(seed=3, seeds=1, threads=2, device="auto").published
-        for changes in ({"steps": 100}, {"records": 20}, {"images": "x"}):
-            assert not config(**changes).published
-    for changes in ({"method": "snas"}, {"alpha_std": 0.1}):
-        assert not GrowthConfig(**changes).published
-    assert not WidthConfig(control_steps=5).published and not CostConfig(nets=3).published
-    # P1 with the settings of the local costs does not have the defaults of P1
-    assert not GrowthConfig(cell="minimal", channels=8).published
+SPACES = {
+    "minimal": CellSpace("minimal", minimal_cell(), cells=2, channels=2),
+    "darts": CellSpace("darts", darts_cell(), cells=1, channels=2),
+    # into node 3 there is no edge from an input
+    "chain": CellSpace("c", Cell(1, 3, (Edge(0, 1), Edge(0, 2), Edge(1, 2), Edge(2, 3)), (3,)), cells=1, channels=2),
+}
 
 
-@pytest.fixture
-def images(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    # more classes than the synthetic images have, some with a label above theirs
-    return write_folder(tmp_path / "images", {f"class{i:02d}": 2 for i in range(12)}, side=8)
+@pytest.mark.parametrize("name", SPACES)
+@pytest.mark.parametrize("bilevel", [False, True])
+def test_measures(name, bilevel):
+    """Against sums by hand; fifteen parts of 32 records have three, three, and two each."""
+    space, cell = SPACES[name], SPACES[name].cell
+    run = fabricate_run(space, records=32, bilevel=bilevel)
+    none, first, last = space.ops.index("none"), slice(0, 3), slice(30, 32)
+    values = measures(run)
+
+    def output_cost(which, part):
+        return run.outputs[part, which, 0, 0].sum() / run.outputs[part, which, 0, 3].sum()
+
+    assert (values["C_first"], values["C_last"]) == pytest.approx((output_cost(TRAIN, first), output_cost(TRAIN, last)))
+    signs = [
+        run.costs[last, TRAIN, 0, i, e, k].sum() > 0
+        for i, e, k in np.ndindex(run.costs.shape[3:])
+        if space.ops[k] != "none" and run.costs[last, TRAIN, 2, i, e, k].sum()
+    ]
+    assert values["positive_last"] == pytest.approx(np.mean(signs))
+    for kind, inner in (("in", False), ("int", True)):
+        edges = [e for e, edge in enumerate(cell.edges) if (edge.source >= cell.inputs) == inner]
+        q = run.probabilities[:, 0][:, edges, none].mean(1)
+        assert (values[f"q_{kind}_start"], values[f"q_{kind}_peak"], values[f"q_{kind}_end"]) == pytest.approx(
+            (q[0], q.max(), q[-1])
+        )
+        kept = sum(int(run.probabilities[-1, 0, e].argmax()) != none for e in edges)
+        assert (values[f"kept_{kind}"], values[f"n_{kind}"]) == (kept, len(edges))
+    differences = []
+    for node in cell.inner:
+        costs = {True: [], False: []}
+        for e in cell.into(node):
+            costs[cell.edges[e].source >= cell.inputs].append(mean_cost(run, e, range(32)))
+        if costs[True] and costs[False]:
+            differences.append(np.mean(costs[True]) - np.mean(costs[False]))
+    assert values["intermediate_minus_input_cost"] == pytest.approx(np.mean(differences))
+    assert ("search_C_first" in values) == bilevel
+    if bilevel:
+        assert values["search_C_first"] == pytest.approx(output_cost(SEARCH, first))
+        assert values["search_C_smallest"] <= values["search_C_first"]
 
 
-def test_images_of_a_folder_on_one_and_two_levels(images, tmp_path, steps):
-    settings = {**TINY, "seeds": 1, "batch_size": 5, "images": str(images), "resolution": 8}
-    cfg = CollapseConfig(**settings, control_steps=2)
-    steps.take()
-    report = run_study("wiring p3", cfg, out=tmp_path / "out")
-    # 24 images are four batches of 5, half of them two; the fixed probabilities are of synthetic images
-    assert steps.take() == 8 + 6 + 2
-    assert "6 steps, images of images" in report.subject
-    for name, size in (("dsnas", 8), ("dsnas-bilevel", 6)):
-        space = read_space(tmp_path / "out" / f"{name}-s0" / "space.yaml")
-        assert (space.num_classes, space.resolution) == (12, 8)
-        arrays = np.load(tmp_path / "out" / f"{name}-s0" / "search.npz")
-        assert arrays["steps"][-1] == size
-        assert arrays["outputs"][:, :, 0, -1].sum(0).tolist() == [5 * size, 5 * size * (size == 6)]
-    report = run_study("wiring p1", GrowthConfig(**settings), out=tmp_path / "out")
-    assert steps.take() == 0 and "8 steps, images of images" in report.subject
-    with pytest.raises(CheckpointError, match="data.resolution was 8, now 9|another search space"):
-        run_study("wiring p1", GrowthConfig(**{**settings, "resolution": 9}), out=tmp_path / "out")
+def test_signs_of_the_patterns():
+    seen = {"C_first": 0.1, "C_last": -0.1, "q_in_start": 0.1, "q_in_peak": 0.2, "q_in_end": 0.05}
+    seen |= {"positive_first": 0.8, "positive_last": 0.4, "kept_in": 8.0, "n_in": 8.0, "kept_int": 1.0, "n_int": 6.0}
+    seen |= {"q_int_end": 0.8, "intermediate_minus_input_cost": 0.01}
+    assert all(wiring._growing_signs(seen).values()) and all(wiring_width._width_signs(seen).values())
+    for change in ({"C_first": -0.2}, {"C_last": float("nan")}, {"q_in_peak": 0.1019}, {"positive_last": 0.9}):
+        assert list(wiring._growing_signs({**seen, **change}).values()).count(False) == 1
+    # as many in number, but a larger share of the six is left
+    for change in ({"kept_int": 6.0}, {"q_in_end": 0.9}, {"intermediate_minus_input_cost": float("nan")}):
+        assert list(wiring_width._width_signs({**seen, **change}).values()).count(False) == 1
+    collapsed = {"kept_in": 0.0, "kept_int": 0.0, "search_C_smallest": 0.1, "search_minus_train_C": 0.1}
+    assert all(wiring_collapse._collapse_signs(collapsed).values())
+    for change in ({"kept_int": 1.0}, {"search_C_smallest": -0.1}, {"search_minus_train_C": -0.1}):
+        assert list(wiring_collapse._collapse_signs({**collapsed, **change}).values()).count(False) == 1
 
 
-def test_folders_that_cannot_be_used(tmp_path):
-    for counts, message in (({"a": 3}, "has one class only"), ({"a": 2, "b": 1}, "class 'b' has 1 image")):
-        folder = write_folder(tmp_path / str(len(counts)), counts, side=8)
-        with pytest.raises(DataError, match=message):
-            run_study("wiring p3", CollapseConfig(**TINY, images=str(folder), resolution=8), out=tmp_path / "out")
-    with pytest.raises(DataError, match="does not exist"):
-        run_study("wiring p1", GrowthConfig(**TINY, images=str(tmp_path / "absent")), out=tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_the_settings_are_those_of_the_description():
+    """Rows W2 to W5: noisy starts, and cells of one input for the controls."""
+    assert wiring.PATTERN == Setup(channels=6, samples=400, noise=4.0, lr=0.4, steps=1500, records=75)
+    assert wiring_width.CONTROL == Setup(channels=8, samples=1000, noise=3.0, lr=0.1, steps=600, records=12)
+    assert wiring_collapse.GATES == Setup(channels=8, samples=300, noise=3.0, lr=0.1, steps=300, records=12)
+    cells = [cell for _, cell, _ in wiring_width.CONTROLS.values()]
+    assert [(cell.inputs, cell.outputs) for cell in cells] == [(1, (1, 2)), (1, (2,)), (1, (2,))]
+    assert cells[2].edges[0].ops == ("sep_conv_5x5",) and cells[1].edges[0].ops == cells[2].edges[1].ops

@@ -1,6 +1,14 @@
-"""The theorems of the wiring study (arXiv 2009.01272) as checks on real networks, in float64 and in training mode.
+"""Theorems on local costs (Xie et al., arXiv 2009.01272), checked on real networks in float64 and training mode.
 
-Engine: a map f with f(s X) = f(X) for every s > 0 has <dL/dX, X> = 0. ReLU, convolution and pooling are positively
+The local cost of what an operation, edge or cell puts out is C = <dL/dX, X>. Claimed, up to O(eps) of the norms:
+
+    T1 (theorem 1)      what reaches a node through intermediate edges that end in a norm vanishes
+    T2 (corollary 1.1)  the edge costs of a cell add up to its output's cost
+    T3 (corollary 1.2)  cells before the last one cost nothing
+    T4 (theorem 2)      the output of the last cell costs L - H, loss minus entropy of the predictions
+    T5                  the same with other norms and other orders of convolution, norm and ReLU
+
+Why: a map f with f(s X) = f(X) for every s > 0 has <dL/dX, X> = 0. ReLU, convolution and pooling are positively
 homogeneous, and a norm removes the scale, but for its eps: with A the input of the first norm behind X,
 
     <dL/dX, X> = <dL/dA, A> = sum over the norm's statistics of eps / (var + eps) * sum (dL/dout) (out - shift)
@@ -13,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,11 +32,44 @@ from nasfast.research.cells.gates import uniform_logits
 from nasfast.research.cells.network import CellSupernet
 from nasfast.research.cells.operations import NormLayer, Operation
 from nasfast.research.cells.probe import sample_costs
-from nasfast.research.cells.space import CELLS, Cell, CellSpace
-from nasfast.research.studies.report import Check
+from nasfast.research.cells.space import CELLS, CellSpace, minimal_cell
+from nasfast.research.studies.commands import StudyConfig
+from nasfast.research.studies.notebook import Notebook
 
+NET_CELLS, CHANNELS, BATCH, RESOLUTION, CLASSES = 2, 8, 32, 12, 10
+EXACT = 1e-10
+"""Bound of a statement that holds up to rounding."""
+FIRST_ORDER = 5e-3
+"""Bound of a quantity that vanishes with eps: at eps = 1e-5, relative to the largest cost of an edge."""
 STATISTICS = {"batch": (0, 2, 3), "layer": (1, 2, 3), "instance": (2, 3)}
 """Dimensions of (N, C, H, W) that each kind of norm averages over."""
+
+
+class Residual(NamedTuple):
+    """One measured statement: what should be 0 (of an inequality: how far it is violated), and what passes."""
+
+    name: str
+    measured: float
+    bound: float
+    note: str = ""
+
+
+def theorems(cfg: StudyConfig, notes: Notebook) -> None:
+    """Theorems 1 to 5 in order, on minimal cells; theorem 2 on simplified, modified and DARTS cells too."""
+    notes.say(
+        f"Theorems on networks of {NET_CELLS} cells, {CHANNELS} channels, {BATCH} images, float64. C = <dL/dX, X> "
+        "is the local cost of an output; a residual is what a theorem says is 0."
+    )
+    minimal = CellSpace("minimal", minimal_cell(), NET_CELLS, CHANNELS, resolution=RESOLUTION, num_classes=CLASSES)
+    spaces = [minimal.replace(name=name, cell=CELLS[name]()) for name in ("minimal", "simplified", "modified", "darts")]
+    data = make_batch(minimal, BATCH, cfg.seed)
+    residuals = list(theorem_1(minimal, data, cfg.seed))
+    for space in spaces:
+        residuals += theorem_2(space, data, cfg.seed)
+    for theorem in (theorem_3, theorem_4, theorem_5):
+        residuals += theorem(minimal, data, cfg.seed)
+    for name, measured, bound, note in residuals:
+        notes.mark(name, measured, at_least=-bound, at_most=bound, note=note)
 
 
 @dataclass(frozen=True)
@@ -36,10 +77,8 @@ class Step:
     """A network after the backward pass of one batch.
 
     Attributes:
-        gates: (cells, edges, ops).
-        costs: (cells, edges, ops) gradients of the gates.
-        nodes: for every cell, its nodes in order and its output.
-        gradients: gradients of `nodes`; 0 where no gradient arrives.
+        gates, costs: (cells, edges, ops) gates and their gradients.
+        nodes, gradients: of every cell, its nodes in order and its output; 0 where no gradient arrives.
         logits, labels: (N, classes) and (N,).
     """
 
@@ -52,10 +91,6 @@ class Step:
     labels: Tensor
 
     @property
-    def cell(self) -> Cell:
-        return self.net.space.cell
-
-    @property
     def scale(self) -> float:
         """The largest cost of an edge; residuals are relative to it."""
         return float((self.gates * self.costs).sum(-1).abs().max())
@@ -66,7 +101,7 @@ class Step:
 
     def output_gradient(self, cell: int, node: int) -> Tensor:
         """The part of a node's gradient that comes through the cell's output alone."""
-        outputs = self.cell.outputs
+        outputs = self.net.space.cell.outputs
         if node not in outputs:
             return torch.zeros_like(self.nodes[cell][node])
         return self.gradients[cell][-1].chunk(len(outputs), 1)[outputs.index(node)]
@@ -80,7 +115,10 @@ class Step:
         ops = self.net.space.ops
         if SKIP_CONNECT not in ops:
             return self.costs.new_zeros(())
-        edges = [self.cell.is_intermediate(edge) and source in (None, edge.source) for edge in self.cell.edges]
+        edges = [
+            self.net.space.cell.is_intermediate(edge) and source in (None, edge.source)
+            for edge in self.net.space.cell.edges
+        ]
         return (self.gates * self.costs)[cell, torch.tensor(edges), ops.index(SKIP_CONNECT)].sum()
 
     def path_total(self, cell: int, node: int) -> float:
@@ -149,29 +187,22 @@ def take_step(net: CellSupernet, gates: Tensor, images: Tensor, labels: Tensor) 
     differentiable = [x for x in flat if x.requires_grad]
     loss = F.cross_entropy(logits, labels)
     costs, *arrived = torch.autograd.grad(loss, [gates, *differentiable], allow_unused=True)
-    if costs is None:
-        costs = torch.zeros_like(gates)
     by_node = {id(x): g for x, g in zip(differentiable, arrived, strict=True) if g is not None}
     gradients = [[by_node.get(id(x), torch.zeros_like(x)) for x in values] for values in nodes]
     detached = [[x.detach() for x in values] for values in nodes]
+    costs = torch.zeros_like(gates) if costs is None else costs
     return Step(net, gates.detach(), costs, detached, gradients, logits.detach(), labels)
 
 
 def norm_residual(norm: NormLayer, kind: str, x: Tensor, out: Tensor, gradient: Tensor) -> Tensor:
-    """<dL/dx, x> of a norm at x (N, C, H, W), from the gradient of its output; it would be 0 without eps.
-
-    `kind` is a key of STATISTICS.
-    """
+    """<dL/dx, x> of a norm of a kind of STATISTICS at x (N, C, H, W); it would be 0 without eps."""
     variance = x.var(STATISTICS[kind], unbiased=False, keepdim=True)
     shift = 0.0 if norm.bias is None else norm.bias.detach().view(1, -1, 1, 1)
     return (norm.eps / (variance + norm.eps) * gradient * (out - shift)).sum()
 
 
 def path_gradient(operation: Operation, x: Tensor, gradient: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Gradient that reaches x through an operation with norms, and `norm_residual` of its first norm.
-
-    `gradient` is that of the operation's output, and `kind` that of its norms.
-    """
+    """Gradient that reaches x through an operation from that of its output, and `norm_residual` of its first norm."""
     calls: list[tuple[Tensor, Tensor]] = []
     norm = next(module for module in operation.modules() if isinstance(module, NormLayer))
     handle = norm.register_forward_hook(lambda module, args, out: calls.append((args[0], out)))
@@ -183,35 +214,6 @@ def path_gradient(operation: Operation, x: Tensor, gradient: Tensor, kind: str) 
     ((before, behind),) = calls
     x_gradient, norm_gradient = torch.autograd.grad(y, [x, behind], gradient)
     return x_gradient, norm_residual(norm, kind, before.detach(), behind.detach(), norm_gradient)
-
-
-EXACT = 1e-10
-"""Bound of a statement that holds up to rounding."""
-
-FIRST_ORDER = 5e-3
-"""Bound of a quantity that vanishes with eps: at eps = 1e-5, relative to the largest cost of an edge."""
-
-
-@dataclass(frozen=True)
-class Residual:
-    """One measured statement.
-
-    Attributes:
-        name: the theorem and what is measured.
-        measured: the quantity that should be 0; for an inequality, how far it is violated.
-        bound: the largest magnitude that passes.
-        note: the numbers behind it.
-    """
-
-    name: str
-    measured: float
-    bound: float
-    note: str = ""
-
-    @property
-    def check(self) -> Check:
-        """The statement as a pass mark."""
-        return Check(self.name, -self.bound, self.bound, self.measured)
 
 
 GATES = {"one-hot": one_hot_gates, "mixed": mixed_gates}
@@ -234,7 +236,7 @@ def _node_totals(name: str, steps: Iterable[Step]) -> Residual:
     """The largest path total of any intermediate node, relative to the largest cost of an edge."""
     worst, size = 0.0, 0.0
     for step in steps:
-        totals = [abs(step.path_total(i, j)) for i in range(step.net.space.cells) for j in step.cell.inner]
+        totals = [abs(step.path_total(i, j)) for i in range(step.net.space.cells) for j in step.net.space.cell.inner]
         worst, size = max(worst, *totals), max(size, step.scale)
     return Residual(name, worst / size, FIRST_ORDER, f"{worst:.1e} where edges cost up to {size:.1e}; eps 1e-5")
 
@@ -263,11 +265,11 @@ def _path_costs(step: Step, cell: int, node: int) -> list[float]:
     """The part of a node's path total that belongs to each operation that enters it; the gates are one-hot."""
     gradient = step.gradients[cell][node] - step.output_gradient(cell, node)
     path_costs = []
-    for e in step.cell.into(node):
+    for e in step.net.space.cell.into(node):
         operation = step.net.cells[cell].operation(e, int(step.gates[cell, e].argmax()))
         if operation is not None:
             with torch.no_grad():
-                output = operation(step.nodes[cell][step.cell.edges[e].source])
+                output = operation(step.nodes[cell][step.net.space.cell.edges[e].source])
             path_costs.append(float((gradient * output).sum()))
     return path_costs
 
@@ -406,23 +408,6 @@ def theorem_5(space: CellSpace, data: Data, seed: int) -> Iterator[Residual]:
     worst, skips = (float(step.costs[..., ks].abs().max()) for ks in (other_ops, [space.ops.index(SKIP_CONNECT)]))
     note = f"skips {skips:.1e}; logits up to {float(step.logits.abs().max()):.1e}"
     yield Residual("T5 instance norm without scale: any cost but a skip's", worst, EXACT, note)
-
-
-def check_theorems(
-    *, cells: int = 2, channels: int = 8, batch: int = 32, resolution: int = 12, classes: int = 10, seed: int = 0
-) -> list[Residual]:
-    """Theorems 1 to 5 in order, on minimal cells; theorem 2 on simplified, modified and DARTS cells too."""
-    if cells < 2:
-        raise ValueError(f"the theorems need at least 2 cells, got {cells}")
-    sizes: dict[str, Any] = {"cells": cells, "channels": channels, "resolution": resolution, "num_classes": classes}
-    spaces = [CellSpace(name, CELLS[name](), **sizes) for name in ("minimal", "simplified", "modified", "darts")]
-    minimal, data = spaces[0], make_batch(spaces[0], batch, seed)
-    rows = list(theorem_1(minimal, data, seed))
-    for space in spaces:
-        rows += theorem_2(space, data, seed)
-    for theorem in (theorem_3, theorem_4, theorem_5):
-        rows += theorem(minimal, data, seed)
-    return rows
 
 
 def _numbers(values: Iterable[float]) -> str:
