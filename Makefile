@@ -54,8 +54,9 @@ PARALLEL = -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder --tim
 test: install-tests  ## run every test but those of test-compiled, in up to 8 processes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) -m "not aot" --durations=25 --durations-min=2
 
+# a few long tests, most of which stand in one file
 test-compiled: install-tests  ## run the tests of what the GPU code compiles to, and of the programs that measure it
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) -m aot --durations=5
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PARALLEL) --dist load -m aot --durations=5
 
 # pyproject.toml says what the marks mean.
 FAST = not (slow or interpreter or kill or dali or aot)

@@ -89,6 +89,7 @@ NEEDED = {
         torch._dynamo.config.optimize_ddp and isinstance(torch._dynamo.config.run_gc_after_compile, bool),
         isinstance(torch._dynamo.config.use_recursive_dict_tags_for_guards, bool),
         "torch.batch_norm(" in inspect.getsource(nn.functional.batch_norm),
+        "torch._C._nn.hardtanh_(" in inspect.getsource(nn.functional.hardtanh),
     ],
     "the backend of torch.compile (fusion/dynamo.py)": lambda: [
         isinstance(atoms.relu_.default, torch._ops.OpOverload),

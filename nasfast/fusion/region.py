@@ -35,7 +35,7 @@ from torch.utils._device import DeviceContext
 
 from nasfast.fusion.dynamo import GraphFacts, fuse_graph
 from nasfast.fusion.modules import catches_exceptions, has_patched_classes
-from nasfast.fusion.shapes import batch_norms_without_numbers, numbers_of, symbols_of
+from nasfast.fusion.shapes import known_sizes, numbers_of, symbols_of
 from nasfast.ops.autograd import transformed
 
 # Captures of one module. TorchDynamo compares their guards one after another, and its own limit is the same.
@@ -381,7 +381,7 @@ def _capturing(values: Sequence[Any], *, any_size: bool) -> Iterator[None]:
             if not any_size:
                 yield
                 return
-            with shape_config.patch(backed_size_oblivious=True), batch_norms_without_numbers():  # type: ignore[attr-defined]
+            with shape_config.patch(backed_size_oblivious=True), known_sizes():  # type: ignore[attr-defined]
                 yield
     finally:
         if collects:

@@ -1,16 +1,18 @@
 """Sizes while a forward is captured: symbols for all of them, and their numbers later.
 
-TorchDynamo computes the sizes of every result with symbols, which takes most of a capture. A BatchNorm's are those of
-its input, whatever its momentum and eps are, which PyTorch's rule would make constants of the graph. Some forwards
-compute sizes from sizes, as TensorFlow's padding does, so that each layer's has those of the layer before several
-times, and the fourth layer of this kind would take minutes. Then a graph serves images of one size.
+TorchDynamo computes the sizes of every result with symbols, which takes most of a capture. Those of a BatchNorm and of
+an activation are those of the input. PyTorch's rule would also make momentum and eps constants of the graph.
+
+Some forwards compute sizes from sizes, as TensorFlow's padding does, so that each layer's has those of the layer before
+several times, and the fourth layer of this kind would take minutes. Then a graph serves images of one size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import sympy
 import torch
@@ -54,11 +56,25 @@ class _Like(torch.autograd.Function):
 
 # of symbols in a size: behind one such padding it is three, behind two it is nine
 _MOST_OCCURRENCES = 4
+# in PyTorch's rules these are up to ten operators
+_ACTIVATIONS = ("hardtanh", "relu6", "hardswish", "hardsigmoid", "silu", "gelu")
+
+
+def _activation(function: Callable[..., Tensor], in_place: bool) -> Callable[..., Tensor]:
+    def run(x: Tensor, *arguments: Any, **settings: Any) -> Tensor:
+        if isinstance(x, FakeTensor) and x.is_floating_point():
+            return x if in_place else _Like.apply(x)
+        return function(x, *arguments, **settings)
+
+    return run
 
 
 @contextmanager
-def batch_norms_without_numbers() -> Iterator[None]:
-    """While this lasts, BatchNorms of fake tensors give only a type, sizes and layout; long sizes become numbers."""
+def known_sizes() -> Iterator[None]:
+    """While this lasts, BatchNorms and activations of fake tensors give only a type, sizes and layout.
+
+    Before a BatchNorm, long sizes become numbers.
+    """
     batch_norm = torch.batch_norm
 
     def run(x: Tensor, *arguments: Any) -> Tensor:
@@ -69,11 +85,13 @@ def batch_norms_without_numbers() -> Iterator[None]:
                 return _Like.apply(x, *tensors)
         return batch_norm(x, *arguments)
 
-    torch.batch_norm = run  # type: ignore[assignment]
-    try:
+    names = [name for name in (*_ACTIVATIONS, *(f"{name}_" for name in _ACTIVATIONS)) if hasattr(torch._C._nn, name)]
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(torch, "batch_norm", run))
+        for name in names:
+            function = getattr(torch._C._nn, name)
+            patches.enter_context(patch.object(torch._C._nn, name, _activation(function, name.endswith("_"))))
         yield
-    finally:
-        torch.batch_norm = batch_norm
 
 
 def _fix_long_sizes(x: FakeTensor) -> None:
