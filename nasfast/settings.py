@@ -298,7 +298,7 @@ def default_lr(trainable: Trainable, layers: int) -> float:
 
     The gradients of indicators are small: at 0.1 the gammas of a frozen network hardly leave 1 in a few thousand steps.
     Indicators take 0.5, the supernet rate of the Single Path One-Shot and BN-NAS settings. All BatchNorms together take
-    0.4, or 0.05 in a space of more than ten searched layers (docs/ranking.md 3).
+    0.4, or 0.05 in a space of more than ten searched layers (docs/ranking.md 1).
     """
     return {"indicators": 0.5, "bn": 0.05 if layers > DEEP_LAYERS else 0.4, "all": ALL_LR}[trainable]
 

@@ -15,7 +15,7 @@ convolution of an identity is R itself.
 
 With beta = 1 the inverted residual of an expansion t has P_2 = R P_1^T / t, and the wider it is, the more linear it is:
 a sum of w |w x| over directions w that are symmetric around 0 has the expectation 0, so the mean square of what the
-activation adds falls like 1 / t. Such a supernet underrates wide blocks (docs/ranking.md 3). Through N, that mean
+activation adds falls like 1 / t. Such a supernet underrates wide blocks (docs/ranking.md 1). Through N, that mean
 square does not depend on t.
 
 A depthwise filter is alpha times the centre tap plus sqrt(1 - alpha^2) times a random filter of norm 1.

@@ -188,7 +188,7 @@ SCHEMES: dict[Init, InitScheme] = {
 }
 
 ALIGNED_DEEP = InitScheme(depthwise="unit_norm", alignment=0.9, linear_share=0.95, shift=1.0, branch_scale=0.3)
-"""`aligned` for many layers: two paths of mobilenet_v2 then have features in common (docs/ranking.md 3)."""
+"""`aligned` for many layers: two paths of mobilenet_v2 then have features in common (docs/ranking.md 1)."""
 
 
 def aligned_scheme(layers: int) -> InitScheme:
