@@ -16,7 +16,7 @@ from nasfast.runtime.arguments import check_type
 from nasfast.shrink.channels import Dimension, Layer
 from nasfast.shrink.eliminate import eliminate, solve
 from nasfast.shrink.find import Found
-from nasfast.shrink.graph import ShrinkError, Values
+from nasfast.shrink.graph import ShrinkError, Values, channels_last
 
 _PIXELS = 64
 """Output pixels of a convolution, per image, at which its inputs are seen."""
@@ -189,7 +189,7 @@ def _see_inputs(found: Found, images: Tensor, batch: int, seed: int) -> dict[str
     see = {layer.node: inputs[layer.path] for layer in readers}
     tensors = found.program.tensors(found.model)
     for part in images.split(batch):
-        found.program.run(tensors, {found.program.image: part}, see=see)
+        found.program.run(tensors, {found.program.image: channels_last(part)}, see=see)
     return inputs
 
 
@@ -259,7 +259,7 @@ def _score(
     ]
     base = 0.0
     for i, part in enumerate(images.split(batch)):
-        logits, kept = program.run(tensors, {program.image: part}, keep=live)
+        logits, kept = program.run(tensors, {program.image: channels_last(part)}, keep=live)
         expected = (logits if reference is None else reference[i * batch :][: len(part)]).double().log_softmax(1)
         own = _divergence(expected, logits)
         base += own
@@ -298,7 +298,7 @@ def _padded(layer: Layer, dimension: Dimension, solution: Solution, model: nn.Mo
     weight: Any = model.get_submodule(layer.path).weight
     padded = torch.zeros(layer.rows, layer.columns)
     padded[:, unit_channels(solution.kept, layer.columns // dimension.units)] = solution.weights[layer.path]
-    return padded.view(weight.shape).to(weight), solution.biases[layer.path].to(weight)
+    return channels_last(padded.view(weight.shape)).to(weight), solution.biases[layer.path].to(weight)
 
 
 def divergence(expected: Tensor, logits: Tensor) -> float:

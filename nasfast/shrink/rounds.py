@@ -13,7 +13,7 @@ from torch import Tensor
 from nasfast.indicators.table import IndicatorTable
 from nasfast.search import InfeasibleConstraintError, search_table
 from nasfast.shrink.cut import cut
-from nasfast.shrink.graph import ShrinkError
+from nasfast.shrink.graph import ShrinkError, channels_last
 from nasfast.shrink.measure import Measured, check_images, divergence
 from nasfast.spaces import Arch
 
@@ -112,9 +112,9 @@ def search_measured(
 
 def whole_divergence(measured: Measured, arch: Arch, images: Tensor, reference: Tensor, *, batch: int = 32) -> float:
     """KL divergence, in nats per image, of the network of an architecture to logits (N, classes) on images."""
-    small = cut(measured, arch)
+    small = cut(measured, arch).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     with torch.no_grad():
-        return divergence(reference, torch.cat([small(part) for part in images.split(batch)]))
+        return divergence(reference, torch.cat([small(channels_last(part)) for part in images.split(batch)]))
 
 
 def correct(measured: Measured, networks: Sequence[tuple[Arch, float]]) -> IndicatorTable:
