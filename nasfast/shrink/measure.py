@@ -21,6 +21,12 @@ from nasfast.shrink.graph import ShrinkError, Values, channels_last
 _PIXELS = 64
 """Output pixels of a convolution, per image, at which its inputs are seen."""
 
+_FACTORS, _BISECTIONS = (1 / 16, 16.0), 50
+"""The factors of logits that are tried, and steps of the bisection between them."""
+
+_COLUMNS_PER_SAMPLE = 16
+"""Most inputs of a layer for each sample of them; with more, the ridge leaves the weights as they were."""
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -46,7 +52,8 @@ class Measured:
         table: for `nasfast.search_table` and `nasfast.search.pareto_front`: minus the KL divergence, in nats per image,
             of every candidate; where a choice has two widths, their sum.
         solutions: for each choice and dimension, width -> its weights.
-        base: KL divergence of the network itself to the reference; 0 where it is the reference.
+        base: `divergence` of the network itself from the reference, with which the predictions of `search_measured`
+            begin; 0 where it is the reference.
     """
 
     found: Found
@@ -77,7 +84,8 @@ def measure(
         images: (N, channels, height, width) of the size that `find` saw, prepared as for the network; a few hundred.
         score_images: how many of these, from the start, give the KL divergences.
         reference: (N, classes) logits of the network that this one shall be like, such as the same at a larger size;
-            the network's own by default.
+            the network's own by default. They give `base`; scores are always those beside the network's own logits,
+            because a candidate that lowers the confidence of a network may come nearer to other logits by it.
         ridge: share of each input's variance that is added to it. The layer's first weights are what it draws to. The
             number of columns / number of samples is added to it.
         batch: images at a time.
@@ -85,7 +93,7 @@ def measure(
 
     Raises:
         TypeError: found is something else.
-        ShrinkError: images of another size, or reference of another number.
+        ShrinkError: images of another size or fewer than the layers' inputs need, or reference of another number.
     """
     check_type("found", found, Found, advice="nasfast.shrink.find(model, images) makes one")
     check_images(found, images)
@@ -190,6 +198,13 @@ def _see_inputs(found: Found, images: Tensor, batch: int, seed: int) -> dict[str
     tensors = found.program.tensors(found.model)
     for part in images.split(batch):
         found.program.run(tensors, {found.program.image: channels_last(part)}, see=see)
+    for layer in readers:
+        needed = math.ceil(layer.columns / _COLUMNS_PER_SAMPLE / inputs[layer.path].samples * len(images))
+        if needed > len(images):
+            raise ShrinkError(
+                f"{layer.path} has {layer.columns} inputs, of which {len(images)} images show too few values: give at "
+                f"least {needed} images"
+            )
     return inputs
 
 
@@ -257,17 +272,17 @@ def _score(
     losses: list[dict[Any, float]] = [
         {(i, widths[-1]): 0.0 for i, widths in enumerate(place.widths)} for place in found.places
     ]
-    base = 0.0
-    for i, part in enumerate(images.split(batch)):
+    own = []
+    for part in images.split(batch):
         logits, kept = program.run(tensors, {program.image: channels_last(part)}, keep=live)
-        expected = (logits if reference is None else reference[i * batch :][: len(part)]).double().log_softmax(1)
-        own = _divergence(expected, logits)
-        base += own
+        own.append(logits)
+        expected = logits.double().log_softmax(1)
         for row, loss in zip(trials, losses, strict=True):
             for key, start, replace in row:
                 got, _ = program.run(tensors, kept[start], start=start, replace=replace())
-                loss[key] = loss.get(key, 0.0) + _divergence(expected, got) - own
-    return [{key: value / len(images) for key, value in loss.items()} for loss in losses], base / len(images)
+                loss[key] = loss.get(key, 0.0) + _divergence(expected, got)
+    base = 0.0 if reference is None else divergence(reference, torch.cat(own))
+    return [{key: value / len(images) for key, value in loss.items()} for loss in losses], base
 
 
 def _divergence(expected: Tensor, logits: Tensor) -> float:
@@ -302,6 +317,19 @@ def _padded(layer: Layer, dimension: Dimension, solution: Solution, model: nn.Mo
 
 
 def divergence(expected: Tensor, logits: Tensor) -> float:
-    """KL divergence in nats per image of logits (N, classes) to the expected ones."""
-    value = _divergence(expected.double().log_softmax(1), logits) / len(logits)
-    return value if not math.isnan(value) else math.inf
+    """KL divergence to the expected logits (N, classes), in nats per image, at the best factor of the logits.
+
+    The factor, of all images together, is that with the least divergence: it changes no prediction, and training or
+    the classifier's weights can have it. Without it, smaller images count as worse mostly because they make a network
+    too sure (EfficientNet-Lite0 at 160 instead of 224 pixels: 0.64 nats, and 0.3 at the best factor).
+    """
+    target, z = expected.double().softmax(1), logits.double()
+    if not bool(torch.isfinite(z).all()):
+        return math.inf
+    # the divergence is convex in the factor: its slope is 0 at the least
+    low, high = _FACTORS
+    for _ in range(_BISECTIONS):
+        factor = math.sqrt(low * high)
+        slope = float((((z * factor).softmax(1) - target) * z).sum())
+        low, high = (low, factor) if slope > 0 else (factor, high)
+    return _divergence(expected.double().log_softmax(1), z * math.sqrt(low * high)) / len(z)

@@ -32,7 +32,7 @@ class Shrunk:
         macs: MACs for one image.
         params: number of parameters.
         predicted: KL divergence by the table, in nats per image, before it was corrected.
-        divergence: its measured KL divergence on the held-out images.
+        divergence: its measured `nasfast.shrink.divergence` on the held-out images.
         round: the round that measured it, from 1.
     """
 
@@ -111,8 +111,8 @@ def search_measured(
 
 
 def whole_divergence(measured: Measured, arch: Arch, images: Tensor, reference: Tensor, *, batch: int = 32) -> float:
-    """KL divergence, in nats per image, of the network of an architecture to logits (N, classes) on images."""
-    small = cut(measured, arch).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    """The `divergence` of the network of an architecture, on images, from logits (N, classes)."""
+    small = cut(measured, arch).to(memory_format=torch.channels_last)
     with torch.no_grad():
         return divergence(reference, torch.cat([small(channels_last(part)) for part in images.split(batch)]))
 

@@ -61,14 +61,25 @@ def test_the_network_itself_loses_nothing(found, measured):
         assert torch.equal(shrink.cut(measured, found.full)(images), found.model(images))
 
 
-def test_a_reference_changes_the_base(found):
+def test_a_reference_gives_the_base_alone(found):
     images, logits = shrinkable.images(8), torch.randn(8, 5, dtype=torch.float64)
     measured = shrink.measure(found, images, reference=logits, score_images=8)
     with torch.no_grad():
-        assert measured.base == pytest.approx(reference_divergence(logits, found.model(images)))
-        arch = (0, *found.full[1:])
-        got = reference_divergence(logits, shrink.cut(measured, arch)(images))
-    assert measured.base - measured.table.score(arch) == pytest.approx(got)
+        assert measured.base == pytest.approx(shrink.divergence(logits, found.model(images)))
+    assert measured.table.scores == shrink.measure(found, images, score_images=8).table.scores
+
+
+def test_a_divergence_is_that_at_the_best_factor_of_the_logits():
+    generator = torch.Generator().manual_seed(0)
+    expected, logits = (torch.randn(6, 5, dtype=torch.float64, generator=generator) for _ in range(2))
+    logits += expected
+    got = shrink.divergence(expected, 3 * logits)
+    assert got == pytest.approx(
+        min(reference_divergence(expected, f / 1000 * logits) for f in range(1, 2000)), rel=1e-5
+    )
+    assert got < 0.9 * reference_divergence(expected, logits)
+    assert shrink.divergence(expected, 0.2 * expected) == pytest.approx(0, abs=1e-12)
+    assert shrink.divergence(expected, logits * math.inf) == math.inf
 
 
 def test_limits_fronts_and_ranges_work_as_for_other_spaces(found, measured):
@@ -88,5 +99,8 @@ def test_wrong_images_are_refused(found):
         shrink.measure(found, shrinkable.images(4, size=24))
     with pytest.raises(shrink.ShrinkError, match="one per image"):
         shrink.measure(found, shrinkable.images(4), reference=torch.zeros(3, 5))
+    # squeeze-and-excitation reads 24 inputs at one pixel of each image
+    with pytest.raises(shrink.ShrinkError, match=r"inverted\.excite\.squeeze has 24 inputs, .* at least 2 images"):
+        shrink.measure(found, shrinkable.images(1))
     with pytest.raises(TypeError, match=r"shrink\.find"):
         shrink.measure(found.model, shrinkable.images(4))
