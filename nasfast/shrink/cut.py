@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from nasfast.runtime.arguments import check_type
-from nasfast.shrink.channels import Dimension, Layer, Norm
+from nasfast.shrink.channels import Dimension, Layer
 from nasfast.shrink.graph import ShrinkError
 from nasfast.shrink.measure import Measured, Solution, unit_channels
 from nasfast.shrink.recipe import Dropped, Recipe, Slice, rebuild, shapes_digest
@@ -108,11 +108,7 @@ def _put(model: nn.Module, layer: Layer, solution: Solution, rows: tuple[int, ..
         weight, extra = weight[list(rows)], extra[list(rows)]
     module.weight.copy_(weight.view_as(module.weight))
     if layer.norm is not None:
-        _shift(model.get_submodule(layer.norm.path), layer.norm, extra)
+        norm: Any = model.get_submodule(layer.norm.path)
+        norm.running_mean.sub_(extra.to(norm.running_mean))
     else:
         module.bias.add_(extra.to(module.bias))
-
-
-def _shift(module: nn.Module, norm: Norm, extra: Tensor) -> None:
-    mean: Any = module.running_mean
-    mean.sub_(extra.to(mean))

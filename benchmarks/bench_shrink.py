@@ -1,0 +1,238 @@
+"""A pretrained network made smaller from a few hundred images without labels, beside others of the same cost.
+
+    python -m benchmarks.bench_shrink FILE.py:FUNCTION --fit fit.pt --test test.pt [--sizes 224 176 160]
+        [--shares .78 .55 .35] [--images 400] [--epochs 3] [--out FILE]
+
+FUNCTION gives the pretrained network. Both files are of torch.save: `fit` has images (N, 3, height, width) in uint8,
+`test` such images and their labels (N,). At every share of the network's MACs it compares the exact program at each
+size of the images, one width for all layers with the same least squares, and the network itself at each size;
+`--epochs` then trains the best of the program, and the network at the largest size that costs no more, by the KL
+divergence to the network at its own size. Accuracies have Wilson's 95 % interval; differences to the network, on the
+same images, have that of their standard error. Each row is written as it comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from scipy import stats
+from torch import Tensor, nn
+from torch.nn import functional
+
+from benchmarks.harness import positive, process_memory, write_json
+from nasfast import search_table, shrink
+from nasfast.runtime.memory import keep_freed_memory
+from nasfast.search import InfeasibleConstraintError
+
+BATCH = 25
+
+
+def load(source: str) -> nn.Module:
+    """The network of FILE.py:FUNCTION."""
+    file, _, function = source.rpartition(":")
+    spec = importlib.util.spec_from_file_location("network", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    model: nn.Module = getattr(module, function)()
+    return model.eval().to(memory_format=torch.channels_last)
+
+
+def prepared(images: Tensor, size: int, args: argparse.Namespace) -> Tensor:
+    """uint8 images at a size, normalised."""
+    x = images.float() / 255
+    if x.shape[-1] != size:
+        x = functional.interpolate(x, size=(size, size), mode="bicubic", antialias=True).clamp(0, 1)
+    return ((x - args.mean) / args.std).contiguous(memory_format=torch.channels_last)
+
+
+def outputs(model: nn.Module, images: Tensor, size: int, args: argparse.Namespace) -> Tensor:
+    """(N, classes) logits of uint8 images."""
+    model = model.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        return torch.cat([model(prepared(part, size, args)) for part in images.split(BATCH)])
+
+
+class Lesson:
+    """Batches of images and, by `teacher`, the logits of the network at its own size; shuffled at each iteration."""
+
+    def __init__(self, images: Tensor, logits: Tensor, size: int, args: argparse.Namespace) -> None:
+        self._images, self._logits, self._size, self._args = images, logits, size, args
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for chosen in torch.randperm(len(self._images), generator=self._generator).split(BATCH):
+            self._chosen = chosen
+            yield prepared(self._images[chosen], self._size, self._args)
+
+    def teacher(self, _: Tensor) -> Tensor:
+        return self._logits[self._chosen]
+
+
+def uniform(found: shrink.Found, share: float) -> tuple[int, ...]:
+    """The architecture whose widths are all the same share of their layers, and at most `share` of the MACs."""
+
+    def at(ratio: float) -> tuple[int, ...]:
+        arch = []
+        for place in found.places:
+            kept = [i for i, widths in enumerate(place.candidates) if widths is not None]
+            wanted = [ratio * widths[-1] for widths in place.widths]
+            distance = [sum(abs(k - w) for k, w in zip(place.candidates[i] or (), wanted, strict=True)) for i in kept]
+            arch.append(kept[distance.index(min(distance))])
+        return tuple(arch)
+
+    ratios = [i / 100 for i in range(100, 0, -1)]
+    return next((at(r) for r in ratios if found.space.cost(at(r)).macs <= share * found.macs), at(0.01))
+
+
+class Bench:
+    """The network, its images and the rows."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.model = load(args.network)
+        self.fit: Tensor = torch.load(args.fit)
+        self.test, self.labels = (t[: args.test_images] for t in torch.load(args.test))
+        self.size = int(self.fit.shape[-1])
+        self.rows: list[dict[str, Any]] = []
+        self.logits = outputs(self.model, self.fit[: args.lesson], self.size, args)
+        self.right: Tensor | None = None
+        self.macs = self.found(self.model, self.size).macs
+
+    def found(self, model: nn.Module, size: int) -> shrink.Found:
+        return shrink.find(model, prepared(self.fit[:1], size, self.args))
+
+    def row(self, network: str, model: nn.Module, size: int, macs: int, **more: Any) -> None:
+        """Measure a network's accuracy and write it."""
+        right = outputs(model, self.test, size, self.args).argmax(1) == self.labels
+        self.right = right if self.right is None else self.right
+        low, high = stats.binomtest(int(right.sum()), len(right)).proportion_ci(method="wilson")
+        gained, lost = int((right & ~self.right).sum()), int((~right & self.right).sum())
+        difference, count = (gained - lost) / len(right), len(right)
+        error = 1.96 * math.sqrt(max(gained + lost - (gained - lost) ** 2 / count, 0.0)) / count
+        accuracy = float(right.float().mean())
+        row = {
+            "network": network,
+            "size": size,
+            "macs": macs / self.macs,
+            "accuracy": accuracy,
+            "low": low,
+            "high": high,
+        }
+        self.rows.append({**row, "difference": difference, "error": error, **more})
+        if self.args.out:
+            write_json(self.args.out, self.rows)
+        print(
+            f"{network:24} {size} px {macs / self.macs:.3f} of the MACs: {accuracy:.2%} [{low:.2%}, {high:.2%}], "
+            f"difference {difference:+.2%} +- {error:.2%} {more or ''}",
+            flush=True,
+        )
+
+    def timed(self, call: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
+        """What a call returns; and its wall and processor seconds, and peak memory so far in GB."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        result = call()
+        peak = process_memory("VmHWM") / 1e9
+        return result, {"wall_s": time.perf_counter() - wall, "cpu_s": time.process_time() - cpu, "peak_gb": peak}
+
+    def measure(self, size: int) -> tuple[shrink.Measured, dict[str, float]]:
+        few = slice(0, self.args.images)
+
+        def call() -> shrink.Measured:
+            images = prepared(self.fit[few], size, self.args)
+            reference = None if size == self.size else self.logits[few]
+            found = self.found(self.model, size)
+            return shrink.measure(found, images, score_images=self.args.score_images, reference=reference, batch=16)
+
+        return self.timed(call)
+
+    def adapted(self, network: str, model: nn.Module, size: int, macs: int, **more: Any) -> None:
+        model = copy.deepcopy(model)
+        lesson = Lesson(self.fit[: self.args.lesson], self.logits, size, self.args)
+        losses, seconds = self.timed(
+            lambda: shrink.adapt(model, lesson, teacher=lesson.teacher, epochs=self.args.epochs)
+        )
+        self.row(f"{network}, adapted", model, size, macs, losses=losses, **seconds, **more)
+
+    def run(self) -> None:
+        shares: dict[int, float] = {}
+        for size in sorted({self.size, *self.args.sizes, *self.args.resolutions}, reverse=True):
+            macs = self.found(self.model, size).macs
+            shares[size] = macs / self.macs
+            self.row("the network", self.model, size, macs)
+        measured = {}
+        for size in self.args.sizes:
+            measured[size], seconds = self.measure(size)
+            print(f"measured at {size} px: {seconds}", flush=True)
+        for share in self.args.shares:
+            for size, m in measured.items():
+                self.program(m, size, share)
+            joint, seconds = self.joint(measured, share)
+            size = joint.measured.found.space.resolution
+            small, words = shrink.cut(joint.measured, joint.arch), joint.measured.found.space.words(joint.arch)
+            losses = {"predicted": joint.predicted, "divergence": joint.divergence}
+            self.row("joint program", small, size, joint.macs, share=share, arch=words, **losses, **seconds)
+            fits = [s for s, cost in shares.items() if cost <= share]
+            if self.args.epochs:
+                self.adapted("joint program", small, size, joint.macs, share=share)
+                for s in fits[:1]:
+                    self.adapted("the network", self.model, s, round(shares[s] * self.macs), share=share)
+
+    def program(self, measured: shrink.Measured, size: int, share: float) -> None:
+        """Rows of the best sum of a table, and at the network's own size of one width for all layers."""
+        space = measured.found.space
+        try:
+            chosen = search_table(measured.table, space, max_macs=share * self.macs)[0]
+        except InfeasibleConstraintError:
+            return
+        loss, words = measured.base - chosen.score, space.words(chosen.arch)
+        small = shrink.cut(measured, chosen.arch)
+        self.row("exact program", small, size, chosen.macs, share=share, predicted=loss, arch=words)
+        if size == self.size:
+            arch = uniform(measured.found, share)
+            self.row("one width", shrink.cut(measured, arch), size, space.cost(arch).macs, share=share)
+
+    def joint(self, measured: dict[int, shrink.Measured], share: float) -> tuple[shrink.Shrunk, dict[str, float]]:
+        """The network of all sizes that is nearest to the network, by images that nothing was fitted to."""
+        held = slice(self.args.images, self.args.images + self.args.score_images)
+        images = [prepared(self.fit[held], size, self.args) for size in measured]
+
+        def call() -> shrink.Shrunk:
+            tables = list(measured.values())
+            limit = share * self.macs
+            return shrink.search_measured(tables, images, self.logits[held], top_k=4, rounds=3, max_macs=limit)[0]
+
+        return self.timed(call)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("network", help="FILE.py:FUNCTION")
+    parser.add_argument("--fit", type=Path, required=True, help="uint8 images without labels")
+    parser.add_argument("--test", type=Path, required=True, help="uint8 images and labels")
+    parser.add_argument("--test-images", type=positive, default=400, help="images of --test")
+    parser.add_argument("--sizes", type=positive, nargs="*", default=[224, 176], help="sizes that are measured")
+    parser.add_argument("--resolutions", type=positive, nargs="*", default=[160, 128], help="more sizes of the network")
+    parser.add_argument("--shares", type=float, nargs="*", default=[0.78, 0.55, 0.35], help="of the network's MACs")
+    parser.add_argument("--images", type=positive, default=400, help="images of --fit that are measured with")
+    parser.add_argument("--score-images", type=positive, default=64, help="of these, images of the scores")
+    parser.add_argument("--lesson", type=positive, default=1000, help="images of --fit that networks are trained on")
+    parser.add_argument("--epochs", type=int, default=0, help="of this training")
+    parser.add_argument("--mean", type=float, default=0.5, help="of the images' normalisation")
+    parser.add_argument("--std", type=float, default=0.5, help="of the images' normalisation")
+    parser.add_argument("--out", type=Path, help="JSON file for the rows")
+    args = parser.parse_args()
+    keep_freed_memory()
+    Bench(args).run()
+
+
+if __name__ == "__main__":
+    main()
