@@ -7,12 +7,12 @@ import logging
 from collections.abc import Sequence
 
 from nasfast import __version__, extensions
-from nasfast.cli import machine, results, stages
+from nasfast.cli import machine, results, shrinking, stages
 from nasfast.cli.flags import SHORT, STAGES, Command, CommandLine, Parser, WrongFlags, long_flags, refuse
 from nasfast.runtime.imports import import_modules
 from nasfast.runtime.launcher import environment_rank
 
-COMMANDS: dict[str, Command] = {**stages.COMMANDS, **results.COMMANDS, **machine.COMMANDS}
+COMMANDS: dict[str, Command] = {**stages.COMMANDS, **shrinking.COMMANDS, **results.COMMANDS, **machine.COMMANDS}
 """The commands of the core, by name."""
 
 

@@ -20,6 +20,9 @@ from nasfast.runtime.termination import Terminated, raise_on_sigterm
 _JOINT = ("run", "supernet", "retrain")
 """Commands that several processes run together."""
 
+_RESUMED = (*_JOINT, "shrink")
+"""Commands that --resume continues."""
+
 _SPINS = "100"
 """Rounds (less than a microsecond) in which a thread looks for work before it sleeps, instead of OpenMP's 300,000.
 
@@ -28,7 +31,8 @@ core of the one that it waits for.
 """
 
 _NO_ROOM_REMEDY = (
-    "; files that were saved before are intact. Free some space and run again (run, supernet and retrain with --resume)"
+    "; files that were saved before are intact. Free some space and run again (run, supernet, retrain and shrink with "
+    "--resume)"
 )
 
 
@@ -101,7 +105,7 @@ def _say_stopped(command: str, reason: str, saved: str, *, dry_run: bool) -> Non
     """Say why a command stopped, and how it is continued; one process of several says it."""
     if dry_run:
         saved, more = "", "no run began, and nothing was trained"
-    elif command in _JOINT:
+    elif command in _RESUMED:
         more = "the same command with --resume continues"
     else:
         more = "run the same command again"

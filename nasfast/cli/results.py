@@ -147,14 +147,17 @@ def report(line: CommandLine) -> None:
     from nasfast.report import write_comparison, write_report  # imports matplotlib
     from nasfast.report.run_files import RunFiles
     from nasfast.report.seeds import write_stability_page
+    from nasfast.report.shrinking import NETWORKS_FILE, write_shrink_report
 
     if len(runs) > 1:
         # the page of one run lies in its folder, and this one where the command runs
         print(f"written: {write_comparison(runs, Path(args.page or 'comparison.html')).absolute()}")
         return
-    write_page = write_stability_page if (runs[0] / STABILITY_FILE).exists() else write_report
+    pages = {STABILITY_FILE: write_stability_page, NETWORKS_FILE: write_shrink_report}
+    write_page = next((write for file, write in pages.items() if (runs[0] / file).exists()), write_report)
     print(f"written: {write_page(runs[0])}")
-    RunFiles(runs[0]).check()
+    if write_page is not write_shrink_report:
+        RunFiles(runs[0]).check()
 
 
 COMMANDS = {

@@ -13,7 +13,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,15 +67,38 @@ class Parts:
     Attributes:
         modules: name -> module and the shape (C, H, W) of its input.
         layers: for each layer, option -> name of its part; None for an identity, which takes no time.
+        between: name of a part that is not timed -> names and shares of those between which it lies.
     """
 
     modules: dict[str, tuple[nn.Module, tuple[int, int, int]]]
     layers: tuple[dict[int, str | None], ...]
+    between: Mapping[str, tuple[tuple[str, float], ...]] = field(default_factory=dict)
 
     def names(self, arch: Arch) -> list[str]:
         """The names of the parts of a network, in their order."""
         chosen = (row[choice] for row, choice in zip(self.layers, arch, strict=True))
-        return [name for name in (_STEM, *chosen, _HEAD) if name in self.modules]
+        known = {*self.modules, *self.between}
+        return [name for name in (_STEM, *chosen, _HEAD) if name is not None and name in known]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is timed: the parts of a space, and whole networks.
+
+    Attributes:
+        space: the space.
+        parts: its parts.
+        make_network: gives the network of an architecture.
+        outside: whether a network has more than its parts; the rest is then one part more, whose time is fitted.
+        write_onnx: gives the ONNX file of a part or a network; None where it, or its result, leaves that to
+            torch.onnx.export.
+    """
+
+    space: LayerSpace
+    parts: Parts
+    make_network: Callable[[Arch], nn.Module]
+    outside: bool
+    write_onnx: Callable[[nn.Module], bytes | None] | None = None
 
 
 def _covering(space: LayerSpace) -> Iterator[Arch]:
@@ -299,14 +322,18 @@ def table_head(cfg: LatencyConfig, space: LayerSpace) -> dict[str, Any]:
 
 
 def latency(
-    cfg: LatencyConfig = LatencyConfig(), net: ModuleSupernet | None = None, *, rounds_file: str | Path | None = None
+    cfg: LatencyConfig = LatencyConfig(),
+    net: ModuleSupernet | Subject | None = None,
+    *,
+    rounds_file: str | Path | None = None,
 ) -> LatencyReport:
     """Time every candidate of every layer at its shapes, and whole networks, interleaved; make a table of latencies.
 
     Args:
         cfg: what is measured, and how.
-        net: a supernet that `nasfast.Supernet.from_module` made, whose space is measured in place of `cfg.space`. Its
-            networks run as their modules are: only the BatchNorms of nasfast's own units are folded.
+        net: a supernet that `nasfast.Supernet.from_module` made, or the parts of another module, whose space is
+            measured in place of `cfg.space`. Its networks run as their modules are: only the BatchNorms of nasfast's
+            own units are folded.
         rounds_file: keeps each round until the report is there; the same measurement goes on from it.
 
     Raises:
@@ -316,7 +343,8 @@ def latency(
             each other.
     """
     cfg = cfg.replace(dtype=resolve_precision(cfg.dtype, cfg.device))
-    space, parts, make_network = _choose_subject(cfg, net)
+    subject = _choose_subject(cfg, net)
+    space, parts = subject.space, subject.parts
     if cfg.device == "onnx":
         check_provider(cfg.provider)
     else:
@@ -326,21 +354,23 @@ def latency(
     with measuring(cfg.threads):
         if kept is not None and kept.rounds:
             _LOG.info("goes on after %d rounds, which %s has", len(kept.rounds), kept.path)
-        work = _deploy(cfg, space, parts, archs, make_network)
+        work = _deploy(cfg, subject, archs)
         _LOG.info("timing %d parts and %d networks, %d rounds", len(parts.modules), len(archs), cfg.rounds)
         measured = measure(work, rounds=cfg.rounds, stage="latency", kept=kept)
         times = {name: phases["run"] for name, phases in measured.items()}
         measured_on = machine()
     fitted, validated = archs[: cfg.calibrate], archs[cfg.calibrate :]
     medians = {name: summary["median_ms"] for name, summary in times.items()}
+    for name, ends in parts.between.items():
+        medians[name] = sum(share * medians[end] for end, share in ends)
     sums = [sum(medians[name] for name in parts.names(arch)) for arch in fitted]
-    counts = [len(parts.names(arch)) if net is None else 1 for arch in fitted]
+    counts = [1 if subject.outside else len(parts.names(arch)) for arch in fitted]
     fit = Fit()
     if fitted:
         shortest = min(medians[name] for name in parts.modules)
         fit = Fit.least_squares(sums, counts, [medians[format_arch(arch)] for arch in fitted], shortest=shortest)
     fixed = sum(fit.value(medians[name]) for name in (_STEM, _HEAD) if name in medians)
-    if net is not None:
+    if subject.outside:
         fit, fixed = Fit(fit.scale), max(0.0, fit.per_part)
     content = {
         **table_head(cfg, space),
@@ -375,16 +405,16 @@ def latency(
     return LatencyReport(content, space)
 
 
-def _choose_subject(
-    cfg: LatencyConfig, net: ModuleSupernet | None
-) -> tuple[LayerSpace, Parts, Callable[[Arch], nn.Module]]:
-    """What is timed: the space, its parts, and what makes the network of an architecture."""
+def _choose_subject(cfg: LatencyConfig, net: ModuleSupernet | Subject | None) -> Subject:
+    """What is timed."""
     if net is None:
         space = cfg.resolve()
-        return space, space_parts(space, seed=cfg.seed), lambda arch: _network(space, arch, cfg.seed)
+        return Subject(space, space_parts(space, seed=cfg.seed), lambda arch: _network(space, arch, cfg.seed), False)
     if not cfg.calibrate:
         raise ConfigError("calibrate must be at least 4 for a module, whose part outside of choices is fitted, got 0")
-    return net.space, module_parts(net), functools.partial(inherit, net)
+    if isinstance(net, Subject):
+        return net
+    return Subject(net.space, module_parts(net), functools.partial(inherit, net), True)
 
 
 def _subject(cfg: LatencyConfig, space: LayerSpace) -> dict[str, Any]:
@@ -394,38 +424,49 @@ def _subject(cfg: LatencyConfig, space: LayerSpace) -> dict[str, Any]:
     return {"settings": settings, "fingerprint": space.fingerprint, **on, "versions": environment()["versions"]}
 
 
-def _deploy(
-    cfg: LatencyConfig,
-    space: LayerSpace,
-    parts: Parts,
-    archs: Sequence[Arch],
-    make_network: Callable[[Arch], nn.Module],
-) -> dict[str, Timed]:
+def _deploy(cfg: LatencyConfig, subject: Subject, archs: Sequence[Arch]) -> dict[str, Timed]:
     """What runs each part and each network once, by name.
 
     In onnxruntime a network is joined from the exported parts. That of a module, which has more than its candidates,
     is exported.
     """
     work: dict[str, Timed] = {}
+    space, parts = subject.space, subject.parts
     with Progress("prepare", len(parts.modules) + len(archs)) as progress:
+        ready: dict[str, Timed] = {}
         exported: dict[str, OnnxPart] = {}
         if cfg.device == "onnx":
-            _LOG.info("exporting %d parts to ONNX", len(parts.modules))
-            progress.update(0, "export to ONNX")
-            exported = export_parts({name: (fold(part.eval()), shape) for name, (part, shape) in parts.modules.items()})
+            ready = {name: run for name, part in parts.modules.items() if (run := _written(subject, *part, cfg))}
+            left = {name: part for name, part in parts.modules.items() if name not in ready}
+            if left:
+                _LOG.info("exporting %d parts to ONNX", len(left))
+                progress.update(0, "export to ONNX")
+                exported = export_parts({name: (fold(part.eval()), shape) for name, (part, shape) in left.items()})
         for name, (module, shape) in parts.modules.items():
             progress.update(len(work), name)
-            work[name] = (
-                _run_joined([exported[name]], shape, cfg) if exported else deployed(module, _images(cfg, shape), cfg)
-            )
+            if name in ready:
+                work[name] = ready[name]
+            elif name in exported:
+                work[name] = _run_joined([exported[name]], shape, cfg)
+            else:
+                work[name] = deployed(module, _images(cfg, shape), cfg)
         shape = (space.in_channels, space.resolution, space.resolution)
         for arch in archs:
-            progress.update(len(work), f"network {format_arch(arch)}")
+            name = format_arch(arch)
+            progress.update(len(work), f"network {name}")
             if exported and not isinstance(space, ModuleSpace):
-                work[format_arch(arch)] = _run_joined([exported[name] for name in parts.names(arch)], shape, cfg)
-            else:
-                work[format_arch(arch)] = deployed(make_network(arch), _images(cfg, shape), cfg)
+                work[name] = _run_joined([exported[part] for part in parts.names(arch)], shape, cfg)
+                continue
+            network = subject.make_network(arch)
+            run = _written(subject, network, shape, cfg) if cfg.device == "onnx" else None
+            work[name] = run or deployed(network, _images(cfg, shape), cfg)
     return work
+
+
+def _written(subject: Subject, module: nn.Module, shape: tuple[int, int, int], cfg: LatencyConfig) -> Timed | None:
+    """What runs a part or a network in onnxruntime, if the subject writes it."""
+    data = None if subject.write_onnx is None else subject.write_onnx(module)
+    return None if data is None else in_onnxruntime(data, _images(cfg, shape), cfg)
 
 
 def _run_joined(parts: Sequence[OnnxPart], shape: tuple[int, int, int], cfg: LatencyConfig) -> Timed:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import Dim
 
 from nasfast.config import nearest
@@ -152,9 +152,13 @@ def export_program(network: ArchNetwork, path: str | Path) -> float:
     Raises:
         RuntimeError: the network has operators other than PyTorch's, or the program computes something else.
     """
+    return write_program(network, _random_images(network), path)
+
+
+def write_program(network: nn.Module, images: Tensor, path: str | Path) -> float:
+    """As `export_program`, of any network; `images` (N, C, H, W), N > 1, are those that the program is compared on."""
     path = Path(path)
     network = network.eval().cpu()
-    images = _random_images(network)
     with torch.no_grad():
         expected = network(images)
         program = torch.export.export(network, (images,), dynamic_shapes=({0: Dim("batch")},))
@@ -192,10 +196,23 @@ def export_onnx(network: ArchNetwork, path: str | Path) -> float:
     Raises:
         RuntimeError: the extra `onnx` is not installed, or onnxruntime and PyTorch disagree.
     """
+    cost = network.space.cost(network.arch)
+    about = {"space": network.space.name, "arch": list(network.arch), "macs": cost.macs, "params": cost.params}
+    return write_checked_onnx(network, _random_images(network), path, {**about, "images": _images(network)})
+
+
+def write_checked_onnx(network: nn.Module, images: Tensor, path: str | Path, about: dict[str, Any]) -> float:
+    """As `export_onnx`, of any network.
+
+    Args:
+        network: the network; it is put into eval mode.
+        images: (N, C, H, W), N > 1, on which onnxruntime and PyTorch are compared.
+        path: the .onnx file.
+        about: metadata, whose values are written as JSON.
+    """
     require_onnx()
     path = Path(path)
     network = network.eval().cpu()
-    images = _random_images(network)
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.no_grad():
         expected = network(images)
@@ -205,7 +222,7 @@ def export_onnx(network: ArchNetwork, path: str | Path) -> float:
         (got,) = open_session(unchecked.read_bytes()).run([OUTPUT], {INPUT: images.numpy()})
         difference = _difference(torch.from_numpy(got), expected)
         _check_difference(difference, path, "onnxruntime", "onnxruntime or torch")
-        _describe(unchecked, network)
+        _describe(unchecked, about)
         os.replace(unchecked, path)
     finally:
         unchecked.unlink(missing_ok=True)
@@ -231,13 +248,10 @@ def _check_difference(difference: float, path: Path, what: str, package: str) ->
         )
 
 
-def _describe(path: Path, network: ArchNetwork) -> None:
+def _describe(path: Path, about: dict[str, Any]) -> None:
     """Put what a user needs to know of the network into the metadata of an ONNX file."""
     import onnx
 
     model = onnx.load_model_from_string(path.read_bytes())
-    cost = network.space.cost(network.arch)
-    properties = {"space": network.space.name, "arch": list(network.arch), "macs": cost.macs, "params": cost.params}
-    properties["images"] = _images(network)
-    onnx.helper.set_model_props(model, {key: json.dumps(value) for key, value in properties.items()})
+    onnx.helper.set_model_props(model, {key: json.dumps(value) for key, value in about.items()})
     path.write_bytes(model.SerializeToString())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ def search_measured(
     top_k: int = 8,
     rounds: int = 4,
     batch: int = 32,
+    latency_tables: Sequence[str | Path] | None = None,
     **limits: Any,
 ) -> list[Shrunk]:
     """The networks within limits that are nearest to a reference, by measurement, best first.
@@ -69,7 +71,8 @@ def search_measured(
         top_k: networks that each round takes from each table.
         rounds: most rounds.
         batch: images at a time.
-        limits: `max_macs`, `max_params`, `max_latency_ms` and `latency_table` of `nasfast.search_table`.
+        latency_tables: for each, the file of its latencies, for `max_latency_ms`.
+        limits: `max_macs`, `max_params` and `max_latency_ms` of `nasfast.search_table`.
 
     Raises:
         InfeasibleConstraintError: no network of any table meets the limits.
@@ -88,7 +91,8 @@ def search_measured(
         best, errors = [], []
         for i, (m, table) in enumerate(zip(measured, tables, strict=True)):
             try:
-                found = search_table(table, m.found.space, top_k=top_k, **limits)
+                latencies = None if latency_tables is None else latency_tables[i]
+                found = search_table(table, m.found.space, top_k=top_k, latency_table=latencies, **limits)
             except InfeasibleConstraintError as error:
                 errors.append(error)
                 continue

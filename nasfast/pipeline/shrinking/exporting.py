@@ -1,0 +1,200 @@
+"""What `nasfast shrink` leaves for others: ONNX, PyTorch's program, weights with their recipe, and 8-bit ONNX."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nasfast.measure.config import LatencyConfig
+from nasfast.measure.deployed import in_onnxruntime
+from nasfast.measure.timing import measure, measuring, time_call
+from nasfast.pipeline.run import log_stage
+from nasfast.pipeline.shrinking.files import load_network, weights_digest
+from nasfast.pipeline.shrinking.images import answers
+from nasfast.pipeline.shrinking.material import Material
+from nasfast.pipeline.shrinking.run import read_record, write_record
+from nasfast.retrain.export import ONNX_FILE, PROGRAM_FILE, write_checked_onnx, write_program
+from nasfast.runtime.files import temporary_beside, write_atomic
+from nasfast.runtime.onnx import INPUT, OUTPUT, open_session, require_onnx
+from nasfast.shrink.recipe import RECIPE_FILE, WEIGHTS_FILE
+
+_LOG = logging.getLogger(__name__)
+
+EXPORT_FILE, CARD_FILE, INT8_FILE = "export.json", "README.md", "model-int8.onnx"
+
+INT8_LOSS = 0.01
+"""Loss of top-1 above which the 8-bit network is not recommended."""
+
+_CALIBRATION = 200
+"""Training images from which ranges of activations are taken."""
+
+_ROUNDS = 40
+
+_CARD = """\
+# {name}
+
+A smaller network of `{base}` for images of {resolution} x {resolution} pixels and {classes} classes: {headline}
+
+Images are resized to a short side of {short_side} pixels, cropped to the centre of {resolution}, scaled to [0, 1], and
+normalised by mean {mean} and standard deviation {std}. Classes, in order: {names}.
+
+| file | milliseconds ({runtime}) | |
+|---|---|---|
+{rows}
+
+`{recipe}` and `{weights}` make the network again on a fresh `{base}` with {classes} classes:
+`nasfast.shrink.load(model, FOLDER)`. Its licence is that of the weights that it was made from.
+"""
+
+
+def export(work: Material, small: dict[str, Any], headline: str) -> tuple[Path, ...]:
+    """Write the result's files into export/; those of the same network are kept.
+
+    Args:
+        work: the material.
+        small: its result.json.
+        headline: the result in a sentence, for the card.
+    """
+    folder, source, started = work.run.dir / "export", work.run.network("small"), time.monotonic()
+    network, size = load_network(source, work.form), int(small["size"])
+    about = {"network": weights_digest(network), "int8": work.cfg.int8}
+    if (record := read_record(folder / EXPORT_FILE, about)) is None:
+        work.run.begin_writing()
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in (RECIPE_FILE, WEIGHTS_FILE):
+            write_atomic(folder / file, (source / file).read_bytes())
+        shown, _ = work.images.read(work.images.train, size, 4)
+        images = work.images.prepared(shown)
+        info = work.images.info(size)
+        facts = {"macs": small["macs"], "params": small["params"], "images": info.to_dict()}
+        writers: dict[str, Callable[[Path], object]] = {
+            PROGRAM_FILE: lambda path: write_program(network, images, path),
+            ONNX_FILE: lambda path: write_checked_onnx(network, images, path, facts),
+        }
+        if work.cfg.int8:
+            writers[INT8_FILE] = lambda path: _write_int8(work, size, folder / ONNX_FILE, path)
+        for file, write in writers.items():
+            try:
+                write(folder / file)
+            except RuntimeError as error:
+                _LOG.warning("%s is left out: %s", file, error)
+                (folder / file).unlink(missing_ok=True)
+        rows = _timed_files(work, folder, images[:1])
+        if (folder / INT8_FILE).exists():
+            rows[INT8_FILE] |= _judge_int8(work, size, folder / INT8_FILE, float(small["top1"]))
+        record = write_record(folder / EXPORT_FILE, about, {"files": list(rows.values())})
+        log_stage("export", started, f"{len(rows)} files")
+    _write_card(work, folder, record, size, headline)
+    names = (CARD_FILE, *(row["file"] for row in record["files"]))
+    return tuple(folder / name for name in names)
+
+
+def _write_int8(work: Material, size: int, source: Path, path: Path) -> None:
+    """Write the network in 8-bit integers, with ranges from training images.
+
+    Raises:
+        RuntimeError: onnxruntime cannot quantise it, or there is no ONNX file.
+    """
+    require_onnx()
+    if not source.exists():
+        raise RuntimeError(f"{source.name} is missing, from which it is made")
+    from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    shown, _ = work.images.read(work.images.train, size, _CALIBRATION)
+    batches = iter(work.images.prepared(shown).split(16))
+
+    class Reader(quantization.CalibrationDataReader):
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            batch = next(batches, None)
+            return None if batch is None else {INPUT: batch.contiguous().numpy()}
+
+    unchecked = temporary_beside(path)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            prepared = Path(folder) / "prepared.onnx"
+            quant_pre_process(str(source), str(prepared))
+            quantization.quantize_static(
+                str(prepared),
+                str(unchecked),
+                Reader(),
+                quant_format=quantization.QuantFormat.QDQ,
+                per_channel=True,
+                activation_type=quantization.QuantType.QUInt8,
+                weight_type=quantization.QuantType.QInt8,
+            )
+        os.replace(unchecked, path)
+    except Exception as error:  # onnxruntime raises errors of its own
+        raise RuntimeError(f"onnxruntime cannot quantise it ({type(error).__name__}: {error})") from error
+    finally:
+        unchecked.unlink(missing_ok=True)
+        shutil.rmtree(unchecked, ignore_errors=True)
+
+
+def _judge_int8(work: Material, size: int, path: Path, top1: float) -> dict[str, Any]:
+    """The top-1 of the 8-bit network on the validation images, and whether it is recommended."""
+    session = open_session(path.read_bytes(), threads=work.cfg.latency_threads)
+
+    def network(x: Tensor) -> Tensor:
+        return torch.from_numpy(session.run([OUTPUT], {INPUT: x.contiguous().numpy()})[0])
+
+    own = answers(network, work.images, work.val(size)).top1
+    lost = top1 - own
+    verdict = "" if lost <= INT8_LOSS else f", more than {100 * INT8_LOSS:g}: take {ONNX_FILE}"
+    note = f"8-bit integers; top-1 {own:.1%}, {abs(100 * lost):.1f} points {'less' if lost > 0 else 'more'}{verdict}"
+    return {"top1": own, "note": note}
+
+
+def _timed_files(work: Material, folder: Path, image: Tensor) -> dict[str, dict[str, Any]]:
+    """Size and milliseconds of each file, for one image."""
+    cfg = LatencyConfig(device="onnx", threads=work.cfg.latency_threads, dtype="fp32")
+    runs: dict[str, Callable[[], dict[str, float]]] = {}
+    with measuring(cfg.threads), torch.inference_mode():
+        for file in (ONNX_FILE, INT8_FILE):
+            if (folder / file).exists():
+                runs[file] = in_onnxruntime((folder / file).read_bytes(), image, cfg)
+        if (folder / PROGRAM_FILE).exists():
+            program = torch.export.load(folder / PROGRAM_FILE).module()
+            runs[PROGRAM_FILE] = lambda: {"run": time_call(lambda: program(image), image.device)}
+        times = measure(runs, rounds=_ROUNDS) if runs else {}
+    rows = {}
+    for file in (ONNX_FILE, INT8_FILE, PROGRAM_FILE, WEIGHTS_FILE, RECIPE_FILE):
+        if (folder / file).exists():
+            row: dict[str, Any] = {"file": file, "bytes": (folder / file).stat().st_size}
+            rows[file] = row | ({"ms": times[file]["run"]["median_ms"]} if file in times else {})
+    return rows
+
+
+def _write_card(work: Material, folder: Path, record: dict[str, Any], size: int, headline: str) -> None:
+    info = work.images.info(size)
+    rows = [
+        f"| `{row['file']}` | {row['ms']:.2f} | {row.get('note', '')} |" if "ms" in row else f"| `{row['file']}` | | |"
+        for row in record["files"]
+    ]
+    threads = work.cfg.latency_threads
+    text = _CARD.format(
+        name=work.run.dir.resolve().name,
+        base=work.pretrained.name,
+        resolution=size,
+        short_side=info.short_side,
+        classes=len(info.classes),
+        names=", ".join(info.classes),
+        mean=list(info.mean),
+        std=list(info.std),
+        headline=headline,
+        runtime=f"one image, {threads} thread{'s' if threads > 1 else ''}",
+        rows="\n".join(rows),
+        recipe=RECIPE_FILE,
+        weights=WEIGHTS_FILE,
+    )
+    write_atomic(folder / CARD_FILE, text.encode())

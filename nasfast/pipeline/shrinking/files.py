@@ -1,0 +1,105 @@
+"""What the stages of `nasfast shrink` leave: weights, what was measured at a size, and records of results."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nasfast import shrink
+from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
+from nasfast.runtime.files import CheckpointError
+from nasfast.shrink import Found, Measured, Solution
+from nasfast.shrink.recipe import RECIPE_FILE, WEIGHTS_FILE
+from nasfast.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, storable
+
+RESULT_FILE = "result.json"
+_SOLUTIONS_FILE = "solutions.safetensors"
+
+
+def weights_digest(model: nn.Module) -> str:
+    """Digest of a state dict."""
+    return Checkpoint(storable(dict(model.state_dict())), {}).digest
+
+
+def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """Write tensors with what they depend on."""
+    save_checkpoint(path, Checkpoint(tensors, {"about": about}))
+
+
+def read_tensors(path: Path, about: dict[str, Any]) -> dict[str, Tensor] | None:
+    """What `save_tensors` wrote about the same; None if it is absent, damaged, or about something else."""
+    try:
+        saved = load_checkpoint(path)
+    except (OSError, CheckpointError):
+        return None
+    return saved.tensors if saved.state == {"about": about} else None
+
+
+def save_measured(folder: Path, measured: Measured, about: dict[str, Any]) -> None:
+    """Write what was measured at a size; the table comes last, so that it stands for the whole."""
+    tensors: dict[str, Tensor] = {}
+    for place, rows in enumerate(measured.solutions):
+        for dimension, row in enumerate(rows):
+            for width, solution in row.items():
+                head = f"{place}/{dimension}/{width}"
+                tensors[f"{head}/kept"] = solution.kept
+                tensors |= {f"{head}/weight/{path}": w for path, w in solution.weights.items()}
+                tensors |= {f"{head}/bias/{path}": b for path, b in solution.biases.items()}
+    save_tensors(folder / _SOLUTIONS_FILE, tensors, about)
+    meta = {**measured.table.meta, "base": measured.base, "about": about}
+    IndicatorTable.from_rows(measured.found.space, measured.table.scores, meta).save(folder / TABLE_FILE)
+
+
+def read_measured(folder: Path, found: Found, about: dict[str, Any]) -> Measured | None:
+    """What `save_measured` wrote about the same; None if it is absent, damaged, or of another network."""
+    try:
+        table = IndicatorTable.load(folder / TABLE_FILE)
+    except (OSError, TableError):
+        return None
+    tensors = read_tensors(folder / _SOLUTIONS_FILE, about)
+    if tensors is None or table.meta.get("about") != about or table.space.fingerprint != found.space.fingerprint:
+        return None
+    solutions = tuple(tuple[dict[int, Solution]](dict[int, Solution]() for _ in p.dimensions) for p in found.places)
+    parts: dict[tuple[int, int, int], dict[str, dict[str, Tensor]]] = {}
+    kept = {}
+    for name, tensor in tensors.items():
+        place, dimension, width, kind, *path = name.split("/", 4)
+        key = int(place), int(dimension), int(width)
+        if kind == "kept":
+            kept[key] = tensor
+        else:
+            parts.setdefault(key, {"weight": {}, "bias": {}})[kind][path[0]] = tensor
+    for (place_, dimension_, width_), chosen in sorted(kept.items()):
+        of = parts[place_, dimension_, width_]
+        solutions[place_][dimension_][width_] = Solution(chosen, of["weight"], of["bias"])
+    return Measured(found, table, solutions, float(table.meta["base"]))
+
+
+def save_network(folder: Path, model: nn.Module, recipe: shrink.Recipe | None, about: dict[str, Any]) -> None:
+    """Write a network: with a recipe by `nasfast.shrink.save`, otherwise its weights alone."""
+    if recipe is not None:
+        shrink.save(model, recipe, folder)
+    else:
+        save_tensors(folder / WEIGHTS_FILE, dict(model.state_dict()), about)
+
+
+def load_network(folder: Path, like: nn.Module) -> nn.Module:
+    """The network that `save_network` wrote, on a copy of one of the form of the full network.
+
+    Raises:
+        FileNotFoundError, ShrinkError, CheckpointError: its files are missing or damaged.
+    """
+    if (folder / RECIPE_FILE).exists():
+        return shrink.load(like, folder)
+    model = clone(like)
+    model.load_state_dict(load_checkpoint(folder / WEIGHTS_FILE).tensors)
+    return model.eval()
+
+
+def clone(model: nn.Module) -> nn.Module:
+    """A copy, in channels_last."""
+    return copy.deepcopy(model).to(memory_format=torch.channels_last)

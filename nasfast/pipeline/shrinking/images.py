@@ -1,0 +1,193 @@
+"""The images of a run of `nasfast shrink`, in memory: batches at any size, and views to train on with their targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from nasfast.config import ConfigError
+from nasfast.data import DataError, ImageSource, make_loader, random_subset
+from nasfast.data.datasets import SubsetSource
+from nasfast.data.loader import augment_of, open_images
+from nasfast.data.preprocess import normalise, scale_and_offset
+from nasfast.pipeline.shrinking.run import ShrinkConfig
+from nasfast.seeds import derive_seed
+from nasfast.settings import DataConfig, ImageInfo
+
+_FEWEST = 40
+"""Fewest training images: fewer say little of channels, and their least squares follow noise."""
+
+_SHIFT = 16
+"""A view is moved by at most this part of its side."""
+
+Shown = tuple[Tensor, Tensor]
+"""Images (N, C, H, W) as uint8 in channels_last, and labels (N,)."""
+
+
+@dataclass(frozen=True)
+class Images:
+    """The training and validation images.
+
+    Attributes:
+        train: in random order, so that the first are a sample.
+        val: the validation images.
+        data: their settings, with the network's normalisation.
+        channels: 3 or 1.
+        seed: of the run.
+    """
+
+    train: ImageSource
+    val: ImageSource
+    data: DataConfig
+    channels: int
+    seed: int
+
+    @classmethod
+    def open(cls, cfg: ShrinkConfig, data: DataConfig, channels: int) -> Images:
+        """The images of the settings.
+
+        Raises:
+            ConfigError, DataError: they cannot be used, or are too few.
+        """
+        train, val = open_images(data, seed=cfg.seed)
+        if channels not in (1, 3):
+            raise ConfigError(f"the network takes images of {channels} channels: give one for RGB or grey images")
+        if len(train) < max(_FEWEST, 2 * len(train.classes)):
+            raise DataError(
+                f"{len(train)} training images of {len(train.classes)} classes are too few to measure channels with: "
+                f"give at least {max(_FEWEST, 2 * len(train.classes))}"
+            )
+        return cls(random_subset(train, cfg.images, cfg.seed), val, data, channels, cfg.seed)
+
+    @property
+    def classes(self) -> int:
+        """Number of classes."""
+        return len(self.train.classes)
+
+    @property
+    def normaliser(self) -> tuple[Tensor, Tensor]:
+        """Scale and offset by which uint8 images become the network's input."""
+        mean, std = (tuple(v) if self.channels == 3 else (sum(v) / len(v),) for v in (self.data.mean, self.data.std))
+        return scale_and_offset(mean, std)
+
+    def info(self, size: int) -> ImageInfo:
+        """Preprocessing and classes at a size."""
+        loader = make_loader(self.data, self.val, train=False, resolution=size, in_channels=self.channels)
+        assert loader.images is not None
+        return loader.images
+
+    def read(self, source: ImageSource, size: int, count: int | None = None) -> Shown:
+        """The first `count` images of a source as at evaluation; all by default."""
+        if count is not None and count < len(source):
+            source = SubsetSource(source, np.arange(count))
+        loader = make_loader(self.data, source, train=False, resolution=size, in_channels=self.channels)
+        scale, offset = self.normaliser
+        scale, offset = scale[:, None, None], offset[:, None, None]
+        shown, labels = [], []
+        for x, y in loader.epoch(0):
+            shown.append(((x - offset) / scale).round().clamp(0, 255).to(torch.uint8))
+            labels.append(y)
+        return torch.cat(shown).contiguous(memory_format=torch.channels_last), torch.cat(labels)
+
+    def prepared(self, shown: Tensor) -> Tensor:
+        """uint8 images as the network's input."""
+        return normalise(shown.contiguous(memory_format=torch.channels_last), *self.normaliser)
+
+
+class Lesson:
+    """Views of the training images, the same in every lesson of a seed, with the logits of a teacher where it has some.
+
+    An iteration is an epoch; after the last the first follows, because each has its own views. Views are moved a little
+    and mirrored, but for digits.
+
+    Args:
+        images: the settings of the images.
+        shown: from `Images.read`, at the largest size.
+        batch: images per batch.
+        epochs: number of different epochs.
+    """
+
+    def __init__(self, images: Images, shown: Shown, *, batch: int, epochs: int) -> None:
+        self._images, (self._shown, self._labels) = images, shown
+        self._batch, self._epochs, self._next = batch, epochs, 0
+        self._kind = augment_of(images.data, self._shown.shape[-1])
+        self._at = (0, slice(0, 0))
+        self.targets: Tensor | None = None
+
+    def __len__(self) -> int:
+        return -(-len(self._shown) // self._batch)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        epoch, self._next = self._next % self._epochs, self._next + 1
+        for part, images, labels in self.epoch(epoch):
+            self._at = epoch, part
+            yield images, labels
+
+    def epoch(self, epoch: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """The batches of an epoch: their places in its order, images and labels."""
+        seed = derive_seed(self._images.seed, epoch)
+        generator = torch.Generator().manual_seed(seed)
+        order = torch.randperm(len(self._shown), generator=generator)
+        side = self._shown.shape[-1]
+        reach = 0 if self._kind == "none" else max(1, side // _SHIFT)
+        moves = torch.randint(-reach, reach + 1, (len(order), 2), generator=generator).tolist()
+        mirrored = (torch.rand(len(order), generator=generator) < 0.5) & (self._kind in ("imagenet", "cifar"))
+        for start in range(0, len(order), self._batch):
+            part = slice(start, min(start + self._batch, len(order)))
+            chosen = order[part]
+            views = self._shown[chosen]
+            views = torch.where(mirrored[part, None, None, None], views.flip(3), views)
+            yield part, self._images.prepared(_moved(views, moves[part], reach)), self._labels[chosen]
+
+    def teacher(self, images: Tensor) -> Tensor:
+        """The teacher's logits of the batch that the last iteration gave."""
+        assert self.targets is not None, "a lesson of a teacher has targets"
+        epoch, part = self._at
+        return self.targets[epoch, part]
+
+    @torch.no_grad()
+    def taught_by(self, network: Callable[[Tensor], Tensor]) -> Tensor:
+        """Logits (epochs, N, classes) of a network for all views."""
+        return torch.stack([torch.cat([network(x) for _, x, _ in self.epoch(epoch)]) for epoch in range(self._epochs)])
+
+
+def _moved(images: Tensor, moves: list[list[int]], reach: int) -> Tensor:
+    """Images (N, C, H, W), each moved by (down, right) pixels; what comes in is reflected."""
+    if not reach:
+        return images
+    height, width = images.shape[2:]
+    padded = functional.pad(images.float(), (reach,) * 4, mode="reflect").to(images.dtype)
+    starts = [(reach + down, reach + right) for down, right in moves]
+    windows = zip(padded, starts, strict=True)
+    return torch.stack([x[:, top : top + height, left : left + width] for x, (top, left) in windows])
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a network answers to the validation images.
+
+    Attributes:
+        right: (N,) one byte, 1 where its most probable class is the image's.
+    """
+
+    right: bytes
+
+    @cached_property
+    def top1(self) -> float:
+        """Share of right answers."""
+        return float(np.frombuffer(self.right, np.uint8).mean())
+
+
+@torch.no_grad()
+def answers(network: Callable[[Tensor], Tensor], images: Images, shown: Shown, *, batch: int = 64) -> Answers:
+    """The answers of a network to images at its size."""
+    pixels, labels = shown
+    parts = zip(pixels.split(batch), labels.split(batch), strict=True)
+    right = torch.cat([network(images.prepared(x)).argmax(1) == y for x, y in parts])
+    return Answers(right.to(torch.uint8).numpy().tobytes())

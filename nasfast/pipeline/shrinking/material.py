@@ -1,0 +1,212 @@
+"""What the stages of `nasfast shrink` work on: the network, the images, and what was adapted and measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nasfast import shrink
+from nasfast.config import ConfigError
+from nasfast.display import counted
+from nasfast.pipeline.run import log_stage
+from nasfast.pipeline.shrinking.files import (
+    clone,
+    read_measured,
+    read_tensors,
+    save_measured,
+    save_tensors,
+    weights_digest,
+)
+from nasfast.pipeline.shrinking.images import Images, Lesson, Shown
+from nasfast.pipeline.shrinking.models import (
+    Pretrained,
+    Renormalised,
+    fit_classifier,
+    last_linear,
+    load_pretrained,
+    with_classes,
+)
+from nasfast.pipeline.shrinking.run import ShrinkRun
+from nasfast.settings import DataConfig
+from nasfast.shrink import Found, Measured
+
+
+class Material:
+    """What the stages work on; each part is made at its first use, or read where a stage has written it.
+
+    Args:
+        run: the run.
+    """
+
+    def __init__(self, run: ShrinkRun) -> None:
+        self.run, self.cfg = run, run.cfg
+        self._val: dict[int, Shown] = {}
+        self._found: dict[int, Found] = {}
+        self._measured: dict[int, Measured] = {}
+
+    @cached_property
+    def pretrained(self) -> Pretrained:
+        """The network as it is given."""
+        assert self.cfg.model is not None, "ShrinkConfig.check_begins refuses it"
+        return load_pretrained(self.cfg.model, self.cfg.weights)
+
+    @cached_property
+    def images(self) -> Images:
+        """The images."""
+        return Images.open(self.cfg, self.pretrained.data(self.cfg.data), self.pretrained.channels)
+
+    @property
+    def resolution(self) -> int:
+        """The largest side of the images."""
+        return self.cfg.resolution or self.pretrained.resolution
+
+    @cached_property
+    def train(self) -> Shown:
+        """The training images at the largest size."""
+        return self.images.read(self.images.train, self.resolution)
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Training images as they are, with labels."""
+        shown, labels = self.train
+        for x, y in zip(shown.split(64), labels.split(64), strict=True):
+            yield self.images.prepared(x), y
+
+    def val(self, size: int) -> Shown:
+        """The validation images at a size."""
+        if size not in self._val:
+            self._val[size] = self.images.read(self.images.val, size)
+        return self._val[size]
+
+    @cached_property
+    def lesson(self) -> Lesson:
+        """The views that every network is adapted on."""
+        return Lesson(self.images, self.train, batch=self.images.data.batch_size, epochs=self.cfg.epochs)
+
+    @cached_property
+    def about(self) -> dict[str, Any]:
+        """What every result depends on besides the settings."""
+        return {"weights": weights_digest(self.pretrained.model), "classes": self.images.classes}
+
+    @cached_property
+    def form(self) -> nn.Module:
+        """A network of the form of the teacher: with as many classes as the images have."""
+        return with_classes(self.pretrained.model, self.images.classes)
+
+    @cached_property
+    def peer(self) -> Found:
+        """The network that the user names for comparison, of as many classes, with the images of this one."""
+        assert self.cfg.peer is not None, "it is asked for where there is one"
+        given = load_pretrained(self.cfg.peer, None)
+        if given.channels != self.pretrained.channels:
+            raise ConfigError(f"the peer takes images of {given.channels} channels, the network {self.images.channels}")
+        own = self.images.data
+        other = given.data(own.replace(mean=DataConfig.mean, std=DataConfig.std))
+        model = with_classes(Renormalised(given.model, own, other, given.channels), self.images.classes)
+        return shrink.find(model, torch.zeros(1, given.channels, self.resolution, self.resolution), name=given.name)
+
+    @cached_property
+    def teacher(self) -> nn.Module:
+        """The full network, adapted to the images at the largest size."""
+        return adapt_teacher(self)
+
+    def at_size(self, size: int) -> nn.Module:
+        """The full network, adapted at a size."""
+        return self.teacher if size == self.resolution else adapt_size(self, size)
+
+    def searched(self, size: int) -> Found:
+        """What can be searched at a size, in a network of the form of the teacher."""
+        if size not in self._found:
+            example = torch.zeros(1, self.pretrained.channels, size, size)
+            self._found[size] = shrink.find(self.form, example, name=self.pretrained.name)
+        return self._found[size]
+
+    def found(self, size: int) -> Found:
+        """What can be searched in the full network, adapted at a size."""
+        return replace(self.searched(size), model=self.at_size(size))
+
+    def measured(self, size: int) -> Measured:
+        """What was measured at a size."""
+        if size not in self._measured:
+            self._measured[size] = measure_size(self, size)
+        return self._measured[size]
+
+    @cached_property
+    def samples(self) -> tuple[int, int]:
+        """How many training images measure channels, and how many others compare whole networks."""
+        held = min(self.cfg.held_out, len(self.images.train) // 4)
+        return min(self.cfg.measure_images, len(self.images.train) - held), held
+
+    def sample(self, size: int) -> tuple[Tensor, Tensor]:
+        """Inputs at a size: those that measure channels, and the others."""
+        count, held = self.samples
+        shown, _ = self.images.read(self.images.train, size, count + held)
+        x = self.images.prepared(shown)
+        return x[:count], x[count:]
+
+    @cached_property
+    def reference(self) -> tuple[Tensor, Tensor]:
+        """The teacher's logits of `sample`."""
+        with torch.no_grad():
+            first, second = (torch.cat([self.teacher(p) for p in x.split(32)]) for x in self.sample(self.resolution))
+        return first, second
+
+
+def adapt_teacher(work: Material) -> nn.Module:
+    """The teacher, with its targets in the lesson; writes teacher.safetensors and targets.safetensors."""
+    run, started = work.run, time.monotonic()
+    path, targets = run.dir / "teacher.safetensors", run.dir / "targets.safetensors"
+    model = clone(work.form)
+    if (tensors := read_tensors(path, work.about)) is not None:
+        model.load_state_dict(tensors)
+    else:
+        run.begin_writing()
+        if last_linear(work.pretrained.model)[1].out_features != work.images.classes:
+            model = clone(work.pretrained.model)
+            fit_classifier(model, work.batches, work.images.classes)
+        shrink.adapt(model, work.lesson, epochs=run.cfg.teacher_epochs)
+        save_tensors(path, dict(model.state_dict()), work.about)
+        log_stage("adapt", started, f"the full network on {counted(len(work.images.train), 'image')}")
+    model.eval().requires_grad_(False)
+    if (kept := read_tensors(targets, work.about)) is None:
+        kept = {"logits": work.lesson.taught_by(model)}
+        save_tensors(targets, kept, work.about)
+    work.lesson.targets = kept["logits"]
+    return model
+
+
+def adapt_size(work: Material, size: int) -> nn.Module:
+    """The full network after adaptation at a smaller size; writes size-N/full.safetensors."""
+    path, started = work.run.dir / f"size-{size}" / "full.safetensors", time.monotonic()
+    model = clone(work.teacher)
+    if (tensors := read_tensors(path, work.about)) is not None:
+        model.load_state_dict(tensors)
+    else:
+        work.run.begin_writing()
+        epochs = work.cfg.teacher_epochs
+        shrink.adapt(model, work.lesson, teacher=work.lesson.teacher, size=size, epochs=epochs)
+        save_tensors(path, dict(model.state_dict()), work.about)
+        log_stage("adapt", started, f"the full network at {size} px")
+    return model.eval().requires_grad_(False)
+
+
+def measure_size(work: Material, size: int) -> Measured:
+    """Table, orders and weights at a size; writes size-N/."""
+    folder, started, found = work.run.dir / f"size-{size}", time.monotonic(), work.found(size)
+    if (measured := read_measured(folder, found, work.about)) is not None:
+        return measured
+    work.run.begin_writing()
+    images, _ = work.sample(size)
+    reference = None if size == work.resolution else work.reference[0]
+    measured = shrink.measure(
+        found, images, score_images=work.cfg.score_images, reference=reference, seed=work.cfg.seed
+    )
+    save_measured(folder, measured, work.about)
+    choices = sum(len(place.candidates) for place in found.places)
+    log_stage("measure", started, f"{size} px: {choices} candidates of {len(found.places)} choices")
+    return measured

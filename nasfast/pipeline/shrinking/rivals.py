@@ -1,0 +1,157 @@
+"""Networks of about equal cost that the result of `nasfast shrink` is compared with, after the same adaptation."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from typing import Any
+
+import numpy as np
+
+from nasfast.pipeline.shrinking.files import clone
+from nasfast.pipeline.shrinking.material import Material
+from nasfast.pipeline.shrinking.models import fit_classifier
+from nasfast.pipeline.shrinking.norms import by_norms
+from nasfast.pipeline.shrinking.stages import Made, adapted_network, cut_network, limits_at
+from nasfast.pipeline.shrinking.timing import full_latency
+from nasfast.search import InfeasibleConstraintError, Limits, sample_under
+from nasfast.search.limits import layer_costs
+from nasfast.shrink import Found, Place
+from nasfast.spaces import Arch
+
+_LOG = logging.getLogger(__name__)
+
+_DRAWS = 200
+"""Random architectures within the limits, of which those that use most of them are taken."""
+
+
+def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> dict[str, dict[str, Any]]:
+    """Name -> result of each network of the comparison."""
+    best, size = record["networks"][0], work.resolution
+    networks = {}
+    side = equal_side(work, record, limits)
+    if side is not None:
+        found = work.searched(side)
+        networks["lower"] = adapted_network(
+            work,
+            "lower",
+            f"full network at {side} px",
+            size=side,
+            costs=(found.macs, found.params),
+            depends={},
+            make=lambda: (work.at_size(side), None),
+        )
+    bounds = limits_at(work, size, limits)
+    uniform = uniform_arch(work.searched(size), bounds)
+    if uniform is None:
+        _LOG.info("uniform widths at %d px do not meet the limits", size)
+    else:
+        networks["uniform"] = cut_network(
+            work, "uniform", "uniform widths, closed form", size, uniform, lambda: work.measured(size)
+        )
+        networks["l1"] = cut_network(
+            work, "l1", "uniform widths by L1 norms", size, uniform, lambda: by_norms(work.found(size))
+        )
+    where = int(best["size"])
+    archs = random_archs(work, where, limits, tuple(best["arch"]))
+    for number, arch in enumerate(archs, 1):
+        kind = f"random allocation {number}, closed form"
+        networks[f"random-{number}"] = cut_network(
+            work, f"random-{number}", kind, where, arch, lambda: work.measured(where)
+        )
+    if work.cfg.peer is not None:
+        networks["peer"] = peer_network(work)
+    return networks
+
+
+def peer_network(work: Material) -> dict[str, Any]:
+    """The network that the user names, with a fitted classifier and the same adaptation."""
+    found, model = work.peer, clone(work.peer.model)
+
+    def make() -> Made:
+        fit_classifier(model, work.batches, work.images.classes)
+        return model, None
+
+    return adapted_network(
+        work,
+        "peer",
+        str(work.cfg.peer),
+        size=work.resolution,
+        costs=(found.macs, found.params),
+        depends={"peer": work.cfg.peer},
+        make=make,
+        form=found.model,
+    )
+
+
+def equal_side(work: Material, record: dict[str, Any], limits: dict[str, float]) -> int | None:
+    """The side, a multiple of 8, at which the full network costs about as much as the result; None if none does.
+
+    Milliseconds are a line in the number of pixels through the times of the full network that were measured, where the
+    limit is one of them; otherwise MACs decide.
+    """
+    full, sizes = work.resolution, {work.resolution, *record["about"]["sizes"]}
+    share = record["networks"][0]["macs"] / work.searched(full).macs
+    if "max_latency_ms" in limits and len(sizes) > 1:
+        pixels = [(size / full) ** 2 for size in sizes]
+        slope, start = np.polyfit(pixels, [full_latency(work, size) for size in sizes], 1)
+        share = (limits["max_latency_ms"] - float(start)) / float(slope) if slope > 0 else share
+    side = 8 * round(full * math.sqrt(max(share, 0.0)) / 8)
+    return side if 16 <= side < full else None
+
+
+def uniform_arch(found: Found, limits: Limits) -> Arch | None:
+    """The architecture of about equal shares of all widths that uses most of the limits; None if none meets them.
+
+    From the largest common share that meets them, single widths are raised in order, while they still do.
+    """
+
+    def meets(arch: Arch) -> bool:
+        return limits.admits(found.space.cost(arch), arch)
+
+    steps = [_by_share(place) for place in found.places]
+    most = max(map(len, steps))
+    arch = None
+    for share in range(1, most + 1):
+        candidate = tuple(row[max(0, math.ceil(share / most * len(row)) - 1)] for row in steps)
+        if meets(candidate):
+            arch = candidate
+    if arch is None:
+        return None
+    for i, row in enumerate(steps):
+        place = row.index(arch[i])
+        raised = (*arch[:i], row[min(place + 1, len(row) - 1)], *arch[i + 1 :])
+        if meets(raised):
+            arch = raised
+    return arch
+
+
+def _by_share(place: Place) -> list[int]:
+    """The candidates of a choice whose widths have about equal shares, ascending."""
+    counts = [len(widths) for widths in place.widths]
+    most = max(counts, default=1)
+    chosen: list[int] = []
+    for step in range(1, most + 1):
+        kept = tuple(widths[max(0, math.ceil(step / most * len(widths)) - 1)] for widths in place.widths)
+        value = place.candidates.index(kept)
+        if value not in chosen:
+            chosen.append(value)
+    return chosen
+
+
+def random_archs(work: Material, size: int, limits: dict[str, float], best: Arch) -> list[Arch]:
+    """Random architectures within the limits that use most of them."""
+    space, bounds = work.searched(size).space, limits_at(work, size, limits)
+    rng = random.Random(work.cfg.seed)
+    try:
+        draws = {sample_under(space, rng, bounds) for _ in range(_DRAWS)} - {best}
+    except InfeasibleConstraintError:
+        return []
+    costs = bounds.costs(space) or [("macs", layer_costs(space, "macs"), 1)]
+
+    def use(arch: Arch) -> float:
+        # the limit that is nearest decides
+        return max(c.total(arch) / max(1, c.fixed + top) for _, c, top in costs)
+
+    return sorted(draws, key=lambda arch: (-use(arch), arch))[: work.cfg.random_networks]

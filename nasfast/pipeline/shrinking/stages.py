@@ -1,0 +1,314 @@
+"""The stages of `nasfast shrink`: from a pretrained network and images to a smaller one. Files in, files out.
+
+adapt -> teacher.safetensors   measure -> size-N/   search -> search.json   cut, adapt, evaluate -> networks/NAME/
+time -> times.json   page -> report.html   export -> export/
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from nasfast import shrink
+from nasfast.display import Tabular
+from nasfast.pipeline.run import log_stage
+from nasfast.pipeline.shrinking.files import (
+    RESULT_FILE,
+    clone,
+    load_network,
+    save_network,
+)
+from nasfast.pipeline.shrinking.images import answers
+from nasfast.pipeline.shrinking.material import Material
+from nasfast.pipeline.shrinking.run import Bound, ShrinkConfig, ShrinkRun, choose_sizes, read_record, write_record
+from nasfast.pipeline.shrinking.timing import full_latency, latency_file, measure_latency, network_times
+from nasfast.runtime.device import use_threads
+from nasfast.runtime.files import CheckpointError, answers_to_hex
+from nasfast.search import InfeasibleConstraintError, Limits
+from nasfast.search.limits import read_limits
+from nasfast.settings import SearchConfig
+from nasfast.shrink import Measured, Shrunk
+
+_LOG = logging.getLogger(__name__)
+
+SEARCH_FILE = "search.json"
+FULL, SMALL = "full", "small"
+"""Names of the full network, adapted, and of the result."""
+
+
+@dataclass(frozen=True, repr=False)
+class ShrinkResult(Tabular):
+    """What `shrink` returns.
+
+    Attributes:
+        networks: name -> result.json of each network: the result, the full network, and those of the comparison.
+        headline: the result in one sentence.
+        report: path of report.html.
+        files: what was exported.
+    """
+
+    networks: dict[str, dict[str, Any]]
+    headline: str
+    report: Path
+    files: tuple[Path, ...]
+
+    @property
+    def caption(self) -> str:
+        return self.headline
+
+    def records(self) -> list[dict[str, Any]]:
+        """One row per network."""
+        return [
+            {
+                "network": record["kind"],
+                "pixels": record["size"],
+                "MACs": record["macs"],
+                "params": record["params"],
+                "before": f"{record['before']:.1%}",
+                "top-1": f"{record['top1']:.1%}",
+            }
+            for record in self.networks.values()
+        ]
+
+
+def shrink_network(cfg: ShrinkConfig, *, resume: bool = False) -> ShrinkResult:
+    """Find, cut and adapt a smaller network of a pretrained one; `nasfast shrink`.
+
+    Args:
+        cfg: the settings.
+        resume: whether to go on in a directory that has a run; finished stages are not repeated.
+
+    Raises:
+        ConfigError, DataError, ShrinkError: the settings, the images or the network cannot be used.
+        InfeasibleConstraintError: no network meets the limits.
+        FileExistsError, CheckpointError, RunDirectoryError: see `ShrinkRun.open`.
+    """
+    cfg.check_begins()
+    with ShrinkRun.open(cfg, resume=resume) as run:
+        return every_stage(run)
+
+
+def every_stage(run: ShrinkRun) -> ShrinkResult:
+    """All stages in order; those whose files are there for the same settings are not repeated."""
+    from nasfast.pipeline.shrinking.exporting import export
+    from nasfast.pipeline.shrinking.rivals import rivals
+    from nasfast.report.shrinking import NETWORKS_FILE, ShrinkFiles, headline, write_shrink_report  # imports matplotlib
+
+    use_threads(run.cfg.threads)
+    work = Material(run)
+    limits = absolute_limits(work)
+    record = search(work, sizes_of(work, limits), limits)
+    networks = {FULL: full_network(work), SMALL: small_network(work, record["networks"][0])}
+    if run.cfg.comparison:
+        networks |= rivals(work, record, limits)
+    network_times(work, networks)
+    write_record(run.dir / NETWORKS_FILE, work.about, {"names": list(networks)})
+    sentence = headline(record, ShrinkFiles(run.dir))
+    files = export(work, networks[SMALL], sentence) if run.cfg.export else ()
+    return ShrinkResult(networks, sentence, write_shrink_report(run.dir), files)
+
+
+def full_costs(work: Material) -> dict[str, Callable[[], float]]:
+    """What the full network costs at its own size, by the names of the limits."""
+    size = work.resolution
+    return {
+        "max_macs": lambda: work.searched(size).macs,
+        "max_params": lambda: work.searched(size).params,
+        "max_latency_ms": lambda: full_latency(work, size),
+    }
+
+
+def absolute_limits(work: Material) -> dict[str, float]:
+    """The limits in MACs, parameters and ms, by the names of their settings."""
+    costs, limits = full_costs(work), dict[str, float]()
+    for name, bound in work.cfg.bounds.items():
+        full = costs[name]()
+        limits[name] = bound.absolute(full)
+        if limits[name] >= full:
+            _LOG.warning(
+                "%s=%s is not below the %s of the full network", name, f"{limits[name]:,.10g}", f"{full:,.10g}"
+            )
+    return limits
+
+
+def sizes_of(work: Material, limits: dict[str, float]) -> tuple[int, ...]:
+    """The sides of images that are searched, largest first: those at which some network meets the limits.
+
+    Raises:
+        InfeasibleConstraintError: none meets them at any size.
+    """
+    costs, sizes = full_costs(work), work.cfg.sizes
+    # parameters do not depend on the size
+    shares = [min(1.0, limit / costs[name]()) for name, limit in limits.items() if name != "max_params"]
+    sizes = sizes or (choose_sizes(work.resolution, min(shares)) if shares else (work.resolution,))
+    possible, errors = [], []
+    for size in sorted(set(sizes), reverse=True):
+        try:
+            limits_at(work, size, limits).check(work.searched(size).space)
+            possible.append(size)
+        except InfeasibleConstraintError as error:
+            errors.append(error)
+    if not possible:
+        raise errors[-1]
+    return tuple(possible)
+
+
+def limits_at(work: Material, size: int, limits: dict[str, float]) -> Limits:
+    """The limits in the space of a size, with its table of latencies."""
+    table = None
+    if "max_latency_ms" in limits:
+        measure_latency(work, size)
+        table = str(latency_file(work, size))
+    config = SearchConfig.from_dict({**limits, "latency_table": table})
+    return read_limits(config, work.searched(size).space)
+
+
+def search(work: Material, sizes: tuple[int, ...], limits: dict[str, float]) -> dict[str, Any]:
+    """The best networks within limits over all sizes, as measured; writes search.json."""
+    path, started, cfg = work.run.dir / SEARCH_FILE, time.monotonic(), work.cfg
+    settings = {"top_k": cfg.top_k, "rounds": cfg.rounds}
+    about = {**work.about, "limits": limits, "sizes": list(sizes), **settings}
+    if (record := read_record(path, about)) is not None:
+        return record
+    work.run.begin_writing()
+    measured = [work.measured(size) for size in sizes]
+    held = [work.sample(size)[1] for size in sizes]
+    tables = [latency_file(work, size) for size in sizes] if "max_latency_ms" in limits else None
+    options: dict[str, Any] = {"top_k": cfg.top_k, "rounds": cfg.rounds, "latency_tables": tables, **limits}
+    best = shrink.search_measured(measured, held, work.reference[1], **options)
+    record = write_record(
+        path,
+        about,
+        {
+            "networks": [_shrunk_record(b) for b in best],
+            "cardinality": math.fsum(m.found.space.cardinality for m in measured),
+            "full": {"macs": work.searched(work.resolution).macs, "params": work.searched(work.resolution).params},
+            "searched": [str(work.searched(work.resolution).caption)],
+        },
+    )
+    first = best[0]
+    log_stage("search", started, f"{len(best)} networks measured; the best has {first.macs:,} MACs")
+    return record
+
+
+def _shrunk_record(shrunk: Shrunk) -> dict[str, Any]:
+    return {
+        "size": shrunk.measured.found.space.resolution,
+        "arch": list(shrunk.arch),
+        "macs": shrunk.macs,
+        "params": shrunk.params,
+        "predicted": shrunk.predicted,
+        "divergence": shrunk.divergence,
+        "round": shrunk.round,
+    }
+
+
+Made = tuple[nn.Module, shrink.Recipe | None]
+"""A network before its adaptation, and its recipe."""
+
+
+def adapted_network(
+    work: Material,
+    name: str,
+    kind: str,
+    *,
+    size: int,
+    costs: tuple[int, int],
+    depends: dict[str, Any],
+    make: Callable[[], Made],
+    epochs: int | None = None,
+    form: nn.Module | None = None,
+) -> dict[str, Any]:
+    """A network, adapted by the lesson and evaluated on the validation images; writes networks/NAME/.
+
+    Args:
+        work: the material.
+        name: of its folder.
+        kind: what it is, for tables.
+        size: side of its images in pixels.
+        costs: MACs and parameters.
+        depends: what tells it from others of this name.
+        make: makes the network.
+        epochs: epochs of the adaptation; None takes those of the settings, 0 leaves it as it is.
+        form: a network of its form, if it is not made of the full network.
+    """
+    folder, started = work.run.network(name), time.monotonic()
+    epochs = work.cfg.epochs if epochs is None else epochs
+    about = {**work.about, "size": size, "epochs": epochs, **depends}
+    if (record := read_record(folder / RESULT_FILE, about)) is not None:
+        try:
+            load_network(folder, form or work.form)
+            return record
+        except (OSError, ValueError, RuntimeError, CheckpointError):
+            _LOG.warning("%s is damaged: it is made again", folder)
+    work.run.begin_writing()
+    work.teacher  # noqa: B018  # the lesson has its targets
+    model, recipe = make()
+    model = clone(model)
+    before = answers(model, work.images, work.val(size))
+    losses: list[float] = []
+    after = before
+    if epochs:
+        losses = shrink.adapt(model, work.lesson, teacher=work.lesson.teacher, size=size, epochs=epochs)
+        after = answers(model, work.images, work.val(size))
+    (folder / "recipe.json").unlink(missing_ok=True)
+    save_network(folder, model, recipe, about)
+    log_stage("adapt", started, f"{kind}: top-1 {before.top1:.1%}, after adaptation {after.top1:.1%}")
+    result = {
+        "kind": kind,
+        "size": size,
+        "macs": costs[0],
+        "params": costs[1],
+        "before": before.top1,
+        "top1": after.top1,
+        "correct": answers_to_hex(after.right),
+        "images": len(after.right),
+        "losses": losses,
+    }
+    return write_record(folder / RESULT_FILE, about, result)
+
+
+def full_network(work: Material) -> dict[str, Any]:
+    """The teacher as a network of the comparison."""
+    found = work.searched(work.resolution)
+    return adapted_network(
+        work,
+        FULL,
+        "full network",
+        size=work.resolution,
+        costs=(found.macs, found.params),
+        depends={},
+        make=lambda: (work.teacher, None),
+        epochs=0,
+    )
+
+
+def cut_network(
+    work: Material, name: str, kind: str, size: int, arch: tuple[int, ...], measured: Callable[[], Measured]
+) -> dict[str, Any]:
+    """The network of an architecture, cut and adapted."""
+    cost = work.searched(size).space.cost(arch)
+
+    def make() -> Made:
+        of = measured()
+        return shrink.cut(of, arch), shrink.make_recipe(of, arch)
+
+    return adapted_network(
+        work, name, kind, size=size, costs=(cost.macs, cost.params), depends={"arch": list(arch)}, make=make
+    )
+
+
+def small_network(work: Material, best: dict[str, Any]) -> dict[str, Any]:
+    """The result of the search, cut and adapted."""
+    size, arch = int(best["size"]), tuple(best["arch"])
+    return cut_network(work, SMALL, "exact program", size, arch, lambda: work.measured(size))
+
+
+__all__ = ["Bound", "Material", "ShrinkResult", "every_stage", "shrink_network"]

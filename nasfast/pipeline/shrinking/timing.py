@@ -1,0 +1,99 @@
+"""Times of a run of `nasfast shrink`: the table of latencies of a size, and whole networks beside each other."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from nasfast.measure.config import LatencyConfig
+from nasfast.measure.deployed import Timed, deployed, in_onnxruntime
+from nasfast.measure.latency import latency
+from nasfast.measure.timing import measure, measuring
+from nasfast.pipeline.run import log_stage
+from nasfast.pipeline.shrinking.latency import network_graph, shrink_subject, write_graph
+from nasfast.pipeline.shrinking.material import Material
+from nasfast.pipeline.shrinking.run import read_record, write_record
+from nasfast.spaces import format_arch
+
+# timed rounds, whole networks to which a table of latencies is fitted, and others that it is compared with
+_ROUNDS, _CALIBRATE, _VALIDATE = 30, 8, 12
+_NETWORK_ROUNDS = 60
+
+TIMES_FILE = "times.json"
+
+
+def measure_latency(work: Material, size: int) -> dict[str, Any]:
+    """The table of latencies of a size; writes size-N/latency.json."""
+    path, started, found = latency_file(work, size), time.monotonic(), work.searched(size)
+    cfg = LatencyConfig(
+        device=work.cfg.latency_device,
+        threads=work.cfg.latency_threads,
+        rounds=_ROUNDS,
+        calibrate=_CALIBRATE,
+        validate=_VALIDATE,
+        seed=work.cfg.seed,
+    )
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if (
+            content["fingerprint"] == found.space.fingerprint
+            and content["config"] == cfg.replace(dtype="fp32").to_dict()
+        ):
+            return dict(content)
+    except (OSError, ValueError, LookupError, TypeError):
+        pass
+    work.run.begin_writing()
+    report = latency(cfg, shrink_subject(found))
+    path.unlink(missing_ok=True)
+    report.save(path)
+    error = report.content["validation"]["error"]
+    log_stage("latency", started, f"{size} px: relative error {error['median']:.1%} median, {error['max']:.1%} at most")
+    return report.content
+
+
+def latency_file(work: Material, size: int) -> Path:
+    """The table of latencies of a size."""
+    return work.run.dir / f"size-{size}" / "latency.json"
+
+
+def full_latency(work: Material, size: int) -> float:
+    """Milliseconds of the full network at a size, as measured."""
+    full = format_arch(work.searched(size).full)
+    networks = measure_latency(work, size)["fit"]["networks"]
+    return next(float(row["median_ms"]) for row in networks if row["arch"] == full)
+
+
+def network_times(work: Material, networks: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Milliseconds of whole networks, interleaved; writes times.json."""
+    path, cfg, started = work.run.dir / TIMES_FILE, work.cfg, time.monotonic()
+    archs = {name: [r["size"], r["about"].get("arch"), r["about"].get("peer")] for name, r in networks.items()}
+    settings = LatencyConfig(device=cfg.latency_device, threads=cfg.latency_threads, rounds=_NETWORK_ROUNDS)
+    settings = settings.replace(dtype="fp32")
+    threads = f"{settings.threads} thread{'s' if settings.threads > 1 else ''}"
+    runtime = {"onnx": "onnxruntime", "cpu": "PyTorch on the CPU", "cuda": "PyTorch on the GPU"}[settings.device]
+    about = {"runtime": f"{runtime}, one image, {threads}", "networks": archs}
+    if (record := read_record(path, about)) is not None:
+        return record
+    work.run.begin_writing()
+    with measuring(settings.threads):
+        runs = {}
+        for name, (size, arch, peer) in archs.items():
+            found = work.searched(size) if peer is None else work.peer
+            graph = network_graph(found, tuple(arch) if arch else found.full)
+            runs[name] = deployed_graph(graph, settings, (work.pretrained.channels, size, size))
+        measured = measure(runs, rounds=settings.rounds)
+    record = write_record(path, about, {"networks": {name: phases["run"] for name, phases in measured.items()}})
+    log_stage("time", started, f"{len(runs)} networks by {about['runtime']}")
+    return record
+
+
+def deployed_graph(graph: fx.GraphModule, cfg: LatencyConfig, shape: tuple[int, int, int]) -> Timed:
+    """What runs the graph of a network once, on images of a shape (C, H, W)."""
+    images = torch.randn(cfg.batch, *shape, generator=torch.Generator().manual_seed(0))
+    data = write_graph(graph) if cfg.device == "onnx" else None
+    return deployed(graph, images, cfg) if data is None else in_onnxruntime(data, images, cfg)

@@ -1,0 +1,243 @@
+"""report.html of a run of `nasfast shrink`: the result in a sentence, the comparison, and which blocks lost what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from nasfast.indicators.accuracies import top1_interval
+from nasfast.indicators.table import TABLE_FILE, IndicatorTable
+from nasfast.report.findings import Comparison, compare_runs
+from nasfast.report.page import (
+    NotRun,
+    Section,
+    escape,
+    html_cards,
+    html_details,
+    html_table,
+    millions,
+    percent,
+    write_figure,
+    write_page,
+)
+from nasfast.report.plots import SERIES, literal, new_figure
+from nasfast.runtime.files import unseal
+from nasfast.settings import CONFIG_FILE
+
+NETWORKS_FILE = "networks.json"
+"""Which networks the last run of `nasfast shrink` compared."""
+
+_FULL, _SMALL = "full", "small"
+
+
+class ShrinkFiles:
+    """The files of a run, each read when a section asks for it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def record(self, name: str) -> dict[str, Any]:
+        """A record; NotRun if it is not there."""
+        path = self.folder / name
+        if not path.exists():
+            raise NotRun("nasfast shrink")
+        return unseal(path.read_text(encoding="utf-8"))
+
+    @cached_property
+    def search(self) -> dict[str, Any]:
+        return self.record("search.json")
+
+    @cached_property
+    def networks(self) -> dict[str, dict[str, Any]]:
+        """Name -> result of each network of the last run, the full one and the result first."""
+        return {name: self.record(f"networks/{name}/result.json") for name in self.record(NETWORKS_FILE)["names"]}
+
+    @cached_property
+    def times(self) -> dict[str, dict[str, float]]:
+        """Name -> median, 20 % and 80 % quantile of the milliseconds of each network; none before they are timed."""
+        path = self.folder / "times.json"
+        return self.record("times.json")["networks"] if path.exists() else {}
+
+    @cached_property
+    def runtime(self) -> str:
+        """What was timed, and where."""
+        return str(self.record("times.json")["about"]["runtime"]) if self.times else ""
+
+    def difference(self, name: str) -> Comparison:
+        """The top-1 of the result minus that of another network, on the same images."""
+        return compare_runs([self.networks[_SMALL]], [self.networks[name]])
+
+
+def headline(record: Mapping[str, Any], files: ShrinkFiles) -> str:
+    """The result in one sentence."""
+    small, full = files.networks[_SMALL], files.networks[_FULL]
+    if _SMALL in files.times and _FULL in files.times:
+        ms = {name: files.times[name]["median_ms"] for name in (_SMALL, _FULL)}
+        costs = f"{ms[_SMALL]:.2f} ms instead of {ms[_FULL]:.2f}"
+    else:
+        costs = f"{millions(small['macs'])} MACs instead of {millions(full['macs'])}"
+    d = files.difference(_FULL)
+    side = f"{abs(d.gain):.1f} points {'less' if d.gain <= 0 else 'more'}"
+    ends = sorted((-d.low, -d.high) if d.gain <= 0 else (d.low, d.high))
+    interval = f"95 % interval {ends[0]:.1f} to {ends[1]:.1f}, {d.images:,} images"
+    return (
+        f"{costs}, at {side} ({interval}): {percent(small['top1'])} instead of {percent(full['top1'])}; proven best of "
+        f"{record['cardinality']:.2g} networks by the table, measured best of {len(record['networks'])}."
+    )
+
+
+def write_shrink_report(run_dir: str | Path) -> Path:
+    """Write report.html from the files of a run."""
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no directory: give the directory of a run")
+    files = ShrinkFiles(folder)
+    sections = [
+        ("summary", "Summary", _summary),
+        ("comparison", "At equal cost", _comparison),
+        ("blocks", "What was cut", _blocks),
+        ("search", "Search", _search),
+        ("files", "Exported files", _exported),
+        ("config", "Configuration", _config),
+    ]
+    parts: list[Section] = [(key, title, partial(section, files)) for key, title, section in sections]
+    return write_page(folder / "report.html", folder.resolve().name, "nasfast shrink", parts)
+
+
+def _summary(files: ShrinkFiles) -> str:
+    small, full = files.networks.get(_SMALL), files.networks.get(_FULL)
+    if small is None or full is None:
+        raise NotRun("nasfast shrink")
+    cards = [
+        (percent(small["top1"]), f"top-1 ({percent(full['top1'])} of the full network)"),
+        (millions(small["macs"]), f"MACs per image ({millions(full['macs'])})"),
+        (millions(small["params"]), f"parameters ({millions(full['params'])})"),
+        (f"{small['size']} px", f"images ({full['size']} px)"),
+    ]
+    if _SMALL in files.times:
+        ms = {name: files.times[name]["median_ms"] for name in (_SMALL, _FULL)}
+        cards.insert(1, (f"{ms[_SMALL]:.2f} ms", f"{files.runtime} ({ms[_FULL]:.2f} ms)"))
+    notes = [f'<p class="note">{escape(note)}</p>' for note in _verdicts(files)]
+    return f"<p><b>{escape(headline(files.search, files))}</b></p>{html_cards(cards)}{''.join(notes)}"
+
+
+def _verdicts(files: ShrinkFiles) -> list[str]:
+    """What a reader should know before he takes the result."""
+    notes = []
+    for name, record in files.networks.items():
+        if name in (_FULL, _SMALL):
+            continue
+        d = files.difference(name)
+        cheaper = _cost(files, name) <= 1.02 * _cost(files, _SMALL)
+        if d.gain <= 0 and cheaper:
+            sure = "better" if d.high < 0 else "no worse"
+            notes.append(
+                f"{record['kind']} is {sure} at this cost ({percent(record['top1'])} against "
+                f"{percent(files.networks[_SMALL]['top1'])}): take that one, which is simpler."
+            )
+    return notes
+
+
+def _cost(files: ShrinkFiles, name: str) -> float:
+    return files.times[name]["median_ms"] if name in files.times else float(files.networks[name]["macs"])
+
+
+def _comparison(files: ShrinkFiles) -> str:
+    rows = []
+    timed = bool(files.times)
+    for name, record in files.networks.items():
+        low, high = top1_interval(record["top1"], record["images"])
+        cells = [
+            record["kind"],
+            f"{record['size']}",
+            millions(record["macs"]),
+            millions(record["params"]),
+            *([f"{files.times[name]['median_ms']:.2f}" if name in files.times else "-"] if timed else []),
+            percent(record["before"]),
+            f"{percent(record['top1'])} ({100 * low:.1f} to {100 * high:.1f})",
+        ]
+        if name == _SMALL:
+            cells.append("")
+        else:
+            d = files.difference(name)
+            cells.append(f"{d.gain:+.1f} ({d.low:+.1f} to {d.high:+.1f})")
+        rows.append(cells)
+    header = ["network", "pixels", "MACs", "parameters", *(["ms"] if timed else []), "top-1 before", "top-1"]
+    header.append("the result is better by")
+    note = (
+        "Every network had the same adaptation: scale and shift of BatchNorms and the classifier, by the same views "
+        "and the same teacher; 'before' is right after the cut. Intervals of 95 %: of a top-1 over the images, of a "
+        "difference over the same images in pairs; other seeds of the training are not in them. Validation images had "
+        "no part in the search."
+    )
+    if timed:
+        note += f" Milliseconds: {files.runtime}."
+    return _scatter(files) + html_table(header, rows, text_columns=[0], note=note)
+
+
+def _scatter(files: ShrinkFiles) -> str:
+    figure, (axes,) = new_figure(7, 3.6)
+    for i, (name, record) in enumerate(files.networks.items()):
+        low, high = top1_interval(record["top1"], record["images"])
+        value = 100 * record["top1"]
+        cost = _cost(files, name) / (1 if files.times else 1e6)
+        colour = SERIES[0] if name == _SMALL else SERIES[1] if name == _FULL else "#8a8a8a"
+        axes.errorbar(cost, value, [[value - 100 * low], [100 * high - value]], fmt="o", color=colour, capsize=3)
+        axes.annotate(
+            literal(record["kind"]), (cost, value), (6, 4 - 9 * (i % 2)), textcoords="offset points", fontsize=8
+        )
+    axes.set(xlabel=f"ms ({files.runtime})" if files.times else "MACs (M)", ylabel="top-1 (%)")
+    axes.set_xlim(left=0)
+    axes.margins(x=0.25)
+    path = files.folder / "report" / "comparison.svg"
+    return write_figure(figure, "Top-1 on the validation images against cost, with intervals of 95 %.", path)
+
+
+def _blocks(files: ShrinkFiles) -> str:
+    best = files.search["networks"][0]
+    table = IndicatorTable.load(files.folder / f"size-{best['size']}" / TABLE_FILE)
+    rows = []
+    for i, (value, scores) in enumerate(zip(best["arch"], table.scores, strict=True)):
+        layer = table.space.layers[i]
+        full = max(scores)
+        macs = layer.operator(value).cost.macs, layer.operator(full).cost.macs
+        kept = layer.label(value) if value == full or not macs[0] else f"{layer.label(value)} of {layer.label(full)}"
+        share = f"{macs[0] / macs[1]:.0%}" if macs[1] else "-"
+        rows.append([table.space.rows[i], kept, share, f"{-scores[value]:.4f}"])
+    note = (
+        "Widths are channels of the hidden dimensions of a block. The loss is the KL divergence to the full network "
+        "in nats per image if this choice alone is made."
+    )
+    return html_table(["part", "channels", "of its MACs", "loss"], rows, text_columns=[0, 1], note=note)
+
+
+def _search(files: ShrinkFiles) -> str:
+    record = files.search
+    rows = [
+        [i, f"{n['size']} px", millions(n["macs"]), f"{n['predicted']:.4f}", f"{n['divergence']:.4f}", n["round"]]
+        for i, n in enumerate(record["networks"][:16], 1)
+    ]
+    note = (
+        "Networks that were measured as wholes, best first: KL divergence to the full network on training images that "
+        "nothing was fitted to, before adaptation. The proof is about the sum of the table; the order is measured."
+    )
+    header = ["", "images", "MACs", "by the table", "measured", "round"]
+    return html_table(header, rows, text_columns=[], note=note)
+
+
+def _exported(files: ShrinkFiles) -> str:
+    record = files.record("export/export.json")
+    rows = [
+        [f["file"], f"{f['bytes'] / 1e6:.1f} MB", f"{f['ms']:.2f}" if f.get("ms") else "-", f.get("note", "")]
+        for f in record["files"]
+    ]
+    return html_table(["file", "size", "ms", ""], rows, text_columns=[0, 3])
+
+
+def _config(files: ShrinkFiles) -> str:
+    path = files.folder / CONFIG_FILE
+    if not path.exists():
+        raise NotRun("nasfast shrink")
+    return html_details("All settings", f"<pre>{escape(path.read_text(encoding='utf-8'))}</pre>")

@@ -1,0 +1,296 @@
+"""`nasfast shrink`: the whole command on a network of random weights, what a stopped one goes on from, refusals."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny import write_folder
+
+from nasfast import shrink
+from nasfast.cli.main import main
+from nasfast.pipeline.shrinking.files import load_network, read_measured, save_measured
+from nasfast.pipeline.shrinking.images import Images, Lesson
+from nasfast.pipeline.shrinking.material import Material
+from nasfast.pipeline.shrinking.models import fit_classifier
+from nasfast.pipeline.shrinking.norms import by_norms
+from nasfast.pipeline.shrinking.rivals import uniform_arch
+from nasfast.pipeline.shrinking.run import Bound, ShrinkConfig, ShrinkRun, choose_sizes
+from nasfast.report.findings import compare_runs
+from nasfast.runtime.onnx import INPUT, OUTPUT, open_session
+from nasfast.search import Limits
+from nasfast.settings import DataConfig
+
+MODEL = """
+import shrinkable
+def net(): return shrinkable.small().float()
+def plain(): return __import__("torch").nn.Sequential(__import__("torch").nn.Conv2d(3, 4, 3))
+"""
+FLAGS = (
+    "--resolution 16 --sizes [16] --epochs 1 --teacher_epochs 1 --measure_images 32 --score_images 8 --held_out 8 "
+    "--top_k 2 --rounds 1 --threads 1 --latency_device cpu --export false"
+).split()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch, one_thread, blank_figures):
+    """TorchDynamo captures nothing, which takes seconds for each network."""
+    monkeypatch.setattr(shrink, "adapt", functools.partial(shrink.adapt, fused=False))
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("shrink")
+    (folder / "shrinking_model.py").write_text(MODEL)
+    for name, count in (("train", 30), ("val", 10), ("few", 5)):
+        write_folder(folder / name, {"a": count, "b": count}, side=16)
+    return folder
+
+
+def command(here: Path, out: str, *flags: str) -> list[str]:
+    model = f"{here / 'shrinking_model.py'}:net"
+    data = ["--data.train", str(here / "train"), "--data.val", str(here / "val"), "--data.batch_size", "16"]
+    return ["shrink", "--model", model, *data, "--out", str(here / out), *FLAGS, *flags]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Everything that a repeated run must reproduce; times differ."""
+    paths = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.suffix in (".json", ".safetensors")]
+    return {str(p.relative_to(folder)): p.read_bytes() for p in paths if p.name not in ("times.json", "export.json")}
+
+
+@pytest.fixture(scope="module")
+def whole(here, request) -> Path:
+    """A finished run; tests must not change it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shrink, "adapt", functools.partial(shrink.adapt, fused=False))
+        blank = '<svg xmlns="http://www.w3.org/2000/svg"/>'
+        patch.setattr("matplotlib.figure.Figure.savefig", lambda self, file, **_: file.write(blank))
+        assert main(command(here, "whole", "--max_macs", "60%")) == 0
+    return here / "whole"
+
+
+@pytest.mark.slow
+def test_a_run_writes_networks_within_the_limit_and_a_page_that_compares_them(whole):
+    search = json.loads((whole / "search.json").read_text())
+    limit = search["about"]["limits"]["max_macs"]
+    assert limit == 0.6 * search["full"]["macs"]
+    assert all(network["macs"] <= limit for network in search["networks"])
+    page = (whole / "report.html").read_text()
+    for kind in ("exact program", "uniform widths by L1 norms", "random allocation 1"):
+        assert kind in page
+    assert "cannot be read" not in page
+
+
+@pytest.mark.slow
+def test_saved_networks_have_the_accuracy_of_their_results(here, whole):
+    cfg = ShrinkRun.look(whole).cfg
+    work = Material(ShrinkRun(cfg))
+    shown, labels = work.val(16)
+    for name in ("full", "small", "uniform"):
+        result = json.loads((whole / f"networks/{name}/result.json").read_text())
+        net = load_network(whole / "networks" / name, work.form)
+        with torch.no_grad():
+            right = net(work.images.prepared(shown)).argmax(1) == labels
+        assert right.float().mean().item() == pytest.approx(result["top1"])
+        if name != "full":
+            assert sum(p.numel() for p in net.parameters()) == result["params"]
+
+
+@pytest.mark.kill
+@pytest.mark.parametrize("moment", [1, 2, 4, 5, 7, 8, 10, 13, 16, 19])
+def test_a_stopped_run_ends_with_the_same_bytes(here, whole, monkeypatch, moment):
+    """The run is stopped right before a file gets its name, as a kill would leave it."""
+    out, replace, count = f"stopped-{moment}", os.replace, 0
+
+    class Killed(BaseException):
+        pass
+
+    def killing(*args):
+        nonlocal count
+        count += 1
+        if count == moment:
+            raise Killed
+        replace(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killing)
+        with pytest.raises(Killed):
+            main(command(here, out, "--max_macs", "60%"))
+    assert main(command(here, out, "--max_macs", "60%", "--resume")) == 0
+    assert contents(here / out) == contents(whole)
+
+
+@pytest.mark.slow
+def test_another_limit_resumes_from_what_was_measured(here, whole, monkeypatch):
+    import shutil
+
+    shutil.copytree(whole, here / "again")
+    monkeypatch.setattr(shrink, "measure", lambda *_, **__: pytest.fail("measured again"))
+    assert main(command(here, "again", "--max_params", "70%", "--resume", "--comparison", "false")) == 0
+    about = json.loads((here / "again" / "search.json").read_text())["about"]
+    assert list(about["limits"]) == ["max_params"]
+
+
+@pytest.mark.slow
+def test_a_limit_in_milliseconds_is_that_of_a_measured_table_and_exported_files_compute_the_result(here):
+    flags = ("--max_latency_ms", "80%", "--comparison", "false", "--latency_device", "onnx", "--export", "true")
+    assert main(command(here, "timed", *flags)) == 0
+    out = here / "timed"
+    table = json.loads((out / "size-16" / "latency.json").read_text())
+    assert table["device"] == "onnx" and table["validation"]["networks"]
+    times = json.loads((out / "times.json").read_text())["networks"]
+    assert set(times) == {"full", "small"}
+    record = {row["file"]: row for row in json.loads((out / "export" / "export.json").read_text())["files"]}
+    assert {"model.onnx", "model.pt2", "model-int8.onnx", "model.safetensors", "recipe.json"} <= set(record)
+    assert all(row["ms"] > 0 for name, row in record.items() if name.endswith((".onnx", ".pt2")))
+    work = Material(ShrinkRun(ShrinkRun.look(out).cfg))
+    images = work.images.prepared(work.val(16)[0])
+    small = load_network(out / "networks" / "small", work.form)
+    with torch.no_grad():
+        expected = small(images)
+        program = torch.export.load(out / "export" / "model.pt2").module()(images)
+    data = (out / "export" / "model.onnx").read_bytes()
+    (got,) = open_session(data, threads=1).run([OUTPUT], {INPUT: images.contiguous().numpy()})
+    for logits in (program, torch.from_numpy(got)):
+        torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+REFUSALS = [
+    ("--max_macs 0.01%", "cannot be met"),
+    ("--max_macs 120%", "max_macs must be a positive number or a percentage of at most 100%"),
+    ("--data.val absent --max_macs 50%", "absent does not exist"),
+    ("", "no limit is set"),
+    ("--max_macs 50% --model torchvision", "names no network"),
+    ("--max_macs 50% --model torchvision:resnet19 --weights absent.pth", "absent.pth is no file"),
+    ("--max_macs 50% --model {model}:absent", "has no function 'absent'"),
+    ("--max_macs 50% --model {model}:plain", "has no nn.Linear as its classifier"),
+    ("--max_macs 50% --data.train {few}", "10 training images of 2 classes are too few"),
+    ("--max_macs 50% --weights {model}", "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("flags", "message"), REFUSALS, ids=[message for _, message in REFUSALS])
+def test_refusals(here, capsys, flags, message):
+    flags = flags.format(model=here / "shrinking_model.py", few=here / "few")
+    assert main(command(here, "refused", *flags.split())) == 1
+    text = capsys.readouterr().err
+    assert message in text
+    assert not (here / "refused").exists()
+
+
+def test_a_directory_with_a_run_is_kept(here, capsys):
+    out = here / "kept"
+    with ShrinkRun.open(ShrinkConfig(out=str(out), max_macs="50%")) as run:
+        run.begin_writing()
+    assert main(command(here, "kept", "--max_macs", "50%")) == 1
+    assert "has a run already: add --resume" in capsys.readouterr().err
+    assert main(command(here, "kept", "--max_macs", "50%", "--resume")) == 1
+    assert "has other settings" in capsys.readouterr().err
+
+
+def test_dry_run_says_what_is_searched_and_writes_nothing(here, capsys):
+    assert main(command(here, "planned", "--max_macs", "50%", "--dry_run")) == 0
+    text = capsys.readouterr().out
+    assert "may be dropped" in text and "measure at 16 px" in text and "GiB" in text
+    assert not (here / "planned").exists()
+
+
+def test_bounds():
+    assert Bound.read("max_macs", "50%").absolute(300) == 150
+    assert Bound.read("max_macs", "60M").absolute(1) == 60e6
+    for bad in ("0%", "101%", "-3", "many", "nan"):
+        with pytest.raises(ValueError, match="max_macs must be"):
+            Bound.read("max_macs", bad)
+
+
+def test_sizes_leave_a_share_of_the_cut_to_widths():
+    for share in (0.1, 0.25, 0.5, 0.8):
+        sizes = choose_sizes(224, share)
+        assert len(sizes) <= 3 and sizes == tuple(sorted(sizes, reverse=True))
+        # with the side alone, the limit would be met at this one
+        assert min(sizes) > 224 * share**0.5 - 16
+
+
+def test_measured_survives_its_files(tmp_path):
+    import shrinkable
+
+    found = shrink.find(shrinkable.small().float(), shrinkable.images(1).float(), multiple=4, widths=4)
+    measured = shrink.measure(found, shrinkable.images(24).float(), score_images=8)
+    save_measured(tmp_path, measured, {"a": 1})
+    again = read_measured(tmp_path, found, {"a": 1})
+    assert again is not None and read_measured(tmp_path, found, {"a": 2}) is None
+    assert again.table.scores == measured.table.scores
+    arch = tuple(0 for _ in found.places)
+    first, second = (shrink.cut(m, arch).state_dict() for m in (measured, again))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_uniform_widths_have_equal_shares_and_use_the_limit():
+    import shrinkable
+
+    found = shrink.find(shrinkable.small().float(), shrinkable.images(1).float(), multiple=4, widths=4)
+    limit = 0.7 * found.macs
+    arch = uniform_arch(found, Limits(max_macs=limit))
+    assert arch is not None and found.space.cost(arch).macs <= limit
+    shares = [
+        k / w[-1]
+        for p, v in zip(found.places, arch, strict=True)
+        for k, w in zip(p.candidates[v] or (), p.widths, strict=True)
+    ]
+    assert len(shares) == sum(len(p.widths) for p in found.places)  # nothing is dropped
+    assert max(shares) - min(shares) <= 0.5 + 1e-9
+    assert uniform_arch(found, Limits(max_macs=1)) is None
+
+
+def test_norms_keep_the_largest_filters_and_their_weights():
+    import shrinkable
+
+    model = shrinkable.small().float()
+    found = shrink.find(model, shrinkable.images(1).float(), multiple=4, widths=4)
+    measured = by_norms(found)
+    place = next(p for p in found.places if p.name == "basic")
+    row = measured.solutions[found.places.index(place)][0]
+    kept = row[place.widths[0][0]].kept
+    norms = model.basic.first[0].weight.abs().sum((1, 2, 3)).detach().numpy()
+    assert set(kept.tolist()) == set(np.argsort(-norms)[: len(kept)].tolist())
+    small = shrink.cut(measured, tuple(0 if p is place else len(p.candidates) - 1 for p in found.places))
+    if not isinstance(small.basic, torch.nn.ReLU):
+        torch.testing.assert_close(small.basic.second[0].weight, model.basic.second[0].weight[:, kept])
+
+
+def test_a_new_classifier_separates_classes_that_features_separate():
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 7))
+    labels = torch.arange(3).repeat(40)
+    images = torch.randn(120, 3, 2, 2) + 3 * torch.nn.functional.one_hot(labels, 12).view(120, 3, 2, 2)
+    fit_classifier(net, lambda: zip(images.split(16), labels.split(16), strict=True), 3)
+    assert net[1].out_features == 3
+    fresh = torch.randn(120, 3, 2, 2) + 3 * torch.nn.functional.one_hot(labels, 12).view(120, 3, 2, 2)
+    assert (net(fresh).argmax(1) == labels).float().mean() > 0.9
+
+
+def test_a_lesson_gives_each_batch_the_targets_of_its_views(here):
+    data = DataConfig(train=str(here / "train"), val=str(here / "val"), batch_size=16, workers=0, loader="torchvision")
+    images = Images.open(ShrinkConfig(), data, 3)
+    lesson = Lesson(images, images.read(images.train, 16), batch=16, epochs=2)
+    lesson.targets = lesson.taught_by(lambda x: x.mean((2, 3)))
+    views = []
+    for _ in range(3):
+        for x, _ in lesson:
+            torch.testing.assert_close(lesson.teacher(x), x.mean((2, 3)))
+            views.append(x)
+    per_epoch = len(lesson)
+    assert not torch.equal(views[0], views[per_epoch])
+    assert torch.equal(views[0], views[2 * per_epoch])  # the epochs come again
+
+
+def test_the_difference_of_two_networks_is_paired():
+    right = "f" * 50
+    comparison = compare_runs([{"correct": right, "images": 200}], [{"correct": right, "images": 200}])
+    assert (comparison.gain, comparison.low, comparison.high) == (0, 0, 0)
