@@ -8,7 +8,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from nasfast.engine import graphs
-from nasfast.ops.cuda.static import StaticChain
+from nasfast.ops.chain.static import StaticChain
 
 
 class EagerCapture:

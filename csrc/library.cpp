@@ -32,7 +32,7 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
   // Formula: nasfast/ops/reference.py, conv_bn_act_chain. A chain of stages; each stage is a convolution without bias,
   // BatchNorm and an activation. x, y, residual, grad and dx are NHWC. A stage whose running statistics are empty uses
   // those of the batch.
-  //   plan: what the stages are, from nasfast/ops/plan.py (ChainPlan.numbers).
+  //   plan: what the stages are, from nasfast/ops/chain/plan.py (ChainPlan.numbers).
   //   add_input: x is added to the result.
   //   keep: whether to return `saved`, which is empty otherwise.
   // saved is what backward needs beside x; the plan says where its parts are. statistics has mean and biased var of all
@@ -89,11 +89,11 @@ STABLE_TORCH_LIBRARY(nasfast, m) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(nasfast, m) {
   // conv_bn_act_chain on a GPU in csrc/gpu, without running statistics, into memory of the caller; also for CPU tensors,
-  // where the kernels are emulated, for tests. nasfast/ops/cuda/conv.py makes operators of the schemas above from these.
+  // where the kernels are emulated, for tests. nasfast/ops/chain/cuda.py makes operators of the schemas above from these.
   // Behind mean and variance, statistics has the coefficients of forward (csrc/gpu/call.cpp).
   //   counters: as many zeros as conv_bn_act_chain_gpu_counters says, int32; they are zeros again after the launches.
   //   added: is added to the result, or null.
-  //   deferred_input: empty if x is there. Otherwise the tensors of DeferredResult in nasfast/ops/cuda/deferred.py, from
+  //   deferred_input: empty if x is there. Otherwise the tensors of DeferredResult in nasfast/ops/chain/deferred.py, from
   //     which x is computed and written.
   //   deferred_norm: empty if y is wanted. Otherwise the fields of DeferredNorm there, of which all but the last two
   //     are written. `saved` then ends before the output of the last convolution.

@@ -18,7 +18,7 @@ namespace nasfast::cpu {
 
 namespace {
 
-// Refuses what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
+// Refuses what would corrupt memory. nasfast/ops checks the same before, with explanations for the user.
 void check_x(const Tensor& x) {
   STD_TORCH_CHECK(x.dim() == 4, "bn_act: x must be 4-d (N, C, H, W), got ", x.dim(), " dimensions");
   check_image_type("bn_act", x.scalar_type());

@@ -144,7 +144,7 @@ bool is_channels_last(const Tensor& x, int64_t ld = 0);
 
 std::vector<int64_t> sizes_of(const Tensor& x);
 
-// Refuse what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
+// Refuse what would corrupt memory. nasfast/ops checks the same before, with explanations for the user.
 // Images have `ld` elements between pixels, as in is_channels_last().
 void check_image_type(const std::string& op, ScalarType type);
 void check_image(const std::string& op, const char* name, const Tensor& image, const std::vector<int64_t>& sizes,

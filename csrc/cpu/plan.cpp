@@ -7,7 +7,7 @@
 namespace nasfast::cpu {
 namespace {
 
-// the numbers of a plan, as ChainPlan.numbers in nasfast/ops/plan.py has them
+// the numbers of a plan, as ChainPlan.numbers in nasfast/ops/chain/plan.py has them
 constexpr size_t kHeader = 6, kPerStage = 9;
 constexpr int64_t kKinds = 3, kActs = 6;
 // No memory has so many elements, and products of numbers below it may overflow.

@@ -1,4 +1,4 @@
-// The plan of a chain: what its stages are, their geometry, and where their numbers lie. nasfast/ops/plan.py makes it
+// The plan of a chain: what its stages are, their geometry, and where their numbers lie. nasfast/ops/chain/plan.py makes it
 // and passes it to the operators as integers. The launchers read and check it, and decide nothing in it again.
 #pragma once
 
@@ -11,7 +11,7 @@ namespace nasfast::cpu {
 
 constexpr const char* kConvOp = "conv_bn_act_chain";
 
-// The numbers are those of `Kind` in nasfast/ops/plan.py.
+// The numbers are those of `Kind` in nasfast/ops/chain/plan.py.
 enum class Kind { kPointwise, kDepthwise, kDense };
 
 constexpr int64_t kNowhere = -1;

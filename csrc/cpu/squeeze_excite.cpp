@@ -14,7 +14,7 @@ namespace nasfast::cpu {
 
 namespace {
 
-// Refuse what would corrupt memory. nasfast/ops/checks.py checks the same before, with explanations for the user.
+// Refuse what would corrupt memory. nasfast/ops checks the same before, with explanations for the user.
 void check_map(const std::string& op, const char* name, const Tensor& tensor, const Tensor& like) {
   check_image_type(op, like.scalar_type());
   check_image(op, name, tensor, sizes_of(like), like.scalar_type());

@@ -28,7 +28,7 @@ bool is_stem(const ChainPlan& plan, size_t i) {
          s.width * s.in_channels % 8 == 0;
 }
 
-// Refuses what the kernels cannot do. nasfast/ops/cuda/limits.py says the same before, with explanations for the user.
+// Refuses what the kernels cannot do. nasfast/ops/chain/limits.py says the same before, with explanations for the user.
 ChainPlan read_plan(const std::vector<int64_t>& numbers) {
   ChainPlan plan(numbers);
   STD_TORCH_CHECK(!plan.shuffle, kConvOp, ": the CUDA kernels do not shuffle");
@@ -82,7 +82,7 @@ uint16_t* bits(const Tensor& tensor) { return static_cast<uint16_t*>(tensor.muta
 uint16_t* output_of(const Tensor& saved, const StagePlan& stage) { return bits(saved) + stage.saved_at; }
 
 // The last BatchNorm of a chain where it is deferred to the chain that reads the result: the fields of DeferredNorm in
-// nasfast/ops/cuda/deferred.py, which says what they are.
+// nasfast/ops/chain/deferred.py, which says what they are.
 struct DeferredNorm {
   uint16_t* y;
   Fold* fold;

@@ -21,7 +21,7 @@ struct Shapes {
 };
 
 // Applies the BatchNorm that a chain with the result x has deferred, and so writes x. deferred_input: the tensors of
-// DeferredResult in nasfast/ops/cuda/deferred.py, which are the BatchNorm's y and fold, and perhaps a tensor to add.
+// DeferredResult in nasfast/ops/chain/deferred.py, which are the BatchNorm's y and fold, and perhaps a tensor to add.
 ApplyArgs apply_args(const Tensor& x, const std::vector<Tensor>& deferred_input);
 
 // Reduces the gradient of a result to the sums of its deferred BatchNorm; without `reduction`. deferred_norm: the

@@ -96,7 +96,7 @@ struct TileList {
 };
 
 // Each of these is the best for many shapes: without it, `consider` has larger times by 1 % or more on average. TileSmall
-// of backward also needs the least shared memory, which the most channels of a plan have (nasfast/ops/cuda/limits.py).
+// of backward also needs the least shared memory, which the most channels of a plan have (nasfast/ops/chain/limits.py).
 using ForwardTiles = TileList<TileSmallDeep, TileFlat, TileSquare, TileTall, TileWide, TileWidest>;
 using BackwardTiles =
     TileList<TileSmall, TileSmallDeep, TileFlat, TileFlatDeep, TileLow, TileTall, TileWide, TileWidest>;

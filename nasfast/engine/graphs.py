@@ -7,7 +7,7 @@ per layer and path, without allocations and without Python for each kernel; head
 and backward. Whole paths are not captured, because every step has other paths.
 
 A candidate that is one chain of the CUDA kernels and ends in a BatchNorm defers this to the next layer, which applies
-it while it reads its input (nasfast/ops/cuda/deferred.py). Which graphs the next candidate replays depends on that: it
+it while it reads its input (nasfast/ops/chain/deferred.py). Which graphs the next candidate replays depends on that: it
 is captured once for every way in which it gets its input, of which there are at most three. All of them compute the
 same numbers.
 """
@@ -29,12 +29,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.engine.eager import EagerEngine, Engine, StepResult, average_paths
 from nasfast.engine.segments import Boundary, ChainSegment, Classifier, Segment, SegmentBuffers
-from nasfast.ops.conv import cuda_plan
-from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
-from nasfast.ops.cuda.static import StaticChain
+from nasfast.ops.autocast import storage_dtype
+from nasfast.ops.chain.call import cuda_plan
+from nasfast.ops.chain.deferred import DeferredNorm, DeferredResult
+from nasfast.ops.chain.plan import stage_kind
+from nasfast.ops.chain.static import StaticChain
 from nasfast.ops.low_precision import LowPrecisionWeights
 from nasfast.ops.modules import ConvBNAct, as_chain, begin_stages, has_forward_hooks, run_in_order
-from nasfast.ops.plan import stage_kind, storage_dtype
 from nasfast.spaces import Arch
 from nasfast.supernet import ModuleSupernet, Supernet
 from nasfast.supernet.supernet import ChoiceLayer

@@ -12,8 +12,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from nasfast.engine.capture import Replay
 from nasfast.engine.eager import StepResult, loss_and_gradient
-from nasfast.ops.cuda.deferred import DeferredResult
-from nasfast.ops.cuda.static import StaticChain
+from nasfast.ops.chain.deferred import DeferredResult
+from nasfast.ops.chain.static import StaticChain
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from nasfast.fusion.region import FusedForward, Region, Settings, is_fused
 from nasfast.fusion.report import FuseReport, count, listed
 from nasfast.ops._native import check_isa
 from nasfast.ops.backends import resolve_backend
-from nasfast.ops.plan import stage_kind
+from nasfast.ops.chain.plan import stage_kind
 from nasfast.ops.reference import Stage
 
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native
+from nasfast.ops.autocast import storage_dtype
 from nasfast.ops.backends import resolve_backend
-from nasfast.ops.plan import Kind, stage_kind, storage_dtype
+from nasfast.ops.chain.plan import Kind, stage_kind
 from nasfast.ops.reference import Stage
 
 

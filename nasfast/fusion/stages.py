@@ -12,8 +12,7 @@ from torch import Tensor
 from nasfast.fusion.match import Widths
 from nasfast.fusion.rule import KEPT_SHAPES
 from nasfast.ops.autograd import save_checkpoint_sentinel
-from nasfast.ops.checks import check_chain
-from nasfast.ops.conv import run_checked_chain
+from nasfast.ops.chain.call import check_chain, run_checked_chain
 from nasfast.ops.reference import ACTIVATIONS, Stage
 
 _HALF = (torch.bfloat16, torch.float16)

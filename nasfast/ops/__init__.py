@@ -7,7 +7,7 @@ from nasfast.ops import modules, reference
 from nasfast.ops._native import empty_cache
 from nasfast.ops.backends import BACKENDS, resolve_backend, use_backend
 from nasfast.ops.bn import bn_act
-from nasfast.ops.conv import conv_bn_act, conv_bn_act_chain
+from nasfast.ops.chain.call import conv_bn_act, conv_bn_act_chain
 from nasfast.ops.depthwise import depthwise_conv2d
 from nasfast.ops.householder import geqrf, qr
 from nasfast.ops.mixed import mixed_bn

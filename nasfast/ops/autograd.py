@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from nasfast.ops.plan import ChainPlan
-
 
 def autograd_kernel(
     operator: Any, setup_context: Callable[..., None], backward: Callable[..., Any]
@@ -173,24 +171,6 @@ def check_device(*tensors: Tensor | None) -> None:
     """
     devices = {str(tensor.device) for tensor in tensors if tensor is not None}
     torch._check(len(devices) <= 1, lambda: f"all tensors must be on one device, got {', '.join(sorted(devices))}")
-
-
-def empty_gradients(
-    plan: ChainPlan, saved: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], wants: Sequence[bool]
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Memory for dx, dweights and dbiases of a chain; empty where `wants` (csrc/library.cpp) is false.
-
-    Args:
-        plan: the plan of the chain.
-        saved: what forward saved, which has the type and device of dx.
-        weights, biases: those of the BatchNorms.
-    """
-    dx = saved.new_empty(0)
-    if wants[0]:
-        dx = torch.empty(plan.in_shape, dtype=saved.dtype, device=saved.device, memory_format=torch.channels_last)
-    dweights = [w.new_empty(w.shape[0] if want else 0) for w, want in zip(weights, wants[1::2], strict=True)]
-    dbiases = [b.new_empty(b.shape[0] if want else 0) for b, want in zip(biases, wants[2::2], strict=True)]
-    return dx, dweights, dbiases
 
 
 def save_checkpoint_sentinel(y: Tensor) -> None:

@@ -53,7 +53,7 @@ def bn_act(
         RuntimeError: the named backend cannot serve.
     """
     norm = weight, bias, running_mean, running_var
-    checks.check_bn_act(x, norm, residual, act=act, training=training, eps=eps)
+    _check_bn_act(x, norm, residual, act=act, training=training, eps=eps)
     name = resolve_backend("bn_act", x, backend).name
     if name == "reference" or only_reference_serves(x):
         return reference.bn_act(
@@ -86,6 +86,17 @@ def bn_act(
         reference.update_running(running_mean, running_var, mean, var, x.numel() // x.shape[1], momentum)
         save_checkpoint_sentinel(y)
     return y if residual is fused else y + residual
+
+
+def _check_bn_act(
+    x: Tensor, norm: checks.Norm, residual: Tensor | None, *, act: str, training: bool, eps: float
+) -> None:
+    """Check the arguments of `nasfast.ops.bn_act`."""
+    op = "bn_act"
+    checks.check_input(op, x)
+    checks.check_settings(op, act, eps)
+    checks.check_bn(op, "", x, x.shape[1], norm, training)
+    checks.check_result(op, x, tuple(x.shape), residual, training)
 
 
 def overwrite_with_bn_act(x: Tensor, stage: Stage, residual: Tensor | None) -> Tensor:

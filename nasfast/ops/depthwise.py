@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import checks, reference
+from nasfast.ops.autocast import storage_dtype
 from nasfast.ops.autograd import check_device, only_reference_serves
 from nasfast.ops.backends import resolve_backend
-from nasfast.ops.plan import storage_dtype
 from nasfast.ops.registry import operators, register
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -39,13 +39,27 @@ def depthwise_conv2d(
         TypeError, ValueError: an argument does not fit.
         RuntimeError: the named backend cannot serve.
     """
-    checks.check_depthwise_conv2d(x, weight, stride=stride, dilation=dilation)
+    _check_depthwise_conv2d(x, weight, stride=stride, dilation=dilation)
     name = resolve_backend("depthwise_conv2d", x, backend).name
     dtype = storage_dtype(x)
     if name == "reference" or dtype not in _DTYPES or only_reference_serves(x):
         return reference.depthwise_conv2d(x, weight, stride=stride, dilation=dilation)
     x = x.to(dtype).contiguous(memory_format=torch.channels_last)
     return operators(name).depthwise_conv2d_fwd(x, weight.float().contiguous(), stride, dilation)
+
+
+def _check_depthwise_conv2d(x: Tensor, weight: Tensor, *, stride: int, dilation: int) -> None:
+    """Check the arguments of `nasfast.ops.depthwise_conv2d`."""
+    op = "depthwise_conv2d"
+    checks.check_map(op, x, stride)
+    if dilation not in (1, 2):
+        raise ValueError(f"{op}: dilation must be 1 or 2, got {dilation}")
+    where = f"{op}: weight"
+    checks.check_tensor(where, weight)
+    shapes = [(x.shape[1], 1, k, k) for k in (3, 5, 7)]
+    if tuple(weight.shape) not in shapes:
+        raise ValueError(f"{where} must be one of {shapes} for this x, got {tuple(weight.shape)}")
+    checks.check_like(where, weight, x, weight.shape, (torch.float32, x.dtype))
 
 
 def _fwd_fake(backend, x, weight, stride, dilation):

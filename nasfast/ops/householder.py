@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nasfast.ops import checks
+from nasfast.ops.autocast import autocasts
 from nasfast.ops.autograd import recorded, transformed
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.refusal import Refusal
@@ -62,7 +63,7 @@ def qr(A: Tensor, mode: str = "reduced", *, backend: str | None = None) -> QR:  
         ValueError: A has fewer than two dimensions, or the mode is unknown.
         RuntimeError: the named backend cannot serve, as a native one where None takes the reference.
     """
-    checks.check_qr("qr", A, mode)
+    _check_qr("qr", A, mode)
     name = resolve_backend("qr", A, backend, partial(_why_not_native, A)).name
     if name == "reference":
         return QR(*torch.linalg.qr(A, mode))
@@ -89,7 +90,7 @@ def geqrf(input: Tensor, *, backend: str | None = None) -> Geqrf:  # the name in
     Raises:
         TypeError, ValueError, RuntimeError: as for `qr`.
     """
-    checks.check_qr("geqrf", input)
+    _check_qr("geqrf", input)
     name = resolve_backend("geqrf", input, backend, partial(_why_not_native, input)).name
     if name == "cuda":
         return geqrf_of_reflectors(input, torch.ops.nasfast.householder)
@@ -161,3 +162,15 @@ def geqrf_of_reflectors(a: Tensor, householder: Operator) -> Geqrf:
 def _triangle(q: Tensor, a: Tensor) -> Tensor:
     """R = Q' A; in float64, because a product in float32 may be one of TensorFloat-32."""
     return (q.double().mT @ a.double()).triu().to(a.dtype)
+
+
+def _check_qr(op: str, a: Tensor, mode: str = "reduced") -> None:
+    """Check the arguments of `nasfast.ops.qr` and `nasfast.ops.geqrf`."""
+    where = f"{op}: the matrix"
+    checks.check_tensor(where, a)
+    wide = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+    if a.dtype not in wide and not (a.is_floating_point() and autocasts(a)):
+        raise TypeError(f"{where} must be float32, float64 or complex, got {a.dtype}; convert it with .float()")
+    checks.check_shape_of_matrix(where, a)
+    if mode not in (modes := ("reduced", "complete", "r")):
+        raise ValueError(f"{op}: mode must be one of {', '.join(modes)}, got {mode!r}")

@@ -44,13 +44,34 @@ def mixed_bn(
         TypeError, ValueError: an argument does not fit; with a flag set also an empty batch or one value per channel.
         RuntimeError: the named backend cannot serve.
     """
-    xs, normalize = checks.check_mixed_bn(xs, gates, normalize, eps)
+    xs, normalize = _check_mixed_bn(xs, gates, normalize, eps)
     name = resolve_backend("mixed_bn", xs[0], backend).name
     if name == "reference" or only_reference_serves(xs[0]):
         return reference.mixed_bn(xs, gates, normalize=normalize, eps=eps)
     xs = [x.contiguous(memory_format=torch.channels_last) for x in xs]
     y, _ = operators(name).mixed_bn_fwd(xs, gates.contiguous(), normalize, eps)
     return y
+
+
+def _check_mixed_bn(
+    xs: Sequence[Tensor], gates: Tensor, normalize: Sequence[bool], eps: float
+) -> tuple[list[Tensor], list[bool]]:
+    """Check the arguments of `nasfast.ops.mixed_bn`; returns its tensors and flags as lists."""
+    op = "mixed_bn"
+    xs, normalize = checks.list_of_tensors(op, "xs", xs), [bool(flag) for flag in normalize]
+    if not xs:
+        raise ValueError(f"{op}: needs at least one tensor, got none")
+    first = xs[0]
+    checks.check_input(op, first, "xs[0]")
+    for i, x in enumerate(xs):
+        checks.check_like(f"{op}: xs[{i}]", x, first, first.shape, (first.dtype,), "xs[0]")
+    if len(normalize) != len(xs):
+        raise ValueError(f"{op}: normalize must be one flag per tensor, {len(xs)}, got {len(normalize)}")
+    checks.check_like(f"{op}: gates", gates, first, (len(xs),), checks.vector_types(first), "xs[0]")
+    checks.check_eps(op, eps)
+    if any(normalize):
+        checks.check_statistics(op, tuple(first.shape), "normalize=False")
+    return xs, normalize
 
 
 def _fwd_fake(backend, xs, gates, normalize, eps):

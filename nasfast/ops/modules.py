@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nasfast.ops.bn import bn_act
-from nasfast.ops.conv import conv_bn_act_chain, cuda_plan
+from nasfast.ops.chain.call import conv_bn_act_chain, cuda_plan
 from nasfast.ops.reference import ConvBNParams, Stage
 from nasfast.ops.squeeze import is_faster, squeeze_excite
 

@@ -61,7 +61,7 @@ def orthogonalize(matrices: Sequence[Tensor], *, backend: str | None = None) -> 
             that does not fit.
         RuntimeError: the named backend cannot serve, or a native one is asked for a gradient.
     """
-    matrices = checks.check_matrices("orthogonalize", matrices)
+    matrices = _check_matrices("orthogonalize", matrices)
     return _run(matrices, resolve_backend("orthogonalize", matrices[0], backend).name) if matrices else []
 
 
@@ -114,7 +114,7 @@ def orthogonalize_(
             repeated or not one per tensor; gain is not finite.
         MemoryError: a tensor does not fit into the physical memory of the machine; the message has its index and name.
     """
-    tensors, names = checks.check_orthogonal_targets("orthogonalize_", tensors, names, gain, _BYTES_PER_ELEMENT)
+    tensors, names = _check_orthogonal_targets("orthogonalize_", tensors, names, gain, _BYTES_PER_ELEMENT)
     targets = [
         Target(name, tensor, (tensor.shape[0], math.prod(tensor.shape[1:])), gain)
         for name, tensor in zip(names, tensors, strict=True)
@@ -263,3 +263,70 @@ def _gaussian(name: str, shape: tuple[int, ...], seed: int, dtype: torch.dtype) 
     z = torch.empty(shape, dtype=dtype, device="cpu")
     torch.ops.nasfast.gaussian_(z, _stream(name, seed))
     return z
+
+
+def _check_matrices(op: str, matrices: Sequence[Tensor]) -> list[Tensor]:
+    """Check the entries of `nasfast.ops.orthogonalize`; returns them as a list."""
+    matrices = checks.list_of_tensors(op, "matrices", matrices)
+    total = 0
+    for i_matrix, z in enumerate(matrices):
+        where = f"{op}: matrices[{i_matrix}]"
+        _check_matrix(where, z)
+        checks.check_device(where, z, matrices[0], "matrices[0]")
+        total += z.numel() * z.element_size()
+        checks.check_fits(where, z, total)
+    filled = [z for z in matrices if z.numel()]
+    # tracers and transforms cannot ask for values
+    if not filled or filled[0].is_meta or recorded() or transformed():
+        return matrices
+    if not _probably_finite([z.detach() for z in filled]):
+        for i_matrix, z in enumerate(matrices):
+            if bad := z.numel() - int(z.isfinite().sum()):
+                raise ValueError(
+                    f"{op}: matrices[{i_matrix}] of shape {tuple(z.shape)} must be finite, "
+                    f"got {bad} NaN or infinite elements"
+                )
+    return matrices
+
+
+def _check_orthogonal_targets(
+    op: str, tensors: Sequence[Tensor], names: Sequence[str] | None, gain: float, bytes_per_element: int
+) -> tuple[list[Tensor], list[str]]:
+    """Check the arguments of `nasfast.ops.orthogonalize_`; returns its tensors and names as lists.
+
+    Args:
+        bytes_per_element: memory that the operator needs for each element of a tensor.
+    """
+    tensors = checks.list_of_tensors(op, "tensors", tensors)
+    names = [str(i) for i in range(len(tensors))] if names is None else list(names)
+    if len(names) != len(tensors):
+        raise ValueError(f"{op}: names must be one per tensor, {len(tensors)}, got {len(names)}")
+    if not math.isfinite(gain):
+        raise ValueError(f"{op}: gain must be finite, got {gain}")
+    for i_tensor, (tensor, name) in enumerate(zip(tensors, names, strict=True)):
+        where = f"{op}: tensors[{i_tensor}] ({name!r})"
+        _check_matrix(where, tensor)
+        checks.check_fits(where, tensor, bytes_per_element * tensor.numel())
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(f"{where} has elements that share memory, as expand makes them: pass tensor.clone()")
+    if len(set(names)) != len(names):
+        twice = next(name for name in names if list(names).count(name) > 1)
+        raise ValueError(f"{op}: names must differ, as they seed the tensors, got {twice!r} more than once")
+    return tensors, names
+
+
+def _probably_finite(tensors: Sequence[Tensor]) -> bool:
+    """Whether no element is NaN or infinite, from one read of all tensors. It may be False although all are finite."""
+    if tensors[0].is_cuda:
+        return bool(torch.nn.utils.get_total_norm(tensors, float("inf")).isfinite())
+    # ten times as fast on a CPU as norms or isfinite; the sum of finite elements may overflow
+    return bool(torch.stack([z.sum().double() for z in tensors]).isfinite().all())
+
+
+def _check_matrix(where: str, z: Tensor) -> None:
+    checks.check_tensor(where, z)
+    if z.dtype not in checks.FLOAT_TYPES:
+        raise TypeError(
+            f"{where} must be float32, float64, bfloat16 or float16, got {z.dtype}; convert it with .float()"
+        )
+    checks.check_shape_of_matrix(where, z)

@@ -29,12 +29,20 @@ def pool_3x3(x: Tensor, *, kind: str, stride: int = 1, backend: str | None = Non
         TypeError, ValueError: an argument does not fit.
         RuntimeError: the named backend cannot serve.
     """
-    checks.check_pool_3x3(x, kind=kind, stride=stride)
+    _check_pool_3x3(x, kind=kind, stride=stride)
     name = resolve_backend("pool_3x3", x, backend).name
     if name == "reference" or only_reference_serves(x):
         return reference.pool_3x3(x, kind=kind, stride=stride)
     keep = torch.is_grad_enabled() and x.requires_grad
     return operators(name).pool_3x3_fwd(x.contiguous(memory_format=torch.channels_last), kind, stride, keep)[0]
+
+
+def _check_pool_3x3(x: Tensor, *, kind: str, stride: int) -> None:
+    """Check the arguments of `nasfast.ops.pool_3x3`."""
+    op = "pool_3x3"
+    checks.check_map(op, x, stride)
+    if kind not in ("max", "avg"):
+        raise ValueError(f"{op}: kind must be max or avg, got {kind!r}")
 
 
 def _fwd_fake(backend, x, kind, stride, keep):

@@ -13,17 +13,17 @@ import torch
 
 from nasfast.ops import _native
 from nasfast.ops.autograd import autograd_kernel
-from nasfast.ops.cuda import conv as cuda_conv
 
 # a library takes its kernels back when it is deleted
 _libraries: list[torch.library.Library] = []
 # backends that have operators now, and what registers every operator's formulas for one more of them
-_defined: list[str] = []
+_defined: list[str] = [] if _native.extension is None else ["cpu", "cuda"]
 _registrations: list[Callable[[str], None]] = []
 _NAMESPACES = {"cpu": "nasfast", "cuda": "nasfast_cuda", "triton": "nasfast_triton"}
 
 
-def _define(backend: str, *launchers: Callable[..., Any]) -> None:
+def define(backend: str, *launchers: Callable[..., Any]) -> None:
+    """Define operators of a backend that have the names, signatures and bodies of these functions."""
     for launcher in launchers:
         name = f"{_NAMESPACES[backend]}::{launcher.__name__}"
         torch.library.define(name, torch.library.infer_schema(launcher, mutates_args=()))
@@ -40,7 +40,7 @@ def operators(backend: str) -> Any:
 def _define_triton() -> None:
     from nasfast.ops import triton
 
-    _define("triton", triton.bn_act_fwd, triton.bn_act_bwd)
+    define("triton", triton.bn_act_fwd, triton.bn_act_bwd)
     _defined.append("triton")
     for register_for in _registrations:
         register_for("triton")
@@ -101,8 +101,3 @@ def _register(
     library = torch.library.Library(namespace, "IMPL")
     library.impl(f"{op}_fwd", kernel, "Autograd", with_keyset=True)
     _libraries.append(library)
-
-
-if _native.extension is not None:
-    _defined += ["cpu", "cuda"]
-    _define("cuda", cuda_conv.conv_bn_act_chain_fwd, cuda_conv.conv_bn_act_chain_bwd)

@@ -6,7 +6,7 @@ channel, and runs on PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +56,7 @@ def squeeze_excite(
         RuntimeError: the named backend cannot serve.
     """
     weights = squeeze_weight, squeeze_bias, excite_weight, excite_bias
-    checks.check_squeeze_excite(x, weights, act=act, gate=gate)
+    _check_squeeze_excite(x, weights, act=act, gate=gate)
     if resolve_backend("squeeze_excite", x, backend).name == "reference" or only_reference_serves(x):
         return reference.squeeze_excite(x, *weights, act=act, gate=gate)
     x = x.contiguous(memory_format=torch.channels_last)
@@ -64,6 +64,26 @@ def squeeze_excite(
         with torch.autocast("cpu", enabled=False):
             return _SqueezeExcite.apply(x, *weights, act, gate)
     return _SqueezeExcite.apply(x, *weights, act, gate)
+
+
+def _check_squeeze_excite(x: Tensor, weights: Sequence[Tensor], *, act: str, gate: str) -> None:
+    """Check the arguments of `nasfast.ops.squeeze_excite`; weights are W1, b1, W2, b2."""
+    op = "squeeze_excite"
+    checks.check_map(op, x, 1)
+    for name, value, allowed in (("act", act, reference.ACTIVATIONS), ("gate", gate, reference.GATES)):
+        if value not in allowed:
+            raise ValueError(f"{op}: {name} must be one of {', '.join(allowed)}, got {value!r}")
+    names = ("squeeze_weight", "squeeze_bias", "excite_weight", "excite_bias")
+    for name, tensor in zip(names, weights, strict=True):
+        checks.check_tensor(f"{op}: {name}", tensor)
+    channels, squeezed = x.shape[1], weights[1].numel()
+    if squeezed == 0:
+        raise ValueError(f"{op}: squeeze_bias must have at least one element, got none")
+    shapes = ((squeezed, channels, 1, 1), (squeezed,), (channels, squeezed, 1, 1), (channels,))
+    types: tuple[torch.dtype, ...] = (torch.float32, x.dtype)
+    for name, tensor, shape in zip(names, weights, shapes, strict=True):
+        checks.check_like(f"{op}: {name}", tensor, x, shape, types, why="one type for all four")
+        types = (tensor.dtype,)
 
 
 def is_faster(x: Tensor, *, trains: bool) -> bool:

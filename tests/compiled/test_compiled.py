@@ -20,8 +20,8 @@ from benchmarks.captures import EagerCapture
 from benchmarks.gpu_step import ROWS, read
 from nasfast.engine import GraphEngine
 from nasfast.ops import _native, use_backend
-from nasfast.ops.cuda import conv as conv_cuda
-from nasfast.ops.cuda import deferred
+from nasfast.ops.chain import cuda as conv_cuda
+from nasfast.ops.chain import deferred
 from nasfast.spaces import get_space, mean_path
 from nasfast.supernet import Supernet
 

@@ -17,7 +17,7 @@ from benchmarks.gpu.launches import CHAIN_OPERATORS
 from nasfast import spaces, use_backend
 from nasfast.engine import GraphEngine
 from nasfast.ops import _triton
-from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
+from nasfast.ops.chain.deferred import DeferredNorm, DeferredResult
 from nasfast.spaces import Block, SqueezeExcite, Stage
 from nasfast.supernet import Supernet
 
@@ -71,7 +71,7 @@ class Rules(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-LAUNCHERS = {"nasfast_triton": ["nasfast.ops.triton"], "nasfast_cuda": ["nasfast.ops.cuda.conv"]}
+LAUNCHERS = {"nasfast_triton": ["nasfast.ops.triton"], "nasfast_cuda": ["nasfast.ops.chain.cuda"]}
 
 
 def launchers(namespace):

@@ -17,7 +17,7 @@ from kernel_cases.bn_act import KINKS
 from kernel_cases.case import saved_by, with_layout
 from nasfast import ops
 from nasfast.ops import ConvBNParams, Stage, reference
-from nasfast.ops.plan import StageShape, make_plan
+from nasfast.ops.chain.plan import StageShape, make_plan
 
 BFLOAT16 = torch.bfloat16
 native_chain = partial(ops.conv_bn_act_chain, backend="cpu")

@@ -1,4 +1,4 @@
-"""Pairs of chains, of which the first may defer its last BatchNorm to the second: see nasfast/ops/cuda/deferred.py."""
+"""Pairs of chains, of which the first may defer its last BatchNorm to the second: see nasfast/ops/chain/deferred.py."""
 
 from dataclasses import replace
 
@@ -7,9 +7,9 @@ import torch
 from kernel_cases.chain import ChainCase, ChainInputs
 from kernel_cases.cuda import moved
 from nasfast import ops, use_backend
-from nasfast.ops.conv import cuda_plan
-from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
-from nasfast.ops.cuda.static import StaticChain
+from nasfast.ops.chain.call import cuda_plan
+from nasfast.ops.chain.deferred import DeferredNorm, DeferredResult
+from nasfast.ops.chain.static import StaticChain
 
 # what defers: with and without a residual; what makes: expansions, several groups of
 # columns, tiles of several kinds, no expansion, a single convolution; what keeps launches of its own in backward: a

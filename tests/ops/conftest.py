@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from kernel_cases.cuda import set_emulation
 
-from nasfast.ops import plan as planning
+from nasfast.ops.chain import plan as planning
 
 
 @pytest.fixture

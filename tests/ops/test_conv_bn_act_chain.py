@@ -36,7 +36,7 @@ from kernel_cases.chain import (
 from tolerances import NATIVE_CHAIN, assert_close
 
 from nasfast.ops import ConvBNParams, Stage, reference
-from nasfast.ops import plan as planning
+from nasfast.ops.chain import plan as planning
 from nasfast.ops.modules import InvertedResidual
 
 CASES = POINTWISE + DEPTHWISE + CHAINS + PLANS

@@ -7,7 +7,7 @@ from kernel_cases.chain_pairs import PAIRS, draw_pair, nan_like, run_both, run_t
 from kernel_cases.cuda import needs_kernels
 
 from benchmarks.captures import reduced_by_launches
-from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
+from nasfast.ops.chain.deferred import DeferredNorm, DeferredResult
 
 pytestmark = needs_kernels
 TYPES = [torch.bfloat16, torch.float16]

@@ -27,7 +27,7 @@ from kernel_cases.cuda import ON_GPU, PLACE, cuda_chain, emulated_only, moved, n
 
 from nasfast import ops
 from nasfast.ops import reference
-from nasfast.ops.plan import read_plan
+from nasfast.ops.chain.plan import read_plan
 
 pytestmark = [*needs_kernels, pytest.mark.usefixtures("emulation")]
 TYPES = [torch.bfloat16, torch.float16]
@@ -434,7 +434,7 @@ def test_neither_repetition_nor_the_order_of_threads_and_blocks_changes_a_bit(ca
 
 
 def test_counters_are_zeros_before_and_after(monkeypatch):
-    from nasfast.ops.cuda import conv
+    from nasfast.ops.chain import cuda as conv
 
     launches, zeros = [], conv.zeros
     monkeypatch.setattr(conv, "zeros", lambda *arguments: launches.append(zeros(*arguments)) or launches[-1])
@@ -551,7 +551,7 @@ def test_plans_that_the_kernels_cannot_run_are_refused(case, recompute, message)
 
 
 def test_too_few_counters_are_refused(monkeypatch):
-    from nasfast.ops.cuda import conv
+    from nasfast.ops.chain import cuda as conv
 
     monkeypatch.setattr(conv, "zeros", lambda count, device: torch.zeros(count - 1, dtype=torch.int32, device=device))
     with pytest.raises(RuntimeError, match="needs 1 counters, int32 zeros on the device of the input, got 0"):

@@ -9,9 +9,10 @@ import torch
 from kernel_cases.chain import ChainCase, planned_numbers
 
 from nasfast import ops, spaces
-from nasfast.ops import _native, backends, conv, reference
-from nasfast.ops.cuda.limits import served_stages
-from nasfast.ops.plan import stage_fields
+from nasfast.ops import _native, backends, reference
+from nasfast.ops.chain import call as chain_call
+from nasfast.ops.chain.limits import served_stages
+from nasfast.ops.chain.plan import stage_fields
 from nasfast.ops.reference import ConvBNParams
 from nasfast.supernet import Supernet
 
@@ -66,7 +67,7 @@ def on_a_gpu(monkeypatch):
         used.append("reference")
         return run_reference(x, stages, **rest)
 
-    monkeypatch.setattr(conv, "run_chain", run_chain)
+    monkeypatch.setattr(chain_call, "run_chain", run_chain)
     monkeypatch.setattr(reference, "conv_bn_act_chain", on_pytorch)
     for op in ("conv_bn_act", "conv_bn_act_chain"):
         cpu, cuda, triton, last = backends._TABLE[op]
@@ -141,13 +142,13 @@ def test_other_chains_go_to_pytorch_with_the_reason_unless_cuda_is_named(name, o
 @pytest.mark.parametrize("units", BEGUN)
 def test_the_first_stages_run_on_cuda_and_the_others_on_pytorch(units, emulated, monkeypatch):
     ran = []
-    run_chain = conv.run_chain
+    run_chain = chain_call.run_chain
 
     def noted(x, stages, plan, **rest):
         ran.append((rest["backend"], len(stages)))
         return run_chain(x, stages, plan, **rest)
 
-    monkeypatch.setattr(conv, "run_chain", noted)
+    monkeypatch.setattr(chain_call, "run_chain", noted)
     inputs = replace(GOOD, units=units).draw_once()
     exact = [
         s._replace(params=ConvBNParams(*(t if t is None else t.double() for t in s.params))) for s in inputs.stages
@@ -191,13 +192,13 @@ def test_weights_that_train_go_to_pytorch(on_a_gpu, caplog):
 def test_a_network_runs_with_cuda_named_for_all_operators(emulated, monkeypatch):
     """The kernels have its stem, too, and no bn_act alone."""
     used = []
-    run_chain = conv.run_chain
+    run_chain = chain_call.run_chain
 
     def noted(*arguments, backend, **rest):
         used.append(backend)
         return run_chain(*arguments, backend=backend, **rest)
 
-    monkeypatch.setattr(conv, "run_chain", noted)
+    monkeypatch.setattr(chain_call, "run_chain", noted)
     torch.manual_seed(0)
     space = spaces.digits_mini()
     net = Supernet(space, init="gaussian")

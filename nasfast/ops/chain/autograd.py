@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native, reference
-from nasfast.ops.autograd import check_device, empty_gradients, save_checkpoint_sentinel
+from nasfast.ops.autocast import storage_dtype
+from nasfast.ops.autograd import check_device, save_checkpoint_sentinel
+from nasfast.ops.chain import cuda  # noqa: F401  # it defines the operator of the CUDA kernels
+from nasfast.ops.chain.plan import ChainPlan, read_plan
 from nasfast.ops.nhwc import subsample
-from nasfast.ops.plan import ChainPlan, read_plan, storage_dtype
 from nasfast.ops.reference import Stage
 from nasfast.ops.registry import operators, register
 
@@ -85,7 +87,7 @@ def _bwd_fake(
     grad, x, saved, statistics, conv_weights, bn_weights, bn_biases, batch_statistics, plan, eps, add_input, wants
 ):
     check_device(grad, x, saved, statistics, *conv_weights, *bn_weights, *bn_biases)
-    return empty_gradients(read_plan(map(int, plan)), saved, bn_weights, bn_biases, wants)
+    return read_plan(map(int, plan)).empty_gradients(saved, bn_weights, bn_biases, wants)
 
 
 def _setup_context(ctx, inputs, output):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nasfast.ops.autocast import storage_dtype
 from nasfast.ops.reference import ACTIVATIONS, Stage
 
 # the types in which each backend stores activations and weights
@@ -138,6 +139,22 @@ class ChainPlan:
         last = self.stages[-1]
         return last.batch, last.out_channels * (2 if self.shuffle else 1), *last.out_size
 
+    def empty_gradients(
+        self, saved: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], wants: Sequence[bool]
+    ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """Memory for dx, dweights and dbiases; empty where `wants` (csrc/library.cpp) is false.
+
+        Args:
+            saved: what forward saved, which has the type and device of dx.
+            weights, biases: those of the BatchNorms.
+        """
+        dx = saved.new_empty(0)
+        if wants[0]:
+            dx = torch.empty(self.in_shape, dtype=saved.dtype, device=saved.device, memory_format=torch.channels_last)
+        dweights = [w.new_empty(w.shape[0] if want else 0) for w, want in zip(weights, wants[1::2], strict=True)]
+        dbiases = [b.new_empty(b.shape[0] if want else 0) for b, want in zip(biases, wants[2::2], strict=True)]
+        return dx, dweights, dbiases
+
 
 # lengths of the two parts of ChainPlan.numbers
 _HEADER, _PER_STAGE = 6, 9
@@ -173,16 +190,6 @@ class StageShape(NamedTuple):
         if self.kind == Kind.POINTWISE:
             return first or self.stride == 1
         return self.kind == Kind.DEPTHWISE
-
-
-def autocasts(x: Tensor) -> bool:
-    """Whether autocast is on for the device of x; PyTorch has none for meta tensors, and raises if it is asked."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
-
-
-def storage_dtype(x: Tensor) -> torch.dtype:
-    """The type in which a convolution of x computes: that of autocast where it is on, which leaves float64 as it is."""
-    return torch.get_autocast_dtype(x.device.type) if x.dtype != torch.float64 and autocasts(x) else x.dtype
 
 
 def stage_kind(weight: tuple[int, ...], stride: int, padding: int, groups: int) -> Kind | None:

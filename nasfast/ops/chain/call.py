@@ -1,5 +1,6 @@
 """Chains of convolution, BatchNorm and activation; conv_bn_act is such a chain."""
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -7,12 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nasfast.ops import checks, reference
+from nasfast.ops.autocast import autocasts, storage_dtype
 from nasfast.ops.autograd import only_reference_serves, save_checkpoint_sentinel
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.bn import bn_act, overwrite_with_bn_act
-from nasfast.ops.chain_operator import run_chain
-from nasfast.ops.cuda.limits import served_stages
-from nasfast.ops.plan import ChainPlan, plan_chain, stage_fields, storage_dtype
+from nasfast.ops.chain.autograd import run_chain
+from nasfast.ops.chain.limits import served_stages
+from nasfast.ops.chain.plan import ChainPlan, plan_chain, stage_fields
 from nasfast.ops.reference import ConvBNParams, Stage
 from nasfast.ops.refusal import Refusal
 
@@ -64,7 +66,7 @@ def conv_bn_act(
     """
     params = ConvBNParams(conv_weight, bn_weight, bn_bias, running_mean, running_var, conv_bias)
     stage = Stage(params, stride, padding, groups, act, training, momentum, eps)
-    checks.check_conv_bn_act("conv_bn_act", x, stage, residual)
+    check_conv_bn_act("conv_bn_act", x, stage, residual)
     return run_checked_chain(x, [stage], residual, backend=backend, op="conv_bn_act")
 
 
@@ -98,8 +100,96 @@ def conv_bn_act_chain(
         TypeError, ValueError: an argument does not fit; the message says which stage.
         RuntimeError: the named backend cannot serve.
     """
-    checks.check_chain("conv_bn_act_chain", x, stages, residual, shuffle)
+    check_chain("conv_bn_act_chain", x, stages, residual, shuffle)
     return run_checked_chain(x, stages, residual, shuffle=shuffle, backend=backend)
+
+
+def check_conv_bn_act(op: str, x: Tensor, stage: Stage, residual: Tensor | None) -> None:
+    """Check the arguments of `nasfast.ops.conv_bn_act`."""
+    checks.check_input(op, x)
+    shape = _check_stage(op, x, tuple(x.shape), stage)
+    checks.check_result(op, x, shape, residual, stage.training)
+
+
+def check_chain(op: str, x: Tensor, stages: Sequence[Stage], residual: Tensor | None, shuffle: bool = False) -> None:
+    """Check the arguments of `nasfast.ops.conv_bn_act_chain`: every stage and how they fit together."""
+    if not stages:
+        raise ValueError(f"{op}: needs at least one stage, got none")
+    checks.check_input(op, x)
+    shape = tuple(x.shape)
+    if shuffle:
+        if shape[1] % 2:
+            raise ValueError(f"{op}: shuffle=True splits an even number of channels, got x of shape {shape}")
+        if residual is not None:
+            raise ValueError(f"{op}: shuffle=True takes no residual; add it to the result")
+        shape = (shape[0], shape[1] // 2, *shape[2:])
+    begin = shape
+    for i_stage, stage in enumerate(stages):
+        where = f"{op}, stages[{i_stage}]"
+        if not isinstance(stage, Stage):
+            raise TypeError(f"{where}: must be a Stage, got {type(stage).__name__}")
+        shape = _check_stage(where, x, shape, stage)
+        checks.check_result(where, x, shape, residual if i_stage == len(stages) - 1 else None, stage.training)
+    if shuffle and shape != begin:
+        raise ValueError(f"{op}: shuffle=True needs stages that keep the shape of their input, got {begin} -> {shape}")
+
+
+def _check_stage(op: str, x: Tensor, shape: tuple[int, ...], stage: Stage) -> tuple[int, ...]:
+    """Check one stage against the shape of its input; return the shape of its result."""
+    weight, bias = stage.params.conv_weight, stage.params.conv_bias
+    checks.check_settings(op, stage.act, stage.eps)
+    shape = _check_conv(op, x, shape, weight, stage)
+    if bias is not None:
+        checks.check_like(
+            f"{op}: conv_bias",
+            bias,
+            weight,
+            weight.shape[:1],
+            (weight.dtype,),
+            "conv_weight",
+            why="the type of conv_weight",
+        )
+    checks.check_bn(op, "bn_", x, shape[1], stage.params[1:5], stage.training)
+    return shape
+
+
+def _check_conv(op: str, x: Tensor, shape: tuple[int, ...], weight: Tensor, stage: Stage) -> tuple[int, ...]:
+    """Check the convolution of a tensor of this shape on the device of x; return the shape of its result."""
+    checks.check_tensor(f"{op}: conv_weight", weight)
+    if weight.ndim != 4:
+        raise ValueError(f"{op}: conv_weight must be 4-d (out, in / groups, k, k), got shape {tuple(weight.shape)}")
+    stride, padding, groups = stage.stride, stage.padding, stage.groups
+    try:
+        stride, padding, groups = operator.index(stride), operator.index(padding), operator.index(groups)
+    except TypeError as error:
+        raise TypeError(
+            f"{op}: stride, padding and groups must be one integer each, for both directions, "
+            f"got stride={stride!r}, padding={padding!r}, groups={groups!r}"
+        ) from error
+    if stride < 1 or padding < 0 or groups < 1:
+        raise ValueError(
+            f"{op}: stride and groups must be at least 1 and padding at least 0, "
+            f"got stride={stride}, padding={padding}, groups={groups}"
+        )
+    out_channels, per_group, *kernel = weight.shape
+    if weight.numel() < 1:
+        raise ValueError(f"{op}: conv_weight must be at least 1 in every dimension, got shape {tuple(weight.shape)}")
+    if per_group * groups != shape[1] or out_channels % groups:
+        raise ValueError(
+            f"{op}: conv_weight of shape {tuple(weight.shape)} with groups={groups} takes {per_group * groups} "
+            f"channels and gives a multiple of {groups}, got an input of {shape[1]} channels"
+        )
+    if weight.dtype != x.dtype and not autocasts(x):
+        raise TypeError(
+            f"{op}: conv_weight must have the type of x, {x.dtype}, got {weight.dtype}; convert one, or use autocast"
+        )
+    checks.check_device(f"{op}: conv_weight", weight, x)
+    height, width = ((size + 2 * padding - k) // stride + 1 for size, k in zip(shape[2:], kernel, strict=True))
+    if height < 1 or width < 1:
+        raise ValueError(
+            f"{op}: a {kernel[0]}x{kernel[1]} kernel with padding={padding} does not fit into an input of shape {shape}"
+        )
+    return shape[0], out_channels, height, width
 
 
 def cuda_plan(x: Tensor, stages: Sequence[Stage]) -> ChainPlan | None:
@@ -120,7 +210,7 @@ def run_checked_chain(
     op: str = "conv_bn_act_chain",
     strict: bool = True,
 ) -> Tensor:
-    """`conv_bn_act_chain` of arguments that `checks.check_chain` has checked.
+    """`conv_bn_act_chain` of arguments that `check_chain` has checked.
 
     Args:
         op: the operator that was called.

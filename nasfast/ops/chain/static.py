@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from nasfast.ops.chain_operator import update_running
-from nasfast.ops.cuda.conv import aligned, counters
-from nasfast.ops.cuda.deferred import DeferredNorm, DeferredResult
+from nasfast.ops.chain.autograd import update_running
+from nasfast.ops.chain.cuda import aligned, counters
+from nasfast.ops.chain.deferred import DeferredNorm, DeferredResult
+from nasfast.ops.chain.plan import ChainPlan, Kind
 from nasfast.ops.low_precision import LowPrecisionWeights
-from nasfast.ops.plan import ChainPlan, Kind
 from nasfast.ops.reference import Stage
 
 

@@ -11,7 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from nasfast.ops.plan import KEPT_PLANS, Kind, StageShape, storage_dtype
+from nasfast.ops.autocast import storage_dtype
+from nasfast.ops.chain.plan import KEPT_PLANS, Kind, StageShape
 from nasfast.ops.reference import Stage
 from nasfast.ops.refusal import Refusal
 

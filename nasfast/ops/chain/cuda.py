@@ -11,9 +11,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from nasfast.ops import _native
 from nasfast.ops.arrivals import zeros
-from nasfast.ops.autograd import empty_gradients
-from nasfast.ops.plan import KEPT_PLANS, read_plan
+from nasfast.ops.chain.plan import KEPT_PLANS, read_plan
+from nasfast.ops.registry import define
 
 
 def counters(like: Tensor, plan: Sequence[int]) -> Tensor:
@@ -102,7 +103,7 @@ def conv_bn_act_chain_bwd(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """dx, dweights, dbiases; see csrc/library.cpp."""
     _refuse_running_statistics(batch_statistics)
-    dx, dweights, dbiases = empty_gradients(read_plan(plan), saved, bn_weights, bn_biases, wants)
+    dx, dweights, dbiases = read_plan(plan).empty_gradients(saved, bn_weights, bn_biases, wants)
     if any(wants):
         torch.ops.nasfast.conv_bn_act_chain_gpu_bwd(
             grad=aligned(grad),
@@ -121,3 +122,7 @@ def conv_bn_act_chain_bwd(
             eps=eps,
         )
     return dx, dweights, dbiases
+
+
+if _native.extension is not None:
+    define("cuda", conv_bn_act_chain_fwd, conv_bn_act_chain_bwd)
