@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from nasfast.cli.flags import is_verbose
 from nasfast.display import counted, text_table
-from nasfast.pipeline.run import Run, read_layers
+from nasfast.pipeline.inputs import read_layers
+from nasfast.pipeline.run import Run
 from nasfast.report.findings import (
     PROVEN,
     PROVEN_NEXT,
@@ -47,7 +48,7 @@ def show_retrained(run: Run, results: dict[str, RetrainResult]) -> None:
         top1 = Top1.of(trainings("best", records))
         images = counted(best.images, "image")
         print(f"best: top-1 {top1.mean:.1%} ({top1.spread} {top1.low:.1%} to {top1.high:.1%}, {images})")
-        space = read_layers(run)
+        space = read_layers(run.dir)
         print(f"  {space.words(best.arch)}")
         if (comparison := compare(records["best"], peers, repeats["best"])) is not None:
             print(comparison.headline)
@@ -68,7 +69,7 @@ def _mean_cells(name: str, kind: str, records: Sequence[Mapping[str, Any]]) -> l
 
 def show_candidates(run: Run, candidates: list[Candidate]) -> None:
     """Each architecture in words with its costs, where the tables come from, and what to do next."""
-    space = read_layers(run)
+    space = read_layers(run.dir)
     tables = load_candidates(run.dir / ARCHS_FILE, space).tables
     for place, c in enumerate(candidates, start=1):
         costs = [f"{c.macs:,} MACs", f"{c.params:,} params"]

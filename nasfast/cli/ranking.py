@@ -18,7 +18,7 @@ from nasfast.indicators.rank import rank
 from nasfast.indicators.registry import check_network_score, get_score
 from nasfast.indicators.scores import combine_scores, default_score, parse_sum, score_networks
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
-from nasfast.pipeline.inputs import compute_scores, find_space, untrained_networks
+from nasfast.pipeline.evidence import compute_scores, find_space, untrained_networks
 from nasfast.pipeline.run import Run, read_result
 from nasfast.pipeline.sample import (
     ACCURACIES_FILE,
@@ -59,10 +59,10 @@ def rank_table(args: argparse.Namespace) -> None:
         predictor, space = _read_predictor(args)
         accuracies = read_accuracies(args.table, space, column=args.column)
     elif args.images is None:
-        run = Run.load(args.out)
-        space = find_space(run)
+        cfg = Run.load(args.out).cfg
+        space = find_space(cfg)
         accuracies = _read_sample(args, space)
-        predictor = compute_scores(run, space, args.score, accuracies)
+        predictor = compute_scores(cfg, space, args.score, accuracies)
     else:
         accuracies, predictor, space = _score_untrained(args)
     report = rank(accuracies, predictor, space, resamples=args.resamples, seed=args.seed)
@@ -120,8 +120,8 @@ def _sample(archs: list[Arch], count: int | None, seed: int) -> list[Arch]:
 def rank_trained(args: argparse.Namespace, settings: TaskSettings) -> None:
     run = Run.load(args.out)
     names = () if args.score is None else (args.score,)
-    inputs = sample_inputs(run)
-    check_names(run, inputs.space, names)
+    inputs = sample_inputs(run.cfg)
+    check_names(run.cfg, inputs.space, names)
     if args.dry_run:
         print(estimate_sample(run, inputs, args.train, settings, epochs=args.epochs))
         return

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from nasfast.config import ConfigError
-from nasfast.pipeline.run import Inputs, Run, read_any_space, read_result
+from nasfast.pipeline.inputs import Inputs, read_any_space
+from nasfast.pipeline.run import read_result
 from nasfast.search import SearchResult, equal_cost_peers, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings import RunConfig
@@ -26,26 +27,27 @@ SEED = "-seed-"
 
 
 def choose_architectures(
-    run: Run, archs: Sequence[Arch | str] = (), *, pareto: bool = False
+    cfg: RunConfig, archs: Sequence[Arch | str] = (), *, pareto: bool = False
 ) -> tuple[ArchSpace, dict[str, Arch]]:
     """The space of a run, and the architectures to retrain by the names of their networks; see `retrain_best`."""
-    space = read_any_space(run)
+    run_dir = cfg.run_dir
+    space = read_any_space(run_dir)
     if archs:
         return space, _name_archs(read_arch(arch, space) for arch in archs)
     if not isinstance(space, SearchSpace):
         if pareto:
             raise ConfigError("a search of cells computes no Pareto front: leave --pareto out")
-        return space, load_cell_results(run.dir, space)
-    result = load_search_result(run.dir, space)
+        return space, load_cell_results(run_dir, space)
+    result = load_search_result(run_dir, space)
     if pareto:
-        return space, _name_archs(require_front(result, run.dir))
-    best = dict(list(name_candidates(result).items())[: run.cfg.retrain.top_k])
-    if len(best) < run.cfg.retrain.top_k:
-        path = run.dir / ARCHS_FILE
-        _LOG.warning("retrain.top_k=%d, but %s has %d architectures", run.cfg.retrain.top_k, path, len(best))
+        return space, _name_archs(require_front(result, run_dir))
+    best = dict(list(name_candidates(result).items())[: cfg.retrain.top_k])
+    if len(best) < cfg.retrain.top_k:
+        path = run_dir / ARCHS_FILE
+        _LOG.warning("retrain.top_k=%d, but %s has %d architectures", cfg.retrain.top_k, path, len(best))
     # a later search than that of config.yaml may have had other limits
-    cfg = run.cfg if result.settings is None else run.cfg.replace(search=result.settings)
-    return space, best | random_peers(run.cfg, Inputs.of(cfg, space), result.candidates[0].arch)
+    limited = cfg if result.settings is None else cfg.replace(search=result.settings)
+    return space, best | random_peers(cfg, Inputs.of(limited, space), result.candidates[0].arch)
 
 
 def random_peers(cfg: RunConfig, inputs: Inputs, arch: Arch) -> dict[str, Arch]:

@@ -25,7 +25,7 @@ from nasfast.data import Loader
 from nasfast.display import text_table
 from nasfast.ops import empty_cache
 from nasfast.pipeline.children import MEMORY, gpus_for, workers_for
-from nasfast.pipeline.inputs import build_evidence, check_scoring, image_loaders, open_inputs, retrain_loaders
+from nasfast.pipeline.evidence import build_evidence, check_scoring, image_loaders, open_inputs, retrain_loaders
 from nasfast.pipeline.run import Run
 from nasfast.retrain import retrain
 from nasfast.runtime.capacity import cores, free_memory
@@ -251,7 +251,7 @@ class Trial:
 
     def __init__(self, run: Run) -> None:
         cfg = run.cfg
-        self.inputs, images = open_inputs(run)
+        self.inputs, images = open_inputs(cfg)
         loader, _ = image_loaders(cfg, self.inputs.space, images=images)
         # how long a step takes depends on no value of the weights, and orthogonal ones take long to make
         plain = {name: None for name in cfg.supernet.aligned}

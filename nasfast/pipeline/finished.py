@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nasfast.indicators.table import TABLE_FILE
-from nasfast.pipeline.run import Run, resolved
+from nasfast.pipeline.run import resolved
 from nasfast.retrain.retrain import RESULT_FILE
 from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.search.candidate import ARCHS_FILE
@@ -16,18 +16,18 @@ from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig
 _FILE = "finished.json"
 
 
-def save_finished(run: Run, networks: Iterable[str]) -> None:
+def save_finished(run_dir: Path, networks: Iterable[str]) -> None:
     """Write that a run has ended, with the names of its retrained networks."""
-    record = {"networks": list(networks), "files": _digests(run.dir)}
-    write_atomic(run.dir / _FILE, seal(record).encode())
+    record = {"networks": list(networks), "files": _digests(run_dir)}
+    write_atomic(run_dir / _FILE, seal(record).encode())
 
 
-def read_finished(run: Run) -> list[str] | None:
+def read_finished(cfg: RunConfig) -> list[str] | None:
     """The names of the networks of a run that has ended; None if it has not, or if settings or files differ now."""
     try:
-        record = unseal((run.dir / _FILE).read_text(encoding="utf-8"))
-        same = resolved(RunConfig.load(run.dir / CONFIG_FILE).replace(out=run.cfg.out)) == run.cfg
-        return record["networks"] if same and record["files"] == _digests(run.dir) else None
+        record = unseal((cfg.run_dir / _FILE).read_text(encoding="utf-8"))
+        same = resolved(RunConfig.load(cfg.run_dir / CONFIG_FILE).replace(out=cfg.out)) == cfg
+        return record["networks"] if same and record["files"] == _digests(cfg.run_dir) else None
     except (OSError, ValueError, LookupError):
         return None
 

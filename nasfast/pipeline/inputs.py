@@ -1,193 +1,89 @@
-"""What a run reads that needs torch: its images, its supernet, and the evidence of its score.
-
-Functions that need only the space take it, because the tables of limits may be gone by then.
-"""
+"""What a run is about: the space in its directory, and the limits of its settings. No torch."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection
-from typing import Any
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
 
-import torch
-
-from nasfast.config import ConfigError
-from nasfast.data import DataConfig, FolderSource, ImageSource, Loader, make_loader, make_loaders, random_subset
-from nasfast.data.loader import open_images
-from nasfast.indicators.registry import Score, check_score, configured_score, get_score
-from nasfast.indicators.scores import Evidence, NetworkEvidence, combine_scores, parse_sum, score_paths
-from nasfast.pipeline.run import Inputs, Run, read_layers, same_images
-from nasfast.runtime.device import use_threads
-from nasfast.runtime.distributed import SINGLE, World
+from nasfast.config import ConfigError, load_yaml
+from nasfast.indicators.accuracies import read_accuracies
+from nasfast.indicators.registry import gives_table
+from nasfast.search.limits import Limits, read_limits
 from nasfast.settings import SPACE_FILE, RunConfig
-from nasfast.spaces import Arch, ArchSpace, SearchSpace, get_space, named_space
-from nasfast.supernet import Supernet
-from nasfast.train.checkpoint import Checkpoint, CheckpointFolder
-from nasfast.train.supernet import make_supernet
-
-_LOG = logging.getLogger(__name__)
-
-Images = tuple[ImageSource, ImageSource]
-"""Those of training and of validation."""
+from nasfast.spaces import ArchSpace, ModuleSpace, SearchSpace, get_space, read_cost_table, read_space, space_kind
 
 
-def open_inputs(run: Run) -> tuple[Inputs, Images]:
-    """The images of the settings, and what they and the settings make a run about.
+@dataclass(frozen=True)
+class Inputs:
+    """What a stage is about; `read_inputs` reads it from the run directory.
 
-    The search can use the space and its settings, or this raises what it would.
+    Attributes:
+        space: the space, with the classes of the images.
+        limits: those of the search in this space, with their tables.
     """
-    space, images = _open_space(run)
-    inputs = Inputs.of(run.cfg, space)
-    inputs.check(run.cfg)
-    return inputs, images
+
+    space: SearchSpace
+    limits: Limits
+
+    @classmethod
+    def of(cls, cfg: RunConfig, space: SearchSpace) -> Inputs:
+        """With the limits of the settings; ConfigError where one of their tables cannot be used."""
+        return cls(space, read_limits(cfg.search, space))
+
+    def check(self, cfg: RunConfig) -> None:
+        """Refuse settings with which the search would fail, and a bad table of scores."""
+        search, name = cfg.search, cfg.score.name
+        if cfg.score.table is not None:
+            read_cost_table(cfg.score.table, self.space)
+        if not gives_table(cfg.score) and search.method == "exact":
+            raise ConfigError(
+                f"search.method='exact' needs additive scores, and {name!r} scores whole paths: set "
+                "search.method='evolution', or score.distill=true"
+            )
+        if search.refine is not None:
+            if not gives_table(cfg.score):
+                raise ConfigError(
+                    f"search.refine refines a table, and {name!r} scores whole paths: set score.distill=true, or "
+                    "search.refine=null"
+                )
+            read_accuracies(search.refine, self.space)
+        self.limits.check(self.space)
 
 
-def find_space(run: Run) -> SearchSpace:
-    """The space in the run directory, or where there is none, that of the settings with the classes of the images."""
-    return read_layers(run) if (run.dir / SPACE_FILE).exists() else _open_space(run)[0]
+def read_inputs(cfg: RunConfig) -> Inputs:
+    """The space in the run directory, and the limits of the settings; errors as in `read_layers`."""
+    return Inputs.of(cfg, read_layers(cfg.run_dir))
 
 
-def _open_space(run: Run) -> tuple[SearchSpace, Images]:
-    """The space of the settings, with the classes of the images."""
-    images = open_images(run.cfg.data, seed=run.cfg.seed, hold_out=run.cfg.holds_out)
-    settings = run.cfg.space
-    space = get_space(settings.name, resolution=settings.resolution, variant=settings.variant)
-    return space.replace(num_classes=len(images[0].classes)), images
+def read_layers(run_dir: Path) -> SearchSpace:
+    """The space in the run directory.
 
-
-def image_loaders(
-    cfg: RunConfig, space: ArchSpace, *, world: World = SINGLE, images: Images | None = None
-) -> tuple[Loader, Loader]:
-    """The training loader and the validation loader of images of the space's size; ranks share every batch.
-
-    Where training images are held out, they validate, so that the search never sees those of `data.val`. `images` are
-    those of `open_inputs`, where they are open already.
+    Raises:
+        FileNotFoundError: there is none.
+        ConfigError: it cannot be read, or is of another kind.
     """
-    return _make_loaders(cfg.data, space, world, seed=cfg.seed, hold_out=cfg.holds_out, images=images)
+    path = run_dir / SPACE_FILE
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run `nasfast supernet --out {run_dir}` first")
+    if _kind(path) is ModuleSpace:
+        return get_space(str(path))  # which says why it is refused
+    try:
+        return SearchSpace.load(path)
+    except ConfigError as error:
+        remedy = f"`nasfast supernet --resume --out {run_dir}` writes it again"
+        raise ConfigError(f"{error}: {remedy}") from error
 
 
-def retrain_loaders(
-    cfg: RunConfig, space: ArchSpace, *, seed: int | None = None, world: World = SINGLE, hold_out: bool = False
-) -> tuple[Loader, Loader]:
-    """The loaders of a retraining, with its augmentation; every seed has the same validation images.
-
-    `seed` is that of order and augmentation, None that of the settings. With `hold_out`, held-out training images
-    validate.
-    """
-    seed, policy = cfg.seed if seed is None else seed, cfg.retrain.auto_augment
-    train, val = _make_loaders(same_images(cfg), space, world, seed=seed, hold_out=hold_out, policy=policy)
-    if len(train.source.classes) != space.num_classes:
-        raise ConfigError(
-            f"the images have {len(train.source.classes)} classes, {cfg.run_dir / SPACE_FILE} has {space.num_classes}: "
-            "give the images of the run"
-        )
-    return train, val
+def read_any_space(run_dir: Path) -> ArchSpace:
+    """As `read_layers`, but the space may be that of a search of cells."""
+    path = run_dir / SPACE_FILE
+    kind = _kind(path)
+    return read_layers(run_dir) if kind is None or kind.LAYERWISE else read_space(path)
 
 
-def _make_loaders(data: DataConfig, space: ArchSpace, world: World, **options: Any) -> tuple[Loader, Loader]:
-    size: dict[str, Any] = {"resolution": space.resolution, "in_channels": space.in_channels}
-    return make_loaders(data, **size, rank=world.rank, world=world.size, **options)
-
-
-def load_supernet(cfg: RunConfig, space: SearchSpace) -> tuple[Supernet, Checkpoint]:
-    """The trained supernet of a run directory, whose space this is, and its checkpoint."""
-    newest = CheckpointFolder(cfg.run_dir / "checkpoints", "supernet").latest(fingerprint=space.fingerprint)
-    if newest is None:
-        raise FileNotFoundError(
-            f"no supernet checkpoint in {cfg.run_dir}: run `nasfast supernet --out {cfg.out}` first"
-        )
-    path, checkpoint = newest
-    step, settings = checkpoint.state["step"], checkpoint.state["settings"]
-    total = settings["train"]["epochs"] * settings["batches_per_epoch"]
-    if step < total:
-        _LOG.warning("%s was saved at step %d of %d: the supernet's training has not ended", path, step, total)
-    net = untrained_supernet(cfg, space)
-    net.load_state_dict(checkpoint.part("model."))
-    return net, checkpoint
-
-
-def untrained_supernet(cfg: RunConfig, space: SearchSpace) -> Supernet:
-    """The supernet of a space and the settings, with the weights that their seed gives it before training."""
-    net, _ = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
-    return net.to(cfg.torch_device).to(memory_format=torch.channels_last)
-
-
-def load_evidence(cfg: RunConfig, space: SearchSpace) -> tuple[Evidence, Checkpoint]:
-    """What the score of the settings is computed from, and the checkpoint of the supernet."""
-    use_threads(cfg.threads)
-    score = configured_score(cfg.score)
-    net, checkpoint = load_supernet(cfg, space)
-    return build_evidence(cfg, net if score.trained else untrained_supernet(cfg, space), score), checkpoint
-
-
-def supernet_to_rank(run: Run, space: SearchSpace, *, trained: bool) -> Supernet:
-    """The trained supernet of the run directory, or the untrained one, for which the settings do."""
-    if trained:
-        return load_supernet(run.cfg, read_layers(run))[0]
-    return untrained_supernet(run.cfg, space)
-
-
-def compute_scores(run: Run, space: SearchSpace, name: str, archs: Collection[Arch]) -> dict[Arch, float]:
-    """The score of this name, or the sum of ranks `A+B-C`, of each architecture of a space; none is distilled."""
-    use_threads(run.cfg.threads)
-    parts = []
-    for score in split_score(name):
-        net = supernet_to_rank(run, space, trained=score.trained)
-        parts.append(score_paths(score.name, build_evidence(run.cfg, net, score), archs))
-    return combine_scores(name, parts)
-
-
-def split_score(name: str) -> list[Score]:
-    """Each score of a sum of ranks `A+B-C`."""
-    return [get_score(part) for _, part in parse_sum(name)]
-
-
-def check_scoring(cfg: RunConfig, net: Supernet, score: Score) -> None:
-    """Refuse a score that the supernet cannot have, before hours of training."""
-    check_score(score, net)
-    if score.held_out and not cfg.holds_out:
-        raise ConfigError(
-            f"score {score.name!r} needs images that the supernet is not trained on: set supernet.hold_out=true"
-        )
-
-
-def build_evidence(cfg: RunConfig, net: Supernet, score: Score) -> Evidence:
-    """What a score is computed from, for a supernet."""
-    check_scoring(cfg, net, score)
-    size: dict[str, Any] = {"resolution": net.space.resolution, "in_channels": net.space.in_channels}
-    images: Loader | tuple[()] = ()
-    loaders = None
-    if score.images:
-        loaders = image_loaders(cfg, net.space)
-        chosen = random_subset(loaders[cfg.holds_out].source, cfg.score.images, cfg.seed)
-        images = make_loader(cfg.data, chosen, train=False, **size)
-    return Evidence(
-        net.eval(),  # once, and not for every path
-        images,
-        loaders=loaders,
-        paths=cfg.score.paths,
-        recalibration_batches=cfg.recalibration_batches,
-        seed=cfg.seed,
-        bf16=cfg.train.precision == "bf16",
-    )
-
-
-def untrained_networks(
-    name: str, images: str, *, batch: int, seed: int = 0, cells: int | None = None, channels: int | None = None
-) -> NetworkEvidence:
-    """What scores of untrained networks are computed from: a space and a loader of augmented training images.
-
-    `images` is a folder with one sub-folder per class, which says how many classes the networks have, and `batch` the
-    number of images of a batch. `cells` and `channels` are the size of networks in a space of cells; None keeps the
-    space's.
-    """
-    sizes = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
-    if sizes and named_space(name).LAYERWISE:
-        raise ConfigError(f"{' and '.join(sizes)} belong to spaces of cells, and {name} is a space of layers")
-    source = FolderSource(images)
-    space = named_space(name, **sizes, num_classes=len(source.classes))
-    if len(source) < batch:
-        raise ConfigError(f"a batch must have at most {len(source)} images, as many as {images} has, got {batch}")
-    data = DataConfig(train=images, batch_size=batch)
-    loader = make_loader(data, source, resolution=space.resolution, in_channels=space.in_channels, seed=seed)
-    return NetworkEvidence(space, loader, seed=seed)
+def _kind(path: Path) -> type[ArchSpace] | None:
+    """The kind of the space in a file; None where reading it says what is wrong with the file."""
+    with contextlib.suppress(ConfigError):
+        return space_kind(load_yaml(path))
+    return None

@@ -18,13 +18,13 @@ from nasfast.data import Loader
 from nasfast.display import counted
 from nasfast.pipeline.architectures import choose_architectures, list_trainings
 from nasfast.pipeline.children import TASK_FILE, Task, TaskRunner, check_done, child_settings, child_task
-from nasfast.pipeline.inputs import load_supernet, retrain_loaders
+from nasfast.pipeline.evidence import load_supernet, retrain_loaders
 from nasfast.pipeline.run import Run, log_stage
 from nasfast.retrain import RetrainResult, retrain
 from nasfast.retrain.retrain import RESULT_FILE, check_not_begun
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.progress import followed_by
-from nasfast.settings import RetrainConfig
+from nasfast.settings import RunConfig
 from nasfast.spaces import Arch, ArchSpace, SearchSpace, space_kind
 from nasfast.supernet import Supernet
 from nasfast.train.supernet import make_supernet
@@ -71,7 +71,7 @@ def retrain_best(
     # of a run without a supernet, the first training decides the images, also where it is stopped
     decides = world.is_main and run.needs_no_supernet and run.nothing_is_trained  # before another rank begins
     if world.is_main:
-        chosen_space, chosen = choose_architectures(run, archs, pareto=pareto)
+        chosen_space, chosen = choose_architectures(cfg, archs, pareto=pareto)
         plan = {"space": chosen_space.to_dict(), "trainings": list_trainings(cfg, chosen)}
     plan = json.loads(world.broadcast_bytes(json.dumps(plan).encode()))
     space = space_kind(plan["space"]).from_dict(plan["space"])
@@ -107,7 +107,7 @@ def _retrain_in_ranks(
     for number, name in enumerate(names, 1):
         arch, seed = trainings[name]
         with followed_by(len(names) - number):
-            results[name] = _train(run, space, arch, seed, loaders[seed], name=name, net=net, resume=resume, world=team)
+            results[name] = _train(cfg, space, arch, seed, loaders[seed], name=name, net=net, resume=resume, world=team)
     texts = world.all_gather(json.dumps({name: result.to_dict() for name, result in results.items()}).encode())
     records = {name: record for text in texts for name, record in json.loads(text).items()}
     return {name: RetrainResult.from_dict(records[name]) for name in trainings}
@@ -139,7 +139,7 @@ def _retrain_as_tasks(
 
 
 def _train(
-    run: Run,
+    cfg: RunConfig,
     space: ArchSpace,
     arch: Arch,
     seed: int,
@@ -149,21 +149,20 @@ def _train(
     net: Supernet | None,
     resume: bool,
     world: World,
-    settings: RetrainConfig | None = None,
 ) -> RetrainResult:
-    """Train the network of one architecture in this process, with the settings of a run or these."""
+    """Train the network of one architecture in this process, with the settings of a run."""
     return retrain(
         space,
         arch,
         *images,
-        settings or run.cfg.retrain,
-        run_dir=run.dir,
+        cfg.retrain,
+        run_dir=cfg.run_dir,
         name=name,
         supernet=net,
-        activation=run.cfg.supernet.activation,
+        activation=cfg.supernet.activation,
         seed=seed,
         resume=resume,
-        device=run.cfg.torch_device,
+        device=cfg.torch_device,
         world=world,
     )
 
@@ -215,17 +214,9 @@ def train_network(
             if cfg.retrain.init == "inherit" and isinstance(the_space, SearchSpace):
                 net = load_supernet(run.cfg, the_space)[0]
             # not those that are resolved here: `precision: auto` is what the checkpoint has, on any machine
+            as_given = run.cfg.replace(retrain=cfg.retrain)
             result = _train(
-                run,
-                the_space,
-                tuple(arch),
-                cfg.seed,
-                images,
-                name=network,
-                net=net,
-                resume=True,
-                world=world,
-                settings=cfg.retrain,
+                as_given, the_space, tuple(arch), cfg.seed, images, name=network, net=net, resume=True, world=world
             )
     if hold_out:  # a large sample would fill the disk
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)

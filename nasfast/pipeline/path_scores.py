@@ -10,22 +10,24 @@ from pathlib import Path
 
 from nasfast.config import ConfigError
 from nasfast.data import Loader
+from nasfast.indicators.registry import Score
 from nasfast.indicators.scores import Evidence
-from nasfast.pipeline.run import Run
 from nasfast.search import History
-from nasfast.settings import MACHINE
+from nasfast.settings import MACHINE, RunConfig
 from nasfast.train.checkpoint import Checkpoint
 
 _FILE = "path_scores.jsonl"
 
 
-def open_path_scores(run: Run, evidence: Evidence, checkpoint: Checkpoint, *, resume: bool) -> History:
+def open_path_scores(
+    cfg: RunConfig, score: Score, evidence: Evidence, checkpoint: Checkpoint, *, resume: bool
+) -> History:
     """The scores that are known, and the file that keeps new ones; its first line has a digest of what they depend on.
 
     A file of anything else is begun again, and without `resume` also one that has every path.
     """
-    path = run.dir / _FILE
-    scorer = f"{run.score.name} {_digest(run, evidence, checkpoint)}"
+    path = cfg.run_dir / _FILE
+    scorer = f"{score.name} {_digest(cfg, score, evidence, checkpoint)}"
     try:
         record = History(path, evidence.net.space, scorer=scorer)
         if resume or not record.scores.keys() >= set(evidence.sample()):
@@ -36,19 +38,18 @@ def open_path_scores(run: Run, evidence: Evidence, checkpoint: Checkpoint, *, re
     return History(path, evidence.net.space, scorer=scorer)
 
 
-def _digest(run: Run, evidence: Evidence, checkpoint: Checkpoint) -> str:
+def _digest(cfg: RunConfig, score: Score, evidence: Evidence, checkpoint: Checkpoint) -> str:
     """The digest of all that the score of a path depends on, but for the space, which the file names."""
-    cfg = run.cfg
     sources = [loader.source for loader in (evidence.images, *(evidence.loaders or ())) if isinstance(loader, Loader)]
     data, _ = cfg.data.parted(MACHINE)
     for name in ("train", "val"):
         del data[name]
     depends = {
-        "weights": checkpoint.digest if run.score.trained else [cfg.method, cfg.supernet.to_dict()],
+        "weights": checkpoint.digest if score.trained else [cfg.method, cfg.supernet.to_dict()],
         "images": [[source.name(i), int(source.labels[i])] for source in sources for i in range(len(source))],
         "settings": [data, cfg.seed, cfg.score.images, cfg.recalibration_batches, cfg.train.precision],
         "device": cfg.torch_device,
-        "code": _code(run.score.function.__module__),
+        "code": _code(score.function.__module__),
     }
     return hashlib.blake2b(json.dumps(depends).encode(), digest_size=16).hexdigest()
 

@@ -1,7 +1,7 @@
 """A run: its settings, resolved; its directory, locked; what the stages before left there, checked. No torch.
 
 `Run.open` resolves, locks and tracks, and compares config.yaml where a run goes on, once for a command. Stages are
-functions of an open Run: each first reads what it is about (`read_inputs`). What needs torch is in `inputs`.
+functions of an open Run; each first reads what it is about (`inputs`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nasfast.config import ConfigError, difference, load_yaml
-from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.registry import Score, configured_score, gives_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
 from nasfast.runtime.arguments import check_type
@@ -24,7 +23,6 @@ from nasfast.runtime.files import CheckpointError, write_atomic
 from nasfast.runtime.lock import holds_lock, run_lock
 from nasfast.runtime.progress import duration
 from nasfast.runtime.tracking import tracked
-from nasfast.search.limits import Limits, read_limits
 from nasfast.settings import (
     CONFIG_FILE,
     MACHINE,
@@ -36,7 +34,7 @@ from nasfast.settings import (
     TaskSettings,
     TrainConfig,
 )
-from nasfast.spaces import ArchSpace, ModuleSpace, SearchSpace, get_space, read_cost_table, read_space, space_kind
+from nasfast.spaces import SearchSpace
 
 if TYPE_CHECKING:
     from nasfast.runtime.distributed import World
@@ -248,81 +246,6 @@ class Run:
     def save_space(self, space: SearchSpace) -> None:
         """Write the space to space.yaml."""
         write_atomic(self.dir / SPACE_FILE, space.to_yaml().encode())
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What a stage is about; `read_inputs` reads it from the run directory.
-
-    Attributes:
-        space: the space, with the classes of the images.
-        limits: those of the search in this space, with their tables.
-    """
-
-    space: SearchSpace
-    limits: Limits
-
-    @classmethod
-    def of(cls, cfg: RunConfig, space: SearchSpace) -> Inputs:
-        """With the limits of the settings; ConfigError where one of their tables cannot be used."""
-        return cls(space, read_limits(cfg.search, space))
-
-    def check(self, cfg: RunConfig) -> None:
-        """Refuse settings with which the search would fail, and a bad table of scores."""
-        search, name = cfg.search, cfg.score.name
-        if cfg.score.table is not None:
-            read_cost_table(cfg.score.table, self.space)
-        if not gives_table(cfg.score) and search.method == "exact":
-            raise ConfigError(
-                f"search.method='exact' needs additive scores, and {name!r} scores whole paths: set "
-                "search.method='evolution', or score.distill=true"
-            )
-        if search.refine is not None:
-            if not gives_table(cfg.score):
-                raise ConfigError(
-                    f"search.refine refines a table, and {name!r} scores whole paths: set score.distill=true, or "
-                    "search.refine=null"
-                )
-            read_accuracies(search.refine, self.space)
-        self.limits.check(self.space)
-
-
-def read_inputs(run: Run) -> Inputs:
-    """The space in the run directory, and the limits of the settings; errors as in `read_layers`."""
-    return Inputs.of(run.cfg, read_layers(run))
-
-
-def read_layers(run: Run) -> SearchSpace:
-    """The space in the run directory.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ConfigError: it cannot be read, or is of another kind.
-    """
-    path = run.dir / SPACE_FILE
-    if not path.exists():
-        raise FileNotFoundError(f"{path} is missing: run `nasfast supernet --out {run.cfg.out}` first")
-    if _kind(path) is ModuleSpace:
-        return get_space(str(path))  # which says why it is refused
-    try:
-        return SearchSpace.load(path)
-    except ConfigError as error:
-        remedy = f"`nasfast supernet --resume --out {run.cfg.out}` writes it again"
-        raise ConfigError(f"{error}: {remedy}") from error
-
-
-def read_any_space(run: Run) -> ArchSpace:
-    """As `read_layers`, but the space may be that of a search of cells."""
-    path = run.dir / SPACE_FILE
-    kind = _kind(path)
-    return read_layers(run) if kind is None or kind.LAYERWISE else read_space(path)
-
-
-def _kind(path: Path) -> type[ArchSpace] | None:
-    """The kind of the space in a file; None where reading it says what is wrong with the file."""
-    with contextlib.suppress(ConfigError):
-        return space_kind(load_yaml(path))
-    return None
 
 
 def resolved(cfg: RunConfig) -> RunConfig:

@@ -27,7 +27,7 @@ from nasfast.indicators.structure import BASELINES, structure_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.pipeline.children import TASK_FILE, Task, TaskRunner, threads_for, workers_for
 from nasfast.pipeline.estimate import network_timing, start_of_task
-from nasfast.pipeline.inputs import (
+from nasfast.pipeline.evidence import (
     build_evidence,
     compute_scores,
     find_space,
@@ -35,8 +35,9 @@ from nasfast.pipeline.inputs import (
     split_score,
     supernet_to_rank,
 )
+from nasfast.pipeline.inputs import Inputs
 from nasfast.pipeline.networks import NETWORK, network_task
-from nasfast.pipeline.run import Inputs, Run, resolved
+from nasfast.pipeline.run import Run, resolved
 from nasfast.retrain.retrain import RESULT_FILE, RetrainResult
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import write_atomic
@@ -74,9 +75,9 @@ class SampleSettings(ConfigBase):
     threads: int
 
 
-def sample_inputs(run: Run) -> Inputs:
+def sample_inputs(cfg: RunConfig) -> Inputs:
     """What a sample is of: the space in the run directory, or that of the settings, and the limits of the search."""
-    return Inputs.of(run.cfg, find_space(run))
+    return Inputs.of(cfg, find_space(cfg))
 
 
 def train_sample(
@@ -188,7 +189,7 @@ def compare_trained(
         rank(accuracies, loaded, space, resamples=resamples, seed=run.cfg.seed).save(run.dir / "rank.json")
     for name in names or [name for name in all_scores() if name not in BASELINES]:
         try:
-            scores[name] = compute_scores(run, space, name, accuracies)
+            scores[name] = compute_scores(run.cfg, space, name, accuracies)
         except (ScoreError, ConfigError, FileNotFoundError) as error:
             refused[name] = str(error)
     prior = scores.get(TABLE_FILE, structure_table(space, "sqrt_size"))
@@ -223,12 +224,12 @@ def _attainable_tau(run: Run, archs: Iterable[Arch]) -> float | None:
     return attainable_tau(np.stack([result.right for result in results]))
 
 
-def check_names(run: Run, space: SearchSpace, names: Sequence[str]) -> None:
+def check_names(cfg: RunConfig, space: SearchSpace, names: Sequence[str]) -> None:
     """Refuse scores that `compare_trained` could not compute, before hours of training."""
     # of each kind one is loaded, because nothing is computed that could change it
-    supernet = functools.cache(functools.partial(supernet_to_rank, run, space))
+    supernet = functools.cache(functools.partial(supernet_to_rank, cfg, space))
     for score in [score for name in names for score in split_score(name)]:
-        build_evidence(run.cfg, supernet(trained=score.trained), score)
+        build_evidence(cfg, supernet(trained=score.trained), score)
 
 
 def _make_config(cfg: RunConfig, shared: SampleSettings) -> RunConfig:

@@ -13,7 +13,8 @@ import time
 from nasfast.config import ConfigError, difference
 from nasfast.indicators.accuracies import read_accuracies
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, TableError
-from nasfast.pipeline.run import Inputs, Run, log_stage, read_inputs, read_layers, read_result
+from nasfast.pipeline.inputs import Inputs, read_inputs, read_layers
+from nasfast.pipeline.run import Run, log_stage, read_result
 from nasfast.search import Candidate, History, Limits, evolve, pareto_front, run_search, save_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings import SPACE_FILE
@@ -68,7 +69,7 @@ def _untrained_space(run: Run, num_classes: int | None) -> SearchSpace:
                 "the classifier has %d classes, as the space says: --num_classes N makes it yours", space.num_classes
             )
         return space
-    saved = read_layers(run)
+    saved = read_layers(run.dir)
     if num_classes is None:
         space = space.replace(num_classes=saved.num_classes)
     if saved.fingerprint != space.fingerprint:
@@ -87,7 +88,7 @@ def search(run: Run) -> list[Candidate]:
         AccuracyError: `search.refine` is not a file of accuracies of the space.
     """
     run.check_open()
-    started, settings, inputs = time.monotonic(), run.cfg.search, read_inputs(run)
+    started, settings, inputs = time.monotonic(), run.cfg.search, read_inputs(run.cfg)
     inputs.check(run.cfg)
     space, limits, front, fronts = inputs.space, inputs.limits, [], []
     for sentence in limits.met_by_all(space):
@@ -123,7 +124,7 @@ def search(run: Run) -> list[Candidate]:
 
 def _search_paths(run: Run, space: SearchSpace) -> list[Candidate]:
     """The best by evolution, which scores each path by itself; history.jsonl has the scores."""
-    from nasfast.pipeline.inputs import load_evidence  # imports torch
+    from nasfast.pipeline.evidence import load_evidence  # imports torch
 
     evidence, checkpoint = load_evidence(run.cfg, space)
     # the name has all that a score depends on, so that scores of another supernet are not taken for this one's

@@ -28,9 +28,10 @@ from nasfast.pipeline.children import (
     workers_for,
 )
 from nasfast.pipeline.estimate import Plan, Trial, Work
-from nasfast.pipeline.inputs import open_inputs
+from nasfast.pipeline.evidence import open_inputs
+from nasfast.pipeline.inputs import Inputs
 from nasfast.pipeline.networks import network_task
-from nasfast.pipeline.run import Inputs, Run
+from nasfast.pipeline.run import Run
 from nasfast.pipeline.searching import search
 from nasfast.pipeline.stages import score, supernet
 from nasfast.report.agreement import Agreement, agreement
@@ -110,7 +111,7 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
             raise run.already_begun("a run", run.check_settings)
         run.check_settings()
         try:
-            open_inputs(run)  # refuses limits that no architecture meets
+            open_inputs(run.cfg)  # refuses limits that no architecture meets
         except DataError as error:
             if settings.executor != "ray":
                 raise

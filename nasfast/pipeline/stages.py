@@ -20,11 +20,12 @@ from nasfast.display import Tabular, counted
 from nasfast.indicators.scores import score_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.measure.doctor import environment
+from nasfast.pipeline.evidence import check_scoring, image_loaders, load_evidence, open_inputs
 from nasfast.pipeline.finished import read_finished, save_finished
-from nasfast.pipeline.inputs import check_scoring, image_loaders, load_evidence, open_inputs
+from nasfast.pipeline.inputs import read_inputs, read_layers
 from nasfast.pipeline.networks import retrain_best
 from nasfast.pipeline.path_scores import open_path_scores
-from nasfast.pipeline.run import Run, log_stage, read_inputs, read_layers
+from nasfast.pipeline.run import Run, log_stage
 from nasfast.pipeline.searching import search
 from nasfast.report.findings import at_chance, training_top1
 from nasfast.retrain import RetrainResult
@@ -104,7 +105,7 @@ def every_stage(run: Run, *, resume: bool = False) -> RunResult:
 
     stage, candidates = "supernet", []
     # ranks that begin together look at the files of every stage
-    if resume and run.world.size == 1 and (names := read_finished(run)) is not None:
+    if resume and run.world.size == 1 and (names := read_finished(run.cfg)) is not None:
         _LOG.info("%s has ended, and its files are as it left them: nothing is left to do", run.dir)
         trained = {name: RetrainResult.load(run.dir / "retrain" / name / RESULT_FILE) for name in names}
         return RunResult(list(load_candidates(run.dir / ARCHS_FILE).candidates), trained, run.dir / "report.html")
@@ -125,7 +126,7 @@ def every_stage(run: Run, *, resume: bool = False) -> RunResult:
     if not run.world.is_main:
         return RunResult(candidates, retrained, None)
     report = write_report(run.dir)
-    save_finished(run, retrained)
+    save_finished(run.dir, retrained)
     return RunResult(candidates, retrained, report)
 
 
@@ -141,7 +142,7 @@ def supernet(run: Run, *, resume: bool = False) -> Path:
     """
     run.check_open()
     started, cfg, world = time.monotonic(), run.cfg, run.world
-    inputs, images = open_inputs(run)
+    inputs, images = open_inputs(cfg)
     space = inputs.space
     loader, _ = image_loaders(cfg, space, world=world, images=images)
     net, sampler = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
@@ -180,7 +181,7 @@ def _prepare(run: Run, space: SearchSpace, *, resume: bool) -> None:
 def _check_continues(run: Run, space: SearchSpace, folder: CheckpointFolder) -> None:
     """Refuse to resume with another space or other settings than those of the run directory."""
     try:
-        saved = read_layers(run)
+        saved = read_layers(run.dir)
     except (FileNotFoundError, ConfigError) as error:
         # checkpoints have the fingerprint of their space, so they can be compared instead
         folder.latest(fingerprint=space.fingerprint)
@@ -223,8 +224,8 @@ def score(run: Run, *, resume: bool = False) -> IndicatorTable | None:
             table cannot be used.
     """
     run.check_open()
-    started, cfg, settings, inputs = time.monotonic(), run.cfg, run.cfg.score, read_inputs(run)
-    inputs.check(run.cfg)  # the settings are kept, and a search that takes them would refuse them
+    started, cfg, settings, inputs = time.monotonic(), run.cfg, run.cfg.score, read_inputs(run.cfg)
+    inputs.check(cfg)  # the settings are kept, and a search that takes them would refuse them
     if not run.gives_table:
         _LOG.info("%s scores whole paths during the search: no table is written", settings.name)
         return None
@@ -237,7 +238,7 @@ def score(run: Run, *, resume: bool = False) -> IndicatorTable | None:
         meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"], **meta}
         keeping: dict[str, Any] = {}
         if not run.score.additive:
-            record = open_path_scores(run, evidence, checkpoint, resume=resume)
+            record = open_path_scores(cfg, run.score, evidence, checkpoint, resume=resume)
             keeping = {"known": dict(record.scores), "keep": record.add}
             if record.scores:
                 _LOG.info("%s: %d paths are scored already, and kept", record.path, len(record.scores))

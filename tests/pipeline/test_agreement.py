@@ -15,7 +15,8 @@ from nasfast.indicators.distill import z_sum
 from nasfast.indicators.scores import with_structure
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline.children import TaskError, load_result, save_result
-from nasfast.pipeline.run import Inputs, Run
+from nasfast.pipeline.inputs import Inputs
+from nasfast.pipeline.run import Run
 from nasfast.pipeline.seeds import find_rivals, list_networks, run_seeds, seed_task
 from nasfast.report import seeds as page
 from nasfast.report.agreement import STABLE_TAU, agreement, mean_tau, random_architectures

@@ -17,9 +17,10 @@ import nasfast
 import nasfast.train.loop as loop
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
-from nasfast.pipeline import inputs
-from nasfast.pipeline.inputs import retrain_loaders
-from nasfast.pipeline.run import Run, read_layers
+from nasfast.pipeline import evidence
+from nasfast.pipeline.evidence import retrain_loaders
+from nasfast.pipeline.inputs import read_layers
+from nasfast.pipeline.run import Run
 from nasfast.pipeline.searching import search
 from nasfast.runtime.distributed import World
 from nasfast.runtime.lock import RunDirectoryError
@@ -72,7 +73,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("command", "message"), BEGINNING, ids=[command for command, _ in BEGINNING])
 def test_what_cannot_begin_makes_neither_a_loader_nor_a_directory(here, config, monkeypatch, capsys, command, message):
-    monkeypatch.setattr(inputs, "make_loaders", lambda *_, **__: pytest.fail("a loader was made"))
+    monkeypatch.setattr(evidence, "make_loaders", lambda *_, **__: pytest.fail("a loader was made"))
     name, *flags = command.split()
     assert main([name, "--out", "out", "--config", str(config), *flags]) == 1
     assert message in capsys.readouterr().err
@@ -196,7 +197,7 @@ def test_images_of_other_classes_cannot_retrain(here, out):
     cfg = Run.load(str(out)).cfg
     cfg = cfg.replace(data=cfg.data.replace(source="folder", train="images"))
     with pytest.raises(ConfigError, match="the images have 2 classes, .*space.yaml has 10"):
-        retrain_loaders(cfg, read_layers(Run.look(cfg)))
+        retrain_loaders(cfg, read_layers(Run.look(cfg).dir))
 
 
 def test_a_stage_writes_only_while_its_run_is_open(out):

@@ -18,8 +18,9 @@ from tiny import tiny_space
 
 from nasfast.cli.main import main
 from nasfast.indicators.table import IndicatorTable
-from nasfast.pipeline.inputs import image_loaders, load_evidence
-from nasfast.pipeline.run import Run, read_layers, resolved
+from nasfast.pipeline.evidence import image_loaders, load_evidence
+from nasfast.pipeline.inputs import read_layers
+from nasfast.pipeline.run import Run, resolved
 from nasfast.pipeline.stages import score
 from nasfast.retrain import load_model
 from nasfast.search import Limits, equal_cost_peers, load_candidates
@@ -253,7 +254,7 @@ def test_stages_without_training_use_the_threads_of_the_config(out, stage):
             with Run.open(run.cfg) as opened:
                 score(opened)
         else:
-            load_evidence(run.cfg, read_layers(run))
+            load_evidence(run.cfg, read_layers(run.dir))
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)

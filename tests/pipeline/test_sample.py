@@ -19,9 +19,10 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.ops import precision
 from nasfast.pipeline import sample
 from nasfast.pipeline.children import TaskResult, save_result
-from nasfast.pipeline.inputs import find_space, image_loaders
+from nasfast.pipeline.evidence import find_space, image_loaders
+from nasfast.pipeline.inputs import Inputs
 from nasfast.pipeline.networks import train_network
-from nasfast.pipeline.run import Inputs, Run
+from nasfast.pipeline.run import Run
 from nasfast.retrain import load_model
 from nasfast.runtime.files import checkpoint_state
 from nasfast.search import Limits, stratified_sample
@@ -50,7 +51,7 @@ def run(tmp_path, config, monkeypatch):
 def test_a_network_keeps_its_number_type_on_another_machine(run, tmp_path, monkeypatch):
     """It was stopped where `precision: auto` is bf16, and goes on where it is fp32."""
     run = Run.look(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.6)))
-    task = sample.plan_sample(run, sample.sample_inputs(run), 10, epochs=2)[0]
+    task = sample.plan_sample(run, sample.sample_inputs(run.cfg), 10, epochs=2)[0]
     step, steps = loop.update, itertools.count()
 
     def stopped(*arguments, **named):
@@ -81,7 +82,7 @@ def test_a_sample_is_trained_once_and_grows(run, small_forests, capsys, monkeypa
     assert "10 trainings of 1 epoch on 577 images, 0 more are finished; 1 at a time" in capsys.readouterr().out
     assert [path.name for path in out.iterdir()] == ["config.yaml"]
     assert main([*command, "--train", "10"]) == 0
-    inputs = sample.sample_inputs(run)
+    inputs = sample.sample_inputs(run.cfg)
     space = inputs.space
     first = read_accuracies(out / "accuracies.json", space)
     assert list(first) == stratified_sample(space, 10, limits=inputs.limits, seed=3)
@@ -107,10 +108,10 @@ def test_a_sample_is_trained_once_and_grows(run, small_forests, capsys, monkeypa
 
 
 def test_a_training_gives_the_accuracy_of_the_trained_network(run, tmp_path):
-    task = sample.plan_sample(run, sample.sample_inputs(run), 10, epochs=1)[0]
+    task = sample.plan_sample(run, sample.sample_inputs(run.cfg), 10, epochs=1)[0]
     form = train_network(tmp_path / "a", **task.arguments, **task.machine)
     network = load_model(tmp_path / "a" / "retrain" / "network")
-    _, held = image_loaders(run.cfg, find_space(run))
+    _, held = image_loaders(run.cfg, find_space(run.cfg))
     measured = evaluate(network, held)
     assert form["top1"] == pytest.approx(measured.top1) and form["images"] == len(held.source)
     # again, from nothing and from what is there
@@ -135,7 +136,7 @@ def test_what_cannot_be_trained_is_refused_before_training(run, monkeypatch, cap
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            train_sample(other, sample.sample_inputs(other), count)
+            train_sample(other, sample.sample_inputs(other.cfg), count)
     assert main(["rank", "--train", "10", "--out", str(run.dir / "none")]) == 1
     assert "is no directory: give the directory of a run" in capsys.readouterr().err
     for score, message in (("naswott", "unknown score 'naswott'"), ("naswot+path_loss", "run `nasfast supernet")):
@@ -155,7 +156,7 @@ def test_trainings_outside_tighter_limits_stay_in_the_file(run, monkeypatch):
         return [TaskResult(t.name, "done", form(t), "", self.folder) for t in tasks]
 
     monkeypatch.setattr(sample.TaskRunner, "run", finished)
-    space = find_space(run)
+    space = find_space(run.cfg)
     first = train_sample(run, Inputs(space, Limits()), 12, epochs=1)
     limit = sorted(space.cost(arch).macs for arch in first)[8]
     second = train_sample(run, Inputs(space, Limits(max_macs=limit)), 10)
@@ -167,7 +168,7 @@ def test_trainings_outside_tighter_limits_stay_in_the_file(run, monkeypatch):
 @pytest.mark.slow
 def test_a_comparison_takes_a_table_and_a_sum_of_scores(run, small_forests):
     """trained.json has the tau of rank.json where sums of the table differ only by rounding, and that of A+B."""
-    space = find_space(run)
+    space = find_space(run.cfg)
     archs = stratified_sample(space, 40, seed=1)
     # 0.1 + 0.2 - 0.3 and 0.3 + 0 - 0.3 differ by rounding
     rows = [
@@ -191,5 +192,5 @@ def test_too_few_finished_trainings_say_how_to_go_on(run, monkeypatch):
 
     monkeypatch.setattr(sample.TaskRunner, "run", stopped)
     with pytest.raises(AccuracyError, match="0 of 10 architectures are trained.*the same command continues"):
-        train_sample(run, sample.sample_inputs(run), 10, epochs=1)
+        train_sample(run, sample.sample_inputs(run.cfg), 10, epochs=1)
     assert not (run.dir / "accuracies.json").exists()

@@ -21,8 +21,7 @@ from nasfast.indicators.registry import ScoreError
 from nasfast.indicators.scores import Evidence, score_paths, score_table, untrained_table
 from nasfast.measure import latency as latency_module
 from nasfast.measure.config import LatencyConfig
-from nasfast.pipeline.run import Run, read_layers
-from nasfast.settings import RunConfig
+from nasfast.pipeline.inputs import read_layers
 from nasfast.spaces import SAMPLERS, ArchError, ModuleSpace, get_space, read_space
 from nasfast.train import TrainConfig, evaluate, recalibrate_bn
 
@@ -395,7 +394,7 @@ def test_a_space_of_a_module_alone_builds_nothing(tmp_path):
         nasfast.build(net.space, (0, 0))
     for use in (
         lambda: get_space(str(tmp_path / "space.yaml")),
-        lambda: read_layers(Run.look(RunConfig(out=str(tmp_path)))),
+        lambda: read_layers(tmp_path),
     ):
         with pytest.raises(ConfigError, match="is that of a Python module, which no command can build"):
             use()

@@ -144,12 +144,12 @@ def test_an_architecture_may_be_named_by_its_operations(tmp_path):
     nas_bench_201_space().save(tmp_path / "space.yaml")
     run = Run.look(RunConfig(out=str(tmp_path), device="cpu"))
     text = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|avg_pool_3x3~0|nor_conv_1x1~1|none~2|"
-    space, found = choose_architectures(run, [text])
+    space, found = choose_architectures(run.cfg, [text])
     ((name, arch),) = found.items()
     assert space.format(arch) == "conv_3x3 none skip_connect avg_pool_3x3 conv_1x1 none"
     assert name == "arch-" + "_".join(map(str, arch))
     with pytest.raises(ConfigError, match="a search of cells computes no Pareto front"):
-        choose_architectures(run, pareto=True)
+        choose_architectures(run.cfg, pareto=True)
 
 
 def test_what_is_missing_in_the_directory_is_named(searched):
