@@ -26,8 +26,8 @@ from benchmarks.harness import (
     trim_memory,
 )
 from nasfast.measure.timing import TrainingStep, measure
-from nasfast.ops.autocast import storage_dtype
 from nasfast.ops.chain.call import FrozenConv2d
+from nasfast.ops.tensors import storage_dtype
 from nasfast.spaces import Arch
 
 _OURS = "nasfast"

@@ -8,16 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.plan import ROOT, part_environment
 from benchmarks.gpu.system import machine_row
 from nasfast.measure.doctor import environment
-
-if TYPE_CHECKING:
-    from benchmarks.gpu.parts import Bench
 
 # what a part of the plan gets when it imports nasfast
 _ASK = """

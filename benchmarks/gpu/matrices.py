@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from benchmarks.gpu.bench import Bench
 from benchmarks.harness import timed
 from benchmarks.ops.cases import FORWARD, Case, prepare
 from benchmarks.ops.table import table
 from nasfast.measure.timing import measure
-
-if TYPE_CHECKING:
-    from benchmarks.gpu.parts import Bench
 
 _OPERATORS = ("orthogonalize", "qr", "geqrf")
 # of five calls in a case, which PyTorch's loop over 2,048 matrices makes slow

@@ -31,7 +31,7 @@ from benchmarks.gpu.report import ratio
 from benchmarks.gpu_step import ROWS, read
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.parts import Bench
+    from benchmarks.gpu.bench import Bench
 
 # seconds in which a build compares its chains with float64, and launches that are named
 _CHECKS, _NAMED = 45.0, 8
@@ -39,7 +39,7 @@ _CHECKS, _NAMED = 45.0, 8
 
 def bench_launches(bench: Bench) -> None:
     """Write a row for each launch of the engine's step, with its size where the step is that of `ROWS`."""
-    from benchmarks.gpu.parts import ENGINE, make
+    from benchmarks.gpu.bench import ENGINE, make
 
     step = make(bench, ENGINE)
     with ENGINE.chosen(bench):
@@ -96,20 +96,21 @@ class Build:
 def _serve(folder: str, device: str, rounds: int, pipe: Connection) -> None:
     sys.path.insert(0, folder)
     import nasfast
-    from benchmarks.gpu import parts, proofs
+    from benchmarks.gpu import proofs
+    from benchmarks.gpu.bench import ENGINE, Bench, make
     from nasfast.measure.timing import measuring
 
     if not Path(nasfast.__file__).is_relative_to(folder):
         raise SystemExit(f"{folder} has no nasfast/")
-    bench = parts.Bench("launches", Path(os.devnull), device, time.monotonic() + _CHECKS)
+    bench = Bench("launches", Path(os.devnull), device, time.monotonic() + _CHECKS)
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         try:
             left = proofs.bench_parity(bench, images=4, dtypes=(torch.bfloat16,))
             pipe.send(f"no time for {left} chains" if left else "")
         except SystemExit as wrong:
             pipe.send(str(wrong))
-        with measuring(), parts.ENGINE.chosen(bench):
-            step = parts.make(bench, parts.ENGINE)
+        with measuring(), ENGINE.chosen(bench):
+            step = make(bench, ENGINE)
             for _ in range(rounds):
                 pipe.recv()
                 ran = profile_kernels(step.run, torch.device(device))

@@ -6,19 +6,17 @@ import gc
 import time
 from collections.abc import Sequence
 from math import isqrt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.captures import reduced_by_launches
+from benchmarks.gpu.bench import ENGINE, Bench, Variant, make_engine, on_cuda_kernels, random_paths
 from nasfast import ops
 from nasfast.ops import ConvBNParams, Stage, reference
 from nasfast.spaces import Arch, SearchSpace
 from nasfast.supernet import StandaloneNetwork
-
-if TYPE_CHECKING:
-    from benchmarks.gpu.parts import Bench
 
 # the largest relative error of one rounding
 ROUNDING = {torch.bfloat16: 2**-9, torch.float16: 2**-12}
@@ -196,8 +194,6 @@ def bench_bits(bench: Bench) -> None:
     Raises:
         SystemExit: they do not.
     """
-    from benchmarks.gpu.parts import ENGINE, Variant, random_paths
-
     paths = random_paths(bench, 300 if bench.on_gpu else 2)
     first = run_bits(bench, ENGINE, paths, seconds=bench.left / 7)
     paths = paths[: len(first)]
@@ -215,14 +211,12 @@ def bench_bits(bench: Bench) -> None:
         raise SystemExit(f"bits differ: {'; '.join(wrong) or 'no path ran'}")
 
 
-def run_bits(bench: Bench, variant: Any, paths: Sequence[Arch], *, seconds: float = float("inf")) -> list[Tensor]:
+def run_bits(bench: Bench, variant: Variant, paths: Sequence[Arch], *, seconds: float = float("inf")) -> list[Tensor]:
     """Loss and gradients of each path, on the CPU; as many paths as these seconds allow.
 
     Raises:
         NoCudaKernel: no CUDA kernel of a chain ran.
     """
-    from benchmarks.gpu.parts import make_engine, on_cuda_kernels
-
     bits, start = [], time.monotonic()
     with on_cuda_kernels(bench, variant):
         net, engine, images, labels = make_engine(bench, variant)

@@ -22,7 +22,7 @@ from benchmarks import json_lines
 from benchmarks.gpu.plan import ROOT, part_environment
 
 if TYPE_CHECKING:
-    from benchmarks.gpu.parts import Bench
+    from benchmarks.gpu.bench import Bench
 
 SANITIZERS = ("memcheck", "racecheck", "initcheck", "synccheck")
 _SHOWN = 8
@@ -174,7 +174,7 @@ def run_chains(device: str) -> int:
 
 def run_step(device: str) -> None:
     """Run forward and backward of the eager engine once."""
-    from benchmarks.gpu.parts import Bench, Variant, make_engine, on_cuda_kernels
+    from benchmarks.gpu.bench import Bench, Variant, make_engine, on_cuda_kernels
 
     bench, variant = Bench("ncu", Path(os.devnull), device, time.monotonic() + 600), Variant("nasfast", "eager")
     with on_cuda_kernels(bench, variant):

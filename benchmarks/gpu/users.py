@@ -10,13 +10,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 import nasfast
 from benchmarks.captures import EagerCapture
+from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.launches import count_chain_calls
 from benchmarks.harness import freeze_all_but_batch_norms
 from nasfast.measure.config import StepTimesConfig
@@ -27,9 +28,6 @@ from nasfast.runtime.progress import calling
 from nasfast.settings import TrainConfig
 from nasfast.spaces import get_space
 from nasfast.train.supernet import make_supernet, train_supernet
-
-if TYPE_CHECKING:
-    from benchmarks.gpu.parts import Bench
 
 MODELS = ("mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "resnet50")
 EAGER_AND_GRAPHS = ("torch eager", "nasfast fuse", "torch graph", "nasfast fuse graph")

@@ -29,13 +29,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nasfast.engine.capture import Capture, CudaCapture
 from nasfast.engine.eager import EagerEngine, Engine, StepResult, average_paths
 from nasfast.engine.segments import Boundary, ChainSegment, Classifier, Segment, SegmentBuffers
-from nasfast.ops.autocast import storage_dtype
 from nasfast.ops.chain.call import cuda_plan
 from nasfast.ops.chain.deferred import DeferredNorm, DeferredResult
 from nasfast.ops.chain.plan import stage_kind
 from nasfast.ops.chain.static import StaticChain
 from nasfast.ops.low_precision import LowPrecisionWeights
 from nasfast.ops.modules import ConvBNAct, as_chain, begin_stages, has_forward_hooks, run_in_order
+from nasfast.ops.tensors import storage_dtype
 from nasfast.spaces import Arch
 from nasfast.supernet import ModuleSupernet, Supernet
 from nasfast.supernet.supernet import ChoiceLayer

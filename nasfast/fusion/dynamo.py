@@ -28,9 +28,9 @@ from nasfast.fusion.match import FusedChain, GraphChain, Matcher, Widths, module
 from nasfast.fusion.nodes import example_value
 from nasfast.fusion.shapes import sizes_of
 from nasfast.fusion.stages import plain_stages, run_stages
-from nasfast.ops.autocast import storage_dtype
 from nasfast.ops.autograd import transformed
 from nasfast.ops.reference import ConvBNParams, Stage
+from nasfast.ops.tensors import storage_dtype
 
 log = logging.getLogger(__name__)
 # the parameters of a stage without tensors

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native
-from nasfast.ops.autocast import storage_dtype
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.chain.plan import Kind, stage_kind
 from nasfast.ops.reference import Stage
+from nasfast.ops.tensors import storage_dtype
 
 
 class Costs(NamedTuple):

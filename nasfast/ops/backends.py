@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native, _triton
-from nasfast.ops.autocast import storage_dtype
 from nasfast.ops.chain import limits
 from nasfast.ops.chain.plan import STORAGE_DTYPES
 from nasfast.ops.refusal import Refusal
+from nasfast.ops.tensors import storage_dtype
 from nasfast.runtime.once import log_once
 
 BACKENDS = ("cpu", "triton", "cuda", "reference")

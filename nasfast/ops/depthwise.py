@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import checks, reference
-from nasfast.ops.autocast import storage_dtype
 from nasfast.ops.autograd import check_device, only_reference_serves
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.registry import operators, register
+from nasfast.ops.tensors import storage_dtype
 
 _DTYPES = (torch.float32, torch.bfloat16)
 

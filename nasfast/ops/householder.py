@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nasfast.ops import checks
-from nasfast.ops.autocast import autocasts
 from nasfast.ops.autograd import recorded, transformed
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.refusal import Refusal
+from nasfast.ops.tensors import autocasts
 from nasfast.ops.threads import on_threads
 
 Operator = Callable[[list[Tensor], list[Tensor], list[Tensor], list[float]], None]

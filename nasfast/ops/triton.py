@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nasfast.ops.chain.cuda import aligned
+from nasfast.ops.tensors import aligned
 
 # Columns and rows of a tile.
 COLUMNS = 64

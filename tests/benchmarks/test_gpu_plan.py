@@ -15,6 +15,7 @@ from kernel_cases.cuda import needs_emulation
 
 from benchmarks import json_lines
 from benchmarks.gpu import build, parts, per_launch, plan, proofs, users
+from benchmarks.gpu.bench import ENGINE, Bench, NoCudaKernel, Variant, random_paths
 from benchmarks.gpu.plan import REPORT, ROWS, Part, run_part
 from benchmarks.gpu.report import report
 from benchmarks.gpu_step import ROWS as MEASURED
@@ -118,15 +119,15 @@ def test_the_kernels_and_their_peers(bare, tmp_path):
 @needs_emulation
 def test_a_step_that_no_kernel_serves_stops(tmp_path, monkeypatch):
     """The first plan measured other kernels for an hour, because nothing had built the extension."""
-    bench = parts.Bench("engine", tmp_path / ROWS, "cpu", time.monotonic() + 600)
+    bench = Bench("engine", tmp_path / ROWS, "cpu", time.monotonic() + 600)
     # the choice that nasfast would make if the extension were not there
-    monkeypatch.setattr(parts.Variant, "chosen", lambda self, bench: use_backend("reference"))
-    with pytest.raises(parts.NoCudaKernel, match="nasfast engine: no CUDA kernel of a chain ran"):
-        parts.bench_variants(bench, (parts.ENGINE,), rounds=1)
+    monkeypatch.setattr(Variant, "chosen", lambda self, bench: use_backend("reference"))
+    with pytest.raises(NoCudaKernel, match="nasfast engine: no CUDA kernel of a chain ran"):
+        parts.bench_variants(bench, (ENGINE,), rounds=1)
     (row,) = json_lines.read(tmp_path / ROWS)
     assert row["kind"] == "kernels" and row["cuda"] == {}
-    with pytest.raises(parts.NoCudaKernel):
-        proofs.run_bits(bench, parts.ENGINE, parts.random_paths(bench, 1))
+    with pytest.raises(NoCudaKernel):
+        proofs.run_bits(bench, ENGINE, random_paths(bench, 1))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_only_what_does_not_run_here_is_built(serves, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "machine_row", lambda device: {})
     monkeypatch.setattr(build, "inspect_import", lambda device: {"build": {}})
     monkeypatch.setattr(build, "problem", lambda package, device: None if serves or built else "not built")
-    build.bench_build(parts.Bench("build", tmp_path / ROWS, "cuda", time.monotonic() + 600))
+    build.bench_build(Bench("build", tmp_path / ROWS, "cuda", time.monotonic() + 600))
     rows = {row["kind"]: row for row in json_lines.read(tmp_path / ROWS)}
     assert len(built) == (not serves) == rows["built"]["compiled"]
     assert ("left_out" in rows) == (not serves)
@@ -193,7 +194,7 @@ def test_our_kernels_are_known_by_the_names_of_a_profiler():
 def test_two_builds_take_turns_and_one_that_computes_something_else_is_named(tmp_path, capsys):
     """The other one is a copy whose chains have wrong results where autograd calls them; the engine's are as fast."""
     shutil.copytree(ROOT / "nasfast", tmp_path / "nasfast")
-    launcher = tmp_path / "nasfast" / "ops" / "cuda" / "conv.py"
+    launcher = tmp_path / "nasfast" / "ops" / "chain" / "cuda.py"
     launcher.write_text(launcher.read_text().replace("return y, saved", "return 2 * y, saved"))
     with pytest.raises(SystemExit, match="before: errors are too large in 2 chains.*; after: none"):
         per_launch.main(["--device", "cpu", "--rounds", "3", "--before", str(tmp_path)])

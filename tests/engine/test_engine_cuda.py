@@ -17,8 +17,8 @@ from nasfast.engine import EagerEngine, GraphEngine
 from nasfast.engine.segments import ChainSegment, Classifier
 from nasfast.measure.timing import random_batch
 from nasfast.ops import backends
-from nasfast.ops.autocast import storage_dtype
 from nasfast.ops.chain.plan import Kind, read_plan
+from nasfast.ops.tensors import storage_dtype
 from nasfast.spaces import Block, FixedLayer, Stage
 
 pytestmark = needs_kernels

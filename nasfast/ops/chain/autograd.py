@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from nasfast.ops import _native, reference
-from nasfast.ops.autocast import storage_dtype
 from nasfast.ops.autograd import check_device, save_checkpoint_sentinel
 from nasfast.ops.chain import cuda  # noqa: F401  # it defines the operator of the CUDA kernels
 from nasfast.ops.chain.plan import ChainPlan, read_plan
 from nasfast.ops.nhwc import subsample
 from nasfast.ops.reference import Stage
 from nasfast.ops.registry import operators, register
+from nasfast.ops.tensors import storage_dtype
 
 # the backward that reads gradients of any distance between pixels
 _CPU_BACKWARD = operators("cpu").conv_bn_act_chain_bwd if _native.extension is not None else None

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nasfast.ops import checks, reference
-from nasfast.ops.autocast import autocasts, storage_dtype
 from nasfast.ops.autograd import only_reference_serves, save_checkpoint_sentinel
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.bn import bn_act, overwrite_with_bn_act
@@ -17,6 +16,7 @@ from nasfast.ops.chain.limits import served_stages
 from nasfast.ops.chain.plan import ChainPlan, plan_chain, stage_fields
 from nasfast.ops.reference import ConvBNParams, Stage
 from nasfast.ops.refusal import Refusal
+from nasfast.ops.tensors import autocasts, storage_dtype
 
 
 def conv_bn_act(

@@ -15,6 +15,7 @@ from nasfast.ops import _native
 from nasfast.ops.arrivals import zeros
 from nasfast.ops.chain.plan import KEPT_PLANS, read_plan
 from nasfast.ops.registry import define
+from nasfast.ops.tensors import aligned
 
 
 def counters(like: Tensor, plan: Sequence[int]) -> Tensor:
@@ -31,14 +32,6 @@ def _count(like: Tensor, plan: Sequence[int]) -> int:
 @lru_cache(KEPT_PLANS)
 def _count_once(device: torch.device, plan: tuple[int, ...]) -> int:
     return _count(torch.empty(0, device=device), list(plan))
-
-
-def aligned(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy where it begins between two multiples of 16 bytes, as a slice of a larger one may.
-
-    The kernels read 16 bytes at a time.
-    """
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
 def _refuse_running_statistics(batch: list[bool]) -> None:

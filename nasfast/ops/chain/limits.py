@@ -11,10 +11,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from nasfast.ops.autocast import storage_dtype
 from nasfast.ops.chain.plan import KEPT_PLANS, Kind, StageShape
 from nasfast.ops.reference import Stage
 from nasfast.ops.refusal import Refusal
+from nasfast.ops.tensors import storage_dtype
 
 # what the kernels have of `reference.ACTIVATIONS`, and of what their channels are multiples: a lane reads 16 bytes
 _ACTS = ("identity", "relu", "relu6")

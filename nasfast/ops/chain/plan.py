@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nasfast.ops.autocast import storage_dtype
 from nasfast.ops.reference import ACTIVATIONS, Stage
+from nasfast.ops.tensors import storage_dtype
 
 # the types in which each backend stores activations and weights
 STORAGE_DTYPES = {

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from nasfast.ops.chain.autograd import update_running
-from nasfast.ops.chain.cuda import aligned, counters
+from nasfast.ops.chain.cuda import counters
 from nasfast.ops.chain.deferred import DeferredNorm, DeferredResult
 from nasfast.ops.chain.plan import ChainPlan, Kind
 from nasfast.ops.low_precision import LowPrecisionWeights
 from nasfast.ops.reference import Stage
+from nasfast.ops.tensors import aligned
 
 
 @dataclass

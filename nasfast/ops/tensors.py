@@ -1,4 +1,4 @@
-"""What autocast makes of an operator's input."""
+"""Tensors as kernels take them: their type under autocast, and where they begin."""
 
 import torch
 from torch import Tensor
@@ -12,3 +12,11 @@ def autocasts(x: Tensor) -> bool:
 def storage_dtype(x: Tensor) -> torch.dtype:
     """The type in which a convolution of x computes: that of autocast where it is on, which leaves float64 as it is."""
     return torch.get_autocast_dtype(x.device.type) if x.dtype != torch.float64 and autocasts(x) else x.dtype
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where it begins between two multiples of 16 bytes, as a slice of a larger one may.
+
+    The kernels read 16 bytes at a time.
+    """
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
