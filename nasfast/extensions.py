@@ -48,8 +48,8 @@ CELL_SCORE = "jacov+synflow+expressivity+progressivity-ntk_q+depth"
 CELL_SIZE = {"cells": 5, "channels": 8}
 
 COMMANDS = {
-    "isometry": "what orthogonal and Gaussian weights do to signals in a space or a module, beside the paper's claims",
-    "moments": "quick | figures | module: signal and noise with depth, well behaved or pathological at initialisation",
+    "isometry": "what orthogonal and Gaussian weights do to signals in a space, beside the paper's claims",
+    "moments": "quick | figures | paths: signal and noise with depth, well behaved or pathological at initialisation",
     "wiring": "theorems | p1 | p2 | p3 | cost: what differentiable search does to the topology of cells, and why",
     "nasi": "quick | search | compare: architectures chosen at initialisation by the kernel's trace norm",
 }

@@ -153,8 +153,6 @@ def searched(tmp_path_factory) -> Path:
         (folder / name).write_text(json.dumps(accuracies))
     for part in ("train", "val"):
         write_folder(folder / "images" / part, {str(i): 4 for i in range(10)}, side=16)
-    (folder / "my_package").mkdir()
-    (folder / "my_package/models.py").write_text(MODULE)
     (folder / "my_blocks.py").touch()
     (folder / "my_scores.py").write_text(own_score())
     shutil.copy(folder / "tiny.yaml", folder / "my_space.yaml")
@@ -167,13 +165,6 @@ def own_score() -> str:
     return text
 
 
-MODULE = """
-from torch import nn
-def make():
-    body = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU())
-    return nn.Sequential(OrderedDict(layer1=body, layer2=nn.Conv2d(8, 4, 3)))
-from collections import OrderedDict
-"""
 NOT_RUN = {
     "torchrun": "starts several processes, as tests/train does",
     "--workers": "starts several processes, as tests/pipeline does",

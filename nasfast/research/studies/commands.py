@@ -34,6 +34,48 @@ class StudyConfig(ConfigBase):
 
 
 @dataclass(frozen=True)
+class SpaceConfig(StudyConfig):
+    """Studies of a search space.
+
+    Attributes:
+        space: `mobilenet_v2`, `shufflenet_v2`, `nas_bench_macro`, `digits_mini`, or the path of a YAML file; it is
+            measured at 64 pixels at most.
+    """
+
+    space: str = "mobilenet_v2"
+
+
+@dataclass(frozen=True)
+class FiguresConfig(StudyConfig):
+    """The published experiments on moments.
+
+    Attributes:
+        images: folder with one sub-folder per class, such as CIFAR-10's training images; null takes synthetic inputs.
+        reference: folder of the published summaries (`vanilla_fc.npz` and so on) to compare with and draw.
+        kernel: kernel size: 0 for fully connected layers, 3 for the paper's convolutions (hours on a CPU).
+        padding: `periodic`, `zero`, `reflective`, or `shifted`, that of the paper's code: periodic, with the whole
+            border on one side.
+        batch: number of samples in figures 3 to 5.
+        networks: number of networks in figures 3 to 5.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+    """
+
+    images: str | None = None
+    reference: str | None = None
+    kernel: Literal[0, 3] = 0
+    padding: Literal["periodic", "shifted", "zero", "reflective"] = "shifted"
+    batch: int = 64
+    networks: int = 10
+    device: str = "cpu"
+
+    def _check_values(self) -> None:
+        check_device(self.device)
+        check_common(self.threads, self.seed, batch=self.batch, networks=self.networks)
+        if self.reference is not None and not Path(self.reference).is_dir():
+            raise ValueError(f"reference must be a folder of .npz files, got {self.reference!r}")
+
+
+@dataclass(frozen=True)
 class WiringConfig(StudyConfig):
     """Searches of cells.
 
@@ -73,6 +115,10 @@ class Study(NamedTuple):
 
 
 STUDIES = {
+    "isometry": Study("", SpaceConfig, "isometry:study"),
+    "moments quick": Study("small synthetic experiments with pass marks", StudyConfig, "moments:quick"),
+    "moments figures": Study("figures 2 to 5 of the paper, beside its arrays", FiguresConfig, "moments:figures"),
+    "moments paths": Study("candidates and random paths of a search space", SpaceConfig, "moments_paths:paths"),
     "wiring theorems": Study("theorems on local costs, checked on real networks", StudyConfig, "theorems:theorems"),
     "wiring p1": Study("growing: None leads first, then operations", PatternConfig, "wiring:growing"),
     "wiring p2": Study("width preference, and a control for its cause", PatternConfig, "wiring_width:width"),

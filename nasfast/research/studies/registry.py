@@ -45,13 +45,6 @@ class Study:
 _NASI_FILES = "space.yaml, and indicators.json (layers) or arch_nasi.json (cells)"
 # fmt: off
 _ALL = (
-    Study("isometry", "", "isometry.config:IsometryConfig", "isometry.study:run", "isometry"),
-    Study("moments quick", "small synthetic experiments with pass marks, in about a minute",
-          "moments.config:QuickConfig", "moments.study:quick", "moments", resumes=True),
-    Study("moments figures", "figures 2 to 5 of the paper, beside its published arrays",
-          "moments.config:FiguresConfig", "moments.study:figures", "moments", resumes=True),
-    Study("moments module", "candidates and random paths of a search space, or any module",
-          "moments.config:ModuleConfig", "moments.study:module", "moments"),
     Study("nasi quick", "how well Q predicts accuracy, with marks",
           "nasi.config:NasiQuickConfig", "nasi.study:quick", "nasi-quick"),
     Study("nasi search", "any space, at initialisation",

@@ -1,174 +1,38 @@
-"""The isometry study: what it measures, its files, and the command with its exit status."""
+"""The isometry study: its closed forms, what it measures of candidates, its claims and its command."""
 
 from __future__ import annotations
 
 import json
-import math
 
+import numpy as np
 import pytest
 import torch
 from tiny import tiny_space
-from torch import nn
 
 from nasfast.cli.main import main
-from nasfast.config import ConfigError
-from nasfast.research.studies.inputs import reduced_space
-from nasfast.research.studies.isometry.config import IsometryConfig
-from nasfast.research.studies.isometry.marks import block_marks, measure_convolutions
-from nasfast.research.studies.isometry.measure import measure_supernet
-from nasfast.research.studies.moments.config import ModuleConfig
-from nasfast.research.studies.run import run_study
+from nasfast.research.studies import closed_forms, isometry
+from nasfast.research.studies.closed_forms import block_marks, convolution_marks
+from nasfast.research.studies.commands import StudyConfig
+from nasfast.research.studies.isometry import Measured, Row, measure_supernet
+from nasfast.research.studies.notebook import Notebook
 from nasfast.spaces import Block, Stage, mobilenet_v2
 from nasfast.supernet import Supernet
 
-SMALL = {"batch": 16, "samples": 2, "probes": 4, "lanczos_steps": 3, "paths": 3}
-SETTINGS = ("orthogonal, tanh", "orthogonal, relu6", "gaussian, relu6")
+
+@pytest.fixture
+def small(monkeypatch):
+    for name, value in (("BATCH", 16), ("SAMPLES", 2), ("PROBES", 4), ("LANCZOS_STEPS", 3), ("PATHS", 3)):
+        monkeypatch.setattr(isometry, name, value)
 
 
-def two_layers() -> nn.Module:
-    """A user's factory."""
-    features = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Sequential(nn.BatchNorm2d(4), nn.Tanh()))
-    return nn.Sequential(features, nn.Flatten(), nn.Linear(4 * 36, 3))
-
-
-def no_module() -> int:
-    return 3
-
-
-def linear_of_width(width: int) -> nn.Module:
-    return nn.Linear(width, 2)
-
-
-class TwoInputs(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-
-    def forward(self, x, y):
-        return x + y
-
-
-def nan_weights() -> nn.Module:
-    layer = nn.Linear(4, 2)
-    nn.init.constant_(layer.weight, math.nan)
-    return layer
-
-
-INSTANCE = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh())
-
-
-@pytest.fixture(scope="module")
-def space(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("space") / "tiny.yaml"
-    tiny_space(resolution=8).save(path)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def report(space):
-    return run_study("isometry", IsometryConfig(space=space, **SMALL))
-
-
-@pytest.mark.slow
-def test_every_candidate_under_every_setting(report):
-    assert report.data["settings"] == list(SETTINGS)
-    places = {(row.setting, row.layer, row.name) for row in report.data["rows"]}
-    assert places == {(s, i, n) for s in SETTINGS for i in range(4) for n in ("k3 e2", "k5 e1", "k3 e3")}
-    for row in report.data["rows"]:
-        # layers 0 and 2 are reductions, without a skip connection
-        assert (row.module is None) == (row.layer in (0, 2))
-        assert row.acts == (1 if row.name == "k5 e1" else 2)
-        assert row.var_in == pytest.approx(1, abs=0.2) and row.var_out == pytest.approx(1, abs=0.01)
-        assert row.gain == pytest.approx(row.branch.phi * row.var_in / row.var_out)
-        assert sum(row.histogram) == pytest.approx(1, abs=0.2)
-        if row.module is not None:
-            # J = I + J_branch, whose trace is small beside its width
-            assert row.module.phi == pytest.approx(1 + row.branch.phi, rel=0.5)
-
-
-def test_fairness_depth_convolutions_and_marks(report):
-    kinds = {(f["setting"], f["layer"], f["block_indicator"]) for f in report.data["fairness"]}
-    assert kinds == {(s, i, bn) for s in SETTINGS for i in range(4) for bn in (True, False)}
-    assert all((f["f_phi"] is not None) == f["block_indicator"] for f in report.data["fairness"])
-    assert [(d["setting"], d["block_indicator"], len(d["std"])) for d in report.data["depth"]] == [
-        (s, bn, 4) for s in SETTINGS for bn in (True, False)
-    ]
-    orthogonal = {c["kind"]: c for c in report.data["convolutions"] if c["setting"] == "orthogonal, relu6"}
-    assert orthogonal["pointwise, projection"]["varphi"] == pytest.approx(0, abs=1e-6)
-    assert orthogonal["pointwise, expansion x 3"]["varphi"] == pytest.approx(2, abs=1e-6)
-    assert not [mark.name for mark in report.missed]
-    assert len(report.claims) == 7
-    values = [
-        f["f_iso"] for f in report.data["fairness"] if (f["setting"], f["block_indicator"]) == (SETTINGS[1], False)
-    ]
-    mean = next(
-        m for m in report.data["fairness_means"] if (m["setting"], m["block_indicator"]) == (SETTINGS[1], False)
-    )
-    assert mean["f_iso"] == pytest.approx(sum(values) / 4) and mean["f_phi"] is None
-
-
-@pytest.mark.slow
-def test_files(report, tmp_path):
-    page = report.save(tmp_path / "deep")
-    assert page == tmp_path / "deep" / "isometry.html"
-    record = json.loads((tmp_path / "deep" / "isometry.json").read_text())
-    assert record == json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    text = page.read_text()
-    assert text.count("<figure>") == 5
-    assert "http" not in text.replace("http-equiv", "")
-    for title in ("What the paper says", "singular values", "fairness with depth", ">pass marks<"):
-        assert title in text
-
-
-def test_default_resolution():
-    spaces = (("mobilenet_v2", None), ("nas_bench_macro", None), ("mobilenet_v2", 96))
-    assert [reduced_space(*space, "isometry").resolution for space in spaces] == [64, 32, 96]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"samples": 9, "batch": 8}, "samples must be at most batch"),
-        ({"inputs": "red"}, "allowed: 'white', 'propagated'"),
-        ({"module": "tests"}, "must be package.module:factory"),
-        ({"module": "no_such_package:f"}, "cannot import it: .*'no_such_package'"),
-        ({"module": "json:no_such"}, "cannot import it: .*'no_such'"),
-        ({"module": "json:dumps", "input": "3,x"}, "input must be positive integers"),
-        ({"module": f"{__name__}:no_module", "input": "2,6,6"}, "must return an nn.Module, got int"),
-        (
-            {"module": f"{__name__}:linear_of_width"},
-            "linear_of_width': making it without arguments failed: TypeError.*'width'",
-        ),
-        ({"module": f"{__name__}:TwoInputs", "input": "4"}, "TwoInputs', input 4, .*cannot take x .*TypeError.*'y'"),
-        ({"module": f"{__name__}:nan_weights", "input": "4"}, "nan_weights', input 4, as it is: .*output.*not finite"),
-    ],
-)
-def test_wrong_settings_are_named(changes, message):
-    with pytest.raises((ConfigError, ValueError), match=message):
-        run_study("isometry", IsometryConfig.from_dict(changes))
-
-
-def test_a_space_of_several_activations_is_refused(tmp_path):
-    space = mobilenet_v2()
-    stages = (space.stages[0].replace(activation="hswish"), *space.stages[1:])
-    space.replace(stages=stages).save(tmp_path / "mixed.yaml")
-    path = str(tmp_path / "mixed.yaml")
-    with pytest.raises(ConfigError, match=r"activations of their own \(hswish\), and the study of isometry gives all"):
-        run_study("isometry", IsometryConfig(space=path))
-    with pytest.raises(ConfigError, match=r"has stages .* \(hswish\), and the study of moments gives all"):
-        run_study("moments module", ModuleConfig(space=path))
-
-
-def test_a_module_itself_is_copied_for_every_setting():
-    before = {name: value.clone() for name, value in INSTANCE.state_dict().items()}
-    report = run_study("isometry", IsometryConfig(module=f"{__name__}:INSTANCE", input="4"))
-    assert {row.setting for row in report.data["rows"]} == {"as it is", "orthogonal", "gaussian"}
-    assert all(torch.equal(value, before[name]) for name, value in INSTANCE.state_dict().items())
+def notebook() -> Notebook:
+    return Notebook("n", StudyConfig())
 
 
 def test_the_marks_of_blocks_are_met():
-    marks = block_marks("relu")
-    assert [mark.name for mark in marks if not mark.passed] == []
-    assert len(marks) == 5
+    notes = notebook()
+    block_marks("relu", notes)
+    assert notes.missed == [] and len(notes.marks) == 5
 
 
 def test_closed_forms_of_a_whole_space():
@@ -176,27 +40,50 @@ def test_closed_forms_of_a_whole_space():
     space = mobilenet_v2(resolution=32)
     space = space.replace(stages=space.stages[:3], head=())
     for scheme in ("orthogonal", "gaussian"):
-        net = Supernet(space, init=scheme, fused=False)
-        rows, marks = measure_convolutions(net, setting=scheme, scheme=scheme)
-        assert {"depthwise 3 x 3", "depthwise 5 x 5", "depthwise 7 x 7", "pointwise, projection"} <= {
-            row["kind"] for row in rows
-        }
-        assert [mark.name for mark in marks if not mark.passed] == []
-        assert len(marks) > 8
+        notes = notebook()
+        kinds = convolution_marks(Supernet(space, init=scheme, fused=False), scheme, scheme, notes)
+        assert {"depthwise 3 x 3", "depthwise 5 x 5", "depthwise 7 x 7", "pointwise, projection"} <= set(kinds)
+        assert notes.missed == [] and len(notes.marks) > 8
+    assert (
+        convolution_marks(Supernet(space, fused=False), "s", "orthogonal", notebook())["pointwise, projection"][2]
+        < 1e-6
+    )
 
 
 def test_a_scheme_that_is_not_what_it_says_misses_its_marks():
-    net = Supernet(tiny_space(), init="gaussian", fused=False)
-    _, marks = measure_convolutions(net, setting="wrong", scheme="orthogonal")
-    assert any(not mark.passed for mark in marks)
+    notes = notebook()
+    convolution_marks(Supernet(tiny_space(), init="gaussian", fused=False), "wrong", "orthogonal", notes)
+    assert notes.missed
 
 
-def test_shuffle_units_and_identities():
+def test_relative_gains():
+    gains = [closed_forms.relative_gain(act) for act in ("identity", "tanh", "relu", "relu6")]
+    assert gains == pytest.approx([1, 1.1778, 1 / (1 - 1 / np.pi), 1 / (1 - 1 / np.pi)], rel=1e-4)
+
+
+def test_candidates_and_spreads(small):
+    net = Supernet(tiny_space(resolution=8), fused=False, layer_indicators=False)
+    rows, spreads = measure_supernet(net, "n")
+    assert [(row.layer, row.name) for row in rows] == [(i, n) for i in range(4) for n in ("k3 e2", "k5 e1", "k3 e3")]
+    assert [len(spreads[indicator]) for indicator in (True, False)] == [4, 4]
+    assert all((layer["f_phi"] is not None) == indicator for indicator in spreads for layer in spreads[indicator])
+    for row in rows:
+        # layers 0 and 2 are reductions, without a skip connection
+        assert (row.module is None) == (row.layer in (0, 2))
+        assert row.acts == (1 if row.name == "k5 e1" else 2)
+        assert row.var_in == pytest.approx(1, abs=0.2) and row.var_out == pytest.approx(1, abs=0.01)
+        assert row.gain == pytest.approx(row.branch.phi * row.var_in / row.var_out)
+        assert row.histogram.sum() == pytest.approx(1, abs=0.2)
+        if row.module is not None:
+            # J = I + J_branch, whose trace is small beside its width
+            assert row.module.phi == pytest.approx(1 + row.branch.phi, rel=0.5)
+
+
+def test_shuffle_units_and_identities(small):
     """A stride-1 unit has a branch on half of its channels; an identity is no candidate to measure."""
     layers = tuple(Stage(16, 2, 2, (Block("shuffle", 3), Block("shuffle_xception", 3), Block("identity"))) for _ in "a")
     net = Supernet(tiny_space(stages=layers, activation="relu"), fused=False)
-    images = torch.randn(16, 3, 16, 16)
-    rows, spreads = measure_supernet(net, images, IsometryConfig(**SMALL), setting="s", path=(0, 2))
+    rows, spreads = measure_supernet(net, "n")
     first, second = ([row for row in rows if row.layer == i] for i in (0, 1))
     assert [row.name for row in first] == ["k3", "xception", "identity"]
     assert [row.name for row in second] == ["k3", "xception"]
@@ -205,21 +92,40 @@ def test_shuffle_units_and_identities():
     assert second[0].branch.w_in == second[0].branch.w_out == 8 * 4 * 4
     # half of the channels bypass
     assert second[0].module.phi == pytest.approx((1 + second[0].branch.phi) / 2, rel=0.3)
-    assert len(spreads) == 4
+    assert len(spreads[True]) == 2
 
 
-def test_the_command_on_a_module(tmp_path, capsys, monkeypatch):
-    (tmp_path / "users_own.py").write_text(
-        "from torch import nn\n\ndef make():\n    return nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2))\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    settings = tmp_path / "settings.yaml"
-    settings.write_text("module: users_own:make\ninput: '7'\nbatch: 8\nsamples: 2\n")
-    argv = ["isometry", "--config", str(settings), "--input", "5", "--out", str(tmp_path / "out"), "--seed", "3"]
-    assert main(argv) == 0
-    out = capsys.readouterr().out
-    assert "isometry: module users_own:make, inputs: white noise of shape 5" in out
-    assert "as it is" in out and "whole" in out
-    record = json.loads((tmp_path / "out" / "isometry.json").read_text())
-    assert (record["config"]["seed"], record["config"]["batch"]) == (3, 8)
-    assert "parts" in (tmp_path / "out" / "isometry.html").read_text()
+def made_up(phi: float, varphi: float, spread: float, std: list[float]) -> Measured:
+    """A setting with one candidate in each layer, and equal spreads in all."""
+    branch = isometry.isometry(torch.nn.Linear(2, 2), torch.randn(4, 2), samples=1)
+    branch = type(branch)(**{**vars(branch), "phi": phi, "varphi": varphi})
+    rows = [Row(layer, "a", branch, None, 1.0, 1.0, 2, np.zeros(50)) for layer in range(8)]
+    layer = dict.fromkeys(isometry.SPREADS, spread)
+    return Measured(rows, {i: [layer] * 8 for i in (True, False)}, {i: {"std": std} for i in (True, False)}, {})
+
+
+def test_claims_follow_from_the_numbers(capsys):
+    flat, rising = [0.1] * 8, list(0.1 * np.sqrt(np.arange(1, 9)))
+    good, bad = made_up(1.05, 0.05, 0.01, flat), made_up(1.05, 2.0, 0.02, rising)
+    found = {"orthogonal, tanh": good, "orthogonal, relu": good, "gaussian, relu": bad}
+    isometry._claims("relu", found, notebook())
+    lines = capsys.readouterr().out.splitlines()
+    assert [("Verdict: holds." in line) for line in lines] == [True] * 7
+    isometry._claims("relu", {**found, "orthogonal, relu": bad}, notebook())
+    lines = capsys.readouterr().out.splitlines()
+    verdicts = [line.split("Verdict: ")[1].split(".")[0] for line in lines]
+    assert verdicts == ["holds", "in part: tanh", "holds", *["does not hold"] * 4]
+    assert "phi 1.05, varphi 2.00" in lines[1] and "Theory: it assumes tanh" in lines[1]
+    assert "0.0200 against 0.0200" in lines[4] and "growing by 2.27" in lines[6]
+
+
+@pytest.mark.slow
+def test_the_command(small, tmp_path, capsys):
+    tiny_space(resolution=8).save(tmp_path / "tiny.yaml")
+    assert main(["isometry", "--space", str(tmp_path / "tiny.yaml"), "--out", str(tmp_path)]) == 0
+    form = json.loads((tmp_path / "isometry.json").read_text())
+    assert len(form["marks"]) > 12 and all(mark["passed"] for mark in form["marks"])
+    assert len(form["tables"]["branches with standard errors, and whole modules"]) == 1 + 3 * 12
+    assert sum(line.startswith("Claim: ") for line in form["text"]) == 7
+    page = (tmp_path / "isometry.html").read_text()
+    assert page.count("<figure>") == 4 and "http" not in page.replace("http-equiv", "")

@@ -1,255 +1,147 @@
-"""The moments study: marks, comparison with published arrays, files and resuming."""
+"""The studies of moments: marks, comparison with published arrays, resuming, and paths through a space."""
 
 from __future__ import annotations
 
-import json
 import math
 
 import numpy as np
 import pytest
 from tiny import tiny_space, write_folder
-from torch import nn
 
 from nasfast.config import ConfigError
 from nasfast.research.analysis.moments.detect import detect, summarise
-from nasfast.research.analysis.moments.networks import NetConfig, gaussian, run
-from nasfast.research.studies.moments import marks, study
-from nasfast.research.studies.moments.config import FiguresConfig, ModuleConfig, QuickConfig
-from nasfast.research.studies.moments.measure import input_source
-from nasfast.research.studies.report import Check
-from nasfast.research.studies.run import run_study
-
-TINY = {
-    "FC": NetConfig(width=24, batch=16, depth=24, every=2),
-    "conv": NetConfig(kernel=3, width=8, batch=4, depth=20, every=4),
-}
+from nasfast.research.analysis.moments.networks import NetConfig, gaussian, images, run
+from nasfast.research.studies import moments, moments_paths
+from nasfast.research.studies.commands import FiguresConfig, SpaceConfig, StudyConfig
+from nasfast.research.studies.notebook import Notebook
+from nasfast.spaces import mobilenet_v2
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """The quick experiment's structure in a second; its marks belong to its own sizes."""
-    monkeypatch.setattr(study, "_QUICK", TINY)
-    monkeypatch.setattr(study, "_QUICK_SEEDS", {"FC": 2, "conv": 2})
-    monkeypatch.setattr(study, "_VANILLA_CONV_SEEDS", 3)
-    monkeypatch.setattr(study, "_HISTOGRAM_SEEDS", 12)
-    monkeypatch.setattr(marks, "_AVERAGED", 4)
-
-
-def test_quick_measures_every_family_and_continues_from_its_results(small, tmp_path, monkeypatch):
-    report = run_study("moments quick", QuickConfig(seed=1), out=tmp_path)
-    families = [f"{kind}, {f}" for kind in ("FC", "conv") for f in ("vanilla", "BN feed-forward", "BN resnet")]
-    assert list(report.verdicts) == families
-    assert [len(f.axes) for f in report.figures] == [2, *[2, 4, 4] * 2]
-    text = str(report)
-    for words in ("pass marks", "FC, BN resnet: exponent minus tau", "layer norm", "conv, BN feed-forward"):
-        assert words in text
-    assert all(math.isfinite(check.measured) for check in report.checks)
-    json.dumps(report.to_dict(), allow_nan=False)
-    monkeypatch.setattr("nasfast.research.analysis.moments.networks.run_chunk", None)
-    assert run_study("moments quick", QuickConfig(seed=1), out=tmp_path).checks == report.checks
+def test_quick_marks_every_family_and_continues_from_its_results(tmp_path, monkeypatch):
+    """The structure of the experiment in a second; its marks belong to its own sizes."""
+    sizes = {"FC_NETWORKS": 2, "CONV_NETWORKS": 2, "VANILLA_CONV_NETWORKS": 3, "HISTOGRAM_NETWORKS": 12}
+    nets = {"FC": NetConfig(width=24, batch=16, depth=24), "CONV": NetConfig(kernel=3, width=8, batch=4, depth=40)}
+    for name, value in {**sizes, **nets}.items():
+        monkeypatch.setattr(moments, name, value)
+    monkeypatch.setitem(moments.VARIANTS["ReLU resnet without BN"], "depth", 24)
+    marks = []
+    for seed in (1, 1):
+        notes = Notebook("moments-quick", StudyConfig(seed=seed), tmp_path)
+        moments.quick(notes.settings, notes)
+        marks.append(notes.marks)
+        # what is there is not computed again
+        monkeypatch.setattr("nasfast.research.analysis.moments.networks.run_chunk", None)
+    assert marks[0] == marks[1] and len(marks[0]) == 38
+    assert len({mark["name"] for mark in marks[0]}) == 38 and all(math.isfinite(m["measured"]) for m in marks[0])
+    assert len(notes.tables["averages over networks"]) == 1 + 6 * 4
     with pytest.raises(TypeError):
-        run_study("moments quick", QuickConfig(seed=5), out=tmp_path)
+        moments.quick(StudyConfig(seed=5), Notebook("moments-quick", StudyConfig(seed=5), tmp_path))
 
 
 def test_the_marks_tell_the_families_apart():
     """Each family's marks, applied to the others' runs, are missed."""
     base = NetConfig(width=64, batch=32, depth=80, every=4)
-    runs = {
-        "vanilla": run(base, gaussian(96), realisations=4),
-        "exploding": run(base.replace(norm="batch"), gaussian(96), realisations=4),
-        "resnet": run(base.replace(norm="batch", residual=2), gaussian(96), realisations=4),
-    }
-    verdicts = {name: detect(networks.depth, networks.curves()) for name, networks in runs.items()}
+    changes = {"vanilla": {}, "exploding": {"norm": "batch"}, "resnet": {"norm": "batch", "residual": 2}}
+    runs = {name: run(base.replace(**change), gaussian(96), realisations=4) for name, change in changes.items()}
 
-    def missed(checks: list[Check]) -> set[str]:
-        return {check.name.split(": ", 1)[1] for check in checks if not check.passed}
+    def missed(judge, name: str) -> set[str]:
+        notes = Notebook("n", StudyConfig())
+        judge("n", runs[name], detect(runs[name].depth, runs[name].curves()), notes)
+        return {mark.removeprefix("n: ") for mark in notes.missed}
 
-    names = missed(marks.vanilla_checks("FC", runs["exploding"], verdicts["exploding"]))
-    assert names == {"increment, last half", "r_eff(L)", "detected one-dimensional"}
-    names = missed(marks.exploding_checks("FC", runs["resnet"], verdicts["resnet"]))
-    assert {"slope of log chi", "R^2 of exponential", "detected exploding"} <= names
-    assert not missed(marks.exploding_checks("FC", runs["exploding"], verdicts["exploding"])) & {
-        "slope of log chi",
-        "largest ReLU part (theorem 3: sqrt 2)",
-        "detected exploding",
-    }
-    assert not missed(marks.resnet_checks("FC", runs["resnet"], verdicts["resnet"])) & {
-        "R^2 of power law",
-        "R^2 of power law minus exponential",
-        "increment over lower bound of theorem 4, smallest",
-        "increment over upper bound of theorem 4, largest",
-    }
-
-
-FC = {"width": 16, "batch": 8, "histogram_width": 8, "histogram_batch": 8, "depth": 20, "realisations": 2}
-FIGURES = FiguresConfig(**FC, histogram_realisations=6)
+    assert missed(moments.vanilla, "exploding") == {"increment, last half", "r_eff(L)", "detected one-dimensional"}
+    exploding = {"slope of log chi", "R^2 of exponential", "detected exploding"}
+    assert exploding <= missed(moments.exploding, "resnet")
+    assert not missed(moments.exploding, "exploding") & {"slope of log chi", "detected exploding"}
+    bounds = {f"increment over {end} of theorem 4, {most}" for end, most in
+              (("lower bound", "smallest"), ("upper bound", "largest"))}  # fmt: skip
+    assert not missed(moments.resnet, "resnet") & {"R^2 of power law", *bounds}
 
 
 @pytest.mark.slow
-def test_figures_and_their_page(tmp_path):
-    report = run_study("moments figures", FIGURES, out=tmp_path)
-    assert [f.title for f in report.figures] == [
-        "figure 2: vanilla, histograms",
-        "figure 3: vanilla",
-        "figure 4: BN feed-forward",
-        "figure 5: BN resnet",
-    ]
-    assert report.checks == () and set(report.verdicts) == {"vanilla", "BN feed-forward", "BN resnet"}
-    # figure 5 has the power law that the increments predict
-    assert float(report.figures[3].axes[1].lines[-1].get_label().split("^")[1]) > 0
-    # only networks with BatchNorm have parts of an increment, and a normalised signal
-    rows = {row[0]: row for row in report.tables[0].rows if row[0]}
-    assert {name: row[5:7].count("-") + (row[9] == "-") for name, row in rows.items()} == {
-        "vanilla": 3,
-        "BN feed-forward": 0,
-        "BN resnet": 0,
-    }
-    page = report.save(tmp_path)
-    record = json.loads((tmp_path / "moments.json").read_text())
-    assert record == json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert page.read_text().count("<figure>") == 4
-    assert len(list((tmp_path / "moments").glob("*.svg"))) == 4
-    assert "http" not in page.read_text().replace("http-equiv", "")
-
-
-NAMES = {2: "vanilla_histo", 3: "vanilla", 4: "bn_ff", 5: "bn_res"}
-
-
-def write_published(folder, cfg: FiguresConfig, shift: float = 0.0) -> None:
-    """Arrays of our own networks, as if they were the published ones."""
-    source = input_source(cfg)
-    for figure, name in NAMES.items():
-        network = run(cfg.network(figure), source, realisations=8, seed=7)
-        curves = network.curves()
-        arrays = {**summarise(curves), "depth": network.depth.astype(int), "n_real": np.array(8)}
-        arrays["chi_mean"] = np.exp(curves["logchi"]).mean(0)
-        if figure == 2:
-            arrays |= {f"{k}_kurt": np.zeros(4) for k in ("lognu2", "logmu2_noise")}
-        if figure == 5:
-            first = np.exp(network.log_chi("unit")).mean(0) / np.exp(network.log_chi("input")).mean(0)
-            arrays |= {"inc_ratio_of_means": first, "units_per_residual": np.array(2)}
-        arrays = {k: v + shift if k.endswith("_mean") else v for k, v in arrays.items()}
-        np.savez(folder / f"{name}.npz", **arrays)
-
-
-@pytest.fixture
-def names(monkeypatch):
-    monkeypatch.setattr(FiguresConfig, "published", lambda self, figure: NAMES[figure])
-
-
-def test_agreement_with_arrays(tmp_path, names):
+def test_figures_beside_published_arrays(tmp_path, monkeypatch):
+    """Our own networks as if they were the published ones; shifted ones miss their marks."""
+    sizes = {"WIDTH": 16, "HISTOGRAM_WIDTH": 32, "HISTOGRAM_BATCH": 8, "DEPTH": 160, "RESIDUALS": 20}
+    for name, value in {**sizes, "PUBLISHED_HISTOGRAM_NETWORKS": 10}.items():
+        monkeypatch.setattr(moments, name, value)
     photos = write_folder(tmp_path / "photos", {"a": 12, "b": 12})
-    sizes = {"histogram_width": 32, "depth": 160, "every": 40, "realisations": 6, "histogram_realisations": 10}
-    cfg = FIGURES.replace(images=str(photos), figures=(2, 4), **sizes)
-    write_published(tmp_path, cfg)
-    report = run_study("moments figures", cfg.replace(reference=str(tmp_path)))
-    names = [check.name for check in report.checks]
-    assert "bn_ff: logchi, largest deviation over the allowed" in names and "bn_ff: slope of log chi, l > 100" in names
-    assert "vanilla_histo: mean lognu2, largest deviation over the allowed" in names
-    assert all(c.passed for c in report.checks if "deviation" in c.name), report.missed
-    assert "agreement" in str(report)
-    # half the depth is compared as far as it goes, and has no slope
-    report = run_study("moments figures", cfg.replace(reference=str(tmp_path), depth=80, figures=(4,)))
-    assert report.checks and not any("slope" in check.name for check in report.checks)
-    write_published(tmp_path, cfg, shift=30.0)
-    report = run_study("moments figures", cfg.replace(reference=str(tmp_path)))
-    failed = {check.name.split(",")[0] for check in report.missed}
-    assert {"bn_ff: inc", "bn_ff: logchi", "bn_ff: nu1abs_z", "vanilla_histo: mean lognu2"} <= failed
+    cfg = FiguresConfig(images=str(photos), batch=8, networks=24, reference=str(tmp_path))
+    source = images(moments.load_images(str(photos)), flat=True)
+    names = {2: "vanilla_histo_fc_w32", 4: "bn_ff_fc_b8"}
+
+    def study(shift: float) -> Notebook:
+        for figure, name in names.items():
+            network = run(moments.published_network(cfg, figure), source, realisations=64, seed=7)
+            arrays = {**summarise(network.curves()), "depth": network.depth.astype(int), "n_real": np.array(64)}
+            arrays |= {f"{key}_kurt": np.zeros(4) for key in ("lognu2", "logmu2_noise")}
+            arrays = {key: v + shift if key.endswith("_mean") else v for key, v in arrays.items()}
+            np.savez(tmp_path / f"{name}.npz", **arrays)
+        notes = Notebook("moments-figures", cfg)
+        moments.figures(cfg, notes)
+        return notes
+
+    notes = study(0.0)
+    marks = {mark["name"]: mark["passed"] for mark in notes.marks}
+    assert "bn_ff_fc_b8: slope of log chi, l > 100" in marks
+    assert all(passed for name, passed in marks.items() if "deviation" in name) and "agreement" in notes.tables
+    missed = {name.split(",")[0] for name in study(30.0).missed}
+    assert {f"bn_ff_fc_b8: {key}" for key in ("inc", "logchi", "nu1abs_z")} <= missed
+    assert "vanilla_histo_fc_w32: mean lognu2" in missed
 
 
-def test_a_histogram_has_the_published_mean_of_its_own_depth(tmp_path, names):
-    write_published(tmp_path, FIGURES)
-    cfg = FIGURES.replace(reference=str(tmp_path), figures=(2,), every=4)
-    reference = marks.published(cfg, 2)
-    report = run_study("moments figures", cfg)
-    # published at layers 5, 10, 15 and 20, measured at 4, 8, 12, 16 and 20
-    (line,) = (line for line in report.figures[0].axes[0].lines if line.get_linestyle() == "--")
-    assert reference["depth"].tolist() == [20] and line.get_xdata()[0] == reference["lognu2_mean"][0]
+def test_names_of_the_published_arrays(tmp_path):
+    def name(figure: int, **flags: object) -> str | None:
+        cfg = FiguresConfig(reference=str(tmp_path), **flags)
+        return moments.published(cfg, figure, moments.published_network(cfg, figure)).get("name")
+
+    names = ("bn_ff_fc_b256", "bn_res_conv", "vanilla_conv_zeropad", "vanilla_fc", "bn_res_fc", "vanilla_conv")
+    for stem in names:
+        np.savez(tmp_path / f"{stem}.npz", depth=np.arange(10, 201, 10))
+    assert (name(4, batch=256), name(4), name(5, batch=256)) == ("bn_ff_fc_b256", None, None)
+    assert (name(3), name(3, kernel=3, padding="zero")) == ("vanilla_fc", "vanilla_conv_zeropad")
+    # the shift matters to skip connections alone
+    assert (name(3, kernel=3, padding="periodic"), name(5, kernel=3, padding="periodic")) == ("vanilla_conv", None)
+    assert (name(5, kernel=3), name(5)) == ("bn_res_conv", "bn_res_fc")
 
 
-def test_without_images_only_slope_and_exponent_are_compared(tmp_path, names):
-    cfg = FIGURES.replace(depth=160, every=40)
-    write_published(tmp_path, cfg)
-    report = run_study("moments figures", cfg.replace(reference=str(tmp_path)))
-    assert [check.name for check in report.checks] == ["bn_ff: slope of log chi, l > 100"]
-
-
-def test_data_checks(tmp_path):
+def test_marks_of_the_published_arrays(tmp_path):
     z = np.full(5, 0.7)
-    np.savez(tmp_path / "bn_ff_x.npz", nu1abs_z_mean=z, inc_phi_mean=(1 - z**2 / 2) ** -0.5 + 0.004)
-    np.savez(tmp_path / "bn_ff_y.npz", nu1abs_z_mean=z, inc_phi_mean=(1 - z**2 / 2) ** -0.5 + 0.008)
-    assert [check.passed for check in marks.data_checks(tmp_path)] == [True, False]
+    for stem, distance in (("bn_ff_x", 0.004), ("bn_ff_y", 0.008)):
+        np.savez(tmp_path / f"{stem}.npz", nu1abs_z_mean=z, inc_phi_mean=(1 - z**2 / 2) ** -0.5 + distance)
+    notes = Notebook("n", StudyConfig())
+    moments._published_marks(tmp_path, notes)
+    assert [mark["passed"] for mark in notes.marks] == [True, False]
 
 
-@pytest.fixture(scope="module")
-def space(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("space") / "tiny.yaml"
-    tiny_space(resolution=16).save(path)
-    return str(path)
+def test_paths_through_a_space(tmp_path, monkeypatch):
+    tiny_space(resolution=16).save(tmp_path / "tiny.yaml")
+    for name, value in (("BATCH", 8), ("PATHS", 3), ("CANDIDATE_PATHS", 2)):
+        monkeypatch.setattr(moments_paths, name, value)
+    cfg = SpaceConfig(space=str(tmp_path / "tiny.yaml"))
+    notes = Notebook("moments-paths", cfg, tmp_path)
+    moments_paths.paths(cfg, notes)
+    end, stages, comparable, layers, candidates = notes.tables.values()
+    assert [row[0] for row in end[1:]] == [
+        f"{init}, {a}" for a in ("tanh", "relu6") for init in ("orthogonal", "gaussian")
+    ]
+    assert [row[0] for row in stages[1:]] == ["reduction", "1 later", "whole stage"]
+    assert (len(comparable), len(layers)) == (5, 5)
+    assert [row[0] for row in candidates[1:]] == [f"{i} {n}" for i in range(4) for n in ("k3 e2", "k5 e1", "k3 e3")]
+    assert all(0.8 < float(cell) < 3 for row in candidates[1:] for cell in row[1:])
+    notes.close()
+    assert (tmp_path / "moments-paths.html").read_text().count("<figure>") == 1
 
 
-def test_a_space(space, tmp_path):
-    report = run_study("moments module", ModuleConfig(space=space, batch=8, paths=3, candidate_paths=2))
-    settings = ("orthogonal, tanh", "gaussian, tanh", "orthogonal, relu6", "gaussian, relu6")
-    assert tuple(report.verdicts) == settings
-    paths, layers, stages, candidates, comparable = report.tables
-    assert [row[0] for row in stages.rows] == ["reduction", "1 later", "whole stage"]
-    assert [row[0] for row in paths.rows] == list(settings)
-    assert [row[0] for row in layers.rows] == ["0 reduction", "1", "2 reduction", "3"]
-    assert [row[0] for row in candidates.rows] == [f"{i} {n}" for i in range(4) for n in ("k3 e2", "k5 e1", "k3 e3")]
-    assert all(0.8 < float(cell) < 3 for row in candidates.rows for cell in row[1:])
-    assert len(comparable.rows) == 4
-    assert all((curves["candidates_std"] > 0).all() for curves in report.data["curves"].values())
-    assert report.figures[0].axes[0].get_legend_handles_labels()[1] == list(settings)
-    assert report.save(tmp_path).read_text().count("<figure>") == 1
+def test_spaces_are_reduced_and_need_one_activation(tmp_path):
+    spaces = ("mobilenet_v2", "nas_bench_macro")
+    assert [moments_paths.reduced_space(name).resolution for name in spaces] == [64, 32]
+    space = mobilenet_v2()
+    stages = (space.stages[0].replace(activation="hswish"), *space.stages[1:])
+    space.replace(stages=stages).save(tmp_path / "mixed.yaml")
+    with pytest.raises(ConfigError, match=r"activations of their own \(hswish\), and this study gives all"):
+        moments_paths.reduced_space(str(tmp_path / "mixed.yaml"))
 
 
-def test_a_space_on_images(space, tmp_path):
-    photos = write_folder(tmp_path / "photos", {"a": 6, "b": 6})
-    report = run_study(
-        "moments module", ModuleConfig(space=space, batch=8, paths=2, candidate_paths=1, images=str(photos))
-    )
-    assert "images of photos" in report.subject
-
-
-def two_layers() -> nn.Module:
-    """A user's factory."""
-    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3))
-
-
-def test_a_module():
-    cfg = ModuleConfig(module=f"{__name__}:two_layers", input="3,8,8", batch=8)
-    report = run_study("moments module", cfg)
-    assert [table.title for table in report.tables] == ["as it is", "orthogonal", "gaussian"]
-    assert [row[0] for row in report.tables[0].rows] == ["0", "1", "2", "3"]
-    report = run_study("moments module", cfg.replace(probes="3, 1"))
-    assert [row[0] for row in report.tables[0].rows] == ["1", "3"]
-    assert len(report.figures[0].axes) == 2
-    report = run_study("moments module", ModuleConfig(module=f"{__name__}:vectors", input="6", batch=8))
-    assert report.tables[0].rows
-
-
-def vectors() -> nn.Module:
-    return nn.Sequential(nn.Linear(6, 4), nn.Tanh())
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: FiguresConfig(figures=(1,)), r"figures must be some of 2, 3, 4 and 5, got \[1\]"),
-        (lambda: FiguresConfig(reference="/no/such"), "reference must be a folder of .npz files, got '/no/such'"),
-        (lambda: ModuleConfig(batch=1), "batch and paths must be at least 2, got 1 and 16"),
-        (lambda: ModuleConfig(paths=3), "candidate_paths must be at most paths, got 4 and 3"),
-        (
-            lambda: run_study("moments module", ModuleConfig(module=f"{__name__}:two_layers", input="4,8,8")),
-            "two_layers', input 4,8,8, as it is: .*cannot take x of shape",
-        ),
-        (
-            lambda: run_study("moments module", ModuleConfig(module=f"{__name__}:vectors", input="6", images="x")),
-            "images need an input",
-        ),
-    ],
-)
-def test_wrong_settings_are_named(call, message):
-    with pytest.raises((ValueError, ConfigError), match=message):
-        call()
+def test_a_missing_reference_is_named():
+    with pytest.raises(ConfigError, match="reference must be a folder of .npz files, got '/no/such'"):
+        FiguresConfig.from_dict({"reference": "/no/such"})

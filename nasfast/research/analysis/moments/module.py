@@ -1,4 +1,4 @@
-"""Signal and noise through any nn.Module, by forward-mode derivatives, measured after chosen submodules.
+"""Signal and noise through any nn.Module, by forward-mode derivatives.
 
 BatchNorms use the statistics of the current batch and treat them as constants for the noise, as the theory does.
 """
@@ -6,17 +6,14 @@ BatchNorms use the statistics of the current batch and treat them as constants f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from nasfast.config import nearest
-from nasfast.research.analysis.jacobian import Array, apply, differentiable_operators, frozen_copy
+from nasfast.research.analysis.jacobian import apply, differentiable_operators, frozen_copy
 from nasfast.research.analysis.moments.pairs import Pair, energies, ranks, shape
 
 Function = Callable[[Tensor], Tensor]
@@ -67,20 +64,6 @@ def sensitivity(x: Tensor, dx: Tensor) -> float:
     return float(moments["log_mu2_noise"] - moments["log_mu2_signal"]) / 2
 
 
-@dataclass(frozen=True)
-class ModuleMoments:
-    """Moments after the probed modules, in the order of their calls.
-
-    Attributes:
-        names: names of the modules; a module that is called several times appears as often.
-        curves: (draws, len(names)) values of `logchi`, `inc` (increment of chi since the probe before), `reff_signal`,
-            `reff_noise`, `variance_share`, `lognu2`, `logmu2_noise`, `mu4`, `nu1abs`, `pseudo_linear`.
-    """
-
-    names: tuple[str, ...]
-    curves: dict[str, Array]
-
-
 def measure_place(x: Tensor, dx: Tensor, start: float) -> dict[str, float]:
     """The values of the curves at one place, from signal and noise (N, C, *spatial).
 
@@ -99,66 +82,3 @@ def measure_place(x: Tensor, dx: Tensor, start: float) -> dict[str, float]:
         "nu1abs": moments["nu1_abs_signal"],
         "pseudo_linear": moments["pseudo_linear"],
     }
-
-
-def module_moments(
-    module: nn.Module, x: Tensor, *, probes: Sequence[str] | None = None, draws: int = 1, seed: int = 0
-) -> ModuleMoments:
-    """Propagate inputs and white noise through a module and measure after chosen submodules; no output is kept.
-
-    Args:
-        module: a module that takes x; it is not changed.
-        x: (N, C, *spatial).
-        probes: names of submodules as in `named_modules`, in any order. None takes the direct children; if containers
-            have a single child, it takes the children of the first container that has several. Only outputs that are
-            one tensor of N samples are measured.
-        draws: number of draws of white noise.
-        seed: seed of the noise.
-
-    Raises:
-        ValueError: `draws` is below 1, a name is unknown, no probe is called, or see `push`.
-    """
-    if draws < 1:
-        raise ValueError(f"module_moments: draws must be at least 1, got {draws}")
-    copy = hold_statistics(module)
-    modules = dict(copy.named_modules())
-    probe_names = _children(copy) if probes is None else list(probes)
-    for name in probe_names:
-        if name not in modules:
-            raise ValueError(f"module_moments: no submodule {name!r}; {nearest(name, [n for n in modules if n])}")
-    generator = torch.Generator().manual_seed(seed)
-    rows: list[list[dict[str, float]]] = []
-    names: list[str] = []
-    for _ in range(draws):
-        dx = torch.randn(x.shape, generator=generator)
-        row: list[dict[str, float]] = []
-        start, names = sensitivity(x, dx), []
-
-        def record(name: str, y: object, start: float = start, row: list = row, names: list = names) -> None:
-            if isinstance(y, Tensor) and y.ndim > 1 and len(y) == len(x):
-                primal, tangent = forward_ad.unpack_dual(y)
-                row.append(measure_place(primal, torch.zeros_like(primal) if tangent is None else tangent, start))
-                names.append(name)
-
-        handles = [
-            modules[name].register_forward_hook(lambda _m, _i, y, name=name: record(name, y)) for name in probe_names
-        ]
-        push(copy, (x.float(), dx))
-        for handle in handles:
-            handle.remove()
-        rows.append(row)
-    if not names:
-        raise ValueError(
-            f"module_moments: none of the probes {', '.join(probe_names)} was called with one tensor as result"
-        )
-    curves = {key: np.array([[place[key] for place in row] for row in rows]) for key in rows[0][0]}
-    curves["inc"] = np.exp(np.diff(curves["logchi"], axis=1, prepend=0.0))
-    return ModuleMoments(tuple(names), curves)
-
-
-def _children(module: nn.Module) -> list[str]:
-    """Names of the probes that `module_moments` takes by default."""
-    name = ""
-    while len(children := list(module.named_children())) == 1:
-        name, module = f"{name}{children[0][0]}.", children[0][1]
-    return [f"{name}{child}" for child, _ in children] or [name.rstrip(".")]
