@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from nasfast import __version__, extensions
 from nasfast.cli import machine, results, shrinking, stages
-from nasfast.cli.flags import SHORT, STAGES, Command, CommandLine, Parser, WrongFlags, long_flags, refuse
+from nasfast.cli.flags import SHORT, Command, CommandLine, Parser, WrongFlags, long_flags, refuse
 from nasfast.runtime.imports import import_modules
 from nasfast.runtime.launcher import environment_rank
 
@@ -31,7 +31,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
     """
     command = argv[0] if argv else ""
     root = _parser(command)
-    if command in STAGES:
+    if command in stages.COMMANDS:
         argv = long_flags(argv)
     # defaults are only for the eye: a stage that continues a run takes the saved settings in their place
     prints = any(word.startswith("--print_config") for word in argv)
@@ -64,7 +64,7 @@ def _parser(command: str) -> Parser:
     for name, text in names.items():
         parser = Parser(description=text)
         commands.add_subcommand(name, parser, help=text)
-        parser.prog = f"nasfast {name}"
+        parser.prog, parser.has_all_settings = f"nasfast {name}", name in stages.COMMANDS
         if name != command and not command.startswith("--print_completion"):
             continue
         if name in extensions.COMMANDS:
@@ -72,7 +72,7 @@ def _parser(command: str) -> Parser:
             continue
         parser.add_common()
         COMMANDS[name].flags(parser)
-        for short in set(SHORT) & set(parser._option_string_actions) if name in STAGES else ():
+        for short in set(SHORT) & set(parser._option_string_actions) if parser.has_all_settings else ():
             action = parser._option_string_actions[short]
             action.help, action.metavar = f"short for {SHORT[short]}", "NAME"  # `parse` writes it out
     return root

@@ -75,6 +75,8 @@ class _FullHelp(argparse._HelpAction):
 class Parser(jsonargparse.ArgumentParser):
     """jsonargparse's parser; its errors are for `parse`, which knows the whole command line."""
 
+    has_all_settings = False  # those of a run, of which --help shows a few
+
     @property
     def subcommands(self) -> dict[str, Parser]:
         """The parsers of its commands, by name."""
@@ -86,8 +88,7 @@ class Parser(jsonargparse.ArgumentParser):
 
     def format_help(self, *args: Any, **kwargs: Any) -> str:
         """Of commands with all settings, a few flags and an example."""
-        command = self.prog.removeprefix("nasfast ")  # `nasi search` is another one than `search`
-        if command not in STAGES:
+        if not self.has_all_settings:
             return super().format_help(*args, **kwargs)
         rows = [
             [flag, " ".join((action.help or "").replace("%%", "%").split()) + _default(action)]
@@ -99,7 +100,7 @@ class Parser(jsonargparse.ArgumentParser):
             textwrap.fill(text, 118, initial_indent=flag.ljust(width), subsequent_indent=" " * width)
             for flag, text in rows
         ]
-        example = _EXAMPLE.format(command)
+        example = _EXAMPLE.format(self.prog)
         return "\n".join(
             [f"usage: {self.prog} [FLAGS]", "", f"{self.description}. For example:", "", f"  {example}", "", *lines, ""]
         )
@@ -171,10 +172,7 @@ SHORT = {
     "--latency_table": "--search.latency_table",
     "--tables": "--search.tables",
 }
-"""Short flags of the commands in `STAGES`."""
-
-STAGES = ("run", "supernet", "score", "search", "retrain")
-"""The commands that take a RunConfig."""
+"""Short flags of the commands of a run."""
 
 _FIRST = (
     "--out --data.train --data.val --config --space.name --space.resolution --search.max_macs --train.epochs "
@@ -182,7 +180,7 @@ _FIRST = (
 ).split()
 """The flags that `--help` of these commands shows, with an example."""
 
-_EXAMPLE = "nasfast {} --config photos --out runs/mine --data.train images/train --search.max_macs 60M"
+_EXAMPLE = "{} --config photos --out runs/mine --data.train images/train --search.max_macs 60M"
 
 
 def is_verbose() -> bool:
@@ -191,7 +189,7 @@ def is_verbose() -> bool:
 
 
 def long_flags(argv: Sequence[str]) -> list[str]:
-    """The words of a command of `STAGES` with its short flags written out."""
+    """The words of a command of a run with its short flags written out."""
     return [SHORT.get(flag, flag) + sign + value for flag, sign, value in (word.partition("=") for word in argv)]
 
 
