@@ -15,8 +15,8 @@ from benchmarks.straight_through import gradient_of_q
 from nasfast.measure.timing import measure
 from nasfast.research.nasi.search import NasiConfig, sample
 from nasfast.research.nasi.spaces import make_mixture
-from nasfast.research.studies.nasi.config import NasiSearchConfig
-from nasfast.research.studies.nasi.searches import Searches
+from nasfast.research.studies.commands import NasiSearchConfig
+from nasfast.research.studies.nasi_search import searched_space, synthetic
 
 OURS = "nasfast"
 PEERS = {"channels_last": torch.channels_last, "contiguous": torch.contiguous_format}
@@ -27,10 +27,9 @@ ROUNDS, QUICK_ROUNDS = 9, 2
 
 def variants(space: str, batch: int) -> dict[str, Callable[[], dict[str, float]]]:
     """Name -> function for one step; the n-th step of every variant samples the same architecture."""
-    cfg = NasiSearchConfig(space=space, batch=batch)
-    searches = Searches(cfg)
-    x, y = next(searches.loader(0, batch).epoch(0))
-    mixture = make_mixture(searches.space)
+    named = searched_space(NasiSearchConfig(space=space))
+    x, y = next(synthetic(named, batch=batch, seed=0).epoch(0))
+    mixture = make_mixture(named)
 
     def ours(i: int) -> object:
         return sample(mixture, [(x.contiguous(memory_format=torch.channels_last), y)], NasiConfig(steps=1, seed=i))

@@ -8,8 +8,8 @@ from torch.nn import functional as F
 
 from nasfast.research.cells.gates import gumbel
 from nasfast.research.nasi.score import gradient_norm
-from nasfast.research.nasi.search import Mixture
-from nasfast.seeds import NASI_GATES, derive_seed
+from nasfast.research.nasi.search import GATES_STREAM, Mixture
+from nasfast.seeds import derive_seed
 
 
 def straight_through(mixture: Mixture, alpha: Tensor, noise: Tensor, *, temperature: float = 1.0) -> Tensor:
@@ -23,7 +23,7 @@ def gradient_of_q(
     mixture: Mixture, x: Tensor, y: Tensor, *, step: int = 0, seed: int = 0, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Q at one step of a search whose logits are 0, and its gradient with respect to the logits."""
-    noise = gumbel(mixture.allowed.shape, torch.Generator().manual_seed(derive_seed(seed, NASI_GATES, step)))
+    noise = gumbel(mixture.allowed.shape, torch.Generator().manual_seed(derive_seed(seed, GATES_STREAM, step)))
     alpha = torch.zeros(mixture.allowed.shape, dtype=torch.float64, requires_grad=True)
     gates = straight_through(mixture, alpha, noise, temperature=temperature)
     q = gradient_norm(F.cross_entropy(mixture(x, gates.to(x)), y), list(mixture.parameters()), differentiable=True)

@@ -51,7 +51,7 @@ COMMANDS = {
     "isometry": "what orthogonal and Gaussian weights do to signals in a space, beside the paper's claims",
     "moments": "quick | figures | paths: signal and noise with depth, well behaved or pathological at initialisation",
     "wiring": "theorems | p1 | p2 | p3 | cost: what differentiable search does to the topology of cells, and why",
-    "nasi": "quick | search | compare: architectures chosen at initialisation by the kernel's trace norm",
+    "nasi": "quick | search: architectures chosen at initialisation by the kernel's trace norm",
 }
 """Name of a command -> its line in `nasfast --help`."""
 

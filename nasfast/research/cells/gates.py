@@ -22,7 +22,12 @@ from torch.nn import functional as F
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.costs import NONE
 from nasfast.research.cells.space import CellSpace
-from nasfast.seeds import CELL_GATES, FOR_LOGITS, derive_seed
+from nasfast.seeds import derive_seed
+
+# random stream (`nasfast.seeds`), followed by the step and by what the gates are drawn for
+_GATES = 2
+FOR_LOGITS, FOR_WEIGHTS = 0, 1
+"""What the gates of a step are drawn for: the held-out batch that logits learn from, or the training batch."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +109,9 @@ def draw_gates(
 ) -> Draw:
     """The gates of a step, see `draw_once`; they depend on the seed, the step and the purpose alone.
 
-    `purpose` is `FOR_LOGITS` or `FOR_WEIGHTS` of `nasfast.seeds`.
+    `purpose` is `FOR_LOGITS` or `FOR_WEIGHTS`.
     """
-    generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_GATES, step, purpose))
+    generator = torch.Generator().manual_seed(derive_seed(cfg.seed, _GATES, step, purpose))
     for _ in range(_MAX_DRAWS):
         draw = draw_once(cfg, logits, generator, progress)
         live = draw.runs[..., [op != NONE for op in space.ops]].any(-1)

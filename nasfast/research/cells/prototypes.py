@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from nasfast.seeds import PROTOTYPE_SPLITS, PROTOTYPES, derive_seed
+from nasfast.seeds import derive_seed
 
 CLASSES, CHANNELS, SIZE = 10, 3, 12
 _FULL = 16
 
+# random streams (`nasfast.seeds`): the fields that a class is cut from; labels, windows and noise of each split
+_PROTOTYPES, _SPLITS = 0, (1, 2)
 Images = tuple[Tensor, Tensor]
 """(N, CHANNELS, SIZE, SIZE) float32 and (N,) int64 labels."""
 
@@ -30,10 +32,10 @@ def prototypes(noise: float, n_train: int, n_test: int, seed: int = 0) -> tuple[
     """
     if noise < 0 or min(n_train, n_test) < 1:
         raise ValueError(f"prototypes: needs noise >= 0 and images in both splits, got {noise}, {n_train}, {n_test}")
-    generator = torch.Generator().manual_seed(derive_seed(seed, PROTOTYPES))
+    generator = torch.Generator().manual_seed(derive_seed(seed, _PROTOTYPES))
     fields = torch.randn(CLASSES, CHANNELS, 5, 5, generator=generator)
     full = F.interpolate(fields, size=(_FULL, _FULL), mode="bilinear", align_corners=False)
-    sizes = zip((n_train, n_test), PROTOTYPE_SPLITS, strict=True)
+    sizes = zip((n_train, n_test), _SPLITS, strict=True)
     train, test = (_split(full, noise, n, derive_seed(seed, split)) for n, split in sizes)
     return train, test
 

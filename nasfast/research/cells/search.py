@@ -19,18 +19,27 @@ from torch.optim.adam import adam
 from nasfast.engine import StepResult
 from nasfast.research.cells.config import CellSearchConfig
 from nasfast.research.cells.derive import derivations
-from nasfast.research.cells.gates import Draw, draw_gates, keep_pair_share, logits_gradient, uniform_logits
+from nasfast.research.cells.gates import (
+    FOR_LOGITS,
+    FOR_WEIGHTS,
+    Draw,
+    draw_gates,
+    keep_pair_share,
+    logits_gradient,
+    uniform_logits,
+)
 from nasfast.research.cells.network import CellSupernet, true_columns
 from nasfast.research.cells.probe import GROUPS, QUANTITIES, LocalCosts, grouped_costs
 from nasfast.research.cells.space import CellSpace
 from nasfast.runtime.files import write_atomic
-from nasfast.seeds import CELL_LOGITS, FOR_LOGITS, FOR_WEIGHTS, derive_seed
+from nasfast.seeds import derive_seed
 from nasfast.spaces import arch_to_json
 from nasfast.spaces.arch import Arch
 from nasfast.train import TrainConfig, TrainStage
 from nasfast.train.batches import EpochLoader, to_learn_from
 from nasfast.train.loop import train
 
+_LOGITS = 1  # random stream (`nasfast.seeds`) of the logits at the start
 TRAIN, SEARCH = 0, 1
 """In a record: the index of the batch that weights learn from, and that of the held-out batch."""
 
@@ -112,7 +121,7 @@ class CellSearch(nn.Module):
         self.space, self.cfg, self.total = space, cfg, steps
         self.net = CellSupernet(space, fused=fused, seed=cfg.seed)
         shape = (len(space.types), len(space.cell.edges), len(space.ops))
-        generator = torch.Generator().manual_seed(derive_seed(cfg.seed, CELL_LOGITS))
+        generator = torch.Generator().manual_seed(derive_seed(cfg.seed, _LOGITS))
         logits = cfg.alpha_mean + cfg.alpha_std * torch.randn(shape, generator=generator, dtype=torch.float64)
         if cfg.method == "uniform":
             logits.zero_()

@@ -19,9 +19,11 @@ from nasfast.research.cells.gates import gumbel, softmax_gradient
 from nasfast.research.cells.search import endless
 from nasfast.research.nasi.config import Constraint, NasiConfig
 from nasfast.research.nasi.score import gradient_norm, squared_length
-from nasfast.seeds import NASI_GATES, NASI_IMAGES, NASI_LABELS, derive_seed
+from nasfast.seeds import derive_seed
 from nasfast.train.batches import to_learn_from
 
+# random streams (`nasfast.seeds`), each followed by the step
+GATES_STREAM, _LABELS, _IMAGES = 1, 2, 3
 Output = tuple[tuple[int, int, int], int, int, Tensor]
 """What `Mixture.outputs` gives."""
 
@@ -151,10 +153,10 @@ def sample(
     for t in range(cfg.steps):
         x, y = next(batches)
         if cfg.labels == "random":
-            y = random_labels(len(y), mixture.num_classes, seed=derive_seed(cfg.seed, NASI_LABELS, t)).to(y.device)
+            y = random_labels(len(y), mixture.num_classes, seed=derive_seed(cfg.seed, _LABELS, t)).to(y.device)
         if cfg.images == "random":
-            x = random_images(x.shape, seed=derive_seed(cfg.seed, NASI_IMAGES, t)).to(x)
-        noisy = alpha + gumbel(alpha.shape, torch.Generator().manual_seed(derive_seed(cfg.seed, NASI_GATES, t)))
+            x = random_images(x.shape, seed=derive_seed(cfg.seed, _IMAGES, t)).to(x)
+        noisy = alpha + gumbel(alpha.shape, torch.Generator().manual_seed(derive_seed(cfg.seed, GATES_STREAM, t)))
         value, gradient = step(mixture, noisy, x.to(mixture.weights[0].dtype), y, cfg.temperature)
         q.append(value.detach().double().cpu())
         gradients.append(gradient)

@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 from nasfast.cli.flags import Parser
 from nasfast.config import ConfigBase
 from nasfast.extensions import load
-from nasfast.research.studies import registry
 from nasfast.settings import check_common, check_device
+from nasfast.spaces import named_space
 
 
 @dataclass(frozen=True)
@@ -103,6 +103,48 @@ class PatternConfig(WiringConfig):
     method: Literal["darts", "snas", "dsnas", "proxyless"] = "dsnas"
 
 
+CELL_SPACES = ("darts", "nas_bench_201", "choice_blocks")
+
+
+@dataclass(frozen=True)
+class NasiSearchConfig(StudyConfig):
+    """A search with NASI; `nasfast.research.nasi.search` has the settings of the method.
+
+    Attributes:
+        space: `darts`, `nas_bench_201`, `choice_blocks` (as NAS-Bench-1Shot1's first), `nas_bench_macro`,
+            `mobilenet_v2`, `mobilenet_v3`, `shufflenet_v2`, `digits_mini`, or the path of a YAML file.
+        images: folder with one sub-folder per class, augmented as for training; null takes synthetic images.
+        resolution: height and width of the images; null takes the space's, and 64 for mobilenet_v2, mobilenet_v3 and
+            shufflenet_v2.
+        batch: number of images for each architecture; null takes 64 for built-in cells, else 16.
+        cells: number of cells of darts, nas_bench_201 and choice_blocks; null takes the space's.
+        channels: number of channels of their first cell; null takes the space's.
+        steps: T, the number of sampled architectures.
+        device: `auto`, `cpu`, `cuda` or `cuda:N`.
+    """
+
+    space: str = "nas_bench_201"
+    images: str | None = None
+    resolution: int | None = None
+    batch: int | None = None
+    cells: int | None = None
+    channels: int | None = None
+    steps: int = 100
+    device: str = "cpu"
+
+    def _check_values(self) -> None:
+        check_device(self.device)
+        names = ("resolution", "batch", "cells", "channels")
+        sizes = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        check_common(self.threads, self.seed, steps=self.steps, **sizes)
+        named_space(self.space)  # raises where it is neither built in nor a readable file
+        if self.batch == 1:
+            raise ValueError("batch must be at least 2 (BatchNorm needs more than one image), got 1")
+        for name in ("cells", "channels"):
+            if name in sizes and self.space not in CELL_SPACES:
+                raise ValueError(f"{name} belongs to {', '.join(CELL_SPACES)}, not to {self.space}")
+
+
 class Study(NamedTuple):
     """A study: its line in the help, the class of its flags, and its function `module:name` in this package.
 
@@ -124,6 +166,8 @@ STUDIES = {
     "wiring p2": Study("width preference, and a control for its cause", PatternConfig, "wiring_width:width"),
     "wiring p3": Study("collapse on two levels, and why", PatternConfig, "wiring_collapse:collapse"),
     "wiring cost": Study("local costs at initialisation and trained", WiringConfig, "wiring_cost:cost"),
+    "nasi quick": Study("how well Q predicts accuracy, with marks", StudyConfig, "nasi:quick"),
+    "nasi search": Study("any space, at initialisation", NasiSearchConfig, "nasi_search:run"),
 }
 """Command, and its kind where it has several -> the study."""
 
@@ -133,32 +177,27 @@ def flags(parser: Parser, command: str) -> None:
     if command in STUDIES:
         _study_flags(parser, STUDIES[command])
         return
-    if command in registry.STUDIES:
-        registry.flags(parser, command)
-        return
     parser.usage = "%(prog)s KIND [FLAGS]"
     kinds = parser.add_subcommands(dest="command", metavar="KIND")
-    everything: dict[str, Any] = {**STUDIES, **registry.STUDIES}
-    for name, study in everything.items():
+    for name, study in STUDIES.items():
         if name.startswith(f"{command} "):
             kind = Parser(description=study.text)
             kinds.add_subcommand(name.removeprefix(f"{command} "), kind, help=study.text)
             kind.prog = f"nasfast {name}"
-            _study_flags(kind, study) if isinstance(study, Study) else registry._study_flags(kind, study)
+            _study_flags(kind, study)
 
 
 def _study_flags(parser: Parser, study: Study) -> None:
     parser.add_common()
-    text = "also write a JSON file and a page there; a study that searches or samples continues from what it has there"
+    text = (
+        "also write a JSON file, a page and what is found there; searches and networks that are there are not repeated"
+    )
     parser.add_argument("--out", metavar="DIR", help=text)
     parser.add_class_arguments(study.config)
 
 
 def run(command: str, values: dict[str, Any]) -> None:
     """Carry out the study of a command with the values of its flags; RuntimeError if it misses a pass mark."""
-    if command in registry.STUDIES:
-        registry.run(command, values)
-        return
     # imported here, because they import torch, and help must not wait for that
     from nasfast.measure.timing import measuring
     from nasfast.research.studies.notebook import Notebook
