@@ -171,6 +171,7 @@ NOT_RUN = {
     "rank --out runs/mine --train": "trains ten networks in processes, as tests/pipeline does",
     "rank     --out runs/other --train": "trains ten networks in processes, as tests/pipeline does",
     "--search.refine": "reads what the command before it writes",
+    "nasfast shrink": "needs published weights, as tests/pipeline has in a file",
     "--seeds": "trains three supernets in processes, as tests/pipeline does",
     "--executor ray": "needs a cluster, as tests/pipeline has",
     "export --out runs/mine --pareto": "a front has many networks",
