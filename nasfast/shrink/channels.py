@@ -106,6 +106,11 @@ class Layer:
         return cls(node, path, rows, inputs, groups, math.prod(kernel), pixels, module.bias is not None, norm)
 
     @property
+    def gains_bias(self) -> bool:
+        """Whether it gets a bias when its inputs are narrowed, as nothing else can hold the change of its mean."""
+        return not self.bias and self.norm is None
+
+    @property
     def macs(self) -> int:
         """MACs for one image."""
         return self.rows * self.columns * self.pixels

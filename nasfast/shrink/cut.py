@@ -36,7 +36,7 @@ def make_recipe(measured: Measured, arch: Iterable[int]) -> Recipe:
         for layer in dimension.readers:
             entry = slices.setdefault(layer.path, {})
             entry["columns"] = _kept(dimension, solution, layer.inputs)
-            entry["bias"] = not layer.bias and layer.norm is None
+            entry["bias"] = layer.gains_bias
     for place, value in zip(found.places, arch, strict=True):
         if place.candidates[value] is None and place.block is not None:
             dropped.append(Dropped(place.block.path, place.block.relu))

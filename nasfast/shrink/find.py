@@ -345,6 +345,7 @@ def _space(name: str, model: nn.Module, program: Program, places: Sequence[Place
         norms = {n.path for d in place.dimensions for n in d.norms}
         if place.block is not None:
             norms |= {_path_of_norm(n, program) for n in place.block.inside if op_name(n) == "batch_norm"}
+        others = _other_params(place.block, [*(layers[n].path for n in nodes), *norms], model)
         branches = []
         for kept in place.candidates:
             label = (
@@ -355,6 +356,7 @@ def _space(name: str, model: nn.Module, program: Program, places: Sequence[Place
             macs = params = 0
             if kept is not None:
                 macs, params = _cost(place, kept, [layers[n] for n in nodes], norms, model)
+                params += others
             branches.append(Branch(label or "keep", macs, params, kept is None))
         fixed["macs"] -= branches[-1].macs
         fixed["params"] -= branches[-1].params
@@ -365,6 +367,15 @@ def _space(name: str, model: nn.Module, program: Program, places: Sequence[Place
     resolution = int(height) if int(height) == int(width) else 0
     classes = shape(program.output)[0]
     return ModuleSpace(name, tuple(choices), fixed["macs"], fixed["params"], int(in_channels), resolution, classes)
+
+
+def _other_params(block: Block | None, paths: Sequence[str], model: nn.Module) -> int:
+    """Parameters of a block's module besides those of layers and BatchNorms at some paths, such as a LayerNorm's."""
+    if block is None:
+        return 0
+    counted = [model.get_submodule(path) for path in paths if f"{path}.".startswith(f"{block.path}.")]
+    parts = [sum(p.numel() for p in module.parameters()) for module in (model.get_submodule(block.path), *counted)]
+    return parts[0] - sum(parts[1:])
 
 
 def _path_of_norm(node: fx.Node, program: Program) -> str:
@@ -384,15 +395,16 @@ def _cost(
     """MACs and parameters of the layers and BatchNorms of a place at some widths."""
     macs = params = 0
     for layer in layers:
-        rows, columns = layer.rows, layer.inputs
+        rows, columns, bias = layer.rows, layer.inputs, layer.bias
         for dimension, units in zip(place.dimensions, kept, strict=True):
             if layer.node in dimension.nodes_out:
                 rows = rows * units // dimension.units
             if layer.node in dimension.nodes_in:
                 columns = columns * units // dimension.units
+                bias = bias or (units < dimension.units and layer.gains_bias)
         weights = rows * columns * layer.kernel
         macs += weights * layer.pixels
-        params += weights + rows * layer.bias
+        params += weights + rows * bias
     for path in norms:
         norm = model.get_submodule(path)
         count = sum(p.numel() for p in norm.parameters())

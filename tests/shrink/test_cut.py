@@ -38,6 +38,28 @@ def test_macs_and_parameters_are_those_of_the_space(found, measured, archs):
         assert sum(p.numel() for p in net.parameters()) == cost.params
 
 
+class Scaled(nn.Module):
+    """A block with a parameter of its own, whose layers have no BatchNorm behind them and no bias."""
+
+    def __init__(self, width=8, hidden=16):
+        super().__init__()
+        self.norm, self.scale = nn.GroupNorm(2, width), nn.Parameter(torch.ones(width, 1, 1))
+        self.expand, self.project = nn.Conv2d(width, hidden, 1), nn.Conv2d(hidden, width, 1, bias=False)
+
+    def forward(self, x):
+        return x + self.scale * self.project(torch.relu(self.expand(self.norm(x))))
+
+
+def test_parameters_that_come_and_go_with_a_cut_are_counted():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), Scaled(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
+    found = shrink.find(net, torch.randn(1, 3, 8, 8))
+    measured = shrink.measure(found, torch.randn(8, 3, 8, 8), score_images=2)
+    for value, label in enumerate(["drop", "8", "16"]):
+        small = shrink.cut(measured, [value])
+        assert found.space.label(0, value) == label
+        assert sum(p.numel() for p in small.parameters()) == found.space.cost([value]).params
+
+
 def test_modules_describe_themselves(small):
     for module in small.modules():
         if isinstance(module, nn.Conv2d):
