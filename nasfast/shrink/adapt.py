@@ -38,8 +38,8 @@ def adapt(
     teacher: Callable[[Tensor], Tensor] | None = None,
     size: int | None = None,
     epochs: int = 3,
-    lr: float = 2e-3,
-    lr_classifier: float = 1e-2,
+    lr: float = 1e-3,
+    lr_classifier: float | None = None,
     fused: bool = True,
 ) -> list[float]:
     """Train scale and shift of a network's BatchNorms and its classifier, in place; all else is frozen meanwhile.
@@ -57,7 +57,8 @@ def adapt(
         size: side in pixels to which the network's images are resized, antialiased; the teacher gets them as they are.
         epochs: iterations over `data`.
         lr: highest learning rate of scale and shift.
-        lr_classifier: highest learning rate of the classifier.
+        lr_classifier: highest learning rate of the classifier; by default 1e-2 where there are labels, whose classes
+            may be new to it, and 1e-4 for a teacher alone.
         fused: whether the network is fused for the training (`nasfast.fuse`), if it is not already.
 
     Returns:
@@ -77,7 +78,7 @@ def adapt(
             p.requires_grad_(id(p) in trained)
         if own:
             fuse(model)
-        return _train(model, data, teacher, size, epochs, scales, classifier, (lr, lr_classifier))
+        return _train(model, data, teacher, size, epochs, scales, classifier, lr, lr_classifier)
     finally:
         if own:
             unfuse(model)
@@ -94,11 +95,15 @@ def _train(
     epochs: int,
     scales: list[nn.Parameter],
     classifier: list[nn.Parameter],
-    rates: tuple[float, float],
+    lr: float,
+    lr_classifier: float | None,
 ) -> list[float]:
-    groups = [{"params": p, "lr": rate} for p, rate in zip((scales, classifier), rates, strict=True)]
+    labelled = [isinstance(batch, (tuple, list)) for batch in data]
+    count = len(labelled)
+    if lr_classifier is None:
+        lr_classifier = 1e-2 if any(labelled) else 1e-4
+    groups = [{"params": scales, "lr": lr}, {"params": classifier, "lr": lr_classifier}]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-    count = sum(1 for _ in data)
     if not count or epochs < 1:
         raise ShrinkError(f"data has {count} batches and epochs is {epochs}: give at least one of each")
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * count)

@@ -29,7 +29,7 @@ def batches():
 def test_only_scale_shift_and_classifier_train_and_the_divergence_falls(cut, teacher, batches):
     before = {name: tensor.clone() for name, tensor in cut.state_dict().items()}
     cut.stem[0].weight.requires_grad_(False)
-    losses = shrink.adapt(cut, batches, teacher=teacher, epochs=4, fused=False)
+    losses = shrink.adapt(cut, batches, teacher=teacher, epochs=4, lr=2e-3, lr_classifier=1e-2, fused=False)
     assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
     norms = {name for name, m in cut.named_modules() if isinstance(m, nn.BatchNorm2d)}
     for name, tensor in cut.state_dict().items():
@@ -47,6 +47,15 @@ def test_one_step_is_that_of_the_gradient_of_both_losses(cut, teacher, batches):
     want = (target * (target / p).log()).sum(1).mean() - p[torch.arange(12), labels].log().mean()
     (loss,) = shrink.adapt(cut, [(batches[0], labels)], teacher=teacher, epochs=1, fused=False)
     assert loss == pytest.approx(want.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("labelled, rate", [(False, 1e-4), (True, 1e-2)])
+def test_a_classifier_moves_little_without_labels(cut, teacher, batches, labelled, rate):
+    before = cut.classifier.weight.detach().clone()
+    batch = (batches[0], torch.arange(12) % 5) if labelled else batches[0]
+    shrink.adapt(cut, [batch], teacher=teacher, epochs=1, fused=False)
+    # AdamW's first step is the learning rate
+    assert float((cut.classifier.weight.detach() - before).abs().max()) == pytest.approx(rate, rel=0.01)
 
 
 @pytest.mark.slow
