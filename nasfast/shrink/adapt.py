@@ -38,7 +38,7 @@ def adapt(
     teacher: Callable[[Tensor], Tensor] | None = None,
     size: int | None = None,
     epochs: int = 3,
-    lr: float = 1e-3,
+    lr: float | None = None,
     lr_classifier: float | None = None,
     fused: bool = True,
 ) -> list[float]:
@@ -56,9 +56,9 @@ def adapt(
         teacher: gives logits (N, classes) of the images; the larger network in evaluation mode. None for labels alone.
         size: side in pixels to which the network's images are resized, antialiased; the teacher gets them as they are.
         epochs: iterations over `data`.
-        lr: highest learning rate of scale and shift.
-        lr_classifier: highest learning rate of the classifier; by default 1e-2 where there are labels, whose classes
-            may be new to it, and 1e-4 for a teacher alone.
+        lr: highest learning rate of scale and shift; by default 2e-3 where there are labels, and 4e-4 for a teacher
+            alone, where the network knows its classes.
+        lr_classifier: that of the classifier; by default 1e-2 and 4e-4.
         fused: whether the network is fused for the training (`nasfast.fuse`), if it is not already.
 
     Returns:
@@ -95,14 +95,14 @@ def _train(
     epochs: int,
     scales: list[nn.Parameter],
     classifier: list[nn.Parameter],
-    lr: float,
+    lr: float | None,
     lr_classifier: float | None,
 ) -> list[float]:
     labelled = [isinstance(batch, (tuple, list)) for batch in data]
     count = len(labelled)
-    if lr_classifier is None:
-        lr_classifier = 1e-2 if any(labelled) else 1e-4
-    groups = [{"params": scales, "lr": lr}, {"params": classifier, "lr": lr_classifier}]
+    usual = (2e-3, 1e-2) if any(labelled) else (4e-4, 4e-4)
+    rates = [rate if given is None else given for given, rate in zip((lr, lr_classifier), usual, strict=True)]
+    groups = [{"params": p, "lr": rate} for p, rate in zip((scales, classifier), rates, strict=True)]
     optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
     if not count or epochs < 1:
         raise ShrinkError(f"data has {count} batches and epochs is {epochs}: give at least one of each")
