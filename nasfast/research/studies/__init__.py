@@ -1,4 +1,4 @@
-"""Studies: experiments with tables, figures and pass marks, each a folder with one entry in `registry`.
+"""Studies: what a paper claims, measured. Each is a file that reads like the method; `commands` lists them.
 
-A study measures and returns a `report.StudyReport`; `run` carries it out, and `page` draws its page from its file.
+A study reports in a `notebook.Notebook`: sentences, tables, pass marks and figures, on the screen and in files.
 """

@@ -55,7 +55,7 @@ from nasfast.runtime.progress import Progress
 FC = NetConfig(width=128, batch=64, depth=200, every=4)
 CONV = NetConfig(kernel=3, width=64, batch=16, depth=120, every=4)
 FC_NETWORKS, CONV_NETWORKS = 8, 5
-# The effective rank of these small vanilla networks scatters by 2 between networks, and five cannot show its mean.
+# The effective rank of small vanilla networks scatters by 2, and five cannot show its mean.
 VANILLA_CONV_NETWORKS = 20
 HISTOGRAM_NETWORKS, PUBLISHED_HISTOGRAM_NETWORKS = 100, 200
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -210,15 +210,8 @@ def networks(
     """The moments of a number of networks; chunks of them are kept in `networks` of the study's directory."""
     folder = None if notes.out is None else notes.out / "networks"
     with Progress(name, count) as progress:
-        return run_networks(
-            net,
-            source,
-            realisations=count,
-            seed=seed,
-            device=str(torch_device(device)),
-            folder=folder,
-            progress=progress.update,
-        )
+        options: dict[str, Any] = {"device": str(torch_device(device)), "folder": folder, "progress": progress.update}
+        return run_networks(net, source, realisations=count, seed=seed, **options)
 
 
 def published_network(cfg: FiguresConfig, figure: int) -> NetConfig:
@@ -294,8 +287,7 @@ def _agreement(
         notes.mark(mark, measured, at_least=expected - 0.004, at_most=expected + 0.004)
     if figure == 5 and depth[-1] == 500:
         tau = _published_law(reference).tau
-        measured = predict_power_law(run).tau
-        notes.mark(f"{name}: tau", measured, at_least=tau - 0.02, at_most=tau + 0.02)
+        notes.mark(f"{name}: tau", predict_power_law(run).tau, at_least=tau - 0.02, at_most=tau + 0.02)
     return rows
 
 

@@ -9,11 +9,11 @@ The local cost of what an operation, edge or cell puts out is C = <dL/dX, X>. Cl
     T5                  the same with other norms and other orders of convolution, norm and ReLU
 
 Why: a map f with f(s X) = f(X) for every s > 0 has <dL/dX, X> = 0. ReLU, convolution and pooling are positively
-homogeneous, and a norm removes the scale, but for its eps: with A the input of the first norm behind X,
+homogeneous, and a norm removes the scale, but for its eps: with A the input of the first norm behind X, exactly
 
     <dL/dX, X> = <dL/dA, A> = sum over the norm's statistics of eps / (var + eps) * sum (dL/dout) (out - shift)
 
-exactly. docs/wiring.md says what holds, and where the paper's wording is too strong.
+docs/wiring.md says where the paper's wording is too strong.
 """
 
 from __future__ import annotations
@@ -129,9 +129,8 @@ class Step:
 
 def set_eps(net: nn.Module, eps: float) -> None:
     """Change eps of every norm."""
-    for module in net.modules():
-        if isinstance(module, NormLayer):
-            module.eps = eps
+    for norm in (module for module in net.modules() if isinstance(module, NormLayer)):
+        norm.eps = eps
 
 
 def make_net(space: CellSpace, *, eps: float = 1e-5, seed: int = 0) -> CellSupernet:
@@ -183,15 +182,21 @@ def take_step(net: CellSupernet, gates: Tensor, images: Tensor, labels: Tensor) 
     alive = [(gates[[kind == t for kind in space.cell_types]] != 0).any(0) for t in range(len(space.types))]
     nodes: list[list[Tensor]] = []
     logits = net(images, gates, torch.stack(alive), nodes=nodes)
-    flat = [x for values in nodes for x in values]
-    differentiable = [x for x in flat if x.requires_grad]
+    differentiable = [x for values in nodes for x in values if x.requires_grad]
     loss = F.cross_entropy(logits, labels)
     costs, *arrived = torch.autograd.grad(loss, [gates, *differentiable], allow_unused=True)
     by_node = {id(x): g for x, g in zip(differentiable, arrived, strict=True) if g is not None}
     gradients = [[by_node.get(id(x), torch.zeros_like(x)) for x in values] for values in nodes]
-    detached = [[x.detach() for x in values] for values in nodes]
     costs = torch.zeros_like(gates) if costs is None else costs
-    return Step(net, gates.detach(), costs, detached, gradients, logits.detach(), labels)
+    return Step(
+        net,
+        gates.detach(),
+        costs,
+        [[x.detach() for x in values] for values in nodes],
+        gradients,
+        logits.detach(),
+        labels,
+    )
 
 
 def norm_residual(norm: NormLayer, kind: str, x: Tensor, out: Tensor, gradient: Tensor) -> Tensor:
@@ -206,11 +211,9 @@ def path_gradient(operation: Operation, x: Tensor, gradient: Tensor, kind: str) 
     calls: list[tuple[Tensor, Tensor]] = []
     norm = next(module for module in operation.modules() if isinstance(module, NormLayer))
     handle = norm.register_forward_hook(lambda module, args, out: calls.append((args[0], out)))
-    try:
-        x = x.detach().requires_grad_()
-        y = operation(x)
-    finally:
-        handle.remove()
+    x = x.detach().requires_grad_()
+    y = operation(x)
+    handle.remove()
     ((before, behind),) = calls
     x_gradient, norm_gradient = torch.autograd.grad(y, [x, behind], gradient)
     return x_gradient, norm_residual(norm, kind, before.detach(), behind.detach(), norm_gradient)

@@ -78,7 +78,5 @@ def measure_place(x: Tensor, dx: Tensor, start: float) -> dict[str, float]:
         "variance_share": math.exp(moments["log_mu2_signal"] - moments["log_nu2_signal"]),
         "lognu2": moments["log_nu2_signal"],
         "logmu2_noise": moments["log_mu2_noise"],
-        "mu4": moments["mu4_signal"],
-        "nu1abs": moments["nu1_abs_signal"],
         "pseudo_linear": moments["pseudo_linear"],
     }
