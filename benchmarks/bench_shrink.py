@@ -29,6 +29,7 @@ from torch.nn import functional
 
 from benchmarks.harness import positive, process_memory, write_json
 from nasfast import search_table, shrink
+from nasfast.indicators.table import IndicatorTable
 from nasfast.runtime.memory import keep_freed_memory
 from nasfast.search import InfeasibleConstraintError
 
@@ -91,6 +92,20 @@ def uniform(found: shrink.Found, share: float) -> tuple[int, ...]:
 
     ratios = [i / 100 for i in range(100, 0, -1)]
     return next((at(r) for r in ratios if found.space.cost(at(r)).macs <= share * found.macs), at(0.01))
+
+
+def greedy(table: IndicatorTable, found: shrink.Found, limit: float) -> float:
+    """Loss of the architecture that a choice by loss per MAC reaches, one change after another."""
+    arch, rows = list(found.full), table.scores
+    while found.space.cost(arch).macs > limit:
+        changes = []
+        for i, (row, choice) in enumerate(zip(rows, found.space.choices, strict=True)):
+            for value, score in row.items():
+                saved = choice.branches[arch[i]].macs - choice.branches[value].macs
+                if saved > 0:
+                    changes.append(((row[arch[i]] - score) / saved, i, value))
+        _, place, arch[place] = min(changes)
+    return -table.score(arch)
 
 
 class Bench:
@@ -194,8 +209,9 @@ class Bench:
         except InfeasibleConstraintError:
             return
         loss, words = measured.base - chosen.score, space.words(chosen.arch)
+        other = measured.base + greedy(measured.table, measured.found, share * self.macs)
         small = shrink.cut(measured, chosen.arch)
-        self.row("exact program", small, size, chosen.macs, share=share, predicted=loss, arch=words)
+        self.row("exact program", small, size, chosen.macs, share=share, predicted=loss, greedy=other, arch=words)
         if size == self.size:
             arch = uniform(measured.found, share)
             self.row("one width", shrink.cut(measured, arch), size, space.cost(arch).macs, share=share)

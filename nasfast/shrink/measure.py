@@ -321,7 +321,7 @@ def divergence(expected: Tensor, logits: Tensor) -> float:
 
     The factor, of all images together, is that with the least divergence: it changes no prediction, and training or
     the classifier's weights can have it. Without it, smaller images count as worse mostly because they make a network
-    too sure (EfficientNet-Lite0 at 160 instead of 224 pixels: 0.64 nats, and 0.3 at the best factor).
+    too sure (EfficientNet-Lite0 at 160 instead of 224 pixels: 0.64 nats, 0.3 at the best factor).
     """
     target, z = expected.double().softmax(1), logits.double()
     if not bool(torch.isfinite(z).all()):
