@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nasfast.cli.flags import Command, CommandLine, FlagError, Parser, with_defaults
+from nasfast.cli.flags import Command, CommandLine, FlagError, Parser, check_run_dirs, with_defaults
 from nasfast.display import text_table
 from nasfast.measure.config import LatencyConfig, StepTimesConfig
 from nasfast.runtime.files import write_atomic
@@ -19,6 +19,8 @@ def latency_flags(parser: Parser) -> None:
     text = "latencies in ms of whole architectures on another device, JSON or CSV (arch,latency): fits a table to them"
     parser.add_argument("--measured", metavar="FILE", help=text)
     parser.add_argument("--column", help="which latency, where --measured has several per architecture")
+    text = "time the candidates of a run of `nasfast shrink`, at --resolution or its own, in place of those of --space"
+    parser.add_argument("--shrunk", metavar="RUN", help=text)
     parser.add_class_arguments(LatencyConfig)
 
 
@@ -27,6 +29,7 @@ def latency(line: CommandLine) -> None:
     settings = line.values
     out = settings.pop("out", "latency.json")
     measured, column = settings.pop("measured", None), settings.pop("column", None)
+    shrunk = settings.pop("shrunk", None)
     cfg = LatencyConfig.from_dict(settings)
     if "space" in settings:
         named_space(cfg.space)
@@ -35,13 +38,19 @@ def latency(line: CommandLine) -> None:
         return
     if column is not None:
         raise FlagError("--column needs --measured FILE")
+    check_run_dirs(shrunk)
     from nasfast.measure import latency as measuring  # imports torch
     from nasfast.measure.measured import check_replaceable
 
+    subject = None
+    if shrunk is not None:
+        from nasfast.pipeline.shrinking.timing import subject_of_run
+
+        subject = subject_of_run(shrunk, cfg.resolution)
     # a file that must not be replaced is named before minutes of measuring
-    check_replaceable(out, measuring.table_head(cfg, cfg.resolve()))
+    check_replaceable(out, measuring.table_head(cfg, cfg.resolve() if subject is None else subject.space))
     kept = Path(f"{out}.rounds")
-    report = measuring.latency(cfg, rounds_file=kept)
+    report = measuring.latency(cfg, subject, rounds_file=kept)
     print(report)
     report.save(out)
     kept.unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from nasfast.config import ConfigError
 from nasfast.measure.config import LatencyConfig
-from nasfast.measure.deployed import Timed, deployed, fold, in_onnxruntime
+from nasfast.measure.deployed import Timed, deployed, fold, in_onnxruntime, second
 from nasfast.measure.doctor import environment
 from nasfast.measure.measured import check_replaceable, relative_errors
 from nasfast.measure.onnx_parts import OnnxPart, export_parts, join_parts
@@ -90,6 +90,8 @@ class Subject:
         parts: its parts.
         make_network: gives the network of an architecture.
         outside: whether a network has more than its parts; the rest is then one part more, whose time is fitted.
+        archs: gives so many different architectures by a seed, any first ones of which have all kinds of costs; None
+            takes those of fewest and most MACs and random ones.
         write_onnx: gives the ONNX file of a part or a network; None where it, or its result, leaves that to
             torch.onnx.export.
     """
@@ -98,6 +100,7 @@ class Subject:
     parts: Parts
     make_network: Callable[[Arch], nn.Module]
     outside: bool
+    archs: Callable[[int, int], list[Arch]] | None = None
     write_onnx: Callable[[nn.Module], bytes | None] | None = None
 
 
@@ -199,6 +202,28 @@ class Fit:
             # no part may cost nothing, or a search takes it everywhere
             scale, per_part = float(np.linalg.lstsq(rows[:, :1], np.ones(len(rows)), rcond=None)[0][0]), 0.0
         return cls(scale, per_part)
+
+    @classmethod
+    def with_outside(
+        cls, sums: Sequence[float], counts: Sequence[int], measured: Sequence[float], *, shortest: float
+    ) -> tuple[Fit, float]:
+        """As `least_squares`, of networks that have more than their parts, and the milliseconds of the rest.
+
+        Where the fit would give the rest, or the shortest part, a time below 0, the time per part or the rest is 0.
+        """
+        columns = np.array([sums, counts, np.ones(len(sums))], float).T / np.array(measured)[:, None]
+        for chosen in ([0, 1, 2], [0, 2], [0]):
+            if chosen == [0, 1, 2] and len(set(counts)) == 1:
+                continue
+            found = np.zeros(3)
+            found[chosen] = np.linalg.lstsq(columns[:, chosen], np.ones(len(columns)), rcond=None)[0]
+            scale, per_part, outside = map(float, found)
+            if scale > 0 and outside >= 0 and scale * shortest + per_part > 0:
+                return cls(scale, per_part), outside
+        raise RuntimeError(
+            f"the times of {len(measured)} networks do not grow with those of their layers (scale {scale:.2f}): the "
+            "machine was too busy, or too few networks were timed: give more --rounds or --calibrate"
+        )
 
     def value(self, milliseconds: float) -> float:
         """What a part adds to the time of a network."""
@@ -349,7 +374,7 @@ def latency(
         check_provider(cfg.provider)
     else:
         torch_device(cfg.device)
-    archs = _architectures(space, cfg)
+    archs = (subject.archs or functools.partial(_architectures, space, cfg))(cfg.calibrate + cfg.validate, cfg.seed)
     kept = None if rounds_file is None else RoundsFile(Path(rounds_file), _subject(cfg, space))
     with measuring(cfg.threads):
         if kept is not None and kept.rounds:
@@ -364,14 +389,15 @@ def latency(
     for name, ends in parts.between.items():
         medians[name] = sum(share * medians[end] for end, share in ends)
     sums = [sum(medians[name] for name in parts.names(arch)) for arch in fitted]
-    counts = [1 if subject.outside else len(parts.names(arch)) for arch in fitted]
-    fit = Fit()
+    counts = [len(parts.names(arch)) for arch in fitted]
+    fit, outside = Fit(), 0.0
     if fitted:
-        shortest = min(medians[name] for name in parts.modules)
-        fit = Fit.least_squares(sums, counts, [medians[format_arch(arch)] for arch in fitted], shortest=shortest)
-    fixed = sum(fit.value(medians[name]) for name in (_STEM, _HEAD) if name in medians)
-    if subject.outside:
-        fit, fixed = Fit(fit.scale), max(0.0, fit.per_part)
+        shortest, wholes = min(medians[name] for name in parts.modules), [medians[format_arch(arch)] for arch in fitted]
+        if subject.outside:
+            fit, outside = Fit.with_outside(sums, counts, wholes, shortest=shortest)
+        else:
+            fit = Fit.least_squares(sums, counts, wholes, shortest=shortest)
+    fixed = outside + sum(fit.value(medians[name]) for name in (_STEM, _HEAD) if name in medians)
     content = {
         **table_head(cfg, space),
         "about": "",
@@ -466,7 +492,7 @@ def _deploy(cfg: LatencyConfig, subject: Subject, archs: Sequence[Arch]) -> dict
 def _written(subject: Subject, module: nn.Module, shape: tuple[int, int, int], cfg: LatencyConfig) -> Timed | None:
     """What runs a part or a network in onnxruntime, if the subject writes it."""
     data = None if subject.write_onnx is None else subject.write_onnx(module)
-    return None if data is None else in_onnxruntime(data, _images(cfg, shape), cfg)
+    return None if data is None else second(in_onnxruntime(data, _images(cfg, shape), cfg))
 
 
 def _run_joined(parts: Sequence[OnnxPart], shape: tuple[int, int, int], cfg: LatencyConfig) -> Timed:
@@ -477,12 +503,11 @@ def _images(cfg: LatencyConfig, shape: tuple[int, int, int]) -> Tensor:
     return torch.randn(cfg.batch, *shape, generator=torch.Generator().manual_seed(cfg.seed))
 
 
-def _architectures(space: LayerSpace, cfg: LatencyConfig) -> list[Arch]:
+def _architectures(space: LayerSpace, cfg: LatencyConfig, count: int, seed: int) -> list[Arch]:
     """Different architectures: those to which sums are fitted, then those that validate.
 
     The extremes are among the former, because a search under a limit goes there.
     """
-    count = cfg.calibrate + cfg.validate
     if count > space.cardinality:
         raise ConfigError(
             f"space {space.name!r} has {space.cardinality} architectures, and {count} different ones are to be timed: "
@@ -493,7 +518,7 @@ def _architectures(space: LayerSpace, cfg: LatencyConfig) -> list[Arch]:
         for extreme in (min, max)
     )
     archs = dict.fromkeys(list(extremes)[: cfg.calibrate])
-    sampler = UniformSampler(space, seed=cfg.seed)
+    sampler = UniformSampler(space, seed=seed)
     for _ in range(_TRIES * count):
         if len(archs) >= count:
             break

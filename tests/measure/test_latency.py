@@ -323,3 +323,15 @@ def test_wrong_settings_are_named(cfg, changes, message):
 def test_on_a_gpu(cfg, gpu):
     report = latency(cfg.replace(device=gpu, calibrate=0, validate=1, threads=0))
     assert report.content["device"] == "cuda" and report.table.cost((0, 0, 0, 0)) > 0
+
+
+def test_networks_that_have_more_than_their_parts_are_fitted_with_the_rest():
+    rng = np.random.default_rng(0)
+    sums, counts = rng.uniform(1, 9, 12), rng.integers(5, 15, 12)
+    fit, outside = Fit.with_outside(list(sums), list(counts), list(0.8 * sums - 0.02 * counts + 1.5), shortest=0.1)
+    assert (fit.scale, fit.per_part, outside) == pytest.approx((0.8, -0.02, 1.5))
+    # a rest below 0 is none, and no part is free
+    fit, outside = Fit.with_outside(list(sums), [7] * 12, list(0.8 * sums), shortest=0.1)
+    assert (fit.scale, fit.per_part, outside) == pytest.approx((0.8, 0, 0), abs=1e-9)
+    with pytest.raises(RuntimeError, match="do not grow"):
+        Fit.with_outside([1, 2, 3], [4, 4, 4], [3, 2, -1], shortest=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from nasfast import shrink
 from nasfast.cli.main import main
 from nasfast.pipeline.shrinking.files import load_network, read_measured, save_measured
 from nasfast.pipeline.shrinking.images import Images, Lesson
+from nasfast.pipeline.shrinking.latency import network_graph
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.models import fit_classifier
 from nasfast.pipeline.shrinking.norms import by_norms
@@ -25,6 +27,7 @@ from nasfast.report.findings import compare_runs
 from nasfast.runtime.onnx import INPUT, OUTPUT, open_session
 from nasfast.search import Limits
 from nasfast.settings import DataConfig
+from nasfast.spaces import read_cost_table
 
 MODEL = """
 import shrinkable
@@ -89,8 +92,7 @@ def test_a_run_writes_networks_within_the_limit_and_a_page_that_compares_them(wh
 
 @pytest.mark.slow
 def test_saved_networks_have_the_accuracy_of_their_results(here, whole):
-    cfg = ShrinkRun.look(whole).cfg
-    work = Material(ShrinkRun(cfg))
+    work = Material(ShrinkRun.look(whole))
     shown, labels = work.val(16)
     for name in ("full", "small", "uniform"):
         result = json.loads((whole / f"networks/{name}/result.json").read_text())
@@ -149,7 +151,7 @@ def test_a_limit_in_milliseconds_is_that_of_a_measured_table_and_exported_files_
     record = {row["file"]: row for row in json.loads((out / "export" / "export.json").read_text())["files"]}
     assert {"model.onnx", "model.pt2", "model-int8.onnx", "model.safetensors", "recipe.json"} <= set(record)
     assert all(row["ms"] > 0 for name, row in record.items() if name.endswith((".onnx", ".pt2")))
-    work = Material(ShrinkRun(ShrinkRun.look(out).cfg))
+    work = Material(ShrinkRun.look(out))
     images = work.images.prepared(work.val(16)[0])
     small = load_network(out / "networks" / "small", work.form)
     with torch.no_grad():
@@ -159,6 +161,23 @@ def test_a_limit_in_milliseconds_is_that_of_a_measured_table_and_exported_files_
     (got,) = open_session(data, threads=1).run([OUTPUT], {INPUT: images.contiguous().numpy()})
     for logits in (program, torch.from_numpy(got)):
         torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+
+
+def test_latencies_of_a_run_are_a_table_of_its_space(here, capsys):
+    with ShrinkRun.open(ShrinkConfig.from_dict(settings(here, "shaped"))) as run:
+        run.begin_writing()
+    flags = "--device onnx --threads 1 --clock cpu --rounds 2 --calibrate 4 --validate 2".split()
+    assert main(["latency", "--shrunk", str(run.dir), "--out", str(here / "table.json"), *flags]) == 0
+    space = Material(run).searched(16).space
+    table = read_cost_table(here / "table.json", space)
+    assert table.cost(tuple(len(c.branches) - 1 for c in space.choices)) > table.cost((0,) * len(space))
+    assert "whole networks" in capsys.readouterr().out
+
+
+def settings(here: Path, out: str) -> dict[str, object]:
+    data = {"train": str(here / "train"), "val": str(here / "val")}
+    model = f"{here / 'shrinking_model.py'}:net"
+    return {"model": model, "out": str(here / out), "data": data, "resolution": 16, "max_macs": "50%"}
 
 
 REFUSALS = [
@@ -246,6 +265,21 @@ def test_uniform_widths_have_equal_shares_and_use_the_limit():
     assert len(shares) == sum(len(p.widths) for p in found.places)  # nothing is dropped
     assert max(shares) - min(shares) <= 0.5 + 1e-9
     assert uniform_arch(found, Limits(max_macs=1)) is None
+
+
+def test_graphs_that_are_timed_are_those_of_cut_networks():
+    import shrinkable
+
+    found = shrink.find(shrinkable.small().float(), shrinkable.images(1).float(), multiple=4, widths=4)
+    rng = random.Random(0)
+    archs = [found.full, (0,) * len(found.places)]
+    archs += [tuple(rng.randrange(len(p.candidates)) for p in found.places) for _ in range(4)]
+    for arch in archs:
+        graph, cut = network_graph(found, arch), shrink.cut(by_norms(found), arch)
+        shapes = [sorted(tuple(t.shape) for t in (*m.parameters(), *m.buffers()) if t.dim() > 1) for m in (graph, cut)]
+        assert shapes[0] == shapes[1]  # so that what is dropped is not timed
+    images = shrinkable.images(2).float()
+    torch.testing.assert_close(network_graph(found, found.full)(images), found.model(images), rtol=1e-4, atol=1e-4)
 
 
 def test_norms_keep_the_largest_filters_and_their_weights():

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nasfast.measure.config import LatencyConfig
-from nasfast.measure.deployed import in_onnxruntime
+from nasfast.measure.deployed import CLOCKS, in_onnxruntime
 from nasfast.measure.timing import measure, measuring, time_call
 from nasfast.pipeline.run import log_stage
 from nasfast.pipeline.shrinking.files import load_network, weights_digest
 from nasfast.pipeline.shrinking.images import answers
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import read_record, write_record
+from nasfast.pipeline.shrinking.timing import timing_settings
 from nasfast.retrain.export import ONNX_FILE, PROGRAM_FILE, write_checked_onnx, write_program
 from nasfast.runtime.files import temporary_beside, write_atomic
 from nasfast.runtime.onnx import INPUT, OUTPUT, open_session, require_onnx
@@ -157,7 +157,7 @@ def _judge_int8(work: Material, size: int, path: Path, top1: float) -> dict[str,
 
 def _timed_files(work: Material, folder: Path, image: Tensor) -> dict[str, dict[str, Any]]:
     """Size and milliseconds of each file, for one image."""
-    cfg = LatencyConfig(device="onnx", threads=work.cfg.latency_threads, dtype="fp32")
+    cfg = timing_settings(work.cfg.replace(latency_device="onnx"))
     runs: dict[str, Callable[[], dict[str, float]]] = {}
     with measuring(cfg.threads), torch.inference_mode():
         for file in (ONNX_FILE, INT8_FILE):
@@ -165,7 +165,8 @@ def _timed_files(work: Material, folder: Path, image: Tensor) -> dict[str, dict[
                 runs[file] = in_onnxruntime((folder / file).read_bytes(), image, cfg)
         if (folder / PROGRAM_FILE).exists():
             program = torch.export.load(folder / PROGRAM_FILE).module()
-            runs[PROGRAM_FILE] = lambda: {"run": time_call(lambda: program(image), image.device)}
+            clock = CLOCKS[cfg.clock]
+            runs[PROGRAM_FILE] = lambda: {"run": time_call(lambda: program(image), image.device, clock=clock)}
         times = measure(runs, rounds=_ROUNDS) if runs else {}
     rows = {}
     for file in (ONNX_FILE, INT8_FILE, PROGRAM_FILE, WEIGHTS_FILE, RECIPE_FILE):

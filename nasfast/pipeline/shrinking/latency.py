@@ -6,8 +6,10 @@ them. Candidates of equal shapes are one part; of many widths some are timed, an
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,6 +29,9 @@ _LOG = logging.getLogger(__name__)
 
 _TIMED = {1: 4, 2: 3}
 """Widths of a dimension that are timed, by the number of dimensions of a choice."""
+
+_TRIES, _GOLDEN, _JITTER = 50, 0.618, 0.25
+"""Draws per architecture; steps by the golden ratio fill the levels evenly; deviation of a choice from its level."""
 
 Kept = tuple[int, ...]
 
@@ -58,8 +63,27 @@ def shrink_subject(found: Found) -> Subject:
             between[name] = tuple((timed[end], share) for end, share in ends)
         layers.append(row)
     return Subject(
-        found.space, Parts(modules, tuple(layers), between), lambda arch: network_graph(found, arch), True, write_graph
+        found.space,
+        Parts(modules, tuple(layers), between),
+        functools.partial(network_graph, found),
+        outside=True,
+        archs=functools.partial(_spread, found),
+        write_onnx=write_graph,
     )
+
+
+def _spread(found: Found, count: int, seed: int) -> list[Arch]:
+    """Different architectures of all costs: the full one and the smallest, then random ones around many levels."""
+    space, rng = found.space, random.Random(seed)
+    smallest = tuple(min(row, key=lambda v: row[v].macs) for row in space.option_costs())
+    archs = dict.fromkeys([smallest, found.full])
+    for number in range(_TRIES * count):
+        if len(archs) >= count:
+            return list(archs)[:count]
+        level = (number * _GOLDEN) % 1
+        tops = [len(place.candidates) - 1 for place in found.places]
+        archs[tuple(min(top, max(0, round(rng.gauss(level, _JITTER) * top))) for top in tops)] = None
+    raise ConfigError(f"space {space.name!r} has hardly {count} architectures: lower --calibrate or --validate")
 
 
 def _some(widths: Sequence[int], dimensions: int) -> list[int]:
@@ -212,7 +236,10 @@ def _copy(
         tensor = widths.tensor(n)
         return "value" if tensor is None else tuple(tensor.shape)
 
+    needed = _needed(nodes, output, replaced)
     for node in nodes:
+        if node not in needed:
+            continue
         if node in replaced:
             other, relu = replaced[node]
             values[node] = graph.call_function(torch.ops.aten.relu.default, (value(other),)) if relu else value(other)
@@ -224,8 +251,21 @@ def _copy(
         plain = fx.map_arg((node.args, node.kwargs), describe)
         key.append((str(node.target), str(plain), widths.groups.get(node)))
     graph.output(values[output])
-    graph.eliminate_dead_code()
     return fx.GraphModule(root, graph).eval(), tuple(key)
+
+
+def _needed(
+    nodes: Sequence[fx.Node], output: fx.Node, replaced: Mapping[fx.Node, tuple[fx.Node, bool]]
+) -> set[fx.Node]:
+    """The nodes that the result needs: those of dropped blocks are left out.
+
+    fx would keep BatchNorms, because these may change their statistics.
+    """
+    needed = {output}
+    for node in reversed(nodes):
+        if node in needed:
+            needed |= {replaced[node][0]} if node in replaced else set(node.all_input_nodes)
+    return needed
 
 
 def _between(starts: set[fx.Node], ends: set[fx.Node], nodes: Sequence[fx.Node]) -> set[fx.Node]:

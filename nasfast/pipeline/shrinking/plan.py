@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from nasfast import shrink
 from nasfast.display import text_table
-from nasfast.measure.config import LatencyConfig
 from nasfast.pipeline.shrinking.files import clone
 from nasfast.pipeline.shrinking.latency import network_graph
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_sizes
-from nasfast.pipeline.shrinking.timing import deployed_graph
+from nasfast.pipeline.shrinking.timing import deployed_graph, timing_settings
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.progress import duration
 from nasfast.shrink import Found
@@ -82,9 +81,8 @@ def _sizes(cfg: ShrinkConfig, found: Found, work: Material) -> tuple[int, ...]:
             continue
         full = float(found.macs)
         if name == "max_latency_ms" and not bound.share:
-            settings = LatencyConfig(device=cfg.latency_device, threads=cfg.latency_threads, dtype="fp32")
             shape = work.pretrained.channels, work.resolution, work.resolution
-            run = deployed_graph(network_graph(found, found.full), settings, shape)
+            run = deployed_graph(network_graph(found, found.full), timing_settings(cfg), shape)
             full = 1e3 * min(run()["run"] for _ in range(5))
         shares.append(min(1.0, bound.absolute(full) / full))
     return choose_sizes(work.resolution, min(shares)) if shares else (work.resolution,)

@@ -27,7 +27,7 @@ from nasfast.pipeline.shrinking.files import (
 )
 from nasfast.pipeline.shrinking.images import answers
 from nasfast.pipeline.shrinking.material import Material
-from nasfast.pipeline.shrinking.run import Bound, ShrinkConfig, ShrinkRun, choose_sizes, read_record, write_record
+from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_sizes, read_record, write_record
 from nasfast.pipeline.shrinking.timing import full_latency, latency_file, measure_latency, network_times
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import CheckpointError, answers_to_hex
@@ -309,6 +309,3 @@ def small_network(work: Material, best: dict[str, Any]) -> dict[str, Any]:
     """The result of the search, cut and adapted."""
     size, arch = int(best["size"]), tuple(best["arch"])
     return cut_network(work, SMALL, "exact program", size, arch, lambda: work.measured(size))
-
-
-__all__ = ["Bound", "Material", "ShrinkResult", "every_stage", "shrink_network"]

@@ -11,39 +11,36 @@ import torch
 from torch import fx
 
 from nasfast.measure.config import LatencyConfig
-from nasfast.measure.deployed import Timed, deployed, in_onnxruntime
-from nasfast.measure.latency import latency
+from nasfast.measure.deployed import Timed, deployed, in_onnxruntime, second
+from nasfast.measure.latency import Subject, latency
 from nasfast.measure.timing import measure, measuring
 from nasfast.pipeline.run import log_stage
 from nasfast.pipeline.shrinking.latency import network_graph, shrink_subject, write_graph
 from nasfast.pipeline.shrinking.material import Material
-from nasfast.pipeline.shrinking.run import read_record, write_record
+from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, read_record, write_record
 from nasfast.spaces import format_arch
 
 # timed rounds, whole networks to which a table of latencies is fitted, and others that it is compared with
-_ROUNDS, _CALIBRATE, _VALIDATE = 30, 8, 12
+_ROUNDS, _CALIBRATE, _VALIDATE = 20, 24, 12
 _NETWORK_ROUNDS = 60
 
 TIMES_FILE = "times.json"
 
 
+def timing_settings(cfg: ShrinkConfig, **options: Any) -> LatencyConfig:
+    """What is timed; one thread by its processor time, which leaves out the time in which other programs ran."""
+    one = cfg.latency_threads == 1 and cfg.latency_device != "cuda"
+    options |= {"threads": cfg.latency_threads, "dtype": "fp32", "clock": "cpu" if one else "wall"}
+    return LatencyConfig(device=cfg.latency_device, **options)
+
+
 def measure_latency(work: Material, size: int) -> dict[str, Any]:
     """The table of latencies of a size; writes size-N/latency.json."""
     path, started, found = latency_file(work, size), time.monotonic(), work.searched(size)
-    cfg = LatencyConfig(
-        device=work.cfg.latency_device,
-        threads=work.cfg.latency_threads,
-        rounds=_ROUNDS,
-        calibrate=_CALIBRATE,
-        validate=_VALIDATE,
-        seed=work.cfg.seed,
-    )
+    cfg = timing_settings(work.cfg, rounds=_ROUNDS, calibrate=_CALIBRATE, validate=_VALIDATE, seed=work.cfg.seed)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        if (
-            content["fingerprint"] == found.space.fingerprint
-            and content["config"] == cfg.replace(dtype="fp32").to_dict()
-        ):
+        if content["fingerprint"] == found.space.fingerprint and content["config"] == cfg.to_dict():
             return dict(content)
     except (OSError, ValueError, LookupError, TypeError):
         pass
@@ -54,6 +51,12 @@ def measure_latency(work: Material, size: int) -> dict[str, Any]:
     error = report.content["validation"]["error"]
     log_stage("latency", started, f"{size} px: relative error {error['median']:.1%} median, {error['max']:.1%} at most")
     return report.content
+
+
+def subject_of_run(out: str | Path, size: int | None) -> Subject:
+    """What `nasfast.measure.latency` times of a run, at a side of its images; None takes the largest."""
+    work = Material(ShrinkRun.look(out))
+    return shrink_subject(work.searched(size or work.resolution))
 
 
 def latency_file(work: Material, size: int) -> Path:
@@ -72,8 +75,7 @@ def network_times(work: Material, networks: dict[str, dict[str, Any]]) -> dict[s
     """Milliseconds of whole networks, interleaved; writes times.json."""
     path, cfg, started = work.run.dir / TIMES_FILE, work.cfg, time.monotonic()
     archs = {name: [r["size"], r["about"].get("arch"), r["about"].get("peer")] for name, r in networks.items()}
-    settings = LatencyConfig(device=cfg.latency_device, threads=cfg.latency_threads, rounds=_NETWORK_ROUNDS)
-    settings = settings.replace(dtype="fp32")
+    settings = timing_settings(cfg, rounds=_NETWORK_ROUNDS)
     threads = f"{settings.threads} thread{'s' if settings.threads > 1 else ''}"
     runtime = {"onnx": "onnxruntime", "cpu": "PyTorch on the CPU", "cuda": "PyTorch on the GPU"}[settings.device]
     about = {"runtime": f"{runtime}, one image, {threads}", "networks": archs}
@@ -96,4 +98,4 @@ def deployed_graph(graph: fx.GraphModule, cfg: LatencyConfig, shape: tuple[int, 
     """What runs the graph of a network once, on images of a shape (C, H, W)."""
     images = torch.randn(cfg.batch, *shape, generator=torch.Generator().manual_seed(0))
     data = write_graph(graph) if cfg.device == "onnx" else None
-    return deployed(graph, images, cfg) if data is None else in_onnxruntime(data, images, cfg)
+    return second(deployed(graph, images, cfg) if data is None else in_onnxruntime(data, images, cfg))
