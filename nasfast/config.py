@@ -38,7 +38,7 @@ def suggestion(key: str, valid: typing.Iterable[str]) -> str:
     ratios = {name: difflib.SequenceMatcher(None, key, name).ratio() for name in sorted(valid)}
     best = max(ratios.values(), default=0)
     names = [repr(name) for name, ratio in ratios.items() if ratio == best]
-    return f"did you mean {' or '.join(names)}?" if best >= 0.5 else ""
+    return f"did you mean {' or '.join(names)}?" if best >= 0.6 else ""
 
 
 def check_keys(given: typing.Iterable[Any], valid: typing.Iterable[str], *, what: str = "key", where: str = "") -> None:

@@ -110,10 +110,10 @@ class Parser(jsonargparse.ArgumentParser):
         recipes = ", ".join(sorted(path.stem for path in RECIPES.glob("*.yaml")))
         text = f"YAML file with any of the settings below, or a recipe ({recipes}); of files and flags, later ones win"
         self.add_argument("--config", action=_ConfigFile, metavar="FILE", help=text)
-        text = "import this first: a module, or FILE.py, which has e.g. block kinds of your own; may be repeated"
         self.add_argument("--help_all", action=_FullHelp, help="show all flags and end")
         text = "also show scores, architectures as numbers, and what trains by name"
         self.add_argument("--verbose", action="store_true", help=text)
+        text = "import this first: a module, or FILE.py, which has e.g. block kinds of your own; may be repeated"
         self.add_argument("--import", action="append", metavar="MODULE", help=text)
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:

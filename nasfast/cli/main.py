@@ -10,12 +10,14 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from nasfast import extensions
 from nasfast.runtime.files import NO_ROOM
 from nasfast.runtime.launcher import environment_rank
 from nasfast.runtime.memory import keep_freed_memory
 from nasfast.runtime.termination import Terminated, raise_on_sigterm
+from nasfast.settings import CONFIG_FILE
 
 _JOINT = ("run", "supernet", "retrain")
 """Commands that several processes run together."""
@@ -66,7 +68,7 @@ def _run(argv: list[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("nasfast").setLevel(logging.INFO)
-    command, dry_run = argv[0] if argv else "", False
+    command, dry_run, out = argv[0] if argv else "", False, None
     if os.environ.get("NASFAST_KEEP_MEMORY") != "0":
         keep_freed_memory()
     if "OMP_WAIT_POLICY" not in os.environ:
@@ -80,7 +82,7 @@ def _run(argv: list[str]) -> int:
             # jsonargparse takes half a second, and torch seconds, for which help must not wait
             commands = importlib.import_module("nasfast.cli.commands")
             line = commands.parse(argv)
-            dry_run = bool(line.values.get("dry_run"))
+            dry_run, out = bool(line.values.get("dry_run")), line.values.get("out")
             commands.execute(line)
     except Terminated as stopped:
         _say_stopped(command, stopped.reason, stopped.saved, dry_run=dry_run)
@@ -96,7 +98,9 @@ def _run(argv: list[str]) -> int:
         return getattr(error, "exit_status", 1)
     except KeyboardInterrupt as stopped:
         # a run says in which stage
-        _say_stopped(command, f"stopped by Ctrl-C {stopped}".strip(), "what was saved before is kept", dry_run=dry_run)
+        begun = not isinstance(out, str) or Path(out, CONFIG_FILE).exists()
+        saved = "what was saved before is kept" if begun else "nothing was saved yet"
+        _say_stopped(command, f"stopped by Ctrl-C {stopped}".strip(), saved, dry_run=dry_run)
         return 128 + signal.SIGINT
     return 0
 

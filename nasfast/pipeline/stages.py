@@ -32,11 +32,12 @@ from nasfast.retrain import RetrainResult
 from nasfast.retrain.retrain import RESULT_FILE
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import CheckpointError, read_metrics, write_atomic
+from nasfast.runtime.once import log_once
 from nasfast.runtime.progress import Callback, calling
 from nasfast.runtime.termination import Terminated
 from nasfast.search import Candidate, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
-from nasfast.settings import SPACE_FILE, RunConfig, TaskSettings
+from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig, TaskSettings
 from nasfast.spaces import SearchSpace, format_arch, read_cost_table
 from nasfast.train.checkpoint import CheckpointFolder
 from nasfast.train.supernet import make_supernet, train_supernet
@@ -109,6 +110,8 @@ def every_stage(run: Run, *, resume: bool = False) -> RunResult:
         _LOG.info("%s has ended, and its files are as it left them: nothing is left to do", run.dir)
         trained = {name: RetrainResult.load(run.dir / "retrain" / name / RESULT_FILE) for name in names}
         return RunResult(list(load_candidates(run.dir / ARCHS_FILE).candidates), trained, run.dir / "report.html")
+    if resume and run.world.is_main and not (run.dir / CONFIG_FILE).exists():
+        _say_it_begins(run)  # before the images are read: the directory may be misspelt
     try:
         supernet(run, resume=resume)
         if run.world.is_main:
@@ -172,10 +175,14 @@ def _prepare(run: Run, space: SearchSpace, *, resume: bool) -> None:
             raise run.already_begun("a supernet run", lambda: _check_continues(run, space, folder))
         _check_continues(run, space, folder)
     elif resume:
-        _LOG.warning("nothing to resume in %s: starting from the beginning", run.dir)
+        _say_it_begins(run)
     run.save_config()
     run.save_space(space)
     write_atomic(run.dir / "environment.json", (json.dumps(environment(), indent=1) + "\n").encode())
+
+
+def _say_it_begins(run: Run) -> None:
+    log_once(_LOG, logging.WARNING, f"nothing to resume in {run.dir}: starting from the beginning")
 
 
 def _check_continues(run: Run, space: SearchSpace, folder: CheckpointFolder) -> None:

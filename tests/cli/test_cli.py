@@ -197,6 +197,7 @@ def exported(tmp_path):
         ("run --search 3", 2, "search"),
         ("serach", 2, "did you mean 'search'?"),
         ("moments quik", 2, "did you mean 'quick'?"),
+        ("search --dry_run", 2, "unrecognized arguments: --dry_run\nall flags"),
         ("export --out . --name bst-2", 1, "has no network 'bst-2'; did you mean 'best-2'? valid: best-2\n"),
     ],
 )
@@ -292,6 +293,13 @@ def test_every_flag_has_a_help_text(config):
     flags = [a for a in parser._actions if a.option_strings]
     assert len(flags) > (50 if config is RunConfig else 1)
     assert not [a.option_strings for a in flags if not (a.help or "").split("(type:")[0].strip()]
+
+
+def test_the_flags_of_every_command_have_their_own_texts(capsys):
+    with pytest.raises(SystemExit):
+        main(["spaces", "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert "--import MODULE import this first" in words and "--verbose also show" in words
 
 
 # other commands

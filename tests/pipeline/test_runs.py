@@ -18,6 +18,7 @@ from tiny import tiny_space
 
 from nasfast.cli.main import main
 from nasfast.indicators.table import IndicatorTable
+from nasfast.pipeline import stages
 from nasfast.pipeline.evidence import image_loaders, load_evidence
 from nasfast.pipeline.inputs import read_layers
 from nasfast.pipeline.run import Run, resolved
@@ -93,6 +94,17 @@ def test_an_interrupted_run_resumes_to_the_same_files(run_dir, config, tmp_path,
     assert main(["run", "--out", str(out), "--resume"]) == 0
     assert contents(out) == contents(run_dir)
     assert (out / "report.html").exists()
+
+
+def test_a_run_that_is_not_there_is_named_before_images_are_read(config, tmp_path, monkeypatch, capsys, caplog):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(stages, "supernet", interrupted)
+    out = tmp_path / "typo"
+    assert main(["run", "--out", str(out), "--config", str(config), "--resume"]) == 130
+    assert f"nothing to resume in {out}: starting from the beginning" in caplog.messages
+    assert "stopped by Ctrl-C in the stage `supernet`; nothing was saved yet; " in capsys.readouterr().err
 
 
 @pytest.mark.slow
