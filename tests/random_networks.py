@@ -6,12 +6,14 @@
 
 A network is a module `Net` and `SETTINGS`. It runs by `fuse` or by `torch.compile(backend="nasfast")`, and its results,
 gradients and buffers are compared with those of the module itself in float64, in which an operator has its reference.
-Other types may differ from float64 by little more than eager PyTorch in the same type does.
+Other types may differ from float64 by little more than eager PyTorch in the same type does. TorchDynamo takes a second
+for a network, so most of them run by a `Recorder` of graphs, which takes some hundredths.
 """
 
 from __future__ import annotations
 
 import copy
+import operator
 import random
 import sys
 import time
@@ -22,10 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 import nasfast
-from nasfast.fusion.dynamo import compile_graph
+from nasfast.fusion.dynamo import compile_graph, fuse_graph
+from nasfast.fusion.shapes import batch_norms_without_numbers
 
 HEADER = """\
 import math
@@ -58,12 +65,13 @@ class Writer:
         self.calls: list[tuple[str, int, int]] = []
         self.extras: list[str] = []
         self.names = 0
-        way = rng.choice(["fuse", "compile", "compile"])
+        way = rng.choices(["graph", "fuse", "compile"], [18, 1, 1])[0]
         kind = rng.choices(["float64", "float32", "bfloat16", "float16"], [70, 15, 10, 5])[0]
         self.settings: dict[str, Any] = {
             "way": way,
             "type": kind,
             "channels_last": rng.random() < (0.9 if way == "compile" else 0.5),
+            "keep_layouts": way == "graph" and rng.random() < 0.2,
             "training": rng.random() < 0.7,
             "other_norms": rng.choice([0.0, 0.0, 0.3]),
             "mode": rng.choices(["grad", "no_grad", "inference_mode"], [60, 30, 10])[0],
@@ -71,7 +79,7 @@ class Writer:
             "size": rng.choice([5, 6, 8, 9]),
             "seed": seed,
         }
-        smooth = kind == "float32" and self.settings["mode"] == "grad"  # kinks would make single gradients differ
+        smooth = kind != "float64" and self.settings["mode"] == "grad"  # kinks would make single gradients differ
         self.activations = SMOOTH if smooth else ACTIVATIONS
 
     def source(self) -> str:
@@ -253,7 +261,7 @@ class Writer:
             f"{x}.mul_(1.0)",
         ]
         forms += [f"({x} * 2.0).add_(1.0)"]
-        if self.settings["way"] == "fuse":  # torch.compile raises it with any backend
+        if self.settings["way"] != "compile":  # torch.compile raises it with any backend
             forms.append(f"try:\n            {x}[:, 99]\n        except IndexError:\n            pass")
         norm = rng.choice(self.norms) if self.norms else None
         if norm is not None and rng.random() < 0.7:
@@ -318,6 +326,92 @@ def observe(
     return seen | {name: tensor.detach().clone() for name, tensor in model.named_buffers()}
 
 
+class Recorder(TorchFunctionMode):
+    """Records a forward as TorchDynamo does: PyTorch's functions on fake tensors, with parameters as inputs."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.graph, self.fakes = fx.Graph(), FakeTensorMode()
+        self.names = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
+        self.modules = {module: name for name, module in model.named_modules()}
+        # the modules whose forward runs
+        self.stack: list[nn.Module] = []
+        # by the identities of tensors; they are kept so that these last
+        self.nodes: dict[int, tuple[fx.Node, Tensor]] = {}
+        self.fake_of: dict[int, Tensor] = {}
+
+    def record(self, model: nn.Module, x: Tensor) -> fx.Graph:
+        self.fake_of[id(x)] = fake = self.fakes.from_tensor(x)
+        self.keep(fake, self.graph.placeholder("x"))
+        hooks = [
+            register_module_forward_pre_hook(lambda module, inputs: self.stack.append(module)),
+            register_module_forward_hook(lambda module, inputs, result: self.stack.remove(module)),
+        ]
+        try:
+            with self.fakes, batch_norms_without_numbers(), self:
+                results = type(model).forward(model, fake)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.graph.output(tree_map(self.node, results))
+        return self.graph
+
+    def keep(self, fake: Tensor, node: fx.Node) -> None:
+        node.meta["example_value"] = fake
+        stack = {"L['self']": ("L['self']", nn.Module)}
+        for module in self.stack:
+            stack[self.modules[module]] = (f"L['self'].{self.modules[module]}", type(module))
+        node.meta["nn_module_stack"] = stack
+        self.nodes[id(fake)] = node, fake
+
+    def fake(self, value: Any) -> Any:
+        """The fake tensor of a parameter or a buffer."""
+        if not isinstance(value, Tensor) or id(value) in self.nodes:
+            return value
+        if id(value) not in self.fake_of:
+            self.fake_of[id(value)] = fake = self.fakes.from_tensor(value)
+            self.keep(fake, self.graph.get_attr(self.names[id(value)]))
+        return self.fake_of[id(value)]
+
+    def node(self, value: Any) -> Any:
+        return self.nodes[id(self.fake(value))][0] if isinstance(value, Tensor) else value
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(self.fake, (args, kwargs or {}))
+        result, name = func(*args, **kwargs), func.__name__
+        tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if name == "__get__" or not (tensors or result is None):
+            return result  # a size, a type or the like
+        given = tree_map(self.node, (args, kwargs))
+        if getattr(Tensor, name, None) is not func:
+            node = self.graph.call_function(func, *given)
+        elif hasattr(operator, name) and name.startswith("__"):
+            node = self.graph.call_function(getattr(operator, name), *given)
+        else:
+            node = self.graph.call_method(name, *given)
+        if isinstance(result, Tensor):
+            # each result is a value of its own, also where Python has one object
+            result = result.view_as(result) if id(result) in self.nodes else result
+            self.keep(result, node)
+        for i, item in enumerate(result if isinstance(result, (tuple, list)) else ()):
+            self.keep(item, self.graph.call_function(operator.getitem, (node, i)))
+        return result
+
+
+class Recorded:
+    """The forward of a model by the graph of its first call, with chains on the operator."""
+
+    def __init__(self, model: nn.Module, keep_layouts: bool) -> None:
+        self.model, self.keep_layouts, self.graph = model, keep_layouts, None
+
+    def __call__(self, x: Tensor) -> Any:
+        if self.graph is None:
+            with torch.inference_mode(False), torch.set_grad_enabled(torch.is_grad_enabled()):
+                self.graph = fx.GraphModule(self.model, Recorder(self.model).record(self.model, x))
+                fuse_graph(self.graph, always=True, keep_layouts=self.keep_layouts)
+        return self.graph(x)
+
+
 def compare(source: str) -> None:
     """Compare a network with itself in eager PyTorch.
 
@@ -349,10 +443,13 @@ def compare(source: str) -> None:
     except RuntimeError as error:
         raise Invalid(str(error)) from error
     model = copy.deepcopy(plain).to(dtype)
-    if settings["way"] == "fuse":
-        nasfast.fuse(model, only_faster=False)
-    else:
+    if settings["way"] == "compile":
         model.compile(backend=compile_graph, options={"inner": "eager", "only_faster": False})
+    else:
+        nasfast.fuse(model, only_faster=False)
+    if settings["way"] == "graph":
+        nasfast.unfuse(model)
+        vars(model)["forward"] = Recorded(model, settings["keep_layouts"])
     got = observe(model, settings, cast, dtype)
     assert got.keys() == exact.keys(), f"{sorted(got.keys() ^ exact.keys())}"
     scale = FACTOR * (2.0**-29 if kind == torch.float64 else 1.0)

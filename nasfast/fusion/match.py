@@ -136,11 +136,14 @@ def match_conv(conv: fx.Node) -> Conv | str:
     numbers: list[Any] = []
     for name in ("stride", "padding", "dilation"):
         value = arguments[name]
-        each = {value} if isinstance(value, (int, str)) else set(value)
-        if len(each) > 1 or isinstance(value, str) or (name == "dilation" and each != {1}):
+        number, *others = {value} if isinstance(value, (int, str, fx.Node)) else set(value)
+        # a number that has changed before is a node
+        if others or not isinstance(number, int) or (name == "dilation" and number != 1):
             return f"has {name}={value!r}"
-        numbers.append(each.pop())
+        numbers.append(number)
     x, weight, bias, groups = (arguments[name] for name in ("input", "weight", "bias", "groups"))
+    if not isinstance(groups, int):
+        return f"has groups={groups!r}"
     return Conv(x, weight, bias, numbers[0], numbers[1], groups)
 
 

@@ -140,7 +140,11 @@ class Region:
         """
         if {None, _mode(module)} & self.own.keys() or _compiles_otherwise():
             raise _NoGraph
-        with _capturing((*args, *kwargs.values()), any_size=self.settings.inner == "eager"):
+        values = (*args, *kwargs.values())
+        signature = _signature(module, values)
+        # the last capture of its kind, before it is given up
+        any_number = sum(signature == graph.signature for graph in self.graphs) == _MAX_ALIKE - 1
+        with _capturing(values, any_size=self.settings.inner == "eager", any_number=any_number):
             return self._run(module, *args, **kwargs)
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[Any], call: _Call) -> Graph:
@@ -354,12 +358,13 @@ def _compile(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any
 
 
 @contextmanager
-def _capturing(values: Sequence[Any], *, any_size: bool) -> Iterator[None]:
+def _capturing(values: Sequence[Any], *, any_size: bool, any_number: bool) -> Iterator[None]:
     """While a forward is captured.
 
     Args:
         values: its arguments.
         any_size: whether the graph is to serve every batch, height and width, also 1, and every momentum.
+        any_number: whether it is to serve all values of integers of modules that changed, such as counters of calls.
     """
     _CAPTURES.acquire()
     patches: dict[str, Any] = {
@@ -369,6 +374,7 @@ def _capturing(values: Sequence[Any], *, any_size: bool) -> Iterator[None]:
         "run_gc_after_compile": False,
         # until torch 2.13: with it, guards see no new type of a parameter (pytorch 163064)
         "use_recursive_dict_tags_for_guards": False,
+        "allow_unspec_int_on_nn_module": any_number,
     }
     tensors = [value for value in values if type(value) is Tensor and value.dim()] if any_size else []
     marks = [(tensor, set(vars(tensor))) for tensor in tensors]

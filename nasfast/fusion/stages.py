@@ -65,7 +65,7 @@ def _run_part(x: Tensor, stages: Sequence[Stage], residual: Tensor | None, check
         if stage is not wide and stage.training:
             for running, moved in zip(stage.params[3:5], wide.params[3:5], strict=True):
                 if running is not None and moved is not None:
-                    running.copy_(moved)
+                    running.data.copy_(moved)
     save_checkpoint_sentinel(y)
     return y
 

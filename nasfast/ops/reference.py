@@ -110,7 +110,7 @@ def bn_act(
         with torch.no_grad():
             for running, moved in ((running_mean, mean), (running_var, var)):
                 if running is not None and moved is not None and running is not moved:
-                    running.copy_(moved)
+                    running.data.copy_(moved)
     y = ACTIVATIONS[act](z)
     if residual is None:
         return y.to(x.dtype)
@@ -144,11 +144,14 @@ def mixed_bn(xs: Sequence[Tensor], gates: Tensor, *, normalize: Sequence[bool], 
 def update_running(
     running_mean: Tensor | None, running_var: Tensor | None, mean: Tensor, var: Tensor, count: int, momentum: float
 ) -> None:
-    """Move the running statistics in place towards mean and biased var, (C,), of a batch with count values."""
+    """Move the running statistics in place towards mean and biased var, (C,), of a batch with count values.
+
+    Like PyTorch's BatchNorm, it counts no version, hence `data`: a call before in the same forward has saved them.
+    """
     if running_mean is not None:
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        running_mean.data.lerp_(mean.to(running_mean.dtype), momentum)
     if running_var is not None:
-        running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
+        running_var.data.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
 
 
 def conv_bn_act_chain(

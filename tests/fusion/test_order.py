@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from fused_models import Body, check_same, disturb, fuse_all, half, second
+from fused_models import Body, check_same, conv, disturb, fuse_all, half, second
 from torch import Tensor, nn
 from torchvision.ops.misc import SqueezeExcitation
 
@@ -200,3 +200,28 @@ def test_the_input_of_a_squeeze_and_excitation(name):
     with torch.no_grad():
         torch.testing.assert_close(fused(x), plain(x))
     assert len(report.excitations) == found
+
+
+class Outside(nn.Module):
+    """Its BatchNorm is called outside of a chain, which keeps the statistics for backward, and then in a chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = conv(4, 4, 1), nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(self.norm(x)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_statistics_count_no_versions(dtype):
+    """PyTorch's BatchNorm moves its statistics without a new version, so autograd lets it be called again."""
+    model = Outside().requires_grad_(False)
+    model.norm.requires_grad_(True)
+    fused, x = copy.deepcopy(model), torch.randn(2, 4, 5, 5)
+    report = fuse_all(fused)
+    for each in (model, fused):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            each(x).sum().backward()
+    assert report.fused == 1
+    assert fused.norm.running_mean._version == model.norm.running_mean._version

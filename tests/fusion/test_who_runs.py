@@ -9,6 +9,7 @@ import types
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from fused_models import Candidate, check_same, disturb, fuse_all, observe, unit
 from torch import Tensor, nn
 from torch.ao.quantization import get_default_qat_qconfig_mapping
@@ -243,6 +244,32 @@ def test_schedules_of_numbers_of_batch_norms(name, number, executed):
         check_same(observe(fused, X.double()), observe(plain, X.double()))
         assert executed
     assert len(fused.forward.region.graphs) <= 2
+
+
+class Counting(nn.Module):
+    """Counts its calls, and pads by a number that may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.conv, self.norm = unit(), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+        self.calls, self.padding = 0, 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.norm(self.conv(F.pad(self.body(x), (self.padding,) * 4)))
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_a_number_that_changes_at_every_call(executed, grows):
+    """Pytorch 128319."""
+    plain, fused = twins(Counting().eval())
+    for step in range(6):
+        plain.padding = fused.padding = 1 + step if grows else 1
+        executed.clear()
+        torch.testing.assert_close(fused(X), plain(X))
+        assert executed
+    assert fused.calls == 6
+    assert len(fused.forward.region.graphs) == 3 and not fused.forward.region.own
 
 
 @pytest.mark.parametrize("padding", ["same", "valid", 1])

@@ -322,7 +322,7 @@ def _add_biases_to_running_means(stages: Sequence[Stage]) -> None:
     for stage in stages:
         _, _, _, mean, _, bias = stage.params
         if stage.training and mean is not None and bias is not None:
-            mean.add_(bias.to(mean.dtype), alpha=stage.momentum)
+            mean.data.add_(bias.to(mean.dtype), alpha=stage.momentum)
 
 
 def _conv2d(x: Tensor, stage: Stage) -> Tensor:
