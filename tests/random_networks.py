@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import nasfast
 from nasfast.fusion.dynamo import compile_graph, fuse_graph
-from nasfast.fusion.shapes import batch_norms_without_numbers
+from nasfast.fusion.shapes import known_sizes
 
 HEADER = """\
 import math
@@ -348,7 +348,7 @@ class Recorder(TorchFunctionMode):
             register_module_forward_hook(lambda module, inputs, result: self.stack.remove(module)),
         ]
         try:
-            with self.fakes, batch_norms_without_numbers(), self:
+            with self.fakes, known_sizes(), self:
                 results = type(model).forward(model, fake)
         finally:
             for hook in hooks:

@@ -59,6 +59,14 @@ class Effects:
                 written |= writes
         return False
 
+    def changes_later(self, value: fx.Node, node: fx.Node) -> bool:
+        """Whether something behind the node changes a value; of results in a trace nothing is known."""
+        example, memory = example_value(value), _memory([value])
+        if not isinstance(example, Tensor) or example.is_meta:
+            return False
+        behind = self._nodes[self.order[node] + 1 :]
+        return any(not memory.isdisjoint(_memory(_changed_nodes(each))) for each in behind)
+
 
 def _memory(values: Iterable[Any]) -> set[int]:
     """Which memory tensors have, or those that nodes give."""

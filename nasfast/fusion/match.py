@@ -315,6 +315,8 @@ class Matcher:
         if widths is None or self._reader(conv.x) is not nodes[0] or self.effects.interrupted([conv.x, *nodes]):
             return conv.x, conv.padding, None
         x, first = conv.x.all_input_nodes[0], widths[0]
+        if self.effects.changes_later(x, conv.x):
+            return conv.x, conv.padding, None  # backward needs the padded copy as it is now
         if isinstance(first, int) and first >= 0 and widths == (first,) * 4:
             return x, first, None
         return x, example_value(conv.weight).shape[2] // 2, widths

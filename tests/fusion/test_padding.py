@@ -137,6 +137,24 @@ def test_other_paddings_end_a_chain(name, executed):
     assert [count for count, _ in executed] in ([1, 1], [2])
 
 
+class ChangesLater(Between):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1.0
+        z = self.bn1(self.conv1(F.pad(y, (1, 1, 1, 1))))
+        y.add_(0.5)
+        return z.sum() + y
+
+
+def test_an_input_that_changes_later():
+    """PyTorch keeps the padded copy for backward."""
+    plain = disturb(ChangesLater(None)).double()
+    plain.conv1.requires_grad_(False)
+    plain.conv2 = nn.Identity()
+    model, x = copy.deepcopy(plain), torch.randn(2, 4, 8, 8, dtype=torch.float64)
+    assert fuse_all(model).fused
+    check_same(observe(model, x), observe(plain, x))
+
+
 @pytest.mark.slow
 def test_tensorflows_networks_of_timm(executed):
     """Sizes that are computed from sizes behind several paddings: a graph has images of one size, and any batch."""
