@@ -10,7 +10,7 @@ from nasfast.shrink.adapt import adapt, affine_parameters
 from nasfast.shrink.cut import cut, make_recipe
 from nasfast.shrink.find import Block, Found, Place, find
 from nasfast.shrink.graph import ShrinkError
-from nasfast.shrink.measure import Measured, Solution, divergence, measure
+from nasfast.shrink.measure import Measured, Solution, divergence, least_images, measure
 from nasfast.shrink.recipe import Recipe, load, rebuild, save
 from nasfast.shrink.rounds import Shrunk, search_measured, whole_divergence
 
@@ -28,6 +28,7 @@ __all__ = [
     "cut",
     "divergence",
     "find",
+    "least_images",
     "load",
     "make_recipe",
     "measure",

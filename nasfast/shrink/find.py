@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from collections import Counter
@@ -158,7 +159,7 @@ def find(model: nn.Module, images: Tensor, *, multiple: int = 8, widths: int = 8
     _check_capture(model, program, images[:1])
     channels = Channels(program, model)
     reasons = dict(channels.reasons)
-    blocks = _find_blocks(program, reasons)
+    blocks = _find_blocks(program, model, reasons)
     places = _places(channels.searched, blocks, program, multiple, widths, reasons)
     if not places:
         kinds = Counter(reasons.values()).most_common(2)
@@ -188,7 +189,7 @@ def _check_capture(model: nn.Module, program: Program, images: Tensor) -> None:
         )
 
 
-def _find_blocks(program: Program, reasons: dict[str, str]) -> list[Block]:
+def _find_blocks(program: Program, model: nn.Module, reasons: dict[str, str]) -> list[Block]:
     blocks = []
     for node in program.nodes:
         operands = [a for a in node.args[:2] if isinstance(a, fx.Node)]
@@ -200,6 +201,8 @@ def _find_blocks(program: Program, reasons: dict[str, str]) -> list[Block]:
                 block = _module_of(program, node, shortcut, inside)
                 if isinstance(block, str):
                     reasons[_path(node) or node.name] = block
+                elif len(inspect.signature(model.get_submodule(block.path).forward).parameters) != 1:
+                    reasons[block.path] = "its module may be given more than one value, and so cannot be an identity"
                 else:
                     blocks.append(block)
     return blocks

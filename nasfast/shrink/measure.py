@@ -97,6 +97,12 @@ def measure(
     """
     check_type("found", found, Found, advice="nasfast.shrink.find(model, images) makes one")
     check_images(found, images)
+    needed, layer = least_images(found)
+    if needed > len(images):
+        raise ShrinkError(
+            f"{layer.path} has {layer.columns} inputs, of which {len(images)} images show too few values: give at "
+            f"least {needed} images"
+        )
     if reference is not None and len(reference) != len(images):
         raise ShrinkError(f"reference has {len(reference)} rows for {len(images)} images: give one per image")
     if score_images < 1 or not ridge > 0:
@@ -121,6 +127,14 @@ def measure(
         rows.append(row)
     meta = {"score": "KL divergence", "images": len(images), "score_images": min(score_images, len(images))}
     return Measured(found, IndicatorTable.from_rows(found.space, rows, meta), solutions, base)
+
+
+def least_images(found: Found) -> tuple[int, Layer]:
+    """The number of images that `measure` needs at least, and the layer that needs them."""
+    readers = [layer for place in found.places for d in place.dimensions for layer in d.readers]
+    # a layer is seen at as many pixels of each image as `_Inputs` chooses
+    needed = [math.ceil(layer.columns / (_COLUMNS_PER_SAMPLE * min(_PIXELS, layer.pixels))) for layer in readers]
+    return max(zip(needed, readers, strict=True), key=lambda pair: pair[0])
 
 
 def check_images(found: Found, images: Tensor) -> None:
@@ -198,13 +212,6 @@ def _see_inputs(found: Found, images: Tensor, batch: int, seed: int) -> dict[str
     tensors = found.program.tensors(found.model)
     for part in images.split(batch):
         found.program.run(tensors, {found.program.image: channels_last(part)}, see=see)
-    for layer in readers:
-        needed = math.ceil(layer.columns / _COLUMNS_PER_SAMPLE / inputs[layer.path].samples * len(images))
-        if needed > len(images):
-            raise ShrinkError(
-                f"{layer.path} has {layer.columns} inputs, of which {len(images)} images show too few values: give at "
-                f"least {needed} images"
-            )
     return inputs
 
 

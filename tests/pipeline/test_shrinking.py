@@ -191,6 +191,7 @@ REFUSALS = [
     ("--max_macs 50% --model {model}:plain", "has no nn.Linear as its classifier"),
     ("--max_macs 50% --data.train {few}", "10 training images of 2 classes are too few"),
     ("--max_macs 50% --weights {model}", "cannot be read"),
+    ("--max_macs 50% --measure_images 1", "set measure_images to "),
 ]
 
 

@@ -121,3 +121,27 @@ def test_a_block_that_runs_twice_stays():
     found = shrink.find(Repeated().eval(), torch.randn(1, 3, 8, 8))
     assert [place.name for place in found.places] == ["once"]
     assert "more than one residual block" in found.reasons["repeated"]
+
+
+class Tree(nn.Module):
+    """A block that may be given its shortcut, as those of DLA, and one that is not."""
+
+    class Given(shrinkable.Basic):
+        def forward(self, x, shortcut=None):
+            y = self.second(torch.relu(self.first(x)))
+            return torch.relu(y + (x if shortcut is None else shortcut))
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.given, self.plain = shrinkable.conv(3, 8), self.Given(8, 16), shrinkable.Basic(8, 16)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        return self.head(self.plain(self.given(x, x)).mean((2, 3)))
+
+
+def test_a_block_that_is_given_its_shortcut_stays():
+    found = shrink.find(Tree().eval(), torch.randn(1, 3, 8, 8))
+    assert [place.block.path for place in found.places if place.block is not None] == ["plain"]
+    assert "more than one value" in found.reasons["given"]

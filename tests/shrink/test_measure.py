@@ -99,8 +99,8 @@ def test_wrong_images_are_refused(found):
         shrink.measure(found, shrinkable.images(4, size=24))
     with pytest.raises(shrink.ShrinkError, match="one per image"):
         shrink.measure(found, shrinkable.images(4), reference=torch.zeros(3, 5))
-    # squeeze-and-excitation reads 24 inputs at one pixel of each image
-    with pytest.raises(shrink.ShrinkError, match=r"inverted\.excite\.squeeze has 24 inputs, .* at least 2 images"):
+    # nine taps of 16 channels, at 4 pixels of each image
+    with pytest.raises(shrink.ShrinkError, match=r"plain\.middle\.0 has 144 inputs, .* at least 3 images"):
         shrink.measure(found, shrinkable.images(1))
     with pytest.raises(TypeError, match=r"shrink\.find"):
         shrink.measure(found.model, shrinkable.images(4))
