@@ -18,6 +18,7 @@ from nasfast.display import Tabular
 from nasfast.shrink.channels import Channels, Dimension, Layer
 from nasfast.shrink.graph import Program, ShrinkError, capture, op_name, shape
 from nasfast.spaces import Arch, Branch, ModuleChoice, ModuleSpace
+from nasfast.supernet.macs import count_macs
 
 _COLUMNS = 5000
 """Most inputs of a convolution whose Gram matrix is kept: 200 MB in float64."""
@@ -156,7 +157,7 @@ def find(model: nn.Module, images: Tensor, *, multiple: int = 8, widths: int = 8
     if min(multiple, widths) < 1:
         raise ShrinkError(f"multiple and widths must be at least 1, got {multiple} and {widths}")
     program = capture(model, images)
-    _check_capture(model, program, images[:1])
+    macs = _check_capture(model, program, images[:1])
     channels = Channels(program, model)
     reasons = dict(channels.reasons)
     blocks = _find_blocks(program, model, reasons)
@@ -168,15 +169,15 @@ def find(model: nn.Module, images: Tensor, *, multiple: int = 8, widths: int = 8
             f"nothing of {type(model).__name__} can be searched ({why}): give a network of residual blocks with "
             "convolutions and BatchNorms"
         )
-    space = _space(name or type(model).__name__, model, program, places)
+    space = _space(name or type(model).__name__, model, program, places, macs)
     return Found(model, program, tuple(places), space, reasons)
 
 
-def _check_capture(model: nn.Module, program: Program, images: Tensor) -> None:
-    """Refuse a graph that computes something else, which a forward with side effects may have."""
+def _check_capture(model: nn.Module, program: Program, images: Tensor) -> int:
+    """MACs of the network; a graph that computes something else is refused, as of a forward with side effects."""
     modes = [(module, module.training) for module in model.modules()]
     with torch.no_grad():
-        expected = model.eval()(images)
+        macs, expected, _ = count_macs(model.eval(), (images,), {})
         got, _ = program.run(program.tensors(model), {program.image: images})
     for module, training in modes:
         module.training = training
@@ -187,6 +188,7 @@ def _check_capture(model: nn.Module, program: Program, images: Tensor) -> None:
             f"the captured graph of {type(model).__name__} computes something else than its forward: give a network "
             "whose forward has no side effects"
         )
+    return macs
 
 
 def _find_blocks(program: Program, model: nn.Module, reasons: dict[str, str]) -> list[Block]:
@@ -338,16 +340,17 @@ def _widths(dimension: Dimension, multiple: int, steps: int) -> tuple[int, ...]:
     return (*sorted(k for k in kept if k < dimension.units), dimension.units)
 
 
-def _space(name: str, model: nn.Module, program: Program, places: Sequence[Place]) -> ModuleSpace:
+def _space(name: str, model: nn.Module, program: Program, places: Sequence[Place], macs: int) -> ModuleSpace:
     layers = _layers(model, program)
-    whole = {"macs": sum(layer.macs for layer in layers.values()), "params": sum(p.numel() for p in model.parameters())}
+    whole = {"macs": macs, "params": sum(p.numel() for p in model.parameters())}
     choices, fixed = [], dict(whole)
     for place in places:
         nodes = {layer.node for d in place.dimensions for layer in d.layers}
         nodes |= {n for n in (place.block.inside if place.block else ()) if n in layers}
         norms = {n.path for d in place.dimensions for n in d.norms}
         if place.block is not None:
-            norms |= {_path_of_norm(n, program) for n in place.block.inside if op_name(n) == "batch_norm"}
+            found = (_path_of_norm(n, program) for n in place.block.inside if op_name(n) == "batch_norm")
+            norms |= set(filter(None, found))
         others = _other_params(place.block, [*(layers[n].path for n in nodes), *norms], model)
         branches = []
         for kept in place.candidates:
@@ -382,8 +385,9 @@ def _other_params(block: Block | None, paths: Sequence[str], model: nn.Module) -
 
 
 def _path_of_norm(node: fx.Node, program: Program) -> str:
+    """The module whose parameter scales; "" if none does, or what is computed, as where weights are standardised."""
     scale = node.args[1]
-    return program.names[scale].rpartition(".")[0] if isinstance(scale, fx.Node) else ""
+    return program.names.get(scale, "").rpartition(".")[0] if isinstance(scale, fx.Node) else ""
 
 
 def _layers(model: nn.Module, program: Program) -> dict[fx.Node, Layer]:

@@ -145,3 +145,18 @@ def test_a_block_that_is_given_its_shortcut_stays():
     found = shrink.find(Tree().eval(), torch.randn(1, 3, 8, 8))
     assert [place.block.path for place in found.places if place.block is not None] == ["plain"]
     assert "more than one value" in found.reasons["given"]
+
+
+def test_macs_of_every_operation_are_those_of_the_network():
+    """A convolution whose weight is computed, and one over channels, as of ECA, are searched nowhere, and cost."""
+
+    class Gated(shrinkable.Basic):
+        def forward(self, x):
+            y = self.second(torch.relu(self.first(x)))
+            gate = nn.functional.conv1d(y.mean((2, 3))[:, None], torch.ones(1, 1, 3), padding=1)
+            return torch.relu(x + y * gate.sigmoid().movedim(1, 2)[..., None])
+
+    network = nn.Sequential(shrinkable.conv(3, 8), Gated(8, 16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 3))
+    found = shrink.find(network.eval(), torch.randn(1, 3, 8, 8))
+    layers = 64 * (3 * 8 + 2 * 9 * 8 * 16) + 8 * 3
+    assert found.macs == layers + 3 * 8
