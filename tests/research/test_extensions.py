@@ -2,7 +2,7 @@
 
 from nasfast import extensions
 from nasfast.indicators.registry import SCORES, all_scores
-from nasfast.research.studies import registry
+from nasfast.research.studies.commands import STUDIES
 from nasfast.spaces import BUILDERS, named_space
 
 
@@ -13,7 +13,7 @@ def test_every_entry_leads_to_what_it_names():
     homes = {name: score.function.__module__ for name, score in SCORES.items()}
     assert {name: home for name, home in homes.items() if ".research." in home} == extensions.SCORES
     kinds: dict[str, list[str]] = {}
-    for name in registry.STUDIES:
+    for name in STUDIES:
         command, _, kind = name.partition(" ")
         kinds.setdefault(command, []).append(kind)
     assert set(kinds) == set(extensions.COMMANDS)

@@ -64,7 +64,7 @@ def test_scores_are_sums_of_squared_gradients_sample_by_sample(images):
         "trace_full": sum(squared(value) for row in logits for value in row),
     }
     assert {kind: score(net, x, y, kind=kind, chunk=3) for kind in expected} == pytest.approx(expected, rel=1e-8)
-    with pytest.raises(ValueError, match="unknown score 'q_mean'; did you mean 'q_sum'\\? valid: q_batch, q_sum"):
+    with pytest.raises(ValueError, match="unknown score 'q_mean'; valid: q_batch, q_sum"):
         score(net, x, y, kind="q_mean")
 
 
