@@ -8,7 +8,6 @@ import random
 import re
 import shlex
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ from nasfast.report.findings import (
 )
 from nasfast.report.page import (
     NotRun,
-    Section,
     escape,
     format_interval,
     html_cards,
@@ -40,7 +38,7 @@ from nasfast.report.page import (
     millions,
     percent,
     write_figure,
-    write_page,
+    write_run_page,
 )
 from nasfast.report.run_files import RunFiles, config_section, format_limits, limits_origin
 from nasfast.search import pareto_front, sample_under
@@ -80,10 +78,6 @@ def write_report(run_dir: str | Path) -> Path:
     Raises:
         FileNotFoundError: `run_dir` is not a directory.
     """
-    folder = Path(run_dir)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no directory: give the directory of a run")
-    run = RunFiles(folder)
     sections = [
         ("summary", "Summary", _summary),
         ("architecture", "Best architecture", _strip),
@@ -98,8 +92,7 @@ def write_report(run_dir: str | Path) -> Path:
         ("config", "Configuration", config_section),
         ("environment", "Environment", _environment),
     ]
-    parts: list[Section] = [(key, title, partial(section, run)) for key, title, section in sections]
-    return write_page(folder / "report.html", folder.resolve().name, "nasfast report", parts)
+    return write_run_page(run_dir, "nasfast report", RunFiles, sections)
 
 
 def _summary(run: RunFiles) -> str:

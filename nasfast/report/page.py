@@ -6,8 +6,9 @@ import html
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
@@ -20,6 +21,8 @@ _SHORT = 10
 # characters that XML does not allow, from the text of a user's file
 _NOT_XML = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
 
+
+Run = TypeVar("Run")
 
 Section = tuple[str, str, Callable[[], str]]
 """Key and title of a section, and what gives its body; title and body are HTML."""
@@ -34,6 +37,25 @@ def write_page(path: Path, name: str, kind: str, sections: Sequence[Section]) ->
     bodies = [(key, title, section_body(body)) for key, title, body in sections]
     write_atomic(path, html_page(name, kind, bodies).encode(errors="replace"))
     return path
+
+
+def write_run_page(
+    run_dir: str | Path,
+    kind: str,
+    open_run: Callable[[Path], Run],
+    sections: Sequence[tuple[str, str, Callable[[Run], str]]],
+) -> Path:
+    """Write report.html of a run directory, whose sections read the files that `open_run` gives.
+
+    Raises:
+        FileNotFoundError: `run_dir` is not a directory.
+    """
+    folder = Path(run_dir)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is no directory: give the directory of a run")
+    run = open_run(folder)
+    parts: list[Section] = [(key, title, partial(section, run)) for key, title, section in sections]
+    return write_page(folder / "report.html", folder.resolve().name, kind, parts)
 
 
 def section_body(write: Callable[[], str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.report.findings import Comparison, compare_runs
 from nasfast.report.page import (
     NotRun,
-    Section,
     escape,
     html_cards,
     html_details,
@@ -20,7 +19,7 @@ from nasfast.report.page import (
     millions,
     percent,
     write_figure,
-    write_page,
+    write_run_page,
 )
 from nasfast.report.plots import SERIES, literal, new_figure
 from nasfast.runtime.files import unseal
@@ -90,10 +89,6 @@ def headline(record: Mapping[str, Any], files: ShrinkFiles) -> str:
 
 def write_shrink_report(run_dir: str | Path) -> Path:
     """Write report.html from the files of a run."""
-    folder = Path(run_dir)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is no directory: give the directory of a run")
-    files = ShrinkFiles(folder)
     sections = [
         ("summary", "Summary", _summary),
         ("comparison", "At equal cost", _comparison),
@@ -102,8 +97,7 @@ def write_shrink_report(run_dir: str | Path) -> Path:
         ("files", "Exported files", _exported),
         ("config", "Configuration", _config),
     ]
-    parts: list[Section] = [(key, title, partial(section, files)) for key, title, section in sections]
-    return write_page(folder / "report.html", folder.resolve().name, "nasfast shrink", parts)
+    return write_run_page(run_dir, "nasfast shrink", ShrinkFiles, sections)
 
 
 def _summary(files: ShrinkFiles) -> str:
