@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import tempfile
 import time
 from collections.abc import Callable
@@ -138,7 +137,6 @@ def _write_int8(work: Material, size: int, source: Path, path: Path) -> None:
         raise RuntimeError(f"onnxruntime cannot quantise it ({type(error).__name__}: {error})") from error
     finally:
         unchecked.unlink(missing_ok=True)
-        shutil.rmtree(unchecked, ignore_errors=True)
 
 
 def _judge_int8(work: Material, size: int, path: Path, top1: float) -> dict[str, Any]:

@@ -123,15 +123,18 @@ class Material:
         """What can be searched at a size, in a network of the form of the teacher."""
         if size not in self._found:
             example = torch.zeros(1, self.pretrained.channels, size, size)
-            self._found[size] = found = shrink.find(self.form, example, name=self.pretrained.name)
-            needed, layer = shrink.least_images(found)
-            if self.samples[0] < needed:
-                raise ConfigError(
-                    f"{self.samples[0]} training images show too little of {layer.path}, which has {layer.columns} "
-                    f"inputs: at least {needed} are needed besides the {self.samples[1]} that compare networks; set "
-                    f"measure_images to {needed} or more, held_out to less, or give more images"
-                )
+            self._found[size] = shrink.find(self.form, example, name=self.pretrained.name)
         return self._found[size]
+
+    def check_samples(self, size: int) -> None:
+        """Refuse fewer images than `measure` needs at a size, before anything is trained."""
+        (count, held), (needed, layer) = self.samples, shrink.least_images(self.searched(size))
+        if count < needed:
+            raise ConfigError(
+                f"{count} training images show too little of {layer.path}, which has {layer.columns} inputs: at least "
+                f"{needed} are needed besides the {held} that compare networks; set measure_images to {needed} or "
+                "more, held_out to less, or give more images"
+            )
 
     def found(self, size: int) -> Found:
         """What can be searched in the full network, adapted at a size."""

@@ -55,6 +55,7 @@ def plan_shrink(cfg: ShrinkConfig) -> str:
     use_threads(cfg.threads)
     work = Material(ShrinkRun(cfg))
     size, model = work.resolution, work.form
+    work.check_samples(size)
     found = work.searched(size)
     sizes = cfg.sizes or _sizes(cfg, found, work)
     pace = _pace(work, model)

@@ -103,6 +103,7 @@ def every_stage(run: ShrinkRun) -> ShrinkResult:
 
     use_threads(run.cfg.threads)
     work = Material(run)
+    work.check_samples(work.resolution)
     limits = absolute_limits(work)
     record = search(work, sizes_of(work, limits), limits)
     networks = {FULL: full_network(work), SMALL: small_network(work, record["networks"][0])}
@@ -150,6 +151,7 @@ def sizes_of(work: Material, limits: dict[str, float]) -> tuple[int, ...]:
     sizes = sizes or (choose_sizes(work.resolution, min(shares)) if shares else (work.resolution,))
     possible, errors = [], []
     for size in sorted(set(sizes), reverse=True):
+        work.check_samples(size)
         try:
             limits_at(work, size, limits).check(work.searched(size).space)
             possible.append(size)
