@@ -165,6 +165,12 @@ def own_score() -> str:
     return text
 
 
+def forget_own_score(monkeypatch) -> None:
+    """After the test, `margin` of docs/ranking.md is no score; those of nasfast that it imports stay."""
+    monkeypatch.setitem(registry.SCORES, "margin", None)
+    del registry.SCORES["margin"]
+
+
 NOT_RUN = {
     "torchrun": "starts several processes, as tests/train does",
     "--workers": "starts several processes, as tests/pipeline does",
@@ -234,7 +240,7 @@ def test_the_commands_of_a_block_run(
     """In their order, as they are written but for sizes, on a run that is there before."""
     monkeypatch.chdir(shutil.copytree(searched, tmp_path / "here"))
     monkeypatch.setattr(imports, "_imported", [])
-    monkeypatch.setattr(registry, "SCORES", dict(registry.SCORES))
+    forget_own_score(monkeypatch)
     monkeypatch.setitem(sys.modules, "onnx", None)  # model.onnx takes seconds, and tests/cli writes one
     monkeypatch.syspath_prepend(".")
     for line in lines_of(text):
@@ -304,11 +310,16 @@ def test_missing_names_are_found():
 
 
 def test_the_python_of_readme_runs(capsys):
-    first, fine_tuning = blocks(README, ("python",))
-    exec(compile(first, str(README), "exec"), {})
+    (text,) = blocks(README, ("python",))
+    exec(compile(text, str(README), "exec"), {})
     assert "52 of 52 convolutions" in capsys.readouterr().out
+
+
+def test_the_fine_tuning_of_the_documents_runs():
+    page = ROOT / "docs/finetune.md"
+    fine_tuning, _ = blocks(page, ("python",))
     names: dict = {}
-    exec(compile(fine_tuning, str(README), "exec"), names)
+    exec(compile(fine_tuning, str(page), "exec"), names)
     # statistics stay, and scale and shift have learned
     norms = [module for module in names["model"].modules() if isinstance(module, torch.nn.BatchNorm2d)]
     assert all(norm.num_batches_tracked == 0 and not norm.training for norm in norms)
@@ -334,7 +345,7 @@ def test_the_python_of_deploying_runs(tmp_path, monkeypatch):
 
 def test_the_score_of_the_documents_is_what_it_says(monkeypatch):
     """With logits by hand; and what the table says that `evidence` holds is there."""
-    monkeypatch.setattr(registry, "SCORES", dict(registry.SCORES))
+    forget_own_score(monkeypatch)
     exec(compile(own_score(), "my_scores.py", "exec"), {})
     evidence = Evidence(Supernet(tiny_space(), layer_indicators=True).eval(), batches(2))
     path = evidence.sample(1)[0]

@@ -179,7 +179,7 @@ def _notes(findings: Findings, convs: Mapping[str, _ConvNd], norms: Mapping[str,
         ],
         "behind frozen convolutions have statistics of an earlier training and are in train mode, where each forward "
         "takes those of its batch and moves the kept ones; a pretrained network loses accuracy by it. With "
-        "model.eval() and scale and shift that train, results are exact, and a step is faster (docs/fuse.md)": moving,
+        "model.eval(), and scale and shift that train, results are exact and steps faster (docs/finetune.md)": moving,
     }
     return [
         f"{count(len(names), 'BatchNorm' if names is moving else 'convolution')} {text}: {listed(names)}"
