@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from nasfast.config import ConfigBase, ConfigError, Number, marked, nearest, to_number
 from nasfast.runtime.image_files import class_folders, read_image_list
-from nasfast.spaces import named_space
+from nasfast.spaces import SearchSpace, get_space, named_space
 
 CONFIG_FILE = "config.yaml"
 """The resolved settings of the run."""
@@ -429,6 +429,11 @@ class ScoreConfig(ConfigBase):
         """What a table of this score of a resolved config says about its origin."""
         return f"{self.name}" if self.table is None else f"table {self.table}"
 
+    @property
+    def words(self) -> str:
+        """The score and what is added to it, in a line of a stage."""
+        return self.label + (f" + {self.structure:g} sqrt_size" if self.structure and self.table is None else "")
+
 
 LIMITS = ("max_macs", "max_params", "max_latency_ms")
 """The settings of a search that are limits, besides those in `tables`."""
@@ -654,6 +659,10 @@ class SpaceConfig(ConfigBase):
     variant: str | None = None
     resolution: int | None = None
 
+    def get(self, num_classes: int | None = None) -> SearchSpace:
+        """The space with so many classes, None for its own; errors as in `nasfast.spaces.get_space`."""
+        return get_space(self.name, num_classes=num_classes, resolution=self.resolution, variant=self.variant)
+
 
 @dataclass(frozen=True)
 class RunConfig(ConfigBase):
@@ -720,6 +729,11 @@ class RunConfig(ConfigBase):
     def run_dir(self) -> Path:
         """The run directory as a path."""
         return Path(self.out)
+
+    @property
+    def score_settings(self) -> dict[str, Any]:
+        """The settings of scores, which a result keeps, because config.yaml may get others later."""
+        return {"score": self.score.to_dict(), "recalibration_batches": self.recalibration_batches}
 
     @property
     def holds_out(self) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nasfast.cli.flags import is_verbose
 from nasfast.display import counted, text_table
 from nasfast.pipeline.inputs import read_layers
-from nasfast.pipeline.run import Run
 from nasfast.report.findings import (
     PROVEN,
     PROVEN_NEXT,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nasfast.retrain import RetrainResult
 
 
-def show_retrained(run: Run, results: dict[str, RetrainResult]) -> None:
+def show_retrained(out: str, results: dict[str, RetrainResult]) -> None:
     """A line per architecture with all its seeds, one for all random ones, and what was gained over these."""
     records = {name: result.to_dict() for name, result in results.items()}
     repeats = {name: other_seeds(name, records) for name in records}
@@ -48,12 +48,12 @@ def show_retrained(run: Run, results: dict[str, RetrainResult]) -> None:
         top1 = Top1.of(trainings("best", records))
         images = counted(best.images, "image")
         print(f"best: top-1 {top1.mean:.1%} ({top1.spread} {top1.low:.1%} to {top1.high:.1%}, {images})")
-        space = read_layers(run.dir)
+        space = read_layers(Path(out))
         print(f"  {space.words(best.arch)}")
         if (comparison := compare(records["best"], peers, repeats["best"])) is not None:
             print(comparison.headline)
-            print(f"next: {advise(comparison, records, run.cfg.out, space.num_classes)}")
-    print(f"written: {run.dir / 'retrain'}")
+            print(f"next: {advise(comparison, records, out, space.num_classes)}")
+    print(f"written: {Path(out, 'retrain')}")
 
 
 def _mean_cells(name: str, kind: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -67,10 +67,10 @@ def _mean_cells(name: str, kind: str, records: Sequence[Mapping[str, Any]]) -> l
     return [f"{name}, {len(records)} {kind}", f"{accuracy:.2%} {spread}", *costs]
 
 
-def show_candidates(run: Run, candidates: list[Candidate]) -> None:
+def show_candidates(out: str, candidates: list[Candidate]) -> None:
     """Each architecture in words with its costs, where the tables come from, and what to do next."""
-    space = read_layers(run.dir)
-    tables = load_candidates(run.dir / ARCHS_FILE, space).tables
+    space = read_layers(Path(out))
+    tables = load_candidates(Path(out, ARCHS_FILE), space).tables
     for place, c in enumerate(candidates, start=1):
         costs = [f"{c.macs:,} MACs", f"{c.params:,} params"]
         costs += [f"{value:.4g} {t.unit} {t.quantity}" for t, value in zip(tables, c.values, strict=True)]
@@ -83,6 +83,6 @@ def show_candidates(run: Run, candidates: list[Candidate]) -> None:
     for table in tables:
         print(f"{table.quantity}: {table.about or 'a table of your own'}")
     if any(c.optimal for c in candidates):
-        print(score_verdict(run.dir))
-    print(f"written: {run.dir / ARCHS_FILE}")
-    print(f"next: nasfast retrain --out {run.cfg.out} trains the first one, and random ones of its cost to judge it by")
+        print(score_verdict(out))
+    print(f"written: {Path(out, ARCHS_FILE)}")
+    print(f"next: nasfast retrain --out {out} trains the first one, and random ones of its cost to judge it by")

@@ -123,12 +123,12 @@ def rank_trained(args: argparse.Namespace, settings: TaskSettings) -> None:
     inputs = sample_inputs(run.cfg)
     check_names(run.cfg, inputs.space, names)
     if args.dry_run:
-        print(estimate_sample(run, inputs, args.train, settings, epochs=args.epochs))
+        print(estimate_sample(run.cfg, inputs, args.train, settings, epochs=args.epochs))
         return
     with Run.open(run.cfg, threads=False) as open_run:
         accuracies = train_sample(open_run, inputs, args.train, epochs=args.epochs, settings=settings)
     comparison = compare_trained(
-        run, inputs.space, accuracies, names=names, half_width=args.interval, resamples=args.resamples
+        run.cfg, inputs.space, accuracies, names=names, half_width=args.interval, resamples=args.resamples
     )
     print(comparison)
     print("Trainings accumulate: the same command with a larger --train keeps these and adds to them.")

@@ -21,7 +21,6 @@ from nasfast.runtime.launcher import environment_rank, environment_size
 from nasfast.runtime.lock import check_free
 from nasfast.runtime.termination import Terminated, stopped_at
 from nasfast.settings import SPACE_FILE, STABILITY_FILE, RunConfig, TaskSettings
-from nasfast.spaces import get_space
 
 if TYPE_CHECKING:
     from nasfast.pipeline.run import Run
@@ -53,10 +52,8 @@ def check_limits(cfg: RunConfig, classes: int | None) -> None:
     """Refuse limits that no architecture meets in the space of the settings with so many classes, None for its own."""
     from nasfast.search.limits import Limits
 
-    settings = cfg.space
-    space = get_space(settings.name, num_classes=classes, resolution=settings.resolution, variant=settings.variant)
     limits = Limits(cfg.search.max_macs, cfg.search.max_params, allow_identity=cfg.search.allow_identity)
-    limits.check(space)
+    limits.check(cfg.space.get(classes))
 
 
 def check_begins(cfg: RunConfig, *, create: bool = True) -> None:
@@ -128,23 +125,21 @@ def run(line: CommandLine) -> None:
         if environment_size() > 1:
             raise ConfigError("--dry_run times the steps of one process: run it without torchrun")
         from nasfast.pipeline.estimate import plan_run  # imports torch
-        from nasfast.pipeline.run import Run
 
-        print(plan_run(Run.look(cfg, tasks=tasks.executor_settings), max_hours=tasks.max_hours))
+        print(plan_run(cfg, tasks.executor_settings, max_hours=tasks.max_hours))
         return
     from nasfast.cli.output import show_retrained
     from nasfast.pipeline.estimate import warn_of_memory  # imports torch
-    from nasfast.pipeline.run import Run
     from nasfast.pipeline.stages import every_stage
 
     if not resume and environment_size() == 1:
-        warn_of_memory(Run.look(cfg, tasks=tasks.executor_settings))
+        warn_of_memory(cfg, tasks.executor_settings)
     with _open_run(cfg, tasks, begins=True) as run:
         if run.world.is_main and ((run.dir / STABILITY_FILE).exists() or (run.dir / "seed-0").exists()):
             raise FileExistsError(f"{run.dir} has a run of --seeds: add --seeds N, or choose another --out")
         result = every_stage(run, resume=resume)
         if run.world.is_main:
-            show_retrained(run, result.retrained)
+            show_retrained(cfg.out, result.retrained)
             print(f"report: {result.report}")
 
 
@@ -224,7 +219,7 @@ def search(line: CommandLine) -> None:
     with Run.open(cfg, begins=begins, threads=False) as run:
         if begins:
             searching.score_untrained(run, num_classes=num_classes)
-        show_candidates(run, searching.search(run))
+        show_candidates(cfg.out, searching.search(run))
 
 
 def retrain_flags(parser: Parser) -> None:
@@ -253,7 +248,7 @@ def retrain(line: CommandLine) -> None:
     with _open_run(cfg, tasks, begins=False) as run:
         results = retrain_best(run, archs=archs, pareto=pareto, resume=options.get("resume", False))
         if run.world.is_main:
-            show_retrained(run, results)
+            show_retrained(cfg.out, results)
 
 
 COMMANDS = {

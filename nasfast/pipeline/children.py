@@ -2,7 +2,7 @@
 
 A task is a function by name, JSON arguments and a folder: files in, files out. It is finished when its `task.json`
 exists. A task that was interrupted continues in its folder, wherever it runs next. `child_task` is one that opens a
-child of a run; any other function serves, too.
+run with a seed of its own; any other function serves, too.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from typing import Any, Literal
 import torch
 
 from nasfast.config import difference, merge
-from nasfast.pipeline.run import Run
+from nasfast.pipeline.run import same_images
 from nasfast.runtime.capacity import cores, free_memory
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import seal, unseal, write_atomic
@@ -119,19 +119,21 @@ class TaskResult:
     log: Path
 
 
-def child_task(child: Run, name: str, function: str, *, in_run: bool = False, **arguments: Any) -> Task:
-    """A task that opens a child of a run; its function has its settings from `child_settings`.
+def child_task(cfg: RunConfig, name: str, function: str, *, seed: int, in_run: bool = False, **arguments: Any) -> Task:
+    """A task that opens a child of a run: one with a seed of its own, and the validation images that all seeds have.
 
-    The child is in the folder of the task, or with `in_run` in the run directory, which the caller has locked.
+    Its function has the child's settings from `child_settings`. The child is in the folder of the task, or with
+    `in_run` in the directory of the run, which the caller has locked.
     """
-    config, machine = child.cfg.parted(MACHINE)
+    child = cfg.replace(seed=seed, data=same_images(cfg), search=cfg.search.replace(seed=seed))
+    config, machine = child.parted(MACHINE)
     out = config.pop("out")
     return Task(
         name,
         function,
         {"config": config, **arguments},
-        threads=child.cfg.threads or torch.get_num_threads(),  # results depend on it: a task has that of this process
-        gpus=gpus_for(child.cfg.torch_device),
+        threads=child.threads or torch.get_num_threads(),  # results depend on it: a task has that of this process
+        gpus=gpus_for(child.torch_device),
         machine=machine | ({"out": out} if in_run else {}),
     )
 
@@ -224,7 +226,7 @@ class TaskRunner:
 
     def __enter__(self) -> TaskRunner:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(run_lock(self.folder))
+            stack.enter_context(_lock_folder(self.folder))
             if self.settings.executor == "ray":
                 self._ray = _join_cluster(self.settings.ray_address)
                 stack.callback(self._ray.shutdown)
@@ -399,7 +401,8 @@ def execute(task: Task, folder: Path, directory: str, modules: tuple[str, ...] =
         _log(f"{task.function} on {socket.gethostname()}, process {os.getpid()}")
         ending: Ending
         try:
-            with raise_on_sigterm(), _lock_folder(folder):
+            # a worker whose driver is gone has `GRACE` seconds to save and end
+            with raise_on_sigterm(), _lock_folder(folder, patience=GRACE + 5):
                 if load_result(folder, task) is None:
                     os.chdir(directory)
                     import_modules(modules)
@@ -476,16 +479,16 @@ def _log(text: str) -> None:
 
 
 @contextlib.contextmanager
-def _lock_folder(folder: Path) -> Iterator[None]:
-    """Lock the task's folder; wait for a worker whose driver is gone, which has `GRACE` seconds to save and end."""
-    patience = time.monotonic() + GRACE + 5
+def _lock_folder(folder: Path, *, patience: float = 0.0) -> Iterator[None]:
+    """Lock a folder, waiting so many seconds for another process that has it."""
+    end = time.monotonic() + patience
     with contextlib.ExitStack() as stack:
         while True:
             try:
                 stack.enter_context(run_lock(folder))
                 break
             except RunDirectoryError:
-                if time.monotonic() > patience:
+                if time.monotonic() >= end:
                     raise
                 time.sleep(0.1)
         yield

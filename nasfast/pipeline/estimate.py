@@ -23,18 +23,20 @@ import torch
 
 from nasfast.data import Loader
 from nasfast.display import text_table
+from nasfast.indicators.registry import configured_score, gives_table
 from nasfast.ops import empty_cache
 from nasfast.pipeline.children import MEMORY, gpus_for, workers_for
 from nasfast.pipeline.evidence import build_evidence, check_scoring, image_loaders, open_inputs, retrain_loaders
-from nasfast.pipeline.run import Run
+from nasfast.pipeline.run import resolved
 from nasfast.retrain import retrain
 from nasfast.runtime.capacity import cores, free_memory
+from nasfast.runtime.device import use_threads
 from nasfast.runtime.memory import freed_memory, keep_freed_memory
 from nasfast.runtime.progress import calling, duration
 from nasfast.search.limits import layer_costs
 from nasfast.search.sampling import sample_under
 from nasfast.settings import RunConfig, TaskSettings
-from nasfast.spaces import Arch, SearchSpace, get_space
+from nasfast.spaces import Arch, SearchSpace
 from nasfast.supernet import Supernet, build
 from nasfast.train import evaluate
 from nasfast.train.supernet import make_supernet, train_supernet
@@ -180,13 +182,12 @@ class Plan:
         return "\n".join(lines)
 
 
-def warn_of_memory(run: Run) -> None:
+def warn_of_memory(cfg: RunConfig, tasks: TaskSettings | None) -> None:
     """Say before a run begins on the CPU if it needs more memory than there is; steps are tried where it may be so."""
-    settings, batch = run.cfg.space, run.cfg.data.batch_size
-    space = get_space(settings.name, resolution=settings.resolution, variant=settings.variant)
-    if run.cfg.torch_device != "cpu" or batch * space.resolution**2 * _LARGE < free_memory():
+    pixels = cfg.data.batch_size * cfg.space.get().resolution ** 2
+    if cfg.torch_device != "cpu" or pixels * _LARGE < free_memory():
         return
-    if sentence := plan_run(run).too_large:
+    if sentence := plan_run(cfg, tasks).too_large:
         _LOG.warning("%s", sentence)
 
 
@@ -196,13 +197,16 @@ def start_of_task() -> Timing:
     return Timing(seconds, seconds)
 
 
-def plan_run(run: Run, *, max_hours: float | None = None) -> Plan:
-    """Time a few steps of each stage of a run in this process; raises what the run would, where it would be refused."""
-    cfg, tasks = run.cfg, run.tasks
-    run.use_threads()
+def plan_run(cfg: RunConfig, tasks: TaskSettings | None, *, max_hours: float | None = None) -> Plan:
+    """Time a few steps of each stage of a run in this process; raises what the run would, where it would be refused.
+
+    `tasks` are those of `Run`.
+    """
+    cfg = resolved(cfg)
+    use_threads(cfg.threads)
     begin, worked = time.perf_counter(), time.thread_time()
     start = start_of_task() if tasks is not None else Timing(0.0, 0.0)
-    trial = Trial(run)
+    trial = Trial(cfg)
     number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures
     stages = [
         Work("supernet", 1, trial.supernet(), as_tasks=False),
@@ -228,7 +232,7 @@ def plan_run(run: Run, *, max_hours: float | None = None) -> Plan:
 
 def _notes(trial: Trial, quick: Sequence[str]) -> tuple[str, ...]:
     """What is planned, and what the times leave out."""
-    run, space, limits = trial.run, trial.inputs.space, trial.inputs.limits
+    cfg, space, limits = trial.cfg, trial.inputs.space, trial.inputs.limits
     least, most = layer_costs(space, "macs").range
     maxima = " and ".join(f"{name} {value:,.10g}" for name, value in limits.maxima.items()) or "none"
     notes = [
@@ -241,26 +245,25 @@ def _notes(trial: Trial, quick: Sequence[str]) -> tuple[str, ...]:
             f"Not timed, because they take seconds: {', '.join(quick)}. "
             "Networks are timed at about the most MACs that the limits allow."
         )
-    if (run.dir / "checkpoints").exists():
-        notes.append(f"{run.dir} has a run already: this is the time of a whole one.")
+    if (cfg.run_dir / "checkpoints").exists():
+        notes.append(f"{cfg.run_dir} has a run already: this is the time of a whole one.")
     return (*notes, *trial.written)
 
 
 class Trial:
     """A few steps of the stages of a run; times and memory are scaled to its batches."""
 
-    def __init__(self, run: Run) -> None:
-        cfg = run.cfg
+    def __init__(self, cfg: RunConfig) -> None:
         self.inputs, images = open_inputs(cfg)
         loader, _ = image_loaders(cfg, self.inputs.space, images=images)
         # how long a step takes depends on no value of the weights, and orthogonal ones take long to make
         plain = {name: None for name in cfg.supernet.aligned}
         settings = cfg.supernet.replace(init="he", **plain)
-        self.images, self.run, self._loads = len(loader.source), run, _loads(loader, cfg.train.epochs)
+        self.images, self.cfg, self._loads = len(loader.source), cfg, _loads(loader, cfg.train.epochs)
         self._small, small = _smaller(cfg, self.inputs.space)
         self.net: Supernet
         self.net, self._sampler = make_supernet(small, cfg.method, settings, seed=cfg.seed)
-        check_scoring(cfg, self.net, run.score)
+        check_scoring(cfg, self.net, configured_score(cfg.score))
         self._clock = Clock(cfg.torch_device, cfg.data.workers)
         # only a cache of images, which the run reads
         folder = loader.cache_folder
@@ -268,7 +271,7 @@ class Trial:
 
     def supernet(self) -> Timing:
         """The supernet's training."""
-        cfg = self.run.cfg
+        cfg = self.cfg
         _LOG.info("timing a few steps of the supernet")
 
         def steps(batches: Sequence[Any]) -> object:
@@ -283,31 +286,31 @@ class Trial:
 
     def score(self) -> Timing:
         """The table of scores; nothing if it takes seconds, or if the search scores whole paths."""
-        run = self.run
-        if run.cfg.score.table is not None or run.score.additive or not run.gives_table:
+        settings = self.cfg.score
+        if settings.table is not None or configured_score(settings).additive or not gives_table(settings):
             return Timing(0.0, 0.0)
         one, paths = self._path()
         return one * paths
 
     def search(self) -> Timing:
         """A search that scores whole paths; nothing for one over a table, which takes seconds."""
-        search = self.run.cfg.search
-        if self.run.gives_table:
+        if gives_table(self.cfg.score):
             return Timing(0.0, 0.0)
+        search = self.cfg.search
         return self._path()[0] * (search.population * search.generations)
 
     def network(self) -> Timing:
         """The retraining of a network about as large as the limits allow."""
         _LOG.info("timing a few steps of retraining a large network")
-        space, rng = self.inputs.space, random.Random(self.run.cfg.seed)
+        space, rng = self.inputs.space, random.Random(self.cfg.seed)
         archs = [sample_under(space, rng, self.inputs.limits) for _ in range(_DRAWS)]
         arch = max(archs, key=lambda arch: space.cost(arch).macs)
-        return network_timing(self.run.cfg, space, arch)
+        return network_timing(self.cfg, space, arch)
 
     def _path(self) -> tuple[Timing, int]:
         """The score of a path, and how many a table needs."""
         _LOG.info("timing the scores of a few paths")
-        score, cfg, small = self.run.score, self.run.cfg, self._small
+        cfg, small, score = self.cfg, self._small, configured_score(self.cfg.score)
         size = min(_PATH_IMAGES, cfg.data.batch_size, self.images)
         evidence = build_evidence(small.replace(data=small.data.replace(batch_size=size)), self.net, score)
         half = copy.copy(evidence)

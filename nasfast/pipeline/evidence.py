@@ -21,7 +21,7 @@ from nasfast.pipeline.run import same_images
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.settings import SPACE_FILE, RunConfig
-from nasfast.spaces import Arch, ArchSpace, SearchSpace, get_space, named_space
+from nasfast.spaces import Arch, ArchSpace, SearchSpace, named_space
 from nasfast.supernet import Supernet
 from nasfast.train.checkpoint import Checkpoint, CheckpointFolder
 from nasfast.train.supernet import make_supernet
@@ -51,9 +51,7 @@ def find_space(cfg: RunConfig) -> SearchSpace:
 def _open_space(cfg: RunConfig) -> tuple[SearchSpace, Images]:
     """The space of the settings, with the classes of the images."""
     images = open_images(cfg.data, seed=cfg.seed, hold_out=cfg.holds_out)
-    settings = cfg.space
-    space = get_space(settings.name, resolution=settings.resolution, variant=settings.variant)
-    return space.replace(num_classes=len(images[0].classes)), images
+    return cfg.space.get().replace(num_classes=len(images[0].classes)), images
 
 
 def image_loaders(

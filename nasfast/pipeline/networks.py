@@ -130,8 +130,7 @@ def _retrain_as_tasks(
         for path in runner.folder.glob(f"*/{TASK_FILE}"):
             path.unlink()
         tasks = [
-            network_task(run.child(seed=seed), name, space, arch, in_run=True)
-            for name, (arch, seed) in trainings.items()
+            network_task(run.cfg, name, space, arch, seed=seed, in_run=True) for name, (arch, seed) in trainings.items()
         ]
         results = runner.run(tasks)
     check_done(results, "networks are not retrained; the same command with --resume continues")
@@ -168,18 +167,26 @@ def _train(
 
 
 def network_task(
-    child: Run, name: str, space: ArchSpace, arch: Arch, *, in_run: bool = False, hold_out: bool = False
+    cfg: RunConfig,
+    name: str,
+    space: ArchSpace,
+    arch: Arch,
+    *,
+    seed: int,
+    in_run: bool = False,
+    hold_out: bool = False,
 ) -> Task:
-    """The training of one network of a space, as a task of this name.
+    """The training of one network of a space with a seed, as a task of this name.
 
     With `in_run` it is the network of the run that is called `name`, whose directory the caller has locked; otherwise
     its files are in the folder of the task. With `hold_out` its accuracy is that of held-out training images, and no
     checkpoint stays at the end.
     """
     return child_task(
-        child,
+        cfg,
         name,
         f"{__name__}:train_network",
+        seed=seed,
         in_run=in_run,
         space=space.to_dict(),
         arch=list(arch),

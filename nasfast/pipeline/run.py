@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from nasfast.config import ConfigError, difference, load_yaml
-from nasfast.indicators.registry import Score, configured_score, gives_table
+from nasfast.indicators.registry import configured_score
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
 from nasfast.runtime.arguments import check_type
 from nasfast.runtime.files import CheckpointError, write_atomic
@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 class Run:
     """The settings and the directory of a run.
 
-    `open` gives the run that a command works on, `look` and `load` one to look at, and `child` a part of it.
+    `open` gives the run that a command works on, `look` and `load` one to look at.
 
     Attributes:
         cfg: the settings, resolved: they have no null or `auto` that a result depends on.
@@ -96,7 +96,9 @@ class Run:
             cfg = RunConfig.from_dict(json.loads(world.broadcast_bytes(json.dumps(cfg.to_dict()).encode())))
         run = cls(cfg, world, tasks, is_open=True)
         if threads:
-            run.use_threads()
+            from nasfast.runtime.device import use_threads  # imports torch
+
+            use_threads(cfg.threads)
         lock = run_lock(run.dir, create=begins) if run.leads else contextlib.nullcontext()
         with lock, tracked(cfg.track, run.dir, cfg.to_dict()):
             if run.leads and not begins:
@@ -104,9 +106,9 @@ class Run:
             yield run
 
     @classmethod
-    def look(cls, cfg: RunConfig, *, tasks: TaskSettings | None = None) -> Run:
+    def look(cls, cfg: RunConfig) -> Run:
         """The run of these settings, which no stage writes; errors as in `resolved`."""
-        return cls(resolved(cfg), tasks=tasks)
+        return cls(resolved(cfg))
 
     @classmethod
     def load(cls, out: str) -> Run:
@@ -118,15 +120,6 @@ class Run:
                 f"checkpoint, but the settings of a run in {path}"
             )
         return cls.look(RunConfig.load(path).replace(out=out))
-
-    def child(self, name: str = "", *, seed: int) -> Run:
-        """The part of this run with a seed of its own in the folder `name` of the directory, or in the directory.
-
-        All seeds have the same validation images.
-        """
-        cfg = self.cfg
-        out = str((self.dir / name).absolute()) if name else cfg.out
-        return Run(cfg.replace(out=out, seed=seed, data=same_images(cfg), search=cfg.search.replace(seed=seed)))
 
     # what the settings and the directory say
 
@@ -148,27 +141,6 @@ class Run:
         return self.ranks is None or self.ranks.leads
 
     @property
-    def score(self) -> Score:
-        """The score that ranks architectures."""
-        return configured_score(self.cfg.score)
-
-    @property
-    def gives_table(self) -> bool:
-        """Whether the score makes a table, which the exact search needs."""
-        return gives_table(self.cfg.score)
-
-    @property
-    def label(self) -> str:
-        """The score in a line of a stage."""
-        score = self.cfg.score
-        return score.label + (f" + {score.structure:g} sqrt_size" if score.structure and score.table is None else "")
-
-    @property
-    def score_settings(self) -> dict[str, Any]:
-        """The settings of scores, which a result keeps, because config.yaml may get others later."""
-        return {"score": self.cfg.score.to_dict(), "recalibration_batches": self.cfg.recalibration_batches}
-
-    @property
     def needs_no_supernet(self) -> bool:
         """Whether a search needs no supernet: the score knows the space alone, and none was trained."""
         scoring = self.cfg.score
@@ -178,7 +150,7 @@ class Run:
             meta = IndicatorTable.load(self.dir / TABLE_FILE).meta
             if meta.get("score") == scoring.label:
                 return "step" not in meta  # that of the checkpoint; nothing is imported to know it
-        return self.score.untrained
+        return configured_score(scoring).untrained
 
     @property
     def nothing_is_trained(self) -> bool:
@@ -225,12 +197,6 @@ class Run:
         return FileExistsError(f"{head}: add --resume, or choose another --out")
 
     # what a stage does at its beginning and end
-
-    def use_threads(self) -> None:
-        """Let torch use the threads of the settings, in this process."""
-        from nasfast.runtime.device import use_threads
-
-        use_threads(self.cfg.threads)
 
     def save_config(self, *, search: bool = True) -> None:
         """Write the settings to config.yaml; a stage does so once it has used them, because they may be new.

@@ -96,10 +96,10 @@ def train_sample(
         accuracies.json also has those that were trained under wider limits.
     """
     run.check_open()
-    tasks = plan_sample(run, inputs, count, epochs=epochs)
+    tasks = plan_sample(run.cfg, inputs, count, epochs=epochs)
     folder = run.dir / FOLDER
     with TaskRunner(folder, settings) as runner:
-        write_atomic(folder / SETTINGS_FILE, _load_settings(run, count, epochs).to_yaml().encode())
+        write_atomic(folder / SETTINGS_FILE, _load_settings(run.cfg, count, epochs).to_yaml().encode())
         results = runner.run(tasks)
         done = {tuple(t.arguments["arch"]): r.result for t, r in zip(tasks, results, strict=True) if r.status == "done"}
         if len(done) < len(tasks):
@@ -119,29 +119,28 @@ def train_sample(
     return within
 
 
-def plan_sample(run: Run, inputs: Inputs, count: int, *, epochs: int | None = None) -> list[Task]:
+def plan_sample(cfg: RunConfig, inputs: Inputs, count: int, *, epochs: int | None = None) -> list[Task]:
     """The trainings of `train_sample`: those of the sample, then those of earlier calls that are not in it."""
     if count < MIN_ARCHITECTURES:
         raise AccuracyError(
             f"--train {count}: at least {MIN_ARCHITECTURES} architectures are needed to compare rankings"
         )
     space = inputs.space
-    archs = stratified_sample(space, count, limits=inputs.limits, seed=run.cfg.seed)
+    archs = stratified_sample(space, count, limits=inputs.limits, seed=cfg.seed)
     # a folder is named after its architecture
-    finished = [space.parse(path.parent.name) for path in _list_finished(run)]
-    sample = Run(_make_config(run.cfg, _load_settings(run, count, epochs)))
-    _check_images(sample.cfg, space, count)
+    finished = [space.parse(path.parent.name) for path in _list_finished(cfg)]
+    cfg = _make_config(cfg, _load_settings(cfg, count, epochs))
+    _check_images(cfg, space, count)
     names = {arch_file_text(arch): arch for arch in [*archs, *finished]}
-    return [
-        network_task(sample.child(f"{FOLDER}/{name}", seed=run.cfg.seed), name, space, arch, hold_out=True)
-        for name, arch in names.items()
-    ]
+    return [network_task(cfg, name, space, arch, seed=cfg.seed, hold_out=True) for name, arch in names.items()]
 
 
-def estimate_sample(run: Run, inputs: Inputs, count: int, settings: TaskSettings, *, epochs: int | None = None) -> str:
+def estimate_sample(
+    cfg: RunConfig, inputs: Inputs, count: int, settings: TaskSettings, *, epochs: int | None = None
+) -> str:
     """What `train_sample` would do, with the time from a few steps of the middle architecture; none is trained."""
-    tasks = plan_sample(run, inputs, count, epochs=epochs)
-    done = {path.parent.name for path in _list_finished(run)}
+    tasks = plan_sample(cfg, inputs, count, epochs=epochs)
+    done = {path.parent.name for path in _list_finished(cfg)}
     missing = [task for task in tasks if task.name not in done]
     if not missing:
         return f"all {len(tasks)} architectures are trained"
@@ -149,10 +148,10 @@ def estimate_sample(run: Run, inputs: Inputs, count: int, settings: TaskSettings
     macs = {task.name: space.cost(task.arguments["arch"]).macs for task in missing}
     middle = sorted(missing, key=lambda task: macs[task.name])[len(missing) // 2]
     at_a_time = settings.workers or workers_for(len(missing), threads=middle.threads, gpus=middle.gpus)
-    check_free(run.dir)  # steps are timed without the lock
+    check_free(cfg.run_dir)  # steps are timed without the lock
     start = start_of_task().seconds
     _LOG.info("timing a few steps of the middle one of %d architectures", len(missing))
-    cfg = resolved(_make_config(run.cfg, _load_settings(run, count, epochs)))
+    cfg = resolved(_make_config(cfg, _load_settings(cfg, count, epochs)))
     use_threads(cfg.threads)
     epochs = cfg.retrain.train.epochs
     one = network_timing(cfg, space, tuple(middle.arguments["arch"]), hold_out=True).seconds
@@ -167,7 +166,7 @@ def estimate_sample(run: Run, inputs: Inputs, count: int, settings: TaskSettings
 
 
 def compare_trained(
-    run: Run,
+    cfg: RunConfig,
     space: SearchSpace,
     accuracies: Mapping[Arch, float],
     *,
@@ -182,20 +181,20 @@ def compare_trained(
     registered score that is no baseline.
     `half_width` and `resamples` are those of `compare_scores`.
     """
-    table, refused = run.dir / TABLE_FILE, {}
+    table, refused = cfg.run_dir / TABLE_FILE, {}
     scores: dict[str, IndicatorTable | Mapping[Arch, float]] = {}
     if table.exists():
         scores[TABLE_FILE] = loaded = IndicatorTable.load(table)
-        rank(accuracies, loaded, space, resamples=resamples, seed=run.cfg.seed).save(run.dir / "rank.json")
+        rank(accuracies, loaded, space, resamples=resamples, seed=cfg.seed).save(cfg.run_dir / "rank.json")
     for name in names or [name for name in all_scores() if name not in BASELINES]:
         try:
-            scores[name] = compute_scores(run.cfg, space, name, accuracies)
+            scores[name] = compute_scores(cfg, space, name, accuracies)
         except (ScoreError, ConfigError, FileNotFoundError) as error:
             refused[name] = str(error)
     prior = scores.get(TABLE_FILE, structure_table(space, "sqrt_size"))
     priors = {arch: prior.score(arch) if isinstance(prior, IndicatorTable) else prior[arch] for arch in accuracies}
     try:
-        scores[LEARNED] = held_out_score(space, accuracies, priors, seed=run.cfg.seed)
+        scores[LEARNED] = held_out_score(space, accuracies, priors, seed=cfg.seed)
     except ModuleNotFoundError as error:
         refused[LEARNED] = str(error)
     comparison = compare_scores(
@@ -204,17 +203,17 @@ def compare_trained(
         space,
         half_width=half_width,
         refused=refused,
-        attainable=_attainable_tau(run, accuracies),
+        attainable=_attainable_tau(cfg.run_dir, accuracies),
         resamples=resamples,
-        seed=run.cfg.seed,
+        seed=cfg.seed,
     )
-    comparison.save(run.dir / REPORT_FILE)
+    comparison.save(cfg.run_dir / REPORT_FILE)
     return comparison
 
 
-def _attainable_tau(run: Run, archs: Iterable[Arch]) -> float | None:
+def _attainable_tau(run_dir: Path, archs: Iterable[Arch]) -> float | None:
     """See `attainable_tau`; None unless all trainings have a record of the same number of held-out images."""
-    paths = [run.dir / FOLDER / arch_file_text(arch) / "retrain" / NETWORK / RESULT_FILE for arch in archs]
+    paths = [run_dir / FOLDER / arch_file_text(arch) / "retrain" / NETWORK / RESULT_FILE for arch in archs]
     try:
         results = [RetrainResult.load(path) for path in paths]
     except ConfigError:  # a file is absent or damaged, and nothing else needs it
@@ -246,16 +245,16 @@ def _make_config(cfg: RunConfig, shared: SampleSettings) -> RunConfig:
     )
 
 
-def _list_finished(run: Run) -> list[Path]:
+def _list_finished(cfg: RunConfig) -> list[Path]:
     """task.json of every finished training."""
-    return sorted((run.dir / FOLDER).glob(f"*/{TASK_FILE}"))
+    return sorted((cfg.run_dir / FOLDER).glob(f"*/{TASK_FILE}"))
 
 
-def _load_settings(run: Run, count: int, epochs: int | None) -> SampleSettings:
+def _load_settings(cfg: RunConfig, count: int, epochs: int | None) -> SampleSettings:
     """The settings that the first call saved, or those that it will save."""
-    path = run.dir / FOLDER / SETTINGS_FILE
+    path = cfg.run_dir / FOLDER / SETTINGS_FILE
     if not path.exists():
-        return SampleSettings(epochs or RECIPE.train.epochs, run.cfg.threads or threads_for(count))
+        return SampleSettings(epochs or RECIPE.train.epochs, cfg.threads or threads_for(count))
     saved = SampleSettings.load(path)
     if epochs not in (None, saved.epochs):
         raise ConfigError(

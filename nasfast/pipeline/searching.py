@@ -12,13 +12,14 @@ import time
 
 from nasfast.config import ConfigError, difference
 from nasfast.indicators.accuracies import read_accuracies
+from nasfast.indicators.registry import configured_score, gives_table
 from nasfast.indicators.table import REFINED_FILE, TABLE_FILE, IndicatorTable, TableError
 from nasfast.pipeline.inputs import Inputs, read_inputs, read_layers
 from nasfast.pipeline.run import Run, log_stage, read_result
 from nasfast.search import Candidate, History, Limits, evolve, pareto_front, run_search, save_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings import SPACE_FILE
-from nasfast.spaces import SearchSpace, get_space
+from nasfast.spaces import SearchSpace
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,26 +44,26 @@ def score_untrained(run: Run, *, num_classes: int | None = None) -> IndicatorTab
     space = _untrained_space(run, num_classes)
     run.check_settings(supernet=False)
     Inputs.of(run.cfg, space).check(run.cfg)
-    meta = {"seed": run.cfg.seed, "settings": run.score_settings}
+    meta = {"seed": run.cfg.seed, "settings": run.cfg.score_settings}
     with contextlib.suppress(FileNotFoundError, TableError):  # a damaged table is computed again
         table = IndicatorTable.load(file)
         if table.space == space and {key: table.meta.get(key) for key in meta} == meta:
             return table
-    from nasfast.indicators.scores import untrained_table  # imports torch
+    from nasfast.indicators.scores import untrained_table  # imports torch, as below
+    from nasfast.runtime.device import use_threads
 
-    run.use_threads()
+    use_threads(run.cfg.threads)
     table = untrained_table(settings.label, space, structure=settings.structure or 0.0, seed=run.cfg.seed, meta=meta)
     run.save_space(space)
     table.save(file)
     run.save_config(search=False)
-    log_stage("score", started, f"{run.label}, nothing was trained")
+    log_stage("score", started, f"{settings.words}, nothing was trained")
     return table
 
 
 def _untrained_space(run: Run, num_classes: int | None) -> SearchSpace:
     """The space of the settings; where `num_classes` is None, with the classes of a space in the run directory."""
-    settings, path = run.cfg.space, run.dir / SPACE_FILE
-    space = get_space(settings.name, num_classes=num_classes, resolution=settings.resolution, variant=settings.variant)
+    space, path = run.cfg.space.get(num_classes), run.dir / SPACE_FILE
     if not path.exists():
         if num_classes is None:
             _LOG.warning(
@@ -93,7 +94,8 @@ def search(run: Run) -> list[Candidate]:
     space, limits, front, fronts = inputs.space, inputs.limits, [], []
     for sentence in limits.met_by_all(space):
         _LOG.info("%s", sentence)
-    if run.gives_table:
+    has_table = gives_table(run.cfg.score)
+    if has_table:
         table = _load_table(run)
         history = run.dir / "history.jsonl" if settings.method == "evolution" else None
         candidates = run_search(table, space, settings, history=history)
@@ -114,7 +116,7 @@ def search(run: Run) -> list[Candidate]:
         pareto=front,
         table_fronts=fronts,
         settings=settings,
-        scored_with=None if run.gives_table else run.score_settings,
+        scored_with=None if has_table else run.cfg.score_settings,
     )
     run.save_config(search=False)
     proof = "highest score proven" if candidates[0].optimal else candidates[0].status
@@ -129,10 +131,11 @@ def _search_paths(run: Run, space: SearchSpace) -> list[Candidate]:
     evidence, checkpoint = load_evidence(run.cfg, space)
     # the name has all that a score depends on, so that scores of another supernet are not taken for this one's
     scorer = f"accuracy of {checkpoint.digest}, recalibration {run.cfg.recalibration_batches}"
-    if run.score.name != "recalibrated_accuracy":
-        scorer = f"{run.score.name} of {checkpoint.digest}, {run.cfg.score.images} images"
+    score = configured_score(run.cfg.score)
+    if score.name != "recalibrated_accuracy":
+        scorer = f"{score.name} of {checkpoint.digest}, {run.cfg.score.images} images"
     history = History(run.dir / "history.jsonl", space, scorer=scorer)
-    return evolve(space, functools.partial(run.score.function, evidence), run.cfg.search, history=history)
+    return evolve(space, functools.partial(score.function, evidence), run.cfg.search, history=history)
 
 
 def _load_table(run: Run) -> IndicatorTable:

@@ -31,11 +31,12 @@ from nasfast.pipeline.estimate import Plan, Trial, Work
 from nasfast.pipeline.evidence import open_inputs
 from nasfast.pipeline.inputs import Inputs
 from nasfast.pipeline.networks import network_task
-from nasfast.pipeline.run import Run
+from nasfast.pipeline.run import Run, resolved
 from nasfast.pipeline.searching import search
 from nasfast.pipeline.stages import score, supernet
 from nasfast.report.agreement import Agreement, agreement
 from nasfast.report.seeds import write_stability_page
+from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import seal, write_atomic
 from nasfast.search import InfeasibleConstraintError, top_k
 from nasfast.search.sampling import EQUAL_COST_TOLERANCE
@@ -116,7 +117,7 @@ def run_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings(
             if settings.executor != "ray":
                 raise
             _LOG.warning("this machine does not see the images, so each task checks its limits itself: %s", error)
-        tasks = [seed_task(run, number) for number in range(seeds)]
+        tasks = [seed_task(run.cfg, number) for number in range(seeds)]
         for task in tasks:
             load_result(run.dir / task.name, task)  # refuses that of another task
         run.save_config()
@@ -137,7 +138,7 @@ def _run(run: Run, tasks: Sequence[Task], runner: TaskRunner) -> Path:
         result = agreement(tables, inputs.limits, k=run.cfg.search.top_k)
         answer = result.top[0].arch
         rivals = find_rivals(run.cfg, inputs, answer)
-        trainings = _retrain(run, space, runner, list_networks(answer, rivals, seeds))
+        trainings = _retrain(run.cfg, space, runner, list_networks(answer, rivals, seeds))
     elif not runner.time_is_over:
         raise TaskError(
             f"{len(good)} of {seeds} seeds ended well, at least {LEAST_SEEDS} are needed: "
@@ -164,13 +165,12 @@ def _run(run: Run, tasks: Sequence[Task], runner: TaskRunner) -> Path:
 
 
 def _retrain(
-    run: Run, space: SearchSpace, runner: TaskRunner, networks: Sequence[Network]
+    cfg: RunConfig, space: SearchSpace, runner: TaskRunner, networks: Sequence[Network]
 ) -> list[tuple[Network, TaskResult]]:
     """Each network with its result; what has two roles is trained once."""
     names = [f"networks/{arch_file_text(n.arch)}/seed-{n.seed}" for n in networks]
     tasks = [
-        network_task(run.child(name, seed=run.cfg.seed + n.seed), name, space, n.arch)
-        for name, n in zip(names, networks, strict=True)
+        network_task(cfg, name, space, n.arch, seed=cfg.seed + n.seed) for name, n in zip(names, networks, strict=True)
     ]
     results = {result.name: result for result in runner.run({task.name: task for task in tasks}.values())}
     return [(network, results[task.name]) for network, task in zip(networks, tasks, strict=True)]
@@ -188,21 +188,19 @@ def agreement_record(result: Agreement) -> dict[str, Any]:
 
 def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings()) -> Plan:
     """Time a few steps of each kind of task in this process."""
-    run = Run.look(shared_settings(cfg, seeds))
-    cfg = run.cfg
+    cfg = resolved(shared_settings(cfg, seeds))
     at_a_time = settings.workers or workers_for(seeds, threads=cfg.threads, gpus=gpus_for(cfg.torch_device))
-    run.use_threads()
+    use_threads(cfg.threads)
     trainings = 2 * seeds + cfg.retrain.random_architectures
-    trial = Trial(run)
+    trial = Trial(cfg)
     scoring = Work("seeds (supernet, score, search)", seeds, trial.supernet() + trial.score())
     retraining = Work("networks (retraining)", trainings, trial.network())
     return Plan((scoring, retraining), cfg.threads, at_a_time, settings, trial.written, settings.max_hours)
 
 
-def seed_task(run: Run, number: int) -> Task:
+def seed_task(cfg: RunConfig, number: int) -> Task:
     """Supernet, score and search of one seed, in `seed-NUMBER`, which is a run directory like any other."""
-    name = f"seed-{number}"
-    return child_task(run.child(name, seed=run.cfg.seed + number), name, f"{__name__}:score_seed")
+    return child_task(cfg, f"seed-{number}", f"{__name__}:score_seed", seed=cfg.seed + number)
 
 
 def score_seed(folder: Path, *, config: Mapping[str, Any], **machine: Any) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 
 from nasfast.config import ConfigError, difference
 from nasfast.display import Tabular, counted
+from nasfast.indicators.registry import configured_score, gives_table
 from nasfast.indicators.scores import score_table
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.measure.doctor import environment
@@ -149,7 +150,7 @@ def supernet(run: Run, *, resume: bool = False) -> Path:
     space = inputs.space
     loader, _ = image_loaders(cfg, space, world=world, images=images)
     net, sampler = make_supernet(space, cfg.method, cfg.supernet, seed=cfg.seed)
-    check_scoring(cfg, net, run.score)
+    check_scoring(cfg, net, configured_score(cfg.score))
     if world.is_main:
         _prepare(run, space, resume=resume)
     for sentence in inputs.limits.met_by_all(space):
@@ -233,10 +234,10 @@ def score(run: Run, *, resume: bool = False) -> IndicatorTable | None:
     run.check_open()
     started, cfg, settings, inputs = time.monotonic(), run.cfg, run.cfg.score, read_inputs(run.cfg)
     inputs.check(cfg)  # the settings are kept, and a search that takes them would refuse them
-    if not run.gives_table:
+    if not gives_table(settings):
         _LOG.info("%s scores whole paths during the search: no table is written", settings.name)
         return None
-    meta: dict[str, Any] = {"settings": run.score_settings}
+    meta: dict[str, Any] = {"settings": cfg.score_settings}
     if settings.table is not None:
         costs = read_cost_table(settings.table, inputs.space)
         table = IndicatorTable.from_costs(inputs.space, costs, {"score": settings.label, **meta})
@@ -244,13 +245,14 @@ def score(run: Run, *, resume: bool = False) -> IndicatorTable | None:
         evidence, checkpoint = load_evidence(cfg, inputs.space)
         meta = {"method": cfg.method, "seed": cfg.seed, "step": checkpoint.state["step"], **meta}
         keeping: dict[str, Any] = {}
-        if not run.score.additive:
-            record = open_path_scores(cfg, run.score, evidence, checkpoint, resume=resume)
+        scoring = configured_score(settings)
+        if not scoring.additive:
+            record = open_path_scores(cfg, scoring, evidence, checkpoint, resume=resume)
             keeping = {"known": dict(record.scores), "keep": record.add}
             if record.scores:
                 _LOG.info("%s: %d paths are scored already, and kept", record.path, len(record.scores))
         table = score_table(settings.label, evidence, structure=settings.structure or 0.0, meta=meta, **keeping)
     table.save(run.dir / TABLE_FILE)
     run.save_config()
-    log_stage("score", started, run.label)
+    log_stage("score", started, settings.words)
     return table

@@ -102,7 +102,7 @@ def searched(tmp_path):
     space.save(out / "space.yaml")
     run = Run.look(RunConfig.from_dict(form))
     run.save_config()
-    meta = {"seed": 0, "settings": run.score_settings, "score": "isometry"}
+    meta = {"seed": 0, "settings": run.cfg.score_settings, "score": "isometry"}
     table = structure_table(space, "sqrt_size")
     type(table).from_rows(space, table.block, meta).save(out / "indicators.json")
     return out
@@ -269,7 +269,7 @@ def test_a_limit_that_nothing_meets_is_refused_and_one_that_all_meet_is_not(name
         raise Terminated
 
     monkeypatch.setattr(stages, "_open_run", begun)
-    monkeypatch.setattr("nasfast.pipeline.estimate.warn_of_memory", lambda run: None)
+    monkeypatch.setattr("nasfast.pipeline.estimate.warn_of_memory", lambda cfg, tasks: None)
     space = get_space(name, num_classes=2)
     most = sum(max(cost.macs for cost in row.values()) for row in space.option_costs()) + space.fixed_cost.macs
     least = sum(min(cost.macs for cost in row.values()) for row in space.option_costs()) + space.fixed_cost.macs

@@ -151,15 +151,15 @@ def test_a_resumed_run_with_other_settings_is_refused_before_anything_changes(tm
     run = Run.look(config(out=str(tmp_path), data={"source": "digits"}))
     run.save_config()
     cfg = run.cfg
-    save_result(tmp_path / "seed-1", seed_task(run, 1), {"top": []})
+    save_result(tmp_path / "seed-1", seed_task(run.cfg, 1), {"top": []})
     before = (tmp_path / "config.yaml").read_bytes()
     with pytest.raises(TaskError, match=r"search.top_k was 2, now 3; choose another --out"):
         run_seeds(cfg.replace(search=cfg.search.replace(top_k=3)), 2, resume=True)
     assert (tmp_path / "config.yaml").read_bytes() == before
-    assert seed_task(run, 1).arguments["config"]["data"]["split_seed"] == 0, "all seeds have one validation split"
+    assert seed_task(run.cfg, 1).arguments["config"]["data"]["split_seed"] == 0, "all seeds have one validation split"
     # settings of the machine may change: the seed counts as finished
     other = Run.look(run.cfg.replace(data=cfg.data.replace(workers=7, cache_dir="elsewhere"), track=("wandb",)))
-    assert load_result(tmp_path / "seed-1", seed_task(other, 1)) == ({"top": []},)
+    assert load_result(tmp_path / "seed-1", seed_task(other.cfg, 1)) == ({"top": []},)
 
 
 def write_run(folder, noise, seeds, *, top1=0.9, fit=0.9, missing=None, no_structure=False):

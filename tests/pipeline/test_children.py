@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import multiprocessing
@@ -29,6 +30,7 @@ from nasfast.pipeline.children import (
     threads_for,
 )
 from nasfast.runtime import progress
+from nasfast.runtime.lock import RunDirectoryError
 
 ADD = Task("deep/add", "task_functions:add", {"a": 2, "b": 3}, threads=2)
 FAIL = Task("fail", "task_functions:always_fail", {"text": "no\nimages"})
@@ -113,6 +115,13 @@ def test_how_many_tasks_fit(monkeypatch, caplog):
 def test_arguments_that_are_not_json_are_refused(value, tmp_path):
     with pytest.raises(TaskError, match="'bad'.*JSON"), TaskRunner(tmp_path) as runner:
         runner.run([Task("bad", "task_functions:add", {"a": value})])
+
+
+def test_a_folder_has_one_runner_at_a_time(tmp_path):
+    with open(tmp_path / ".lock", "w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)  # as another process would: a lock is the open file's
+        with pytest.raises(RunDirectoryError, match="is in use by another process"), TaskRunner(tmp_path):
+            pass
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path):

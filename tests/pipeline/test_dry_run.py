@@ -14,7 +14,6 @@ from tiny import tiny_space
 from nasfast import ops
 from nasfast.cli.main import main
 from nasfast.pipeline import estimate
-from nasfast.pipeline.run import Run
 from nasfast.runtime.progress import duration
 from nasfast.runtime.termination import Terminated
 from nasfast.settings import RunConfig
@@ -139,10 +138,10 @@ def test_a_large_run_says_before_it_begins_that_it_needs_too_much(config, tmp_pa
     cfg = RunConfig.load(config).replace(out=str(tmp_path / "out"))
     asked = []
     plan = estimate.Plan((estimate.Work("a", 1, estimate.Timing(1, 1, 3 << 30)),), 1, 1, None, memory=2 << 30)
-    monkeypatch.setattr(estimate, "plan_run", lambda run: asked.append(run) or plan)
-    estimate.warn_of_memory(Run.look(cfg))
+    monkeypatch.setattr(estimate, "plan_run", lambda *of: asked.append(of) or plan)
+    estimate.warn_of_memory(cfg, None)
     assert not asked, "small batches need no try"
-    estimate.warn_of_memory(Run.look(cfg.replace(data=cfg.data.replace(batch_size=1_000_000))))
+    estimate.warn_of_memory(cfg.replace(data=cfg.data.replace(batch_size=1_000_000)), None)
     assert len(asked) == 1 and caplog.messages == [plan.too_large]
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 from dataclasses import FrozenInstanceError
+from pathlib import Path
 
 import pytest
 from tiny import tiny_space, write_folder
@@ -18,6 +19,7 @@ import nasfast.train.loop as loop
 from nasfast.cli.main import main
 from nasfast.config import ConfigError
 from nasfast.pipeline import evidence
+from nasfast.pipeline.children import child_settings, child_task
 from nasfast.pipeline.evidence import retrain_loaders
 from nasfast.pipeline.inputs import read_layers
 from nasfast.pipeline.run import Run
@@ -213,6 +215,11 @@ def test_a_run_is_a_value(out):
     run = Run.load(str(out))
     with pytest.raises(FrozenInstanceError):
         run.cfg = run.cfg.replace(seed=1)
-    child = run.child("seed-1", seed=1)
-    assert (child.dir, child.cfg.seed, child.cfg.search.seed) == (out / "seed-1", 1, 1)
-    assert (child.cfg.data.split_seed, run.child(seed=1).cfg.out) == (run.cfg.seed, run.cfg.out)
+
+
+def test_a_child_has_a_seed_of_its_own_and_the_images_of_the_run(out):
+    cfg = Run.load(str(out)).cfg
+    for in_run, folder in ((False, "seed-1"), (True, cfg.out)):
+        task = child_task(cfg, "seed-1", "module:function", seed=1, in_run=in_run)
+        child = child_settings(Path("seed-1"), task.arguments["config"], task.machine)
+        assert (child.out, child.seed, child.search.seed, child.data.split_seed) == (folder, 1, 1, cfg.seed)

@@ -51,7 +51,7 @@ def run(tmp_path, config, monkeypatch):
 def test_a_network_keeps_its_number_type_on_another_machine(run, tmp_path, monkeypatch):
     """It was stopped where `precision: auto` is bf16, and goes on where it is fp32."""
     run = Run.look(run.cfg.replace(data=run.cfg.data.replace(val_fraction=0.6)))
-    task = sample.plan_sample(run, sample.sample_inputs(run.cfg), 10, epochs=2)[0]
+    task = sample.plan_sample(run.cfg, sample.sample_inputs(run.cfg), 10, epochs=2)[0]
     step, steps = loop.update, itertools.count()
 
     def stopped(*arguments, **named):
@@ -99,8 +99,8 @@ def test_a_sample_is_trained_once_and_grows(run, small_forests, capsys, monkeypa
     grown = read_accuracies(out / "accuracies.json", space)
     assert len(grown) == 12 and {arch: grown[arch] for arch in first} == first
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert sample.estimate_sample(run, inputs, 12, ONE) == "all 12 architectures are trained"
-    assert "1 training of 1 epoch" in sample.estimate_sample(run, inputs, 13, ONE)
+    assert sample.estimate_sample(run.cfg, inputs, 12, ONE) == "all 12 architectures are trained"
+    assert "1 training of 1 epoch" in sample.estimate_sample(run.cfg, inputs, 13, ONE)
     # fewer lose nothing
     assert train_sample(run, inputs, 10, settings=ONE) == grown
     with pytest.raises(ConfigError, match="has trainings of 1 epochs, --epochs is 2"):
@@ -108,7 +108,7 @@ def test_a_sample_is_trained_once_and_grows(run, small_forests, capsys, monkeypa
 
 
 def test_a_training_gives_the_accuracy_of_the_trained_network(run, tmp_path):
-    task = sample.plan_sample(run, sample.sample_inputs(run.cfg), 10, epochs=1)[0]
+    task = sample.plan_sample(run.cfg, sample.sample_inputs(run.cfg), 10, epochs=1)[0]
     form = train_network(tmp_path / "a", **task.arguments, **task.machine)
     network = load_model(tmp_path / "a" / "retrain" / "network")
     _, held = image_loaders(run.cfg, find_space(run.cfg))
@@ -179,7 +179,7 @@ def test_a_comparison_takes_a_table_and_a_sum_of_scores(run, small_forests):
     ]
     IndicatorTable.from_rows(space, rows, {}).save(run.dir / "indicators.json")
     accuracies = {arch: float(i) for i, arch in enumerate(archs)}
-    found = sample.compare_trained(run, space, accuracies, names=["naswot+synflow"], resamples=10)
+    found = sample.compare_trained(run.cfg, space, accuracies, names=["naswot+synflow"], resamples=10)
     by_table, summed_up = found.rows[:2]
     form = json.loads((run.dir / "rank.json").read_text())
     assert form["resamples"] == 10 and form["predictor"]["kendall"] == asdict(by_table.kendall)
