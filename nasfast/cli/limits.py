@@ -28,7 +28,7 @@ def limits_line(cfg: RunConfig, argv: Sequence[str]) -> str:
 def refuse_limits(cfg: RunConfig, argv: Sequence[str]) -> None:
     """Refuse a limit on the command line of a stage behind the search, where it would have no effect."""
     for name, source in _find_origins(argv).items():
-        if source == _COMMAND_LINE and argv[0] == "retrain":
+        if source == _COMMAND_LINE:
             raise ConfigError(
                 f"--{name} is a limit of the search, and `nasfast retrain` trains what that found: run "
                 f"`nasfast search --out {cfg.out} --{name} ...` first"

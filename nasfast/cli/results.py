@@ -144,7 +144,8 @@ def report(line: CommandLine) -> None:
         raise FlagError("give one run directory (--out RUN) or the names of several to compare: nasfast report A B")
     if args.page is not None and len(runs) == 1:
         raise FlagError("--page is about several runs: the page of one run is report.html in its directory")
-    from nasfast.report import write_comparison, write_report  # imports matplotlib
+    from nasfast.report.comparison import write_comparison  # imports matplotlib, as all of them
+    from nasfast.report.html import write_report
     from nasfast.report.run_files import RunFiles
     from nasfast.report.seeds import write_stability_page
     from nasfast.report.shrinking import NETWORKS_FILE, write_shrink_report

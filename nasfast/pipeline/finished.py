@@ -8,8 +8,9 @@ from pathlib import Path
 
 from nasfast.indicators.table import TABLE_FILE
 from nasfast.pipeline.run import resolved
-from nasfast.retrain.retrain import RESULT_FILE
+from nasfast.retrain.retrain import RESULT_FILE, RetrainResult
 from nasfast.runtime.files import seal, unseal, write_atomic
+from nasfast.search import Candidate, load_candidates
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig
 
@@ -22,12 +23,21 @@ def save_finished(run_dir: Path, networks: Iterable[str]) -> None:
     write_atomic(run_dir / _FILE, seal(record).encode())
 
 
-def read_finished(cfg: RunConfig) -> list[str] | None:
-    """The names of the networks of a run that has ended; None if it has not, or if settings or files differ now."""
+def read_finished(cfg: RunConfig) -> tuple[list[Candidate], dict[str, RetrainResult]] | None:
+    """What the search of a run that has ended found, and the results of its networks by name.
+
+    None if it has not ended, or if settings or files differ now.
+    """
+    folder = cfg.run_dir
     try:
-        record = unseal((cfg.run_dir / _FILE).read_text(encoding="utf-8"))
-        same = resolved(RunConfig.load(cfg.run_dir / CONFIG_FILE).replace(out=cfg.out)) == cfg
-        return record["networks"] if same and record["files"] == _digests(cfg.run_dir) else None
+        record = unseal((folder / _FILE).read_text(encoding="utf-8"))
+        if resolved(RunConfig.load(folder / CONFIG_FILE).replace(out=cfg.out)) != cfg:
+            return None
+        if record["files"] != _digests(folder):
+            return None
+        names = record["networks"]
+        retrained = {name: RetrainResult.load(folder / "retrain" / name / RESULT_FILE) for name in names}
+        return list(load_candidates(folder / ARCHS_FILE).candidates), retrained
     except (OSError, ValueError, LookupError):
         return None
 

@@ -18,7 +18,7 @@ from nasfast.pipeline.inputs import Inputs, read_inputs, read_layers
 from nasfast.pipeline.run import Run, log_stage, read_result
 from nasfast.search import Candidate, History, Limits, evolve, pareto_front, run_search, save_candidates
 from nasfast.search.candidate import ARCHS_FILE
-from nasfast.settings import SPACE_FILE
+from nasfast.settings import SPACE_FILE, RunConfig
 from nasfast.spaces import SearchSpace
 
 _LOG = logging.getLogger(__name__)
@@ -38,13 +38,13 @@ def score_untrained(run: Run, *, num_classes: int | None = None) -> IndicatorTab
         InfeasibleConstraintError: no architecture meets the limits.
     """
     run.check_open()
-    started, settings, file = time.monotonic(), run.cfg.score, run.dir / TABLE_FILE
-    if run.cfg.supernet.activation is not None:
+    started, cfg, settings, file = time.monotonic(), run.cfg, run.cfg.score, run.dir / TABLE_FILE
+    if cfg.supernet.activation is not None:
         raise ConfigError("supernet.activation is that of a supernet, and this trains none: set it in the space's file")
-    space = _untrained_space(run, num_classes)
+    space = _untrained_space(cfg, num_classes)
     run.check_settings(supernet=False)
-    Inputs.of(run.cfg, space).check(run.cfg)
-    meta = {"seed": run.cfg.seed, "settings": run.cfg.score_settings}
+    Inputs.of(cfg, space).check(cfg)
+    meta = {"seed": cfg.seed, "settings": cfg.score_settings}
     with contextlib.suppress(FileNotFoundError, TableError):  # a damaged table is computed again
         table = IndicatorTable.load(file)
         if table.space == space and {key: table.meta.get(key) for key in meta} == meta:
@@ -52,8 +52,8 @@ def score_untrained(run: Run, *, num_classes: int | None = None) -> IndicatorTab
     from nasfast.indicators.scores import untrained_table  # imports torch, as below
     from nasfast.runtime.device import use_threads
 
-    use_threads(run.cfg.threads)
-    table = untrained_table(settings.label, space, structure=settings.structure or 0.0, seed=run.cfg.seed, meta=meta)
+    use_threads(cfg.threads)
+    table = untrained_table(settings.label, space, structure=settings.structure or 0.0, seed=cfg.seed, meta=meta)
     run.save_space(space)
     table.save(file)
     run.save_config(search=False)
@@ -61,16 +61,16 @@ def score_untrained(run: Run, *, num_classes: int | None = None) -> IndicatorTab
     return table
 
 
-def _untrained_space(run: Run, num_classes: int | None) -> SearchSpace:
+def _untrained_space(cfg: RunConfig, num_classes: int | None) -> SearchSpace:
     """The space of the settings; where `num_classes` is None, with the classes of a space in the run directory."""
-    space, path = run.cfg.space.get(num_classes), run.dir / SPACE_FILE
+    space, path = cfg.space.get(num_classes), cfg.run_dir / SPACE_FILE
     if not path.exists():
         if num_classes is None:
             _LOG.warning(
                 "the classifier has %d classes, as the space says: --num_classes N makes it yours", space.num_classes
             )
         return space
-    saved = read_layers(run.dir)
+    saved = read_layers(cfg.run_dir)
     if num_classes is None:
         space = space.replace(num_classes=saved.num_classes)
     if saved.fingerprint != space.fingerprint:
@@ -89,14 +89,14 @@ def search(run: Run) -> list[Candidate]:
         AccuracyError: `search.refine` is not a file of accuracies of the space.
     """
     run.check_open()
-    started, settings, inputs = time.monotonic(), run.cfg.search, read_inputs(run.cfg)
-    inputs.check(run.cfg)
+    started, cfg, settings, inputs = time.monotonic(), run.cfg, run.cfg.search, read_inputs(run.cfg)
+    inputs.check(cfg)
     space, limits, front, fronts = inputs.space, inputs.limits, [], []
     for sentence in limits.met_by_all(space):
         _LOG.info("%s", sentence)
-    has_table = gives_table(run.cfg.score)
+    has_table = gives_table(cfg.score)
     if has_table:
-        table = _load_table(run)
+        table = _load_table(cfg)
         history = run.dir / "history.jsonl" if settings.method == "evolution" else None
         candidates = run_search(table, space, settings, history=history)
         # the fronts are of the whole space, and their points have the costs by all tables, as candidates have
@@ -105,7 +105,7 @@ def search(run: Run) -> list[Candidate]:
         front = front_against()
         fronts = [front_against(against=cost) for cost, _ in limits.tables]
     else:
-        candidates = _search_paths(run, space)
+        candidates = _search_paths(cfg, space)
         # what refined an earlier search says nothing about this one
         (run.dir / REFINED_FILE).unlink(missing_ok=True)
     save_candidates(
@@ -116,7 +116,7 @@ def search(run: Run) -> list[Candidate]:
         pareto=front,
         table_fronts=fronts,
         settings=settings,
-        scored_with=None if has_table else run.cfg.score_settings,
+        scored_with=None if has_table else cfg.score_settings,
     )
     run.save_config(search=False)
     proof = "highest score proven" if candidates[0].optimal else candidates[0].status
@@ -124,35 +124,35 @@ def search(run: Run) -> list[Candidate]:
     return candidates
 
 
-def _search_paths(run: Run, space: SearchSpace) -> list[Candidate]:
+def _search_paths(cfg: RunConfig, space: SearchSpace) -> list[Candidate]:
     """The best by evolution, which scores each path by itself; history.jsonl has the scores."""
     from nasfast.pipeline.evidence import load_evidence  # imports torch
 
-    evidence, checkpoint = load_evidence(run.cfg, space)
+    evidence, checkpoint = load_evidence(cfg, space)
     # the name has all that a score depends on, so that scores of another supernet are not taken for this one's
-    scorer = f"accuracy of {checkpoint.digest}, recalibration {run.cfg.recalibration_batches}"
-    score = configured_score(run.cfg.score)
+    scorer = f"accuracy of {checkpoint.digest}, recalibration {cfg.recalibration_batches}"
+    score = configured_score(cfg.score)
     if score.name != "recalibrated_accuracy":
-        scorer = f"{score.name} of {checkpoint.digest}, {run.cfg.score.images} images"
-    history = History(run.dir / "history.jsonl", space, scorer=scorer)
-    return evolve(space, functools.partial(score.function, evidence), run.cfg.search, history=history)
+        scorer = f"{score.name} of {checkpoint.digest}, {cfg.score.images} images"
+    history = History(cfg.run_dir / "history.jsonl", space, scorer=scorer)
+    return evolve(space, functools.partial(score.function, evidence), cfg.search, history=history)
 
 
-def _load_table(run: Run) -> IndicatorTable:
+def _load_table(cfg: RunConfig) -> IndicatorTable:
     """The table of the score stage, refined if `search.refine` is given; refined.json is what the search had then."""
-    path, refined_path, name = run.dir / TABLE_FILE, run.dir / REFINED_FILE, run.cfg.score.label
-    command = f"nasfast score --out {run.cfg.out}"
+    path, refined_path, name = cfg.run_dir / TABLE_FILE, cfg.run_dir / REFINED_FILE, cfg.score.label
+    command = f"nasfast score --out {cfg.out}"
     table = read_result(path, IndicatorTable.load, command)
     if (score := table.meta.get("score", name)) != name:
         raise ConfigError(
             f"{path} has the score {score!r}, the settings say {name!r}: run `{command}` with these settings first"
         )
-    if run.cfg.search.refine is None:
+    if cfg.search.refine is None:
         refined_path.unlink(missing_ok=True)
         return table
     from nasfast.indicators.refine import refine  # imports scipy.stats, which takes half a second
 
-    refinement = refine(table, read_accuracies(run.cfg.search.refine, table.space), seed=run.cfg.seed)
+    refinement = refine(table, read_accuracies(cfg.search.refine, table.space), seed=cfg.seed)
     _LOG.info("%s", refinement)
     refinement.table.save(refined_path)
     return refinement.table

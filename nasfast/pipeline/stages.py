@@ -30,14 +30,12 @@ from nasfast.pipeline.run import Run, log_stage
 from nasfast.pipeline.searching import search
 from nasfast.report.findings import at_chance, training_top1
 from nasfast.retrain import RetrainResult
-from nasfast.retrain.retrain import RESULT_FILE
 from nasfast.runtime.distributed import SINGLE, World
 from nasfast.runtime.files import CheckpointError, read_metrics, write_atomic
 from nasfast.runtime.once import log_once
 from nasfast.runtime.progress import Callback, calling
 from nasfast.runtime.termination import Terminated
-from nasfast.search import Candidate, load_candidates
-from nasfast.search.candidate import ARCHS_FILE
+from nasfast.search import Candidate
 from nasfast.settings import CONFIG_FILE, SPACE_FILE, RunConfig, TaskSettings
 from nasfast.spaces import SearchSpace, format_arch, read_cost_table
 from nasfast.train.checkpoint import CheckpointFolder
@@ -103,16 +101,15 @@ def run(
 
 def every_stage(run: Run, *, resume: bool = False) -> RunResult:
     """As `run`; what stops it has the stage in its text."""
-    from nasfast.report import write_report  # imports matplotlib, which no other stage needs
+    from nasfast.report.html import write_report  # imports matplotlib, which no other stage needs
 
     stage, candidates = "supernet", []
     # ranks that begin together look at the files of every stage
-    if resume and run.world.size == 1 and (names := read_finished(run.cfg)) is not None:
+    if resume and run.world.size == 1 and (finished := read_finished(run.cfg)) is not None:
         _LOG.info("%s has ended, and its files are as it left them: nothing is left to do", run.dir)
-        trained = {name: RetrainResult.load(run.dir / "retrain" / name / RESULT_FILE) for name in names}
-        return RunResult(list(load_candidates(run.dir / ARCHS_FILE).candidates), trained, run.dir / "report.html")
+        return RunResult(*finished, run.dir / "report.html")
     if resume and run.world.is_main and not (run.dir / CONFIG_FILE).exists():
-        _say_it_begins(run)  # before the images are read: the directory may be misspelt
+        _say_it_begins(run.dir)  # before the images are read: the directory may be misspelt
     try:
         supernet(run, resume=resume)
         if run.world.is_main:
@@ -163,7 +160,7 @@ def supernet(run: Run, *, resume: bool = False) -> Path:
         net, loader, sampler, cfg.train, run_dir=run.dir, resume=resume, device=cfg.torch_device, world=world
     )
     if world.is_main:
-        log_stage("supernet", started, f"{counted(cfg.train.epochs, 'epoch')}{_describe_accuracy(run, space)}")
+        log_stage("supernet", started, f"{counted(cfg.train.epochs, 'epoch')}{_describe_accuracy(run.dir, space)}")
     return final
 
 
@@ -176,14 +173,14 @@ def _prepare(run: Run, space: SearchSpace, *, resume: bool) -> None:
             raise run.already_begun("a supernet run", lambda: _check_continues(run, space, folder))
         _check_continues(run, space, folder)
     elif resume:
-        _say_it_begins(run)
+        _say_it_begins(run.dir)
     run.save_config()
     run.save_space(space)
     write_atomic(run.dir / "environment.json", (json.dumps(environment(), indent=1) + "\n").encode())
 
 
-def _say_it_begins(run: Run) -> None:
-    log_once(_LOG, logging.WARNING, f"nothing to resume in {run.dir}: starting from the beginning")
+def _say_it_begins(run_dir: Path) -> None:
+    log_once(_LOG, logging.WARNING, f"nothing to resume in {run_dir}: starting from the beginning")
 
 
 def _check_continues(run: Run, space: SearchSpace, folder: CheckpointFolder) -> None:
@@ -204,9 +201,9 @@ def _check_continues(run: Run, space: SearchSpace, folder: CheckpointFolder) -> 
     run.check_settings()
 
 
-def _describe_accuracy(run: Run, space: SearchSpace) -> str:
+def _describe_accuracy(run_dir: Path, space: SearchSpace) -> str:
     """How accurate the supernet's paths are; a warning says if it has learnt nothing, for its scores are unproven."""
-    top1, classes = training_top1(read_metrics(run.dir)), space.num_classes
+    top1, classes = training_top1(read_metrics(run_dir)), space.num_classes
     if top1 is None:
         return ""
     if at_chance(top1, classes):

@@ -11,7 +11,7 @@ from tiny import tiny_space
 
 from nasfast.cli.commands import parse
 from nasfast.cli.main import main
-from nasfast.report import write_report
+from nasfast.report.html import write_report
 from nasfast.search import load_candidates
 from nasfast.settings import RunConfig
 from nasfast.spaces import SKIP

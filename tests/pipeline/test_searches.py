@@ -20,7 +20,7 @@ from nasfast.indicators.scores import score_paths, score_table, untrained_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline.evidence import build_evidence, load_evidence, load_supernet
 from nasfast.pipeline.run import Run, resolved
-from nasfast.report import write_report
+from nasfast.report.html import write_report
 from nasfast.research.zero_cost import ntk_q
 from nasfast.search import load_candidates
 from nasfast.settings import METHODS, RunConfig

@@ -14,7 +14,7 @@ from scipy import stats
 
 from nasfast.cli.main import main
 from nasfast.indicators.table import IndicatorTable
-from nasfast.report import write_comparison
+from nasfast.report.comparison import write_comparison
 from nasfast.search import SearchConfig, load_candidates, save_candidates
 from nasfast.settings import RetrainConfig
 from nasfast.spaces import digits_mini

@@ -12,7 +12,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from nasfast.report import plots, write_report
+from nasfast.report import plots
+from nasfast.report.html import write_report
 from nasfast.report.page import svg_text, write_figure
 from nasfast.spaces import digits_mini, mobilenet_v2, nas_bench_macro, parse_arch, shufflenet_v2
 
