@@ -27,7 +27,7 @@ from nasfast.pipeline.children import (
     threads_for,
     workers_for,
 )
-from nasfast.pipeline.estimate import Plan, Trial, Work
+from nasfast.pipeline.estimate import Plan, Trial, Work, start_of_task
 from nasfast.pipeline.evidence import open_inputs
 from nasfast.pipeline.inputs import Inputs
 from nasfast.pipeline.networks import network_task
@@ -188,13 +188,13 @@ def agreement_record(result: Agreement) -> dict[str, Any]:
 
 def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings()) -> Plan:
     """Time a few steps of each kind of task in this process."""
-    cfg = resolved(shared_settings(cfg, seeds))
+    cfg, start = resolved(shared_settings(cfg, seeds)), start_of_task()
     at_a_time = settings.workers or workers_for(seeds, threads=cfg.threads, gpus=gpus_for(cfg.torch_device))
     use_threads(cfg.threads)
     trainings = 2 * seeds + cfg.retrain.random_architectures
     trial = Trial(cfg)
-    scoring = Work("seeds (supernet, score, search)", seeds, trial.supernet() + trial.score())
-    retraining = Work("networks (retraining)", trainings, trial.network())
+    scoring = Work("seeds (supernet, score, search)", seeds, trial.supernet() + trial.score() + start)
+    retraining = Work("networks (retraining)", trainings, trial.network() + start)
     return Plan((scoring, retraining), cfg.threads, at_a_time, settings, trial.written, settings.max_hours)
 
 
