@@ -77,6 +77,18 @@ class Evidence(NetworkEvidence):
         free = sum(len(values) - 1 for values in self.values)
         self.paths = max(_LEAST_PATHS, 4 * free) if paths is None else paths
 
+    def on(self, images: object, *, loaders: tuple[object, object] | None = None) -> Evidence:
+        """The same supernet and paths with other images; arguments as those of the class."""
+        return Evidence(
+            self.net,
+            images,
+            loaders=loaders,
+            paths=self.paths,
+            recalibration_batches=self.recalibration_batches,
+            seed=self.seed,
+            bf16=self.bf16,
+        )
+
     def network(self, arch: Arch) -> nn.Module:
         """The standalone network of an architecture, with the supernet's weights."""
         return inherit(self.net, arch)

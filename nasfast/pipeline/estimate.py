@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import io
 import itertools
@@ -313,16 +312,15 @@ class Trial:
         cfg, small, score = self.cfg, self._small, configured_score(self.cfg.score)
         size = min(_PATH_IMAGES, cfg.data.batch_size, self.images)
         evidence = build_evidence(small.replace(data=small.data.replace(batch_size=size)), self.net, score)
-        half = copy.copy(evidence)
         held = image_loaders(small, self.net.space)[1]
         images = min(len(held.source), cfg.score.images)
         if score.name == "recalibrated_accuracy":
             batches = _timed_batches(held, self._clock)[0]
-            half.loaders = evidence.loaders = batches, batches
+            half = evidence = evidence.on(evidence.images, loaders=(batches, batches))
             counts = [2 * sum(len(labels) for _, labels in batches)] * 2
             images = cfg.recalibration_batches * cfg.data.batch_size + len(held.source)
         else:
-            half.batches = _halves(evidence.batches)
+            half = evidence.on(_halves(evidence.batches))
             counts = [sum(len(labels) for _, labels in part.batches) for part in (half, evidence)]
         # every candidate has run once before; it is then prepared, as in most paths of the run
         paths = list(dict.fromkeys(evidence.sample(max(map(len, evidence.values)) + 2 * _STEPS)))
