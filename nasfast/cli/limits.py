@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from nasfast.cli.flags import RECIPES, config_file, long_flags
+from nasfast.cli.flags import RECIPES, config_file
 from nasfast.config import ConfigError, flatten, load_yaml
 from nasfast.settings import CONFIG_FILE, LIMITS, RunConfig, SearchConfig
 
@@ -38,8 +38,7 @@ def refuse_limits(cfg: RunConfig, argv: Sequence[str]) -> None:
 def _find_origins(argv: Sequence[str]) -> dict[str, str]:
     """Where a command line gives each setting that may be a limit; of files and flags, later ones win."""
     origins: dict[str, str] = {}
-    words = long_flags(argv)
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip(argv, [*argv[1:], ""], strict=True):
         flag, sign, value = word.partition("=")
         given, source = [flag.rstrip("+")], _COMMAND_LINE
         if flag == "--config":
