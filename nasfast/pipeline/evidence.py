@@ -38,9 +38,7 @@ def open_inputs(cfg: RunConfig) -> tuple[Inputs, Images]:
     The search can use the space and its settings, or this raises what it would.
     """
     space, images = _open_space(cfg)
-    inputs = Inputs.of(cfg, space)
-    inputs.check(cfg)
-    return inputs, images
+    return Inputs.checked(cfg, space), images
 
 
 def find_space(cfg: RunConfig) -> SearchSpace:

@@ -31,11 +31,13 @@ class Inputs:
         """With the limits of the settings; ConfigError where one of their tables cannot be used."""
         return cls(space, read_limits(cfg.search, space))
 
-    def check(self, cfg: RunConfig) -> None:
-        """Refuse settings with which the search would fail, and a bad table of scores."""
+    @classmethod
+    def checked(cls, cfg: RunConfig, space: SearchSpace) -> Inputs:
+        """As `of`; settings with which the search would fail, and a bad table of scores, are refused."""
+        inputs = cls.of(cfg, space)
         search, name = cfg.search, cfg.score.name
         if cfg.score.table is not None:
-            read_cost_table(cfg.score.table, self.space)
+            read_cost_table(cfg.score.table, space)
         if not gives_table(cfg.score) and search.method == "exact":
             raise ConfigError(
                 f"search.method='exact' needs additive scores, and {name!r} scores whole paths: set "
@@ -47,13 +49,14 @@ class Inputs:
                     f"search.refine refines a table, and {name!r} scores whole paths: set score.distill=true, or "
                     "search.refine=null"
                 )
-            read_accuracies(search.refine, self.space)
-        self.limits.check(self.space)
+            read_accuracies(search.refine, space)
+        inputs.limits.check(space)
+        return inputs
 
 
 def read_inputs(cfg: RunConfig) -> Inputs:
-    """The space in the run directory, and the limits of the settings; errors as in `read_layers`."""
-    return Inputs.of(cfg, read_layers(cfg.run_dir))
+    """The space in the run directory, and the limits of the settings; errors as in `read_layers`, `Inputs.checked`."""
+    return Inputs.checked(cfg, read_layers(cfg.run_dir))
 
 
 def read_layers(run_dir: Path) -> SearchSpace:

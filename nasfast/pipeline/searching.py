@@ -43,7 +43,7 @@ def score_untrained(run: Run, *, num_classes: int | None = None) -> IndicatorTab
         raise ConfigError("supernet.activation is that of a supernet, and this trains none: set it in the space's file")
     space = _untrained_space(cfg, num_classes)
     run.check_settings(supernet=False)
-    Inputs.of(cfg, space).check(cfg)
+    Inputs.checked(cfg, space)
     meta = {"seed": cfg.seed, "settings": cfg.score_settings}
     with contextlib.suppress(FileNotFoundError, TableError):  # a damaged table is computed again
         table = IndicatorTable.load(file)
@@ -90,7 +90,6 @@ def search(run: Run) -> list[Candidate]:
     """
     run.check_open()
     started, cfg, settings, inputs = time.monotonic(), run.cfg, run.cfg.search, read_inputs(run.cfg)
-    inputs.check(cfg)
     space, limits, front, fronts = inputs.space, inputs.limits, [], []
     for sentence in limits.met_by_all(space):
         _LOG.info("%s", sentence)

@@ -230,7 +230,6 @@ def score(run: Run, *, resume: bool = False) -> IndicatorTable | None:
     """
     run.check_open()
     started, cfg, settings, inputs = time.monotonic(), run.cfg, run.cfg.score, read_inputs(run.cfg)
-    inputs.check(cfg)  # the settings are kept, and a search that takes them would refuse them
     if not gives_table(settings):
         _LOG.info("%s scores whole paths during the search: no table is written", settings.name)
         return None
