@@ -110,12 +110,15 @@ class Steps:
 
 @dataclass(frozen=True)
 class Work:
-    """One kind of work: what one takes if nothing else uses its cores, and whether they run side by side, as tasks."""
+    """One kind of work: what one takes if nothing else uses its cores, and how many tasks run side by side.
+
+    `at_a_time` is None for what no task does, but this process.
+    """
 
     what: str
     number: int
     one: Timing
-    as_tasks: bool = True
+    at_a_time: int | None = None
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,6 @@ class Plan:
 
     estimates: tuple[Work, ...]
     threads: int
-    at_a_time: int
     settings: TaskSettings | None
     notes: tuple[str, ...] = ()
     max_hours: float | None = None
@@ -137,11 +139,11 @@ class Plan:
     @property
     def too_large(self) -> str:
         """What needs more memory than there is, and what to do, in a sentence; empty if nothing does."""
-        needed = {e.what: e.one.memory * (min(self.at_a_time, e.number) if e.as_tasks else 1) for e in self.estimates}
+        needed = {e.what: e.one.memory * min(e.at_a_time or 1, e.number) for e in self.estimates}
         what = max(needed, key=lambda name: needed[name])
         if self.memory is None or needed[what] <= self.memory:
             return ""
-        side_by_side = "fewer --workers, " if self.at_a_time > 1 else ""
+        side_by_side = "fewer --workers, " if max(self._at_a_time, default=1) > 1 else ""
         return (
             f"This machine has {self.memory / 2**30:.1f} GiB of memory for it, and {what} takes up to "
             f"{needed[what] / 2**30:.1f} GiB: give {side_by_side}a smaller --data.batch_size or --space.resolution."
@@ -150,18 +152,23 @@ class Plan:
     @property
     def total(self) -> Timing:
         """Everything on this machine."""
-        parts = (e.one * math.ceil(e.number / (self.at_a_time if e.as_tasks else 1)) for e in self.estimates)
+        parts = (e.one * math.ceil(e.number / (e.at_a_time or 1)) for e in self.estimates)
         return functools.reduce(Timing.__add__, parts)
 
+    @property
+    def _at_a_time(self) -> list[int]:
+        """How many tasks run side by side, of each kind of them."""
+        return sorted({e.at_a_time for e in self.estimates if e.at_a_time is not None})
+
     def __str__(self) -> str:
-        head = "tasks" if self.settings is not None and all(e.as_tasks for e in self.estimates) else "stages"
+        head = "tasks" if self.settings is not None and all(e.at_a_time for e in self.estimates) else "stages"
         table = [[head, "number", "threads", "time of one", "memory, at most"]]
         for e in self.estimates:
             memory = f"{e.one.memory / 2**30:.1f} GiB"
             table.append([e.what, str(e.number), str(self.threads), duration(e.one.seconds), memory])
         order, condition = "One after another", ""
         if self.settings is not None:
-            order = f"{self.at_a_time}{'' if head == 'tasks' else ' networks'} at a time"
+            order = f"{' to '.join(map(str, self._at_a_time))}{'' if head == 'tasks' else ' networks'} at a time"
             condition = "" if self.settings.executor == "processes" else ", if the cluster has as many free cores"
         lines = [*self.notes, *text_table(table, right=1)]
         total = self.total
@@ -169,7 +176,7 @@ class Plan:
             f"{order}: about {duration(total.seconds)}{condition}, up to {duration(total.slowest)} by the slowest of "
             f"{_STEPS} steps of each kind. Nothing was trained."
         )
-        largest = max((e.one.memory for e in self.estimates if e.as_tasks), default=0)
+        largest = max((e.one.memory for e in self.estimates if e.at_a_time), default=0)
         if self.settings is not None and not self.settings.workers and largest > MEMORY:
             lines.append(
                 f"A run counts {MEMORY / 2**30:.0f} GiB for each task, and these may need more: set "
@@ -208,14 +215,14 @@ def plan_run(cfg: RunConfig, tasks: TaskSettings | None, *, max_hours: float | N
     trial = Trial(cfg)
     number = cfg.retrain.top_k * cfg.retrain.seeds + cfg.retrain.random_architectures
     stages = [
-        Work("supernet", 1, trial.supernet(), as_tasks=False),
-        Work("score", 1, trial.score(), as_tasks=False),
-        Work("search", 1, trial.search(), as_tasks=False),
-        Work("networks (retraining)", number, trial.network() + start),
+        Work("supernet", 1, trial.supernet()),
+        Work("score", 1, trial.score()),
+        Work("search", 1, trial.search()),
     ]
-    at_a_time, threads = 1, torch.get_num_threads()
+    one, at_a_time, threads = trial.network() + start, None, torch.get_num_threads()
     if tasks is not None:
         at_a_time = tasks.workers or workers_for(number, threads=threads, gpus=gpus_for(cfg.torch_device))
+    stages.append(Work("networks (retraining)", number, one, at_a_time))
     quick = [e.what for e in stages if not e.one.seconds]
     notes = _notes(trial, quick)
     took, worked = time.perf_counter() - begin, time.thread_time() - worked
@@ -226,7 +233,7 @@ def plan_run(cfg: RunConfig, tasks: TaskSettings | None, *, max_hours: float | N
             "are those of a quiet one.",
         )
     memory = _fresh_peak() + free_memory() if cfg.torch_device == "cpu" else None
-    return Plan(tuple(e for e in stages if e.one.seconds), threads, at_a_time, tasks, notes, max_hours, memory)
+    return Plan(tuple(e for e in stages if e.one.seconds), threads, tasks, notes, max_hours, memory)
 
 
 def _notes(trial: Trial, quick: Sequence[str]) -> tuple[str, ...]:

@@ -189,13 +189,19 @@ def agreement_record(result: Agreement) -> dict[str, Any]:
 def plan_seeds(cfg: RunConfig, seeds: int, settings: TaskSettings = TaskSettings()) -> Plan:
     """Time a few steps of each kind of task in this process."""
     cfg, start = resolved(shared_settings(cfg, seeds)), start_of_task()
-    at_a_time = settings.workers or workers_for(seeds, threads=cfg.threads, gpus=gpus_for(cfg.torch_device))
-    use_threads(cfg.threads)
     trainings = 2 * seeds + cfg.retrain.random_architectures
+    at_a_time = [
+        settings.workers or workers_for(number, threads=cfg.threads, gpus=gpus_for(cfg.torch_device))
+        for number in (seeds, trainings)
+    ]
+    use_threads(cfg.threads)
     trial = Trial(cfg)
-    scoring = Work("seeds (supernet, score, search)", seeds, trial.supernet() + trial.score() + start)
-    retraining = Work("networks (retraining)", trainings, trial.network() + start)
-    return Plan((scoring, retraining), cfg.threads, at_a_time, settings, trial.written, settings.max_hours)
+    scoring = trial.supernet() + trial.score() + start
+    kinds = (
+        Work("seeds (supernet, score, search)", seeds, scoring, at_a_time[0]),
+        Work("networks (retraining)", trainings, trial.network() + start, at_a_time[1]),
+    )
+    return Plan(kinds, cfg.threads, settings, trial.written, settings.max_hours)
 
 
 def seed_task(cfg: RunConfig, number: int) -> Task:

@@ -16,7 +16,7 @@ from nasfast.cli.main import main
 from nasfast.pipeline import estimate
 from nasfast.runtime.progress import duration
 from nasfast.runtime.termination import Terminated
-from nasfast.settings import RunConfig
+from nasfast.settings import RunConfig, TaskSettings
 
 
 @pytest.fixture
@@ -125,19 +125,31 @@ def test_a_plan_that_needs_more_memory_than_there_is_says_so(config, tmp_path, c
 
 
 def test_tasks_side_by_side_need_the_memory_of_each():
-    works = [estimate.Work("a", 1, estimate.Timing(1, 1, 3 << 30), as_tasks=False)]
-    works += [estimate.Work("b", 4, estimate.Timing(1, 1, 2 << 30))]
+    def planned(at_a_time, memory):
+        tasks = estimate.Work("b", 4, estimate.Timing(1, 1, 2 << 30), at_a_time)
+        return estimate.Plan((estimate.Work("a", 1, estimate.Timing(1, 1, 3 << 30)), tasks), 1, None, memory=memory)
+
     for at_a_time, what, needed in ((1, "a", "3.0"), (3, "b", "6.0")):
-        plan = estimate.Plan(tuple(works), 1, at_a_time, None, memory=2 << 30)
+        plan = planned(at_a_time, 2 << 30)
         assert f"This machine has 2.0 GiB of memory for it, and {what} takes up to {needed} GiB: give" in plan.too_large
     assert "fewer --workers, a smaller --data.batch_size" in plan.too_large
-    assert estimate.Plan(tuple(works), 1, 1, None, memory=3 << 30).too_large == ""
+    assert planned(1, 3 << 30).too_large == ""
+
+
+def test_each_kind_of_tasks_has_its_own_number_side_by_side():
+    """Three seeds take one round and seven networks two, and this process trains a supernet in front of them."""
+    one = estimate.Timing(10, 20)
+    kinds = estimate.Work("seeds", 3, one, 3), estimate.Work("networks", 7, one, 4)
+    plan = estimate.Plan(kinds, 1, TaskSettings())
+    assert plan.total.seconds == 30 and "\n3 to 4 at a time: about 30 s" in str(plan)
+    plan = estimate.Plan((estimate.Work("supernet", 1, one), kinds[1]), 1, TaskSettings())
+    assert plan.total.seconds == 30 and "\n4 networks at a time: about 30 s" in str(plan)
 
 
 def test_a_large_run_says_before_it_begins_that_it_needs_too_much(config, tmp_path, caplog, monkeypatch):
     cfg = RunConfig.load(config).replace(out=str(tmp_path / "out"))
     asked = []
-    plan = estimate.Plan((estimate.Work("a", 1, estimate.Timing(1, 1, 3 << 30)),), 1, 1, None, memory=2 << 30)
+    plan = estimate.Plan((estimate.Work("a", 1, estimate.Timing(1, 1, 3 << 30)),), 1, None, memory=2 << 30)
     monkeypatch.setattr(estimate, "plan_run", lambda *of: asked.append(of) or plan)
     estimate.warn_of_memory(cfg, None)
     assert not asked, "small batches need no try"
