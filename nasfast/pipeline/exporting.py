@@ -64,7 +64,7 @@ def export(
                 raise RuntimeError(f"{error}, or export without {ONNX_FILE} (--onnx false)") from error
             onnx = False
             _LOG.warning("%s is left out: %s", ONNX_FILE, error)
-    names = _choose_names(run_dir, arch=arch, pareto=pareto) if arch is not None or pareto else [name]
+    names = _choose_names(run_dir, arch) if arch is not None or pareto else [name]
     files = []
     for one in names:
         folder = model_folder(run_dir / "retrain", one)
@@ -107,8 +107,8 @@ def _read_names(run_dir: Path, space: ArchSpace) -> dict[Arch, str]:
     return names
 
 
-def _choose_names(run_dir: Path, *, arch: Arch | str | None, pareto: bool) -> list[str]:
-    """The names of the retrained networks of an architecture, or of the Pareto fronts."""
+def _choose_names(run_dir: Path, arch: Arch | str | None) -> list[str]:
+    """The names of the retrained networks of an architecture, or where there is none, of the Pareto fronts."""
     space = read_space(run_dir / SPACE_FILE)
     names = _read_names(run_dir, space)
     if arch is not None:
