@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from nasfast.indicators.distill import z_sum
 from nasfast.indicators.rank import Estimate, bootstrap_weights, kendall_tau
 from nasfast.indicators.structure import structure_table
 from nasfast.indicators.table import IndicatorTable
-from nasfast.search import Limits, option_scores, sample_under, top_k
+from nasfast.search import Limits, option_scores, sample_distinct, top_k
 from nasfast.search.limits import arch_sum
-from nasfast.spaces import Arch, LayerSpace
+from nasfast.spaces import Arch
 
 STABLE_TAU = 0.7
 """A ranking counts as stable if the interval of tau between seeds is above this, and most seeds have the answer.
@@ -95,18 +94,18 @@ class Agreement:
         return max(1, math.ceil(GOAL * (1 - r) / (r * (1 - GOAL)) - 1e-9)) if r < 1 else 1
 
 
-def agreement(tables: Sequence[IndicatorTable], limits: Limits, *, k: int, seed: int = 0) -> Agreement:
+def agreement(tables: Sequence[IndicatorTable], limits: Limits, *, k: int) -> Agreement:
     """Compare the tables of several seeds, at least two of one space, on random architectures within the limits.
 
-    `k` is the number of best architectures, `seed` that of the random ones and of the bootstrap.
+    `k` is the number of best architectures.
     """
     if len(tables) < 2:
         raise ValueError(f"agreement needs the tables of at least two seeds, got {len(tables)}")
     space = tables[0].space
-    archs = random_architectures(space, limits, seed=seed)
+    archs = sample_distinct(space, _ARCHITECTURES, limits)
     rows = [option_scores(table, allow_identity=limits.allow_identity) for table in tables]
     scores = np.array([[arch_sum(row, arch) for arch in archs] for row in rows])
-    weights = bootstrap_weights(len(archs), _RESAMPLES, seed)
+    weights = bootstrap_weights(len(archs), _RESAMPLES, 0)
     own, learned = scores, None
     if weight := tables[0].meta.get("structure"):
         # the first part, of weight 0, only says which skips have a score
@@ -122,12 +121,6 @@ def agreement(tables: Sequence[IndicatorTable], limits: Limits, *, k: int, seed:
         correlation=_correlation(own),
         top=_top(tables, rows, limits, k),
     )
-
-
-def random_architectures(space: LayerSpace, limits: Limits, *, seed: int) -> list[Arch]:
-    """Up to 1000 different architectures within the limits."""
-    rng = random.Random(seed)
-    return list(dict.fromkeys(sample_under(space, rng, limits) for _ in range(_ARCHITECTURES)))
 
 
 def mean_tau(scores: np.ndarray, weights: np.ndarray) -> Estimate:

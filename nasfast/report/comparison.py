@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from nasfast.report.page import (
 from nasfast.report.plots import SERIES, literal, new_figure
 from nasfast.report.run_files import RunFiles, format_limits
 from nasfast.runtime.progress import duration
-from nasfast.search import sample_under
+from nasfast.search import sample_distinct
 from nasfast.settings import CHOICES, CONFIG_FILE
 from nasfast.spaces import SAMPLERS, Arch, format_arch
 
@@ -230,9 +229,9 @@ def _agreement(runs: Mapping[str, RunFiles]) -> str:
     scores: dict[str, list[float]] = {}
     for name, table in tables.items():
         if table is not None:
-            space, rng = table.space, random.Random(0)
+            space = table.space
             if space.fingerprint not in samples:
-                sample = list(dict.fromkeys(sample_under(space, rng) for _ in range(_ARCHITECTURES)))
+                sample = sample_distinct(space, _ARCHITECTURES)
                 samples[space.fingerprint] = sample
                 weights[space.fingerprint] = bootstrap_weights(len(sample), _RESAMPLES, 0)
             scores[name] = [table.score(arch) for arch in samples[space.fingerprint]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import random
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -41,12 +40,12 @@ from nasfast.report.page import (
     write_run_page,
 )
 from nasfast.report.run_files import RunFiles, config_section, format_limits, limits_origin
-from nasfast.search import pareto_front, sample_under
+from nasfast.search import pareto_front, sample_distinct
 from nasfast.search.candidate import ARCHS_FILE
 from nasfast.settings import CONFIG_FILE, SPACE_FILE, STABILITY_FILE
 from nasfast.spaces import Arch, SearchSpace, format_arch
 
-# Number of random architectures in the figure of score against MACs.
+# Draws of random architectures for the figure of score against MACs; a small space has fewer different ones.
 _CLOUD = 1000
 
 _STALE = (
@@ -206,9 +205,7 @@ def _needs_indicators(section: Callable[[RunFiles], str]) -> Callable[[RunFiles]
 def _pareto(run: RunFiles) -> str:
     result, table = run.result, run.table
     front = result.pareto or pareto_front(table, table.space)
-    rng = random.Random(0)
-    # a small space has fewer different ones
-    archs = list(dict.fromkeys(sample_under(table.space, rng) for _ in range(_CLOUD)))
+    archs = sample_distinct(table.space, _CLOUD)
     caption = "The front is exact: no architecture lies above and to the left of it."
     figure = plots.score_cost(
         [(p.macs * 1e-6, p.score) for p in front],

@@ -27,7 +27,13 @@ from nasfast.search.exact import option_scores, top_k
 from nasfast.search.history import History
 from nasfast.search.limits import InfeasibleConstraintError, Limits, arch_sum, read_limits
 from nasfast.search.pareto import pareto_front
-from nasfast.search.sampling import equal_cost_peers, equal_cost_random, sample_under, stratified_sample
+from nasfast.search.sampling import (
+    equal_cost_peers,
+    equal_cost_random,
+    sample_distinct,
+    sample_under,
+    stratified_sample,
+)
 from nasfast.settings import SearchConfig
 from nasfast.spaces import LayerSpace
 
@@ -48,6 +54,7 @@ __all__ = [
     "option_scores",
     "pareto_front",
     "run_search",
+    "sample_distinct",
     "sample_under",
     "save_candidates",
     "search_table",

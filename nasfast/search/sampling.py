@@ -141,6 +141,12 @@ def sample_under(space: LayerSpace, rng: random.Random, limits: Limits = Limits(
     return limits.program(space).minimiser(weights)
 
 
+def sample_distinct(space: LayerSpace, count: int, limits: Limits = Limits(), *, seed: int = 0) -> list[Arch]:
+    """The different ones of `count` draws of `sample_under`, in the order of their first draw."""
+    rng = random.Random(seed)
+    return list(dict.fromkeys(sample_under(space, rng, limits) for _ in range(count)))
+
+
 def equal_cost_random(
     space: LayerSpace,
     rng: random.Random,

@@ -19,7 +19,7 @@ from nasfast.pipeline.inputs import Inputs
 from nasfast.pipeline.run import Run
 from nasfast.pipeline.seeds import find_rivals, list_networks, run_seeds, seed_task
 from nasfast.report import seeds as page
-from nasfast.report.agreement import STABLE_TAU, agreement, mean_tau, random_architectures
+from nasfast.report.agreement import STABLE_TAU, agreement, mean_tau
 from nasfast.search import Limits
 from nasfast.settings import RunConfig
 from nasfast.spaces import SKIP
@@ -73,9 +73,8 @@ def test_the_top_has_the_ranks_of_an_enumeration():
 def test_limits_hold_for_the_answer_and_for_what_tau_is_measured_on():
     limits = Limits(max_macs=sorted(SPACE.cost(a).macs for a in EVERY)[20])
     found = agreement(noisy_tables(0.3, 2), limits, k=3)
-    archs = random_architectures(SPACE, limits, seed=0)
-    assert sorted(archs) == sorted(a for a in EVERY if SPACE.cost(a).macs <= limits.max_macs)
-    assert found.architectures == len(archs) == 21
+    within = [a for a in EVERY if SPACE.cost(a).macs <= limits.max_macs]
+    assert found.architectures == len(within) == 21
     assert all(place.macs <= limits.max_macs for place in found.top)
 
 

@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from scipy import stats
 from tiny import tiny_space
 
-from nasfast.search import InfeasibleConstraintError, Limits, equal_cost_random, sample_under, stratified_sample
+from nasfast.search import (
+    InfeasibleConstraintError,
+    Limits,
+    equal_cost_random,
+    sample_distinct,
+    sample_under,
+    stratified_sample,
+)
 from nasfast.search import sampling as module
 from nasfast.spaces import CostTable, mobilenet_v2, nas_bench_macro, shufflenet_v2
 
@@ -66,6 +73,13 @@ def test_uniform_over_the_feasible_set(small_space, all_archs, monkeypatch, bins
     module._completions.cache_clear()
     assert set(counts) <= set(feasible)
     assert stats.chisquare([counts[a] for a in feasible]).pvalue > 1e-3
+
+
+def test_distinct_draws_are_all_of_a_small_set_each_once(small_space, all_archs):
+    limits = Limits(max_macs=sorted(small_space.cost(arch).macs for arch in all_archs)[20])
+    found = sample_distinct(small_space, 1000, limits)
+    assert sorted(found) == sorted(a for a in all_archs if small_space.cost(a).macs <= limits.max_macs)
+    assert found[0] == sample_under(small_space, random.Random(0), limits)
 
 
 @pytest.mark.parametrize("number", [4, 6, 10])
