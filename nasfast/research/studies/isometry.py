@@ -7,7 +7,7 @@ phi is the mean and varphi the variance of the squared singular values of a Jaco
 
 The theory is of fully connected tanh layers; the blocks have depthwise convolutions, BatchNorm and ReLU6. The closed
 forms that must hold (`closed_forms`) are pass marks; sentences of the paper stand beside what was measured.
-docs/method.md 8 has the results.
+docs/initialisation.md has the results.
 """
 
 from __future__ import annotations
