@@ -47,6 +47,9 @@ CELL_SCORE = "jacov+synflow+expressivity+progressivity-ntk_q+depth"
 
 CELL_SIZE = {"cells": 5, "channels": 8}
 
+BENCHMARK_SCORES = "nasfast.research.scores:BENCHMARK_SCORES"
+"""The scores that `nasfast rank --benchmark` compares where none are given."""
+
 COMMANDS = {
     "isometry": "what orthogonal and Gaussian weights do to signals in a space, beside the paper's claims",
     "moments": "quick | figures | paths: signal and noise with depth, well behaved or pathological at initialisation",

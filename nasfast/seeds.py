@@ -1,17 +1,13 @@
-"""Seeds: how one seed of a run gives every random stream a seed of its own, and the numbers of the streams.
+"""Seeds: how one seed of a run gives every random stream a seed of its own. No torch.
 
-`derive_seed(seed, STREAM, ...)` is the seed of a stream. Streams of different programs may share a number, because no
-run mixes them; a stream that one module draws is named there. Every published figure depends on these numbers: never
-change one, and give a new stream a new number. No torch.
+`derive_seed(seed, STREAM, ...)` is the seed of a stream, whose number is named in the module that draws it. Streams of
+different programs may share a number, because no run mixes them. Every published figure depends on these numbers: never
+change one, and give a new stream a new number.
 """
 
 from __future__ import annotations
 
 import hashlib
-
-# what training images draw (`nasfast.data.augment`), followed by the epoch and the place in it; their windows have
-# no stream of their own, and draw from (seed, epoch)
-AUTO_AUGMENT = 1
 
 
 def derive_seed(*parts: int) -> int:

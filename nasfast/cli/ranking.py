@@ -32,14 +32,6 @@ from nasfast.pipeline.sample import (
 from nasfast.settings import TaskSettings
 from nasfast.spaces import Arch, ArchSpace, named_space
 
-_BENCHMARK_SCORES = (
-    extensions.CELL_SCORE,
-    "jacov+synflow",
-    "vkdnw+jacov+expressivity+trainability+macs",
-    "isometry",
-    *("jacov", "synflow", "naswot", "expressivity", "progressivity", "trainability", "vkdnw"),
-)
-
 
 def filled(args: argparse.Namespace) -> argparse.Namespace:
     """The flags with the defaults that the others decide."""
@@ -165,7 +157,7 @@ def rank_benchmarks(args: argparse.Namespace) -> None:
         )
         for (space, file, column), table in zip(tables, accuracies, strict=True)
     ]
-    scores = args.score.split(",") if args.score else _BENCHMARK_SCORES
+    scores = args.score.split(",") if args.score else extensions.load(extensions.BENCHMARK_SCORES)
     report = run_benchmarks(benchmarks, scores, resamples=args.resamples, seed=seed)
     print(report)
     if args.save is not None:

@@ -18,8 +18,11 @@ from PIL import Image
 from scipy.special import ndtri
 from torch import Tensor
 
-from nasfast.seeds import AUTO_AUGMENT, derive_seed
+from nasfast.seeds import derive_seed
 from nasfast.settings import AutoAugment
+
+AUTO_AUGMENT = 1
+"""Stream of the policies, followed by the epoch and the place in it; windows draw from (seed, epoch)."""
 
 _PADDING = {"cifar": 4, "shift": 2, "none": 0}
 """Number of pixels by which a window of the whole image may be moved over its border."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nasfast.extensions import CELL_SCORE
 from nasfast.indicators.evidence import NetworkEvidence
 from nasfast.indicators.registry import ScoreError, register
 from nasfast.indicators.table import IndicatorTable
@@ -12,6 +13,15 @@ from nasfast.research.zero_cost import ZERO_COST
 from nasfast.spaces import Arch, format_arch
 from nasfast.supernet import ModuleSupernet, Supernet
 from nasfast.train.batches import as_epochs
+
+BENCHMARK_SCORES = (
+    CELL_SCORE,
+    "jacov+synflow",
+    "vkdnw+jacov+expressivity+trainability+macs",
+    "isometry",
+    *("jacov", "synflow", "naswot", "expressivity", "progressivity", "trainability", "vkdnw"),
+)
+"""The rows of docs/ranking_benchmarks.md 1: the default of cells, sums of the literature, and single scores."""
 
 
 def _refuse_other_than_relu(net: Supernet) -> str | None:

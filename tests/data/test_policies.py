@@ -11,7 +11,8 @@ from torchvision.transforms import v2
 
 from nasfast.config import ConfigError
 from nasfast.data import DataConfig, DigitsSource, FolderSource, make_loader, make_loaders
-from nasfast.seeds import AUTO_AUGMENT, derive_seed
+from nasfast.data.augment import AUTO_AUGMENT
+from nasfast.seeds import derive_seed
 from nasfast.settings import RetrainConfig, RunConfig
 
 PLAIN = DataConfig(
