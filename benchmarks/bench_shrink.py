@@ -69,6 +69,9 @@ class Lesson:
         self._images, self._logits, self._size, self._args = images, logits, size, args
         self._generator = torch.Generator().manual_seed(0)
 
+    def __len__(self) -> int:
+        return -(-len(self._images) // BATCH)
+
     def __iter__(self) -> Iterator[Tensor]:
         for chosen in torch.randperm(len(self._images), generator=self._generator).split(BATCH):
             self._chosen = chosen

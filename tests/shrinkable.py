@@ -76,6 +76,26 @@ class Small(nn.Module):
         return self.classifier(torch.flatten(nn.functional.dropout(x, 0.2, self.training), 1))
 
 
+class Excited(nn.Module):
+    """Squeeze-and-excitation as many write it: linear layers, sizes as numbers, and an expansion."""
+
+    def __init__(self, expand):
+        super().__init__()
+        self.expand, self.project, self.to = conv(8, 16), conv(16, 8), expand
+        self.squeeze, self.excite = nn.Linear(16, 4), nn.Linear(4, 16)
+
+    def forward(self, x):
+        y = torch.relu(self.expand(x))
+        count, width, _, _ = y.shape
+        factor = nn.functional.adaptive_avg_pool2d(y, 1).view(count, width)
+        factor = self.excite(torch.relu(self.squeeze(factor))).sigmoid().view(count, width, 1, 1)
+        return x + self.project(y * self.to(factor, y))
+
+
+def excited(expand=torch.Tensor.expand_as):
+    return nn.Sequential(conv(3, 8), Excited(expand), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
+
+
 def small(classes=5, seed=0):
     """The network with random weights and statistics, in evaluation mode and float64."""
     with torch.random.fork_rng():

@@ -39,7 +39,7 @@ def shrink(line: CommandLine) -> None:
     result = shrink_network(cfg, resume=resume)
     records = result.records()
     print("\n".join(text_table([list(records[0]), *([str(v) for v in row.values()] for row in records)])))
-    print(result.headline)
+    print("\n".join([result.headline, *result.verdicts]))
     print(f"report: {result.report}")
     for file in result.files:
         print(f"written: {file}")

@@ -23,6 +23,9 @@ _PLAIN = {"relu": "Relu", "sigmoid": "Sigmoid", "tanh": "Tanh", "hardswish": "Ha
 _POOLS = {"max_pool2d": "MaxPool", "avg_pool2d": "AveragePool"}
 _PAIRS = {"add": "Add", "mul": "Mul", "sub": "Sub", "div": "Div"}
 
+_FIXED = dict.fromkeys(_PLAIN, 1) | dict.fromkeys(_PAIRS, 2)
+"""Arguments of functions that have more, as the factor of an addition, which are not translated."""
+
 
 class UnknownFunction(ValueError):
     """A graph calls a function that `graph_onnx` does not know."""
@@ -82,6 +85,8 @@ class _Writer:
         name = overloaded.partition(".")[0].rstrip("_") or str(node.target)
         method: Callable[..., None] | None = getattr(self, f"_{name}", None)
         output = self._names[node] = f"v{len(self._names)}"
+        if name in _FIXED and len(node.args) + len(node.kwargs) > _FIXED[name]:
+            raise UnknownFunction(f"{name} with {node.args[1:]} and {node.kwargs} has no translation")
         if name in _SAME:
             self._names[node] = self._names[node.args[0]]  # type: ignore[index]
         elif name in _PLAIN:
@@ -171,6 +176,15 @@ class _Writer:
         self._add("Reshape", [self._value(x), self._weight(np.array(sizes, np.int64))], output)
 
     _reshape = _view
+
+    def _expand(self, output: str, x: Any, sizes: Any, **_: Any) -> None:
+        # a size that stays is that of the tensor, or a node
+        wanted = [n if isinstance(n, int) and n > 0 else 1 for n in sizes]
+        self._add("Expand", [self._value(x), self._weight(np.array(wanted, np.int64))], output)
+
+    def _expand_as(self, output: str, x: Any, other: Any) -> None:
+        self._add("Shape", [self._value(other)], f"{output}s")
+        self._add("Expand", [self._value(x), f"{output}s"], output)
 
     def _linear(self, output: str, x: Any, w: Any, b: Any = None) -> None:
         self._add("Gemm", [self._value(a) for a in (x, w, b) if a is not None], output, transB=1)

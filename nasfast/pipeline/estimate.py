@@ -226,14 +226,20 @@ def plan_run(cfg: RunConfig, tasks: TaskSettings | None, *, max_hours: float | N
     quick = [e.what for e in stages if not e.one.seconds]
     notes = _notes(trial, quick)
     took, worked = time.perf_counter() - begin, time.thread_time() - worked
-    if cfg.torch_device == "cpu" and took > _BUSY * worked:
-        notes = (
-            *notes,
-            f"The machine was busy: this plan took {duration(took)} for {duration(worked)} of work. The times "
-            "are those of a quiet one.",
-        )
+    if cfg.torch_device == "cpu":
+        notes = (*notes, *busy_notes(took, worked))
     memory = _fresh_peak() + free_memory() if cfg.torch_device == "cpu" else None
     return Plan(tuple(e for e in stages if e.one.seconds), threads, tasks, notes, max_hours, memory)
+
+
+def busy_notes(took: float, worked: float) -> tuple[str, ...]:
+    """A sentence where a plan took much longer than the work of its thread, in seconds."""
+    if took <= _BUSY * worked:
+        return ()
+    return (
+        f"The machine was busy: this plan took {duration(took)} for {duration(worked)} of work. The times are those of "
+        "a quiet one.",
+    )
 
 
 def _notes(trial: Trial, quick: Sequence[str]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +30,9 @@ NETWORKS_FILE = "networks.json"
 """Which networks the last run of `nasfast shrink` compared."""
 
 _FULL, _SMALL = "full", "small"
+
+_ABOUT = 1.02
+"""Costs of at most so many times another count as equal."""
 
 
 class ShrinkFiles:
@@ -79,11 +83,13 @@ def headline(record: Mapping[str, Any], files: ShrinkFiles) -> str:
         costs = f"{millions(small['macs'])} MACs instead of {millions(full['macs'])}"
     d = files.difference(_FULL)
     side = f"{abs(d.gain):.1f} points {'less' if d.gain <= 0 else 'more'}"
-    ends = sorted((-d.low, -d.high) if d.gain <= 0 else (d.low, d.high))
-    interval = f"95 % interval {ends[0]:.1f} to {ends[1]:.1f}, {d.images:,} images"
+    # rounding may leave -0.0, which 0 is added to
+    low, high = (round(v, 1) + 0.0 for v in sorted((-d.low, -d.high) if d.gain <= 0 else (d.low, d.high)))
+    interval = f"95 % interval {low:.1f} to {high:.1f}, {d.images:,} images"
     return (
-        f"{costs}, at {side} ({interval}): {percent(small['top1'])} instead of {percent(full['top1'])}; proven best of "
-        f"{record['cardinality']:.2g} networks by the table, measured best of {len(record['networks'])}."
+        f"{costs}, at {side} ({interval}): {percent(small['top1'])} instead of {percent(full['top1'])}; as measured, "
+        f"the best of {len(record['networks'])} networks, which are proven the best of {record['cardinality']:.2g} by "
+        "the tables."
     )
 
 
@@ -113,24 +119,24 @@ def _summary(files: ShrinkFiles) -> str:
     if _SMALL in files.times:
         ms = {name: files.times[name]["median_ms"] for name in (_SMALL, _FULL)}
         cards.insert(1, (f"{ms[_SMALL]:.2f} ms", f"{files.runtime} ({ms[_FULL]:.2f} ms)"))
-    notes = [f'<p class="note">{escape(note)}</p>' for note in _verdicts(files)]
+    notes = [f'<p class="note">{escape(note)}</p>' for note in verdicts(files)]
     return f"<p><b>{escape(headline(files.search, files))}</b></p>{html_cards(cards)}{''.join(notes)}"
 
 
-def _verdicts(files: ShrinkFiles) -> list[str]:
-    """What a reader should know before he takes the result."""
-    notes = []
+def verdicts(files: ShrinkFiles) -> list[str]:
+    """What a reader should know before he takes the result: networks within the limits that are no worse."""
+    notes, limits = [], files.search["about"]["limits"]
     for name, record in files.networks.items():
-        if name in (_FULL, _SMALL):
-            continue
+        costs = {"max_macs": record["macs"], "max_params": record["params"]}
+        within = all(costs[limit] <= _ABOUT * limits.get(limit, math.inf) for limit in costs)
         d = files.difference(name)
-        cheaper = _cost(files, name) <= 1.02 * _cost(files, _SMALL)
-        if d.gain <= 0 and cheaper:
-            sure = "better" if d.high < 0 else "no worse"
-            notes.append(
-                f"{record['kind']} is {sure} at this cost ({percent(record['top1'])} against "
-                f"{percent(files.networks[_SMALL]['top1'])}): take that one, which is simpler."
-            )
+        if name in (_FULL, _SMALL) or not within or d.gain > 0 or _cost(files, name) > _ABOUT * _cost(files, _SMALL):
+            continue
+        advice = "the search gains nothing here" if name.startswith("random") else "take that one, which is simpler"
+        notes.append(
+            f"{record['kind']} is {'better' if d.high < 0 else 'no worse'} at this cost ({percent(record['top1'])} "
+            f"against {percent(files.networks[_SMALL]['top1'])}): {advice}."
+        )
     return notes
 
 
@@ -162,9 +168,9 @@ def _comparison(files: ShrinkFiles) -> str:
     header.append("the result is better by")
     note = (
         "Every network had the same adaptation: scale and shift of BatchNorms and the classifier, by the same views "
-        "and the same teacher; 'before' is right after the cut. Intervals of 95 %: of a top-1 over the images, of a "
-        "difference over the same images in pairs; other seeds of the training are not in them. Validation images had "
-        "no part in the search."
+        "and the same teacher, which the full network is before it; 'before' of others is right after the cut. "
+        "Intervals of 95 %: of a top-1 over the images, of a difference over the same images in pairs; other seeds of "
+        "the training are not in them. Validation images had no part in the search."
     )
     if timed:
         note += f" Milliseconds: {files.runtime}."

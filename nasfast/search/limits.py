@@ -164,7 +164,7 @@ class Limits:
                 raise InfeasibleConstraintError(
                     f"{name}={maxima[name]:,.10g} cannot be met: the architectures of space {space.name!r} at "
                     f"{space.resolution} x {space.resolution} pixels have {ends}; raise {which} to at least "
-                    f"{costs.text(least)}, or choose another space or resolution (`nasfast spaces` lists them)"
+                    f"{costs.text(least)}, or {space.OTHERS}"
                 )
         if len(limits) < 2 or self.program(space).minimise(limits[0][1].rows) is not None:
             return

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,14 @@ from torch.nn import functional
 from nasfast.fusion import fuse, unfuse
 from nasfast.fusion.modules import batch_norms
 from nasfast.shrink.graph import ShrinkError
+
+
+class Batches(Protocol):
+    """Batches that every iteration gives, as a DataLoader or a list of them."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[Any]: ...
 
 
 def affine_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
@@ -33,7 +42,7 @@ def affine_parameters(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Par
 
 def adapt(
     model: nn.Module,
-    data: Iterable[Any],
+    data: Batches,
     *,
     teacher: Callable[[Tensor], Tensor] | None = None,
     size: int | None = None,
@@ -51,8 +60,8 @@ def adapt(
 
     Args:
         model: the network.
-        data: gives, at every iteration over it, batches of images (N, channels, height, width), or pairs of images and
-            labels (N,); a DataLoader or a list.
+        data: has a length and gives, at every iteration over it, that many batches of images (N, channels, height,
+            width), or all of them pairs of images and labels (N,); a DataLoader or a list.
         teacher: gives logits (N, classes) of the images; the larger network in evaluation mode. None for labels alone.
         size: side in pixels to which the network's images are resized, antialiased; the teacher gets them as they are.
         epochs: iterations over `data`.
@@ -65,9 +74,17 @@ def adapt(
         The mean loss of each epoch.
 
     Raises:
+        TypeError: data has no length, as a generator, which gives its batches once.
         ShrinkError: the network has no BatchNorms or no linear layer; there is neither a teacher nor labels; the loss
             is not finite.
     """
+    if not hasattr(data, "__len__"):
+        raise TypeError(
+            f"data must have a length and give its batches in every epoch, got {type(data).__name__}: give a "
+            "DataLoader or a list of batches"
+        )
+    if not len(data) or epochs < 1:
+        raise ShrinkError(f"data has {len(data)} batches and epochs is {epochs}: give at least one of each")
     scales, classifier = affine_parameters(model)
     flags = [(p, p.requires_grad) for p in model.parameters()]
     trained = {id(p) for p in (*scales, *classifier)}
@@ -89,7 +106,7 @@ def adapt(
 
 def _train(
     model: nn.Module,
-    data: Iterable[Any],
+    data: Batches,
     teacher: Callable[[Tensor], Tensor] | None,
     size: int | None,
     epochs: int,
@@ -98,20 +115,15 @@ def _train(
     lr: float | None,
     lr_classifier: float | None,
 ) -> list[float]:
-    labelled = [isinstance(batch, (tuple, list)) for batch in data]
-    count = len(labelled)
-    usual = (2e-3, 1e-2) if any(labelled) else (4e-4, 4e-4)
-    rates = [rate if given is None else given for given, rate in zip((lr, lr_classifier), usual, strict=True)]
-    groups = [{"params": p, "lr": rate} for p, rate in zip((scales, classifier), rates, strict=True)]
-    optimizer = torch.optim.AdamW(groups, weight_decay=0.0)
-    if not count or epochs < 1:
-        raise ShrinkError(f"data has {count} batches and epochs is {epochs}: give at least one of each")
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs * count)
-    means = []
+    optimizer = torch.optim.AdamW([{"params": scales}, {"params": classifier}], weight_decay=0.0)
+    steps, step, means = epochs * len(data), 0, []
     for epoch in range(epochs):
         total = images_seen = 0.0
         for batch in data:
             images, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
+            usual = (4e-4, 4e-4) if labels is None else (2e-3, 1e-2)
+            for group, given, rate in zip(optimizer.param_groups, (lr, lr_classifier), usual, strict=True):
+                group["lr"] = (rate if given is None else given) * (1 + math.cos(math.pi * step / steps)) / 2
             loss = _loss(model, images, labels, teacher, size)
             value = loss.item()
             if not torch.isfinite(loss):
@@ -119,7 +131,7 @@ def _train(
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            schedule.step()
+            step += 1
             total, images_seen = total + value * len(images), images_seen + len(images)
         means.append(total / images_seen)
     return means

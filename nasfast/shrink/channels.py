@@ -21,7 +21,8 @@ _CHANNELWISE = frozenset(
     "dropout feature_dropout alias detach contiguous clone adaptive_avg_pool2d adaptive_max_pool2d avg_pool2d "
     "max_pool2d upsample_nearest2d upsample_bilinear2d div".split()
 )
-_RESHAPES = frozenset("view reshape flatten unsqueeze squeeze _unsafe_view".split())
+RESHAPES = frozenset("view reshape flatten unsqueeze squeeze _unsafe_view".split())
+"""Functions that give a tensor another shape."""
 
 _STREAM = "an addition reads its output, and the stream between blocks keeps its width"
 
@@ -268,7 +269,7 @@ class Channels:
             self._join(node, sources).active = True
         elif sources and self._keeps_channels(node, name):
             self._join(node, sources[:1])
-        elif name in ("add", "sub", "mul", "div") and len(sources) == 2:
+        elif name in ("add", "sub", "mul", "div", "expand_as") and len(sources) == 2:
             self._combine(node, name, *sources)
         elif name in ("add", "sub", "mul", "div") and sources and len(node.all_input_nodes) == 1:
             self._join(node, sources)
@@ -304,9 +305,11 @@ class Channels:
         if not is_tensor(source) or [n for n in node.all_input_nodes if is_tensor(n)] != [source]:
             return False
         before, after = source.meta["val"].shape, node.meta["val"].shape
-        if name in _RESHAPES:
+        if name in RESHAPES:
             same_batch = str(before[0]) == str(after[0]) and len(before) > 1 and len(after) > 1
             return same_batch and int(after[1]) % int(before[1]) == 0
+        if name == "expand":
+            return len(before) == len(after) and int(before[1]) == int(after[1])
         if name == "mean":
             axes = node.args[1] if len(node.args) > 1 else None
             return isinstance(axes, (list, tuple)) and all(a % len(before) > 1 for a in axes)

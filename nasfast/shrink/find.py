@@ -176,14 +176,27 @@ def find(model: nn.Module, images: Tensor, *, multiple: int = 8, widths: int = 8
 def _check_capture(model: nn.Module, program: Program, images: Tensor) -> int:
     """MACs of the network; a graph that computes something else is refused, as of a forward with side effects."""
     modes = [(module, module.training) for module in model.modules()]
-    with torch.no_grad():
-        macs, expected, _ = count_macs(model.eval(), (images,), {})
-        got, _ = program.run(program.tensors(model), {program.image: images})
-    for module, training in modes:
-        module.training = training
-    if expected.dim() != 2:
-        raise ShrinkError(f"the network gives {tuple(expected.shape)}, expected logits (N, classes): give a classifier")
-    if not torch.allclose(got, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max())):
+    try:
+        with torch.no_grad():
+            macs, expected, _ = count_macs(model.eval(), (images,), {})
+            got, _ = program.run(program.tensors(model), {program.image: images})
+    except RuntimeError as error:
+        line = str(error).splitlines()[0]
+        raise ShrinkError(
+            f"{type(model).__name__} does not run with one image ({line}): it must with any number"
+        ) from error
+    finally:
+        for module, training in modes:
+            module.training = training
+    if not isinstance(expected, Tensor) or expected.dim() != 2:
+        given = tuple(expected.shape) if isinstance(expected, Tensor) else f"a {type(expected).__name__}"
+        raise ShrinkError(f"the network gives {given}, expected logits (N, classes): give a classifier")
+    if not bool(expected.isfinite().all()):
+        raise ShrinkError("the network gives values that are not finite: look at its weights, and at the images")
+    eps = torch.finfo(expected.dtype).eps  # layouts of tensors round differently
+    if not torch.allclose(
+        got, expected, rtol=max(1e-3, 16 * eps), atol=max(1e-4, 2 * eps) * float(expected.abs().max())
+    ):
         raise ShrinkError(
             f"the captured graph of {type(model).__name__} computes something else than its forward: give a network "
             "whose forward has no side effects"

@@ -44,10 +44,8 @@ class Program:
 
     def tensors(self, model: nn.Module) -> Values:
         """The parameters and buffers of a network by their nodes, in the layout of `channels_last`."""
-        values = dict(model.named_parameters(remove_duplicate=False)) | dict(
-            model.named_buffers(remove_duplicate=False)
-        )
-        return {**{node: channels_last(values[name].detach()) for node, name in self.names.items()}, **self.constants}
+        values = named_tensors(model)
+        return {**{node: channels_last(values[name]) for node, name in self.names.items()}, **self.constants}
 
     def index(self, node: fx.Node) -> int:
         """Place of a node in `nodes`."""
@@ -165,6 +163,12 @@ def _program(exported: torch.export.ExportedProgram) -> Program:
     last = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
     last[result] = len(nodes)
     return Program(tuple(nodes), images[0], result, names, constants, last)
+
+
+def named_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by every name that they have, without gradients."""
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: tensor.detach() for name, tensor in named}
 
 
 def channels_last(tensor: Tensor) -> Tensor:

@@ -24,6 +24,9 @@ _PIXELS = 64
 _FACTORS, _BISECTIONS = (1 / 16, 16.0), 50
 """The factors of logits that are tried, and steps of the bisection between them."""
 
+_CONSTANT = 1e-6, 1e-10
+"""Shares of the mean variance and of the mean square, below whose sum an input counts as constant."""
+
 _COLUMNS_PER_SAMPLE = 16
 """Most inputs of a layer for each sample of them; with more, the ridge leaves the weights as they were."""
 
@@ -97,12 +100,9 @@ def measure(
     """
     check_type("found", found, Found, advice="nasfast.shrink.find(model, images) makes one")
     check_images(found, images)
-    needed, layer = least_images(found)
+    needed, why = least_images(found)
     if needed > len(images):
-        raise ShrinkError(
-            f"{layer.path} has {layer.columns} inputs, of which {len(images)} images show too few values: give at "
-            f"least {needed} images"
-        )
+        raise ShrinkError(f"{why}, of which {len(images)} images show too few values: give at least {needed} images")
     if reference is not None and len(reference) != len(images):
         raise ShrinkError(f"reference has {len(reference)} rows for {len(images)} images: give one per image")
     if score_images < 1 or not ridge > 0:
@@ -129,12 +129,17 @@ def measure(
     return Measured(found, IndicatorTable.from_rows(found.space, rows, meta), solutions, base)
 
 
-def least_images(found: Found) -> tuple[int, Layer]:
-    """The number of images that `measure` needs at least, and the layer that needs them."""
+def least_images(found: Found) -> tuple[int, str]:
+    """The number of images that `measure` needs at least, and why: "LAYER has N inputs"."""
     readers = [layer for place in found.places for d in place.dimensions for layer in d.readers]
     # a layer is seen at as many pixels of each image as `_Inputs` chooses
-    needed = [math.ceil(layer.columns / (_COLUMNS_PER_SAMPLE * min(_PIXELS, layer.pixels))) for layer in readers]
-    return max(zip(needed, readers, strict=True), key=lambda pair: pair[0])
+    needed = [
+        (math.ceil(layer.columns / (_COLUMNS_PER_SAMPLE * min(_PIXELS, layer.pixels))), layer) for layer in readers
+    ]
+    if not needed:  # blocks may be dropped, and no width is searched
+        return 1, "the network has inputs"
+    number, layer = max(needed, key=lambda pair: pair[0])
+    return number, f"{layer.path} has {layer.columns} inputs"
 
 
 def check_images(found: Found, images: Tensor) -> None:
@@ -222,9 +227,10 @@ def _solve_dimension(
     for layer in dimension.readers:
         seen = inputs[layer.path]
         covariance = seen.covariance
-        variance = covariance.diagonal()
-        # an input that never changes has no variance, and what it adds belongs to the bias
-        floor = variance.mean() * 1e-6 + torch.finfo(torch.float64).tiny
+        variance = covariance.diagonal().clamp_min(0)
+        # an input that never changes has no variance, but for what rounding leaves of its square, and what it adds
+        # belongs to the bias; where none changes, all weights stay
+        floor = float(_CONSTANT[0] * variance.mean() + _CONSTANT[1] * seen.mean.square().mean()) or 1.0
         covariance += torch.diag(variance.clamp_min(floor) * (ridge + layer.columns / seen.samples))
         weight: Any = model.get_submodule(layer.path).weight
         covariances[layer.path], means[layer.path] = covariance, seen.mean

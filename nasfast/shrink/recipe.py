@@ -110,8 +110,7 @@ def rebuild(model: nn.Module, recipe: Recipe) -> nn.Module:
     for part in recipe.slices:
         _narrow(small.get_submodule(part.module), part)
     for block in recipe.dropped:
-        parent, _, name = block.module.rpartition(".")
-        setattr(small.get_submodule(parent), name, nn.ReLU() if block.relu else nn.Identity())
+        small.set_submodule(block.module, nn.ReLU() if block.relu else nn.Identity())
     return small
 
 

@@ -197,9 +197,14 @@ class SearchableLayer(Protocol):
 
 
 class LayerSpace(ArchSpace):
-    """A space whose architectures choose one candidate per layer, so that costs and scores add up over layers."""
+    """A space whose architectures choose one candidate per layer, so that costs and scores add up over layers.
+
+    Attributes:
+        OTHERS: how a user gets a space of other costs, for errors.
+    """
 
     LAYERWISE: ClassVar[bool] = True
+    OTHERS: ClassVar[str] = "choose another space or resolution (`nasfast spaces` lists them)"
 
     @property
     @abstractmethod

@@ -84,6 +84,7 @@ class ModuleSpace(LayerSpace):
 
     KEY: ClassVar[str] = "fixed_macs"
     NETWORK: ClassVar[str] = ""  # the data alone cannot build one
+    OTHERS: ClassVar[str] = "give another module, or inputs of another size"
 
     name: str
     choices: tuple[ModuleChoice, ...]

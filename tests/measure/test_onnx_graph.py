@@ -28,6 +28,8 @@ CASES = [
     (aten.dropout.default, [0.5, False]),
     (aten.add.Tensor, [(W, 8, 1, 1)]),
     (aten.mul.Tensor, [0.5]),
+    (aten.expand.default, [[-1, 8, 9, 9]]),
+    (aten.expand_as.default, [(W, 2, 8, 9, 9)]),
     (aten.div.Tensor, [3]),
     (aten.mean.dim, [[2, 3], True]),
     (aten.mean.dim, [[2, 3]]),
@@ -78,5 +80,7 @@ def test_a_linear_layer_behind_a_mean():
 def test_what_has_no_translation_is_refused():
     with pytest.raises(UnknownFunction, match="cumsum"):
         graph_onnx(graph_of(aten.cumsum.default, [1]))
+    with pytest.raises(UnknownFunction, match="elu with"):
+        graph_onnx(graph_of(aten.elu.default, [2.0]))
     with pytest.raises(UnknownFunction, match="adaptive_avg_pool2d"):
         graph_onnx(graph_of(aten.adaptive_avg_pool2d.default, [[2, 2]]))

@@ -7,6 +7,7 @@ import json
 import os
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,15 +16,26 @@ from tiny import write_folder
 
 from nasfast import shrink
 from nasfast.cli.main import main
-from nasfast.pipeline.shrinking.files import load_network, read_measured, save_measured
+from nasfast.pipeline.shrinking import exporting, rivals, stages
+from nasfast.pipeline.shrinking.files import (
+    load_network,
+    read_measured,
+    read_tensors,
+    save_measured,
+    save_network,
+    save_tensors,
+)
 from nasfast.pipeline.shrinking.images import Images, Lesson
 from nasfast.pipeline.shrinking.latency import network_graph
 from nasfast.pipeline.shrinking.material import Material
-from nasfast.pipeline.shrinking.models import fit_classifier
+from nasfast.pipeline.shrinking.models import Renormalised, fit_classifier, last_linear, load_pretrained
 from nasfast.pipeline.shrinking.norms import by_norms
-from nasfast.pipeline.shrinking.rivals import uniform_arch
+from nasfast.pipeline.shrinking.rivals import peer_network, uniform_arch
 from nasfast.pipeline.shrinking.run import Bound, ShrinkConfig, ShrinkRun, choose_sizes
+from nasfast.pipeline.shrinking.stages import full_network
 from nasfast.report.findings import compare_runs
+from nasfast.report.shrinking import ShrinkFiles, headline, verdicts
+from nasfast.runtime.files import CheckpointError
 from nasfast.runtime.onnx import INPUT, OUTPUT, open_session
 from nasfast.search import Limits
 from nasfast.settings import DataConfig
@@ -33,9 +45,10 @@ MODEL = """
 import shrinkable
 def net(): return shrinkable.small().float()
 def plain(): return __import__("torch").nn.Sequential(__import__("torch").nn.Conv2d(3, 4, 3))
+def failing(): raise LookupError("no such weights")
 """
 FLAGS = (
-    "--resolution 16 --sizes [16] --epochs 1 --teacher_epochs 1 --measure_images 32 --score_images 8 --held_out 8 "
+    "--resolution 16 --sizes [16] --epochs 2 --teacher_epochs 1 --measure_images 32 --score_images 8 --held_out 8 "
     "--top_k 2 --rounds 1 --threads 1 --latency_device cpu --export false"
 ).split()
 
@@ -181,7 +194,12 @@ def settings(here: Path, out: str) -> dict[str, object]:
 
 
 REFUSALS = [
-    ("--max_macs 0.01%", "cannot be met"),
+    ("--max_macs 0.01%", "give another module, or inputs of another size: --sizes has the sides"),
+    ("--max_macs 0.01% --dry_run", "cannot be met"),
+    ("--max_macs 50% --sizes [16,32]", "sizes has 32 pixels, and images have 16"),
+    ("--max_macs 50% --model {model}:failing", "failing failed (LookupError: no such weights)"),
+    ("--max_macs 50% --model torchvision:resnet81", "did you mean 'resnet18'?"),
+    ("--max_macs 50% --peer torchvision:mobilnet_v2", "did you mean 'mobilenet_v2'?"),
     ("--max_macs 120%", "max_macs must be a positive number or a percentage of at most 100%"),
     ("--data.val absent --max_macs 50%", "absent does not exist"),
     ("", "no limit is set"),
@@ -214,10 +232,12 @@ def test_a_directory_with_a_run_is_kept(here, capsys):
     assert "has other settings" in capsys.readouterr().err
 
 
-def test_dry_run_says_what_is_searched_and_writes_nothing(here, capsys):
+def test_dry_run_says_what_is_searched_and_writes_nothing(here, capsys, monkeypatch):
+    monkeypatch.setattr("nasfast.pipeline.estimate._BUSY", 0.0)
     assert main(command(here, "planned", "--max_macs", "50%", "--dry_run")) == 0
     text = capsys.readouterr().out
     assert "may be dropped" in text and "measure at 16 px" in text and "GiB" in text
+    assert "The machine was busy" in text
     assert not (here / "planned").exists()
 
 
@@ -283,6 +303,16 @@ def test_graphs_that_are_timed_are_those_of_cut_networks():
     torch.testing.assert_close(network_graph(found, found.full)(images), found.model(images), rtol=1e-4, atol=1e-4)
 
 
+def test_graphs_of_networks_that_share_a_weight_are_timed():
+    import shrinkable
+
+    net = shrinkable.small().float()
+    net.second_basic.first[0].weight = net.basic.first[0].weight
+    found = shrink.find(net, shrinkable.images(1).float(), multiple=4, widths=4)
+    images = shrinkable.images(2).float()
+    torch.testing.assert_close(network_graph(found, found.full)(images), net(images), rtol=1e-4, atol=1e-4)
+
+
 def test_norms_keep_the_largest_filters_and_their_weights():
     import shrinkable
 
@@ -323,6 +353,150 @@ def test_a_lesson_gives_each_batch_the_targets_of_its_views(here):
     per_epoch = len(lesson)
     assert not torch.equal(views[0], views[per_epoch])
     assert torch.equal(views[0], views[2 * per_epoch])  # the epochs come again
+
+
+def test_each_network_has_the_lesson_from_its_first_epoch(here, monkeypatch):
+    """However many epochs those before it had, so that a run that goes on has the same."""
+    work, seen = Material(ShrinkRun(ShrinkConfig.from_dict(settings(here, "taught")))), []
+    monkeypatch.setattr(shrink, "adapt", lambda model, data, epochs, **_: [list(data) for _ in range(epochs)])
+    for epochs in (2, 1, 3):
+        seen.append(work.teach(torch.nn.Identity(), epochs, by_labels=True)[0][0][0])
+    assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
+
+
+def test_full_network_and_peer_have_the_adaptations_of_the_result(here, monkeypatch):
+    taught = []
+    monkeypatch.setattr(
+        Material, "teach", lambda self, model, epochs, *, size=None, by_labels=False: taught.append((epochs, by_labels))
+    )
+    values = settings(here, "equal") | {"peer": f"{here / 'shrinking_model.py'}:net", "teacher_epochs": 4}
+    with ShrinkRun.open(ShrinkConfig.from_dict(values)) as run:
+        work = Material(run)
+        full_network(work)
+        peer_network(work)
+    assert taught == [(4, True), (3, False), (4, True), (3, False)]
+
+
+@pytest.mark.parametrize("changed", ["images", "weights"])
+def test_other_images_or_weights_are_refused_where_a_run_goes_on(here, tmp_path, changed):
+    import shutil
+
+    shutil.copytree(here / "train", tmp_path / "train")
+    values = settings(here, str(tmp_path / "run"))
+    values["data"]["train"] = str(tmp_path / "train")
+    cfg = ShrinkConfig.from_dict(values)
+    about = Material(ShrinkRun(cfg)).about
+    save_tensors(tmp_path / "tensors", {}, about)
+    assert read_tensors(tmp_path / "tensors", about) == {}
+    work = Material(ShrinkRun(cfg))
+    if changed == "images":
+        next((tmp_path / "train" / "a").iterdir()).unlink()
+    else:
+        next(work.pretrained.model.parameters()).data.mul_(2)
+    with pytest.raises(CheckpointError, match=f"the {changed} are others than when"):
+        read_tensors(tmp_path / "tensors", work.about)
+
+
+def test_a_stop_between_weights_and_result_leaves_no_result_of_other_weights(here, monkeypatch):
+    monkeypatch.setattr(Material, "teach", lambda self, *_, **__: [])
+    with ShrinkRun.open(ShrinkConfig.from_dict(settings(here, "between"))) as run:
+        work = Material(run)
+        folder = full_network(work) and run.network("full")
+        monkeypatch.setattr(stages, "save_network", lambda *_: pytest.fail("stopped here"))
+        assert full_network(work)["top1"] >= 0  # it is kept
+        monkeypatch.setattr(stages, "load_network", lambda *_: (_ for _ in ()).throw(ValueError))
+        with pytest.raises(pytest.fail.Exception, match="stopped here"):
+            full_network(work)
+    assert not (folder / "result.json").exists()
+
+
+def test_files_of_another_network_do_not_stay_beside_those_of_the_result(here, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("not today")
+
+    monkeypatch.setattr(exporting, "write_program", refuse)
+    monkeypatch.setattr(exporting, "write_checked_onnx", refuse)
+    with ShrinkRun.open(ShrinkConfig.from_dict(settings(here, "stale") | {"int8": False})) as run:
+        work = Material(run)
+        save_network(run.network("small"), work.form, None, {})
+        for file in ("recipe.json", "export/model-int8.onnx"):
+            path = run.dir / file if "/" in file else run.network("small") / file
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("old")
+        monkeypatch.setattr(exporting, "load_network", lambda *_: work.form)
+        files = exporting.export(work, {"size": 16, "macs": 1, "params": 1, "top1": 0.5}, "")
+    assert {path.name for path in files} == {"README.md", "model.safetensors", "recipe.json"}
+    assert not (run.dir / "export" / "model-int8.onnx").exists()
+
+
+def test_uniform_widths_are_compared_at_their_best_side(tmp_path, monkeypatch):
+    losses = {32: 0.5, 16: 0.25}
+    work = SimpleNamespace(
+        run=SimpleNamespace(dir=tmp_path), about={}, searched=lambda size: size, measured=lambda size: size,
+        sample=lambda size: (None, size), reference=(None, None),
+    )  # fmt: skip
+    monkeypatch.setattr(rivals, "limits_at", lambda *_: None)
+    monkeypatch.setattr(rivals, "uniform_arch", lambda size, _: None if size == 64 else (size,))
+    monkeypatch.setattr(shrink, "whole_divergence", lambda size, *_: losses[size])
+    record = {"about": {"sizes": [64, 32, 16]}}
+    assert rivals.best_uniform(work, record, {}) == (16, (16,))
+    losses.clear()  # the file has them
+    assert rivals.best_uniform(work, record, {}) == (16, (16,))
+    assert rivals.best_uniform(work, {"about": {"sizes": [64]}}, {}) is None
+
+
+def test_a_lower_resolution_is_no_rival_where_parameters_are_limited():
+    work = SimpleNamespace(resolution=64, searched=lambda _: SimpleNamespace(params=10, macs=100))
+    record = {"about": {"sizes": [64]}, "networks": [{"macs": 25}]}
+    assert rivals.equal_side(work, record, {"max_macs": 25}) == 32
+    assert rivals.equal_side(work, record, {"max_params": 5}) is None
+
+
+def test_verdicts_and_the_headline(monkeypatch):
+    def network(kind, macs, params, right):
+        return {"kind": kind, "macs": macs, "params": params, "correct": right * 24, "images": 96, "top1": 0.5}
+
+    networks = {
+        "full": network("full network", 90, 90, "f"),
+        "small": network("exact program", 50, 40, "f"),
+        "peer": network("peer", 50, 90, "f"),
+        "uniform": network("uniform", 50, 40, "f"),
+        "random-1": network("random", 50, 40, "f"),
+        "l1": network("l1", 50, 40, "0"),
+    }
+    files = ShrinkFiles(Path("absent"))
+    files.networks, files.times = networks, {}
+    files.search = {"about": {"limits": {"max_params": 40}}, "cardinality": 9.0, "networks": [{}, {}]}
+    # the peer has more parameters than the limit
+    first, second = verdicts(files)
+    assert first.startswith("uniform is no worse") and first.endswith("which is simpler.")
+    assert second.startswith("random is no worse") and second.endswith("gains nothing here.")
+    assert "at 0.0 points less (95 % interval 0.0 to 0.0, 96 images)" in headline(files.search, files)
+
+
+def test_weights_of_a_network_for_other_classes_make_it_one_for_these(here, tmp_path):
+    import shrinkable
+
+    torch.save(shrinkable.small(classes=2).state_dict(), tmp_path / "two.pth")
+    model = load_pretrained(f"{here / 'shrinking_model.py'}:net", str(tmp_path / "two.pth")).model
+    assert last_linear(model)[1].out_features == 2
+    torch.testing.assert_close(model(torch.ones(1, 3, 16, 16)), shrinkable.small(2).float()(torch.ones(1, 3, 16, 16)))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_peer_gets_images_with_its_own_normalisation(channels):
+    given, wanted = DataConfig(mean=(0.1, 0.2, 0.6), std=(0.2, 0.3, 0.4)), DataConfig(mean=(0.5,) * 3, std=(0.5,) * 3)
+    pixels = torch.randint(0, 256, (2, channels, 4, 4), dtype=torch.uint8)
+    x, want = (Images(None, None, data, channels, 0).prepared(pixels) for data in (given, wanted))
+    torch.testing.assert_close(Renormalised(torch.nn.Identity(), given, wanted, channels)(x), want)
+
+
+def test_narrow_graphs_of_layers_with_their_width_as_a_number_run():
+    import shrinkable
+
+    found = shrink.find(shrinkable.excited(), torch.randn(1, 3, 8, 8))
+    for arch in ((0,), found.full):
+        assert network_graph(found, arch)(torch.randn(2, 3, 8, 8)).shape == (2, 4)
 
 
 def test_the_difference_of_two_networks_is_paired():

@@ -76,7 +76,22 @@ def test_images_of_the_network_may_be_smaller_than_those_of_the_teacher(cut, tea
     assert seen == [12]
 
 
+def test_data_is_read_once_in_each_epoch(cut, teacher, batches):
+    class Counted(list):
+        reads = 0
+
+        def __iter__(self):
+            self.reads += 1
+            return super().__iter__()
+
+    data = Counted(batches[:2])
+    shrink.adapt(cut, data, teacher=teacher, epochs=3, fused=False)
+    assert data.reads == 3
+
+
 def test_what_cannot_be_adapted_is_refused(cut, teacher, batches):
+    with pytest.raises(TypeError, match="got generator: give a DataLoader"):
+        shrink.adapt(cut, (batch for batch in batches), teacher=teacher, fused=False)
     with pytest.raises(shrink.ShrinkError, match="neither a teacher nor a label"):
         shrink.adapt(cut, batches, fused=False)
     with pytest.raises(shrink.ShrinkError, match="0 batches"):

@@ -88,9 +88,28 @@ def test_a_value_changed_in_place_is_read_as_changed():
     shrink.find(InPlace().eval(), torch.randn(1, 3, 8, 8))  # compares the graph with the forward
 
 
+class Answer(nn.Module):
+    """A classifier whose logits become something else."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.network, self.change = nn.Sequential(shrinkable.conv(3, 8), nn.Flatten(), nn.Linear(8 * 64, 4)), change
+
+    def forward(self, x):
+        return self.change(self.network(x))
+
+
 @pytest.mark.parametrize(
     "network, pixels, text",
     [
+        (lambda: Answer(lambda y: {"logits": y}), (1, 3, 8, 8), "gives a dict, expected logits"),
+        (lambda: Answer(lambda y: y / 0), (1, 3, 8, 8), "not finite"),
+        (lambda: Answer(lambda y: y.view(2, 4)), (1, 3, 8, 8), "Answer does not run with one image"),
+        (
+            lambda: Answer(lambda y: y.view(2, 4) if len(y) == 2 else y),
+            (1, 3, 8, 8),
+            "Answer does not run with one image",
+        ),
         (lambda: nn.Sequential(nn.Conv2d(3, 8, 1), nn.ReLU()), (1, 3, 8, 8), "expected logits"),
         (lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 4)), (1, 3, 8, 8), "nothing of Sequential"),
         (lambda: shrinkable.small().float(), (1, 4, 16, 16), "cannot capture Small"),
@@ -102,6 +121,19 @@ def test_what_cannot_be_shrunk_is_refused(network, pixels, text):
         shrink.find(network(), torch.randn(pixels))
     with pytest.raises(TypeError, match="module and a tensor"):
         shrink.find("mobilenet_v2", torch.randn(pixels))
+
+
+@pytest.mark.parametrize("expand", [torch.Tensor.expand_as, lambda x, like: x.expand(like.shape)])
+def test_expanded_factors_belong_to_the_width_that_they_scale(expand):
+    found = shrink.find(shrinkable.excited(expand), torch.randn(1, 3, 8, 8))
+    (place,) = found.places
+    (dimension,) = place.dimensions
+    assert {layer.path for layer in dimension.producers} == {"1.expand.0", "1.excite"}
+    assert {layer.path for layer in dimension.readers} == {"1.project.0", "1.squeeze"}
+
+
+def test_layouts_round_differently_in_bfloat16_and_this_is_no_side_effect():
+    assert shrink.find(shrinkable.small().bfloat16(), shrinkable.images(1).bfloat16()).places
 
 
 class Repeated(nn.Module):

@@ -94,6 +94,31 @@ def test_limits_fronts_and_ranges_work_as_for_other_spaces(found, measured):
         search_table(measured.table, found.space, max_macs=1)
 
 
+@pytest.mark.parametrize("value", [0.0, 300.0])
+def test_inputs_that_never_change_leave_the_weights_and_go_into_the_bias(value):
+    """As of a layer that died, and where the square of a mean leaves more by rounding than the variance."""
+    net = shrinkable.small()
+    norm = net.basic.first[1]
+    with torch.no_grad():
+        norm.weight.zero_()
+        norm.bias.fill_(value)
+    found = shrink.find(net, shrinkable.images(1), multiple=4, widths=4)
+    measured = shrink.measure(found, shrinkable.images(), score_images=8)
+    (i,) = (i for i, place in enumerate(found.places) if place.name == "basic")
+    assert all(abs(measured.table.scores[i][v]) < 1e-6 for v, kept in enumerate(found.places[i].candidates) if kept)
+
+
+def test_blocks_without_a_width_that_can_be_narrowed_are_measured():
+    block = shrinkable.Basic(8, 16)
+    block.first[1] = torch.nn.GroupNorm(2, 16)
+    net = torch.nn.Sequential(shrinkable.conv(3, 8), block, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    net.append(torch.nn.Linear(8, 3))
+    found = shrink.find(net.eval(), torch.randn(1, 3, 8, 8))
+    assert [place.dimensions for place in found.places] == [()]
+    scores = shrink.measure(found, torch.randn(4, 3, 8, 8)).table.scores
+    assert scores[0][0] < scores[0][1] == 0
+
+
 def test_wrong_images_are_refused(found):
     with pytest.raises(shrink.ShrinkError, match="another size"):
         shrink.measure(found, shrinkable.images(4, size=24))

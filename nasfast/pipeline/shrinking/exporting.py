@@ -70,6 +70,8 @@ def export(work: Material, small: dict[str, Any], headline: str) -> tuple[Path, 
     if (record := read_record(folder / EXPORT_FILE, about)) is None:
         work.run.begin_writing()
         folder.mkdir(parents=True, exist_ok=True)
+        for file in (EXPORT_FILE, ONNX_FILE, PROGRAM_FILE, INT8_FILE):  # of another network
+            (folder / file).unlink(missing_ok=True)
         for file in (RECIPE_FILE, WEIGHTS_FILE):
             write_atomic(folder / file, (source / file).read_bytes())
         shown, _ = work.images.read(work.images.train, size, 4)

@@ -31,12 +31,22 @@ def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) 
 
 
 def read_tensors(path: Path, about: dict[str, Any]) -> dict[str, Tensor] | None:
-    """What `save_tensors` wrote about the same; None if it is absent, damaged, or about something else."""
+    """What `save_tensors` wrote about the same; None if it is absent or damaged.
+
+    Raises:
+        CheckpointError: it is about something else.
+    """
     try:
         saved = load_checkpoint(path)
     except (OSError, CheckpointError):
         return None
-    return saved.tensors if saved.state == {"about": about} else None
+    before = saved.state.get("about", {})
+    if changed := [name for name, value in about.items() if before.get(name) != value]:
+        raise CheckpointError(
+            f"the {' and '.join(changed)} are others than when {path} was written: give those of that run, or choose "
+            "another --out"
+        )
+    return saved.tensors
 
 
 def save_measured(folder: Path, measured: Measured, about: dict[str, Any]) -> None:
@@ -55,13 +65,14 @@ def save_measured(folder: Path, measured: Measured, about: dict[str, Any]) -> No
 
 
 def read_measured(folder: Path, found: Found, about: dict[str, Any]) -> Measured | None:
-    """What `save_measured` wrote about the same; None if it is absent, damaged, or of another network."""
+    """What `save_measured` wrote about the same; None if it is absent, damaged, or not about it."""
     try:
         table = IndicatorTable.load(folder / TABLE_FILE)
     except (OSError, TableError):
         return None
-    tensors = read_tensors(folder / _SOLUTIONS_FILE, about)
-    if tensors is None or table.meta.get("about") != about or table.space.fingerprint != found.space.fingerprint:
+    if table.meta.get("about") != about or table.space.fingerprint != found.space.fingerprint:
+        return None
+    if (tensors := read_tensors(folder / _SOLUTIONS_FILE, about)) is None:
         return None
     solutions = tuple(tuple[dict[int, Solution]](dict[int, Solution]() for _ in p.dimensions) for p in found.places)
     parts: dict[tuple[int, int, int], dict[str, dict[str, Tensor]]] = {}

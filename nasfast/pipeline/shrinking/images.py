@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +19,7 @@ from nasfast.data import DataError, ImageSource, make_loader, random_subset
 from nasfast.data.datasets import SubsetSource
 from nasfast.data.loader import augment_of, open_images
 from nasfast.data.preprocess import normalise, scale_and_offset
+from nasfast.pipeline.shrinking.models import per_channel
 from nasfast.pipeline.shrinking.run import ShrinkConfig
 from nasfast.seeds import derive_seed
 from nasfast.settings import DataConfig, ImageInfo
@@ -65,6 +69,17 @@ class Images:
             )
         return cls(random_subset(train, cfg.images, cfg.seed), val, data, channels, cfg.seed)
 
+    @cached_property
+    def digest(self) -> str:
+        """Digest of the classes, and of name, label and size of the file of each image."""
+        digest = hashlib.blake2b(json.dumps(self.train.classes).encode(), digest_size=16)
+        for source in (self.train, self.val):
+            for i, label in enumerate(source.labels.tolist()):
+                path = source.path(i)
+                size = os.path.getsize(path) if path is not None and os.path.exists(path) else 0
+                digest.update(f"{source.name(i)}\0{label}\0{size}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
     @property
     def classes(self) -> int:
         """Number of classes."""
@@ -73,8 +88,7 @@ class Images:
     @property
     def normaliser(self) -> tuple[Tensor, Tensor]:
         """Scale and offset by which uint8 images become the network's input."""
-        mean, std = (tuple(v) if self.channels == 3 else (sum(v) / len(v),) for v in (self.data.mean, self.data.std))
-        return scale_and_offset(mean, std)
+        return scale_and_offset(*(per_channel(values, self.channels) for values in (self.data.mean, self.data.std)))
 
     def info(self, size: int) -> ImageInfo:
         """Preprocessing and classes at a size."""
@@ -103,8 +117,8 @@ class Images:
 class Lesson:
     """Views of the training images, the same in every lesson of a seed, with the logits of a teacher where it has some.
 
-    An iteration is an epoch; after the last the first follows, because each has its own views. Views are moved a little
-    and mirrored, but for digits.
+    After `begin`, each iteration is an epoch with its own views; after the last the first follows. Views are moved a
+    little and mirrored, but for digits.
 
     Args:
         images: the settings of the images.
@@ -119,6 +133,11 @@ class Lesson:
         self._kind = augment_of(images.data, self._shown.shape[-1])
         self._at = (0, slice(0, 0))
         self.targets: Tensor | None = None
+
+    def begin(self) -> Lesson:
+        """This lesson, from its first epoch."""
+        self._next = 0
+        return self
 
     def __len__(self) -> int:
         return -(-len(self._shown) // self._batch)

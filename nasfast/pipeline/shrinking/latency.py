@@ -22,7 +22,8 @@ from nasfast.measure.latency import Parts, Subject
 from nasfast.measure.onnx_graph import UnknownFunction, graph_onnx
 from nasfast.runtime.once import log_once
 from nasfast.shrink import Found, Place
-from nasfast.shrink.graph import is_tensor, shape
+from nasfast.shrink.channels import RESHAPES
+from nasfast.shrink.graph import is_tensor, named_tensors, op_name, shape
 from nasfast.spaces import Arch
 
 _LOG = logging.getLogger(__name__)
@@ -169,9 +170,7 @@ class _Widths:
 
     def __init__(self, found: Found) -> None:
         self._names, self._constants = found.program.names, found.program.constants
-        self._tensors: dict[str, Tensor] = {
-            name: t.detach() for name, t in (*found.model.named_parameters(), *found.model.named_buffers())
-        }
+        self._tensors = named_tensors(found.model)
         self._rows: dict[str, tuple[int, int]] = {}
         self._columns: dict[str, tuple[int, int]] = {}
         self.groups: dict[fx.Node, int] = {}
@@ -245,6 +244,9 @@ def _copy(
             values[node] = graph.call_function(torch.ops.aten.relu.default, (value(other),)) if relu else value(other)
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+        if _writes_channels(node):
+            sizes: Any = args[1]
+            args = (args[0], [sizes[0], -1, *sizes[2:]], *args[2:])
         if node in widths.groups and len(args) > 6:
             args = (*args[:6], widths.groups[node], *args[7:])
         values[node] = graph.create_node("call_function", node.target, args, dict(kwargs))
@@ -252,6 +254,14 @@ def _copy(
         key.append((str(node.target), str(plain), widths.groups.get(node)))
     graph.output(values[output])
     return fx.GraphModule(root, graph).eval(), tuple(key)
+
+
+def _writes_channels(node: fx.Node) -> bool:
+    """Whether a node gives a new shape to each image, with its number of channels, which may be less, as a number."""
+    if op_name(node) not in (*RESHAPES, "expand") or len(node.args) < 2 or not isinstance(node.args[1], (list, tuple)):
+        return False
+    source, sizes = node.args[0], node.args[1]
+    return is_tensor(source) and len(sizes) > 1 and isinstance(sizes[0], fx.Node) and -1 not in sizes
 
 
 def _needed(

@@ -91,7 +91,7 @@ class Material:
     @cached_property
     def about(self) -> dict[str, Any]:
         """What every result depends on besides the settings."""
-        return {"weights": weights_digest(self.pretrained.model), "classes": self.images.classes}
+        return {"weights": weights_digest(self.pretrained.model), "images": self.images.digest}
 
     @cached_property
     def form(self) -> nn.Module:
@@ -99,16 +99,29 @@ class Material:
         return with_classes(self.pretrained.model, self.images.classes)
 
     @cached_property
-    def peer(self) -> Found:
-        """The network that the user names for comparison, of as many classes, with the images of this one."""
+    def pretrained_peer(self) -> Pretrained:
+        """The network that the user names for comparison, as it is given."""
         assert self.cfg.peer is not None, "it is asked for where there is one"
-        given = load_pretrained(self.cfg.peer, None)
+        return load_pretrained(self.cfg.peer, None)
+
+    @cached_property
+    def peer(self) -> Found:
+        """This network, of as many classes, with the images of the network that is cut."""
+        given = self.pretrained_peer
         if given.channels != self.pretrained.channels:
-            raise ConfigError(f"the peer takes images of {given.channels} channels, the network {self.images.channels}")
+            raise ConfigError(
+                f"the peer takes images of {given.channels} channels, the network {self.images.channels}: give one "
+                "that takes as many"
+            )
         own = self.images.data
         other = given.data(own.replace(mean=DataConfig.mean, std=DataConfig.std))
         model = with_classes(Renormalised(given.model, own, other, given.channels), self.images.classes)
         return shrink.find(model, torch.zeros(1, given.channels, self.resolution, self.resolution), name=given.name)
+
+    def teach(self, model: nn.Module, epochs: int, *, size: int | None = None, by_labels: bool = False) -> list[float]:
+        """Adapt a network at a size by the lesson, from its first epoch; by its labels alone or with the teacher."""
+        lesson = self.lesson.begin()
+        return shrink.adapt(model, lesson, teacher=None if by_labels else lesson.teacher, size=size, epochs=epochs)
 
     @cached_property
     def teacher(self) -> nn.Module:
@@ -128,12 +141,12 @@ class Material:
 
     def check_samples(self, size: int) -> None:
         """Refuse fewer images than `measure` needs at a size, before anything is trained."""
-        (count, held), (needed, layer) = self.samples, shrink.least_images(self.searched(size))
+        (count, held), (needed, why) = self.samples, shrink.least_images(self.searched(size))
         if count < needed:
             raise ConfigError(
-                f"{count} training images show too little of {layer.path}, which has {layer.columns} inputs: at least "
-                f"{needed} are needed besides the {held} that compare networks; set measure_images to {needed} or "
-                "more, held_out to less, or give more images"
+                f"{why}, of which {count} training images show too little: at least {needed} are needed besides the "
+                f"{held} that compare networks; set measure_images to {needed} or more, held_out to less, or give more "
+                "images"
             )
 
     def found(self, size: int) -> Found:
@@ -179,7 +192,7 @@ def adapt_teacher(work: Material) -> nn.Module:
         if last_linear(work.pretrained.model)[1].out_features != work.images.classes:
             model = clone(work.pretrained.model)
             fit_classifier(model, work.batches, work.images.classes)
-        shrink.adapt(model, work.lesson, epochs=run.cfg.teacher_epochs)
+        work.teach(model, run.cfg.teacher_epochs, by_labels=True)
         save_tensors(path, dict(model.state_dict()), work.about)
         log_stage("adapt", started, f"the full network on {counted(len(work.images.train), 'image')}")
     model.eval().requires_grad_(False)
@@ -198,8 +211,7 @@ def adapt_size(work: Material, size: int) -> nn.Module:
         model.load_state_dict(tensors)
     else:
         work.run.begin_writing()
-        epochs = work.cfg.teacher_epochs
-        shrink.adapt(model, work.lesson, teacher=work.lesson.teacher, size=size, epochs=epochs)
+        work.teach(model, work.cfg.teacher_epochs, size=size)
         save_tensors(path, dict(model.state_dict()), work.about)
         log_stage("adapt", started, f"the full network at {size} px")
     return model.eval().requires_grad_(False)

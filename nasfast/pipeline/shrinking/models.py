@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nasfast.config import ConfigError
+from nasfast.config import ConfigError, suggestion
 from nasfast.pipeline.shrinking.files import clone
 from nasfast.pipeline.shrinking.run import parse_model_name
 from nasfast.runtime.imports import import_modules
@@ -84,7 +84,7 @@ def _torchvision(name: str, pretrained: bool) -> nn.Module:
             _LOG.info("torchvision:%s: its published weights are downloaded unless they are in the cache", name)
         return get(name, weights="DEFAULT" if pretrained else None)
     except ValueError as error:
-        raise ConfigError(f"torchvision has no model {name!r}: torchvision.models.list_models() lists them") from error
+        raise _unknown("torchvision", name, models.list_models(module=models), "torchvision.models") from error
     except OSError as error:
         raise _no_weights(f"torchvision:{name}", error) from error
 
@@ -95,13 +95,18 @@ def _timm(name: str, pretrained: bool) -> nn.Module:
     except ImportError as error:
         raise RuntimeError(f"timm:{name} needs timm: pip install timm") from error
     if not timm.is_model(name):
-        raise ConfigError(f"timm has no model {name!r}: timm.list_models('*{name[:8]}*') lists similar ones")
+        raise _unknown("timm", name, timm.list_models(), "timm")
     try:
         if pretrained:
             _LOG.info("timm:%s: its published weights are downloaded unless they are in the cache", name)
         return timm.create_model(name, pretrained=pretrained)
     except Exception as error:  # the hub raises its own errors, of several packages
         raise _no_weights(f"timm:{name}", error) from error
+
+
+def _unknown(package: str, name: str, names: list[str], module: str) -> ConfigError:
+    hint = suggestion(name, names)
+    return ConfigError(f"{package} has no model {name!r}{f'; {hint}' if hint else ''}: {module}.list_models() has all")
 
 
 def _no_weights(name: str, error: Exception) -> ConfigError:
@@ -115,7 +120,10 @@ def _own(file: str) -> Callable[[str, bool], nn.Module]:
         found = getattr(sys.modules[Path(file).stem], function, None)
         if not callable(found):
             raise ConfigError(f"{file} has no function {function!r}: give FILE.py:FUNCTION of one without arguments")
-        model = found()
+        try:
+            model = found()
+        except Exception as error:  # the user's code raises anything
+            raise ConfigError(f"{file}:{function} failed ({type(error).__name__}: {error})") from error
         if not isinstance(model, nn.Module):
             raise ConfigError(f"{file}:{function} returned {type(model).__name__}: let it return an nn.Module")
         return model
@@ -139,6 +147,15 @@ def _load_weights(model: nn.Module, path: Path) -> None:
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfigError(f"weights {path} is no state dict: save one by torch.save(model.state_dict(), FILE)")
     state = {name.removeprefix("module."): value for name, value in state.items()}
+    path_, classifier = last_linear(model)
+    trained = state.get(f"{path_}.weight")
+    if (
+        trained is not None
+        and trained.shape[1:] == (classifier.in_features,)
+        and len(trained) != len(classifier.weight)
+    ):
+        _LOG.info("%s has %d classes, and so the model gets as many", path, len(trained))
+        model.set_submodule(path_, nn.Linear(classifier.in_features, len(trained), classifier.bias is not None))
     own = model.state_dict()
     if state.keys() != own.keys():
         pairs = list(zip(own.items(), state.values(), strict=False))
@@ -174,9 +191,13 @@ def with_classes(model: nn.Module, classes: int) -> nn.Module:
     model = clone(model)
     path, old = last_linear(model)
     if old.out_features != classes:
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, nn.Linear(old.in_features, classes))
+        model.set_submodule(path, nn.Linear(old.in_features, classes))
     return model.eval()
+
+
+def per_channel(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
+    """Mean or deviation of each channel; a grey image has the mean of the three."""
+    return values if channels == 3 else (sum(values) / len(values),)
 
 
 class Renormalised(nn.Module):
@@ -193,7 +214,7 @@ class Renormalised(nn.Module):
         super().__init__()
         self.model = model
         stds, means = (
-            [torch.tensor(v[:channels]).view(1, -1, 1, 1) for v in pair]
+            [torch.tensor(per_channel(v, channels)).view(1, -1, 1, 1) for v in pair]
             for pair in ((given.std, wanted.std), (given.mean, wanted.mean))
         )
         self.register_buffer("factor", stds[0] / stds[1])
@@ -235,8 +256,7 @@ def fit_classifier(
         with torch.no_grad():
             scores[decay] = nn.functional.cross_entropy(layer(x[held]), y[held]).item()
     decay = min(_DECAYS, key=lambda d: scores[d])
-    parent, _, name = path.rpartition(".")
-    setattr(model.get_submodule(parent), name, _logistic(x, y, classes, decay, steps))
+    model.set_submodule(path, _logistic(x, y, classes, decay, steps))
 
 
 def _logistic(x: Tensor, y: Tensor, classes: int, decay: float, steps: int) -> nn.Linear:

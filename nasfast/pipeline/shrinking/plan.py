@@ -12,13 +12,16 @@ from torch import Tensor, nn
 
 from nasfast import shrink
 from nasfast.display import text_table
+from nasfast.pipeline.estimate import busy_notes
 from nasfast.pipeline.shrinking.files import clone
 from nasfast.pipeline.shrinking.latency import network_graph
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_sizes
+from nasfast.pipeline.shrinking.stages import possible_sizes
 from nasfast.pipeline.shrinking.timing import deployed_graph, timing_settings
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.progress import duration
+from nasfast.search import Limits
 from nasfast.shrink import Found
 
 _BATCH = 16
@@ -53,11 +56,17 @@ def plan_shrink(cfg: ShrinkConfig) -> str:
         ConfigError, DataError, ShrinkError: as the run would.
     """
     use_threads(cfg.threads)
+    begin, worked = time.perf_counter(), time.thread_time()
     work = Material(ShrinkRun(cfg))
     size, model = work.resolution, work.form
     work.check_samples(size)
     found = work.searched(size)
-    sizes = cfg.sizes or _sizes(cfg, found, work)
+    costs = {"max_macs": found.macs, "max_params": found.params}
+    limit = {name: bound.absolute(costs[name]) for name, bound in cfg.bounds.items() if name in costs}
+    limits = Limits(limit.get("max_macs"), limit.get("max_params"))
+    sizes = possible_sizes(work, cfg.sizes or _sizes(cfg, found, work), lambda size: limits)
+    if cfg.peer is not None and cfg.comparison:
+        work.peer  # noqa: B018  # what is wrong with it is said
     pace = _pace(work, model)
     rows = [["stage", "minutes", "memory"]]
     stages = _stages(work, found, sizes, pace)
@@ -70,7 +79,8 @@ def plan_shrink(cfg: ShrinkConfig) -> str:
         f"{work.images.classes} classes; sides that are searched: {', '.join(map(str, sizes))} pixels",
         "",
         *text_table(rows, right=1),
-        f"together {total} on this machine as it is now, with {torch.get_num_threads()} threads",
+        f"together {total} on this machine, with {torch.get_num_threads()} threads",
+        *busy_notes(time.perf_counter() - begin, time.thread_time() - worked),
     ]
     return "\n".join(lines)
 
@@ -91,9 +101,9 @@ def _sizes(cfg: ShrinkConfig, found: Found, work: Material) -> tuple[int, ...]:
 
 def _pace(work: Material, model: nn.Module) -> Pace:
     source = work.images.train
-    start = time.perf_counter()
+    start = time.thread_time()
     shown, labels = work.images.read(source, work.resolution, _BATCH)
-    decode = (time.perf_counter() - start) / len(shown)
+    decode = (time.thread_time() - start) / len(shown)
     x, network = work.images.prepared(shown), clone(model).requires_grad_(False)
     scales, classifier = shrink.affine_parameters(network)
     for p in (*scales, *classifier):
@@ -108,12 +118,13 @@ def _pace(work: Material, model: nn.Module) -> Pace:
 
 
 def _fastest(call: Callable[[], Tensor | None]) -> float:
+    """Seconds that this thread works, which has a part in all that is parallel; those of a quiet machine."""
     call()
     times = []
     for _ in range(3):
-        start = time.perf_counter()
+        start = time.thread_time()
         call()
-        times.append(time.perf_counter() - start)
+        times.append(time.thread_time() - start)
     return min(times)
 
 
@@ -145,7 +156,8 @@ def _stages(work: Material, found: Found, sizes: tuple[int, ...], pace: Pace) ->
     stages.append(("search", searched, 0.0))
     least = min([b.value if b.share else 0.5 for b in cfg.bounds.values()])
     networks = 1 + (3 + cfg.random_networks if cfg.comparison else 0)
-    each = cfg.epochs * count * pace.train * least + _CAPTURE
-    stages.append((f"adapt {networks} networks after the cut", networks * each, 2.0 * pixels))
+    each = cfg.epochs * count * pace.train
+    seconds = each + networks * each * least + (networks + 1) * _CAPTURE
+    stages.append((f"adapt the full network and {networks} others", seconds, 2.0 * pixels))
     stages.append(("page and export", _EXPORT, 0.0))
     return stages

@@ -9,10 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from nasfast.pipeline.shrinking.files import clone
+from nasfast import shrink
+from nasfast.pipeline.shrinking.files import clone, weights_digest
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.models import fit_classifier
 from nasfast.pipeline.shrinking.norms import by_norms
+from nasfast.pipeline.shrinking.run import read_record, write_record
 from nasfast.pipeline.shrinking.stages import Made, adapted_network, cut_network, limits_at
 from nasfast.pipeline.shrinking.timing import full_latency
 from nasfast.search import InfeasibleConstraintError, Limits, sample_under
@@ -28,7 +30,7 @@ _DRAWS = 200
 
 def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> dict[str, dict[str, Any]]:
     """Name -> result of each network of the comparison."""
-    best, size = record["networks"][0], work.resolution
+    best = record["networks"][0]
     networks = {}
     side = equal_side(work, record, limits)
     if side is not None:
@@ -42,16 +44,16 @@ def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> 
             depends={},
             make=lambda: (work.at_size(side), None),
         )
-    bounds = limits_at(work, size, limits)
-    uniform = uniform_arch(work.searched(size), bounds)
+    uniform = best_uniform(work, record, limits)
     if uniform is None:
-        _LOG.info("uniform widths at %d px do not meet the limits", size)
+        _LOG.info("uniform widths do not meet the limits at any size")
     else:
+        size, arch = uniform
         networks["uniform"] = cut_network(
-            work, "uniform", "uniform widths, closed form", size, uniform, lambda: work.measured(size)
+            work, "uniform", "uniform widths, closed form", size, arch, lambda: work.measured(size)
         )
         networks["l1"] = cut_network(
-            work, "l1", "uniform widths by L1 norms", size, uniform, lambda: by_norms(work.found(size))
+            work, "l1", "uniform widths by L1 norms", size, arch, lambda: by_norms(work.found(size))
         )
     where = int(best["size"])
     archs = random_archs(work, where, limits, tuple(best["arch"]))
@@ -66,11 +68,12 @@ def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> 
 
 
 def peer_network(work: Material) -> dict[str, Any]:
-    """The network that the user names, with a fitted classifier and the same adaptation."""
+    """The network that the user names, with a fitted classifier and the adaptations of the full network."""
     found, model = work.peer, clone(work.peer.model)
 
     def make() -> Made:
         fit_classifier(model, work.batches, work.images.classes)
+        work.teach(model, work.cfg.teacher_epochs, by_labels=True)  # as the full network was
         return model, None
 
     return adapted_network(
@@ -79,7 +82,7 @@ def peer_network(work: Material) -> dict[str, Any]:
         str(work.cfg.peer),
         size=work.resolution,
         costs=(found.macs, found.params),
-        depends={"peer": work.cfg.peer},
+        depends={"peer": work.cfg.peer, "peer_weights": weights_digest(work.pretrained_peer.model)},
         make=make,
         form=found.model,
     )
@@ -88,10 +91,13 @@ def peer_network(work: Material) -> dict[str, Any]:
 def equal_side(work: Material, record: dict[str, Any], limits: dict[str, float]) -> int | None:
     """The side, a multiple of 8, at which the full network costs about as much as the result; None if none does.
 
-    Milliseconds are a line in the number of pixels through the times of the full network that were measured, where the
-    limit is one of them; otherwise MACs decide.
+    It has as many parameters at each side, so none does where these are limited. Milliseconds are a line in the number
+    of pixels through the times of the full network that were measured, where the limit is one of them; otherwise MACs
+    decide.
     """
     full, sizes = work.resolution, {work.resolution, *record["about"]["sizes"]}
+    if work.searched(full).params > limits.get("max_params", math.inf):
+        return None
     share = record["networks"][0]["macs"] / work.searched(full).macs
     if "max_latency_ms" in limits and len(sizes) > 1:
         pixels = [(size / full) ** 2 for size in sizes]
@@ -99,6 +105,24 @@ def equal_side(work: Material, record: dict[str, Any], limits: dict[str, float])
         share = (limits["max_latency_ms"] - float(start)) / float(slope) if slope > 0 else share
     side = 8 * round(full * math.sqrt(max(share, 0.0)) / 8)
     return side if 16 <= side < full else None
+
+
+def best_uniform(work: Material, record: dict[str, Any], limits: dict[str, float]) -> tuple[int, Arch] | None:
+    """The searched side, and the uniform widths there, that are nearest to the teacher; writes uniform.json.
+
+    Near is what it is for the search: the divergence of whole networks on held-out training images.
+    """
+    sizes = record["about"]["sizes"]
+    path, about = work.run.dir / "uniform.json", {**work.about, "limits": limits, "sizes": sizes}
+    if (kept := read_record(path, about)) is None:
+        networks = []
+        for size in sizes:
+            if (arch := uniform_arch(work.searched(size), limits_at(work, size, limits))) is not None:
+                images = work.sample(size)[1]
+                loss = shrink.whole_divergence(work.measured(size), arch, images, work.reference[1])
+                networks.append((loss, size, list(arch)))
+        kept = write_record(path, about, {"networks": [network[1:] for network in sorted(networks)]})
+    return next(((size, tuple(arch)) for size, arch in kept["networks"]), None)
 
 
 def uniform_arch(found: Found, limits: Limits) -> Arch | None:

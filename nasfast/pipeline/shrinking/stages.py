@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 
 from nasfast import shrink
+from nasfast.config import ConfigError
 from nasfast.display import Tabular
 from nasfast.pipeline.run import log_stage
 from nasfast.pipeline.shrinking.files import (
@@ -35,6 +36,7 @@ from nasfast.search import InfeasibleConstraintError, Limits
 from nasfast.search.limits import read_limits
 from nasfast.settings import SearchConfig
 from nasfast.shrink import Measured, Shrunk
+from nasfast.shrink.recipe import RECIPE_FILE
 
 _LOG = logging.getLogger(__name__)
 
@@ -50,12 +52,14 @@ class ShrinkResult(Tabular):
     Attributes:
         networks: name -> result.json of each network: the result, the full network, and those of the comparison.
         headline: the result in one sentence.
+        verdicts: simpler networks that are no worse, each in a sentence.
         report: path of report.html.
         files: what was exported.
     """
 
     networks: dict[str, dict[str, Any]]
     headline: str
+    verdicts: tuple[str, ...]
     report: Path
     files: tuple[Path, ...]
 
@@ -99,11 +103,19 @@ def every_stage(run: ShrinkRun) -> ShrinkResult:
     """All stages in order; those whose files are there for the same settings are not repeated."""
     from nasfast.pipeline.shrinking.exporting import export
     from nasfast.pipeline.shrinking.rivals import rivals
-    from nasfast.report.shrinking import NETWORKS_FILE, ShrinkFiles, headline, write_shrink_report  # imports matplotlib
+    from nasfast.report.shrinking import (  # imports matplotlib
+        NETWORKS_FILE,
+        ShrinkFiles,
+        headline,
+        verdicts,
+        write_shrink_report,
+    )
 
     use_threads(run.cfg.threads)
     work = Material(run)
     work.check_samples(work.resolution)
+    if run.cfg.peer is not None and run.cfg.comparison:
+        work.peer  # noqa: B018  # what is wrong with it is said before anything trains
     limits = absolute_limits(work)
     record = search(work, sizes_of(work, limits), limits)
     networks = {FULL: full_network(work), SMALL: small_network(work, record["networks"][0])}
@@ -111,9 +123,10 @@ def every_stage(run: ShrinkRun) -> ShrinkResult:
         networks |= rivals(work, record, limits)
     network_times(work, networks)
     write_record(run.dir / NETWORKS_FILE, work.about, {"names": list(networks)})
-    sentence = headline(record, ShrinkFiles(run.dir))
+    written = ShrinkFiles(run.dir)
+    sentence = headline(record, written)
     files = export(work, networks[SMALL], sentence) if run.cfg.export else ()
-    return ShrinkResult(networks, sentence, write_shrink_report(run.dir), files)
+    return ShrinkResult(networks, sentence, tuple(verdicts(written)), write_shrink_report(run.dir), files)
 
 
 def full_costs(work: Material) -> dict[str, Callable[[], float]]:
@@ -149,16 +162,28 @@ def sizes_of(work: Material, limits: dict[str, float]) -> tuple[int, ...]:
     # parameters do not depend on the size
     shares = [min(1.0, limit / costs[name]()) for name, limit in limits.items() if name != "max_params"]
     sizes = sizes or (choose_sizes(work.resolution, min(shares)) if shares else (work.resolution,))
+    return possible_sizes(work, sizes, lambda size: limits_at(work, size, limits))
+
+
+def possible_sizes(work: Material, sizes: Iterable[int], limits: Callable[[int], Limits]) -> tuple[int, ...]:
+    """Those of some sides at which some network meets the limits there, largest first.
+
+    Raises:
+        ConfigError: a side is larger than the images.
+        InfeasibleConstraintError: none meets them at any size.
+    """
+    if (largest := max(sizes)) > work.resolution:
+        raise ConfigError(f"sizes has {largest} pixels, and images have {work.resolution}: raise --resolution to it")
     possible, errors = [], []
     for size in sorted(set(sizes), reverse=True):
         work.check_samples(size)
         try:
-            limits_at(work, size, limits).check(work.searched(size).space)
+            limits(size).check(work.searched(size).space)
             possible.append(size)
         except InfeasibleConstraintError as error:
             errors.append(error)
     if not possible:
-        raise errors[-1]
+        raise InfeasibleConstraintError(f"{errors[-1]}: --sizes has the sides that are searched, --model the network")
     return tuple(possible)
 
 
@@ -225,7 +250,6 @@ def adapted_network(
     costs: tuple[int, int],
     depends: dict[str, Any],
     make: Callable[[], Made],
-    epochs: int | None = None,
     form: nn.Module | None = None,
 ) -> dict[str, Any]:
     """A network, adapted by the lesson and evaluated on the validation images; writes networks/NAME/.
@@ -238,12 +262,10 @@ def adapted_network(
         costs: MACs and parameters.
         depends: what tells it from others of this name.
         make: makes the network.
-        epochs: epochs of the adaptation; None takes those of the settings, 0 leaves it as it is.
         form: a network of its form, if it is not made of the full network.
     """
     folder, started = work.run.network(name), time.monotonic()
-    epochs = work.cfg.epochs if epochs is None else epochs
-    about = {**work.about, "size": size, "epochs": epochs, **depends}
+    about = {**work.about, "size": size, **depends}
     if (record := read_record(folder / RESULT_FILE, about)) is not None:
         try:
             load_network(folder, form or work.form)
@@ -255,12 +277,10 @@ def adapted_network(
     model, recipe = make()
     model = clone(model)
     before = answers(model, work.images, work.val(size))
-    losses: list[float] = []
-    after = before
-    if epochs:
-        losses = shrink.adapt(model, work.lesson, teacher=work.lesson.teacher, size=size, epochs=epochs)
-        after = answers(model, work.images, work.val(size))
-    (folder / "recipe.json").unlink(missing_ok=True)
+    losses = work.teach(model, work.cfg.epochs, size=size)
+    after = answers(model, work.images, work.val(size))
+    for file in (RESULT_FILE, RECIPE_FILE):  # those of another network, which the new weights are not of
+        (folder / file).unlink(missing_ok=True)
     save_network(folder, model, recipe, about)
     log_stage("adapt", started, f"{kind}: top-1 {before.top1:.1%}, after adaptation {after.top1:.1%}")
     result = {
@@ -278,7 +298,7 @@ def adapted_network(
 
 
 def full_network(work: Material) -> dict[str, Any]:
-    """The teacher as a network of the comparison."""
+    """The full network after the adaptation that all have; before it, it is the teacher."""
     found = work.searched(work.resolution)
     return adapted_network(
         work,
@@ -288,7 +308,6 @@ def full_network(work: Material) -> dict[str, Any]:
         costs=(found.macs, found.params),
         depends={},
         make=lambda: (work.teacher, None),
-        epochs=0,
     )
 
 
