@@ -5,6 +5,7 @@ It has imported PyTorch by then, which takes seconds, and has run nothing: threa
 
 from __future__ import annotations
 
+import faulthandler
 import importlib
 import json
 import logging
@@ -56,6 +57,7 @@ def _run(name: str, out: str, cases: Sequence[str], said: str) -> NoReturn:
         for descriptor in (1, 2):
             os.dup2(file, descriptor)
         sys.stdout, sys.stderr = (os.fdopen(d, "w", buffering=1, closefd=False) for d in (1, 2))
+        faulthandler.enable()  # of pytest it has another file
         logging.root.handlers.clear()  # of pytest
         importlib.import_module(name).main(Path(out), list(cases))
         code = 0
@@ -70,7 +72,7 @@ def run_program(program: ModuleType, out: Path, *cases: str) -> str:
     with tempfile.NamedTemporaryFile("r+") as file:
         if _server is None:
             environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-            command = [sys.executable, str(program.__file__), str(out), *cases]
+            command = [sys.executable, "-X", "faulthandler", str(program.__file__), str(out), *cases]
             code = subprocess.run(command, env=environment, stdout=file, stderr=file, timeout=300).returncode
         else:
             with _server.makefile("rw") as requests:

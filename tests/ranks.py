@@ -229,6 +229,7 @@ COMMANDS = {
     "batch": (2, _command("retrain", "--retrain.parallel", "batch"), _nothing, False),
 }
 ALL = CASES | COMMANDS
+_UNEXPECTED = 4
 
 
 def _rank(case: str, out: Path, port: int, rank: int, resume: bool) -> None:
@@ -255,7 +256,7 @@ def _rank(case: str, out: Path, port: int, rank: int, resume: bool) -> None:
         code = 3
     except BaseException:
         traceback.print_exc()
-        code = 4
+        code = _UNEXPECTED
     os._exit(code)
 
 
@@ -281,9 +282,15 @@ def run(case: str, out: Path, *, resume: bool = False) -> list[int]:
 
 
 def codes(said: str) -> dict[str, list[int]]:
-    """How the processes of each case ended, from what this program printed."""
+    """How the processes of each case ended, from what this program printed.
+
+    Raises:
+        AssertionError: a process ended by an error of no case, or by a signal; with all that was printed.
+    """
     found = (line.partition("=") for line in said.splitlines())
-    return {case: ast.literal_eval(ended) for case, _, ended in found if case in ALL}
+    ended = {case: ast.literal_eval(codes) for case, _, codes in found if case in ALL}
+    assert all(0 <= code != _UNEXPECTED for codes in ended.values() for code in codes), said
+    return ended
 
 
 def main(out: Path, cases: list[str]) -> None:

@@ -117,6 +117,13 @@ def test_a_fused_model_is_trained_by_ddp_and_fsdp(done):
     assert done[1]["fused"] == [0, 0]
 
 
+@pytest.mark.parametrize("ended", [[4, 0], [0, -6]])
+def test_what_a_rank_said_before_it_ended_unexpectedly_is_shown(ended):
+    with pytest.raises(AssertionError, match="Fatal Python error: Aborted"):
+        ranks.codes(f"Fatal Python error: Aborted\nfused={ended}\n")
+    assert ranks.codes("a line\ngone=[3, 7]\n") == {"gone": [3, 7]}
+
+
 def test_a_parameter_that_a_rank_may_have_left_out_is_named():
     used, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     used.grad = torch.ones(2)
