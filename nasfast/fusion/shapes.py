@@ -1,7 +1,8 @@
 """Sizes while a forward is captured: symbols for all of them, and their numbers later.
 
 TorchDynamo computes the sizes of every result with symbols, which takes most of a capture. Those of a BatchNorm and of
-an activation are those of the input. PyTorch's rule would also make momentum and eps constants of the graph.
+an activation are those of the input. PyTorch's rule would also make momentum and eps constants of the graph. By batch
+and size PyTorch chooses who computes a convolution, for which the graph would then be; all of them give one layout.
 
 Some forwards compute sizes from sizes, as TensorFlow's padding does, so that each layer's has those of the layer before
 several times, and the fourth layer of this kind would take minutes. Then a graph serves images of one size.
@@ -18,6 +19,7 @@ import sympy
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
 
 
 def symbols_of(inputs: Sequence[Any]) -> dict[int, dict[int, sympy.Symbol]]:
@@ -56,6 +58,8 @@ class _Like(torch.autograd.Function):
 
 # of symbols in a size: behind one such padding it is three, behind two it is nine
 _MOST_OCCURRENCES = 4
+# of who computes a convolution, and of its layout
+_CHOICES = ("_select_conv_backend", "_conv_determine_backend_memory_format")
 # in PyTorch's rules these are up to ten operators
 _ACTIVATIONS = ("hardtanh", "relu6", "hardswish", "hardsigmoid", "silu", "gelu")
 
@@ -69,11 +73,22 @@ def _activation(function: Callable[..., Tensor], in_place: bool) -> Callable[...
     return run
 
 
+def _with_numbers(x: Any) -> Any:
+    """A fake tensor like x whose sizes are the numbers of this call."""
+    if not isinstance(x, FakeTensor):
+        return x
+    sizes, strides = (
+        [number.node.hint if isinstance(number, torch.SymInt) else number for number in numbers]
+        for numbers in (x.shape, x.stride())
+    )
+    return torch.empty_strided(sizes, strides, dtype=x.dtype, device=x.device)
+
+
 @contextmanager
 def known_sizes() -> Iterator[None]:
     """While this lasts, BatchNorms and activations of fake tensors give only a type, sizes and layout.
 
-    Before a BatchNorm, long sizes become numbers.
+    Before a BatchNorm, long sizes become numbers. The layout of a convolution is that of this call.
     """
     batch_norm = torch.batch_norm
 
@@ -85,9 +100,18 @@ def known_sizes() -> Iterator[None]:
                 return _Like.apply(x, *tensors)
         return batch_norm(x, *arguments)
 
+    def by_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*arguments: Any, **settings: Any) -> Any:
+            arguments, settings = tree_map(_with_numbers, (arguments, settings))
+            return function(*arguments, **settings)
+
+        return run
+
     names = [name for name in (*_ACTIVATIONS, *(f"{name}_" for name in _ACTIVATIONS)) if hasattr(torch._C._nn, name)]
     with ExitStack() as patches:
         patches.enter_context(patch.object(torch, "batch_norm", run))
+        for name in _CHOICES:
+            patches.enter_context(patch.object(torch._C, name, by_numbers(getattr(torch._C, name))))
         for name in names:
             function = getattr(torch._C._nn, name)
             patches.enter_context(patch.object(torch._C._nn, name, _activation(function, name.endswith("_"))))
