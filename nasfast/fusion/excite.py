@@ -78,7 +78,7 @@ def _match_excitation(product: fx.Node) -> TracedExcitation | None:
         if act is None or squeezed is None:
             continue
         mean = _input(squeezed[0])
-        if _is_read_once(mean) and _input(mean) is x and _is_mean(mean):
+        if _is_read_once(mean) and _input(mean) is x and example_value(x).dim() == 4 and _is_mean(mean):
             nodes = (mean, squeezed[0], act_node, excite[0], gate, product)
             return TracedExcitation(nodes, x, (*squeezed[1:], *excite[1:]), act, _GATE_FUNCTIONS[callee(gate)])
     return None
@@ -138,7 +138,7 @@ class ExcitationCall(nn.Module):
     def gain_function(self, example: Tensor) -> Callable[[torch.Size], float]:
         """A function of the shape of an input like this one, as in `rule.gain_function`."""
         dtype, gradient = example.dtype, example.requires_grad
-        channels = example.stride(1) if example.is_cpu and example.dim() == 4 else 0
+        channels = example.stride(1) if example.is_cpu else 0
         nhwc = isinstance(channels, int) and channels == 1
 
         def gain(shape: torch.Size) -> float:

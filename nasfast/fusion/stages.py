@@ -100,7 +100,7 @@ def _parts(
             (height + top + bottom - kernel[0]) // stage.stride + 1,
             (width + left + right - kernel[1]) // stage.stride + 1,
         )
-        if its is not None and left == right == top == bottom:
+        if its is not None and left == right == top == bottom >= 0:
             stage = stage._replace(padding=left)
         elif its is not None:
             same_size = size == ((height - 1) // stage.stride + 1, (width - 1) // stage.stride + 1)

@@ -129,6 +129,12 @@ def test_a_convolution_whose_weight_is_its_input_is_left_alone(squeeze, calls):
     assert calls == []
 
 
+def test_one_image_without_a_batch_is_left_alone(calls):
+    module, x = torchvisions().requires_grad_(False), torch.randn(12, 5, 6)
+    compiled = torch.compile(module, backend=compile_graph, options={"inner": "eager"})
+    assert torch.equal(compiled(x), module(x)) and calls == []
+
+
 def test_where_it_does_not_gain_pytorch_runs(calls, monkeypatch):
     network = Network(torchvisions())
     nasfast.fuse(network)

@@ -109,6 +109,7 @@ OTHERS = {
     "reflected": lambda x: F.pad(x, (0, 1, 0, 1), mode="reflect"),
     "channels": lambda x: F.pad(x, (0, 0, 0, 0, 0, 4))[:, :8],
     "rows alone": lambda x: F.pad(x, (1, 1)),
+    "less than nothing": lambda x: F.pad(x, (-1, -1, -1, -1)),
 }
 
 
