@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import copy
 import gc
-import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
 from itertools import count
 from threading import RLock
 from types import FunctionType, MethodType
@@ -243,7 +241,7 @@ class FusedForward:
     def __init__(self, module: nn.Module, region: Region) -> None:
         self._module: Callable[[], nn.Module | None] = weakref.ref(module)
         self.region, self.__func__ = region, region.function
-        self.__doc__ = type(module).forward.__doc__
+        self.__doc__, self.__module__ = type(module).forward.__doc__, type(module).forward.__module__
 
     @property
     def __self__(self) -> nn.Module:
@@ -276,8 +274,9 @@ class FusedForward:
         return _fused_again, (self.__self__, self.region.settings)
 
     @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(partial(type(self.__self__).forward, self.__self__))
+    def __wrapped__(self) -> MethodType:
+        # inspect takes the signature of a call and the source from it
+        return MethodType(type(self.__self__).forward, self.__self__)
 
     def __getattr__(self, name: str) -> Any:
         # torch.jit.script reads these of every forward that it compiles

@@ -195,8 +195,10 @@ def test_a_fused_forward_is_like_a_bound_method(executed):
     plain, fused = twins(disturb(Candidate(3)).eval())
     want, forward = plain(X), fused.forward
     assert forward.__self__ is fused and forward == fused.forward
-    assert (forward.__name__, forward.__doc__) == (plain.forward.__name__, plain.forward.__doc__)
-    assert inspect.signature(forward) == inspect.signature(plain.forward)
+    for name in ("__name__", "__doc__", "__module__"):
+        assert getattr(forward, name) == getattr(plain.forward, name)
+    for read in (inspect.signature, inspect.getfullargspec, inspect.getsource):
+        assert read(forward) == read(plain.forward)
     for made in (
         lambda: types.MethodType(forward.__func__, fused),
         lambda: functools.partial(forward.__func__, fused),
