@@ -19,7 +19,7 @@ from nasfast.indicators.registry import check_network_score, get_score
 from nasfast.indicators.scores import combine_scores, default_score, parse_sum, score_networks
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
 from nasfast.pipeline.evidence import compute_scores, find_space, untrained_networks
-from nasfast.pipeline.run import Run, read_result
+from nasfast.pipeline.run import Run, load_settings, read_result
 from nasfast.pipeline.sample import (
     ACCURACIES_FILE,
     REPORT_FILE,
@@ -51,7 +51,7 @@ def rank_table(args: argparse.Namespace) -> None:
         predictor, space = _read_predictor(args)
         accuracies = read_accuracies(args.table, space, column=args.column)
     elif args.images is None:
-        cfg = Run.load(args.out).cfg
+        cfg = load_settings(args.out)
         space = find_space(cfg)
         accuracies = _read_sample(args, space)
         predictor = compute_scores(cfg, space, args.score, accuracies)
@@ -110,21 +110,21 @@ def _sample(archs: list[Arch], count: int | None, seed: int) -> list[Arch]:
 
 
 def rank_trained(args: argparse.Namespace, settings: TaskSettings) -> None:
-    run = Run.load(args.out)
+    cfg = load_settings(args.out)
     names = () if args.score is None else (args.score,)
-    inputs = sample_inputs(run.cfg)
-    check_names(run.cfg, inputs.space, names)
+    inputs = sample_inputs(cfg)
+    check_names(cfg, inputs.space, names)
     if args.dry_run:
-        print(estimate_sample(run.cfg, inputs, args.train, settings, epochs=args.epochs))
+        print(estimate_sample(cfg, inputs, args.train, settings, epochs=args.epochs))
         return
-    with Run.open(run.cfg, threads=False) as open_run:
+    with Run.open(cfg, threads=False) as open_run:
         accuracies = train_sample(open_run, inputs, args.train, epochs=args.epochs, settings=settings)
     comparison = compare_trained(
-        run.cfg, inputs.space, accuracies, names=names, half_width=args.interval, resamples=args.resamples
+        cfg, inputs.space, accuracies, names=names, half_width=args.interval, resamples=args.resamples
     )
     print(comparison)
     print("Trainings accumulate: the same command with a larger --train keeps these and adds to them.")
-    files = [run.dir / ACCURACIES_FILE, run.dir / REPORT_FILE]
+    files = [cfg.run_dir / ACCURACIES_FILE, cfg.run_dir / REPORT_FILE]
     if args.save is not None:
         comparison.save(args.save)
         files.append(Path(args.save))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from nasfast.indicators.table import TABLE_FILE
-from nasfast.pipeline.run import resolved
+from nasfast.pipeline.run import load_settings
 from nasfast.retrain.retrain import RESULT_FILE, RetrainResult
 from nasfast.runtime.files import seal, unseal, write_atomic
 from nasfast.search import Candidate, load_candidates
@@ -31,9 +31,7 @@ def read_finished(cfg: RunConfig) -> tuple[list[Candidate], dict[str, RetrainRes
     folder = cfg.run_dir
     try:
         record = unseal((folder / _FILE).read_text(encoding="utf-8"))
-        if resolved(RunConfig.load(folder / CONFIG_FILE).replace(out=cfg.out)) != cfg:
-            return None
-        if record["files"] != _digests(folder):
+        if load_settings(cfg.out) != cfg or record["files"] != _digests(folder):
             return None
         names = record["networks"]
         retrained = {name: RetrainResult.load(folder / "retrain" / name / RESULT_FILE) for name in names}

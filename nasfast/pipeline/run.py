@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 class Run:
     """The settings and the directory of a run.
 
-    `open` gives the run that a command works on, `look` and `load` one to look at.
+    `open` gives the run that a command works on, `look` one to look at.
 
     Attributes:
         cfg: the settings, resolved: they have no null or `auto` that a result depends on.
@@ -110,17 +110,6 @@ class Run:
         """The run of these settings, which no stage writes; errors as in `resolved`."""
         return cls(resolved(cfg))
 
-    @classmethod
-    def load(cls, out: str) -> Run:
-        """As `look`, with the settings that a run directory has."""
-        path = Path(out) / CONFIG_FILE
-        if not path.exists():
-            raise FileNotFoundError(
-                f"{path} is missing: run `nasfast supernet --out {out}` first. A score of untrained weights needs no "
-                f"checkpoint, but the settings of a run in {path}"
-            )
-        return cls.look(RunConfig.load(path).replace(out=out))
-
     # what the settings and the directory say
 
     @property
@@ -175,8 +164,7 @@ class Run:
         if not path.exists():
             return
         kinds = (MACHINE, RESUMED) if supernet else (MACHINE, RESUMED, SUPERNET)
-        before = resolved(RunConfig.load(path).replace(out=self.cfg.out))
-        (saved, _), (new, _) = before.parted(*kinds), self.cfg.parted(*kinds)
+        (saved, _), (new, _) = load_settings(self.cfg.out).parted(*kinds), self.cfg.parted(*kinds)
         if not supernet and self.nothing_is_trained:
             saved["data"] = new["data"]
         if saved != new:
@@ -238,6 +226,17 @@ def resolved(cfg: RunConfig) -> RunConfig:
 
     retrain = cfg.retrain.replace(train=with_precision(cfg.retrain.train, saved.retrain.train))
     return cfg.replace(train=with_precision(cfg.train, saved.train), retrain=retrain)
+
+
+def load_settings(out: str) -> RunConfig:
+    """The settings that a run directory has, resolved; errors as in `resolved`, and FileNotFoundError for none."""
+    path = Path(out) / CONFIG_FILE
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} is missing: run `nasfast supernet --out {out}` first. A score of untrained weights needs no "
+            f"checkpoint, but the settings of a run in {path}"
+        )
+    return resolved(RunConfig.load(path).replace(out=out))
 
 
 def same_images(cfg: RunConfig) -> DataConfig:

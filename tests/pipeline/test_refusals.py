@@ -22,7 +22,7 @@ from nasfast.pipeline import evidence
 from nasfast.pipeline.children import child_settings, child_task
 from nasfast.pipeline.evidence import retrain_loaders
 from nasfast.pipeline.inputs import read_layers
-from nasfast.pipeline.run import Run
+from nasfast.pipeline.run import Run, load_settings
 from nasfast.pipeline.searching import search
 from nasfast.runtime.distributed import World
 from nasfast.runtime.lock import RunDirectoryError
@@ -168,7 +168,7 @@ def test_a_directory_in_use_is_refused_and_left_alone(finished, capsys, command)
     with open(out / ".lock", "w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)  # as another process would: a lock is the open file's
         assert main([*command.split(), "--out", str(out), *images]) == 1
-        with pytest.raises(RunDirectoryError, match="is in use by"), Run.open(Run.load(str(out)).cfg):
+        with pytest.raises(RunDirectoryError, match="is in use by"), Run.open(load_settings(str(out))):
             pass
     (out / ".lock").unlink()
     assert f"run directory {out} is in use by another process" in capsys.readouterr().err
@@ -196,14 +196,14 @@ def test_a_missing_file_names_the_stage_that_writes_it(finished, capsys, command
 
 
 def test_images_of_other_classes_cannot_retrain(here, out):
-    cfg = Run.load(str(out)).cfg
+    cfg = load_settings(str(out))
     cfg = cfg.replace(data=cfg.data.replace(source="folder", train="images"))
     with pytest.raises(ConfigError, match="the images have 2 classes, .*space.yaml has 10"):
-        retrain_loaders(cfg, read_layers(Run.look(cfg).dir))
+        retrain_loaders(cfg, read_layers(out))
 
 
 def test_a_stage_writes_only_while_its_run_is_open(out):
-    looked = Run.load(str(out))
+    looked = Run.look(load_settings(str(out)))
     with Run.open(looked.cfg) as run:
         search(run)
     for closed in (looked, run):
@@ -212,13 +212,13 @@ def test_a_stage_writes_only_while_its_run_is_open(out):
 
 
 def test_a_run_is_a_value(out):
-    run = Run.load(str(out))
+    run = Run.look(load_settings(str(out)))
     with pytest.raises(FrozenInstanceError):
         run.cfg = run.cfg.replace(seed=1)
 
 
 def test_a_child_has_a_seed_of_its_own_and_the_images_of_the_run(out):
-    cfg = Run.load(str(out)).cfg
+    cfg = load_settings(str(out))
     for in_run, folder in ((False, "seed-1"), (True, cfg.out)):
         task = child_task(cfg, "seed-1", "module:function", seed=1, in_run=in_run)
         child = child_settings(Path("seed-1"), task.arguments["config"], task.machine)

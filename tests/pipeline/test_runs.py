@@ -21,7 +21,7 @@ from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline import stages
 from nasfast.pipeline.evidence import image_loaders, load_evidence
 from nasfast.pipeline.inputs import read_layers
-from nasfast.pipeline.run import Run, resolved
+from nasfast.pipeline.run import Run, load_settings, resolved
 from nasfast.pipeline.stages import score
 from nasfast.retrain import load_model
 from nasfast.search import Limits, equal_cost_peers, load_candidates
@@ -240,7 +240,7 @@ def test_a_new_search_can_be_retrained_and_the_earlier_network_is_kept(out):
 
 def test_a_supernet_that_is_not_trained_to_its_end_is_named(out, caplog):
     (out / "checkpoints/supernet-00000020.safetensors").unlink()
-    with Run.open(Run.load(str(out)).cfg) as run:
+    with Run.open(load_settings(str(out))) as run:
         table = score(run)
     assert "step 16 of 20" in caplog.text
     assert table.meta["step"] == 16
@@ -257,16 +257,16 @@ def test_a_supernet_at_chance_is_named(tmp_path, config, caplog):
 def test_stages_without_training_use_the_threads_of_the_config(out, stage):
     """The score is `gamma`, which reads no images. An exact search needs no torch, and so no threads of it."""
     before = torch.get_num_threads()
-    run = Run.load(str(out))
-    run = Run.look(run.cfg.replace(threads=before + 1, score=run.cfg.score.replace(name="gamma")))
-    with Run.open(run.cfg.replace(threads=before)) as opened:
+    cfg = load_settings(str(out))
+    cfg = cfg.replace(threads=before + 1, score=cfg.score.replace(name="gamma"))
+    with Run.open(cfg.replace(threads=before)) as opened:
         score(opened)
     try:
         if stage == "score":
-            with Run.open(run.cfg) as opened:
+            with Run.open(cfg) as opened:
                 score(opened)
         else:
-            load_evidence(run.cfg, read_layers(run.dir))
+            load_evidence(cfg, read_layers(out))
         assert torch.get_num_threads() == before + 1
     finally:
         torch.set_num_threads(before)

@@ -19,7 +19,7 @@ from nasfast.indicators.registry import get_score
 from nasfast.indicators.scores import score_paths, score_table, untrained_table
 from nasfast.indicators.table import IndicatorTable
 from nasfast.pipeline.evidence import build_evidence, load_evidence, load_supernet
-from nasfast.pipeline.run import Run, resolved
+from nasfast.pipeline.run import load_settings, resolved
 from nasfast.report.html import write_report
 from nasfast.research.zero_cost import ntk_q
 from nasfast.search import load_candidates
@@ -47,7 +47,7 @@ def test_the_default_score_is_distilled_from_held_out_images_beside_structure(ru
     assert (table.rule, table.meta["score"], table.meta["step"]) == ("sum", "path_loss", 20)
     assert table.meta["structure"] == METHODS["dinas"].structure
     assert 0 < table.meta["r2"] <= 1
-    evidence, _ = load_evidence(Run.load(str(run_dir)).cfg, SPACE)
+    evidence, _ = load_evidence(load_settings(str(run_dir)), SPACE)
     train, held = evidence.loaders
     assert len(train.source) + len(held.source) == 1442  # the digits of the training part
     assert sum(len(y) for _, y in evidence.batches) == len(held.source)
@@ -60,7 +60,7 @@ def test_the_default_score_is_distilled_from_held_out_images_beside_structure(ru
 @pytest.mark.slow
 def test_another_score_of_the_same_supernet(out):
     assert main(["score", "--out", str(out), "--score.name", "gamma", "--score.structure", "0"]) == 0
-    net, _ = load_supernet(Run.load(str(out)).cfg, SPACE)
+    net, _ = load_supernet(load_settings(str(out)), SPACE)
     table = IndicatorTable.load(out / "indicators.json")
     assert table.scores == bn_gamma.score(net).scores
     assert main(["search", "--out", str(out)]) == 0
@@ -77,7 +77,7 @@ def test_a_score_can_be_ranked_path_by_path(out, tmp_path, capsys):
     assert main([*ranked, "--score", "path_accuracy", "--sample", "12"]) == 0
     assert "12 architectures" in capsys.readouterr().out
     report = json.loads((out / "rank-path_accuracy.json").read_text())
-    cfg = Run.load(str(out)).cfg
+    cfg = load_settings(str(out))
     evidence = build_evidence(cfg, load_supernet(cfg, SPACE)[0], get_score("path_accuracy"))
     chosen = random.Random(0).sample(ARCHS, 12)
     scores = score_paths("path_accuracy", evidence, chosen)
@@ -122,7 +122,7 @@ def test_a_score_of_paths_can_be_searched_without_a_table(out, capsys):
     assert main(["search", "--out", str(out), *flags]) == 0
     assert not (out / "refined.json").exists()
     (best, *_) = load_candidates(out / "archs.json").candidates
-    evidence, checkpoint = load_evidence(Run.load(str(out)).cfg, SPACE)
+    evidence, checkpoint = load_evidence(load_settings(str(out)), SPACE)
     assert best.score == score_paths("path_loss", evidence, [best.arch])[best.arch]
     header = json.loads((out / "history.jsonl").read_text().splitlines()[0])
     assert header["scorer"] == f"path_loss of {checkpoint.digest}, 1000 images"
