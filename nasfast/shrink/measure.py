@@ -150,6 +150,8 @@ def check_images(found: Found, images: Tensor) -> None:
         raise ShrinkError(
             f"images must be (N, {', '.join(map(str, expected))}), got {got}: call find again for another size"
         )
+    if images.dtype != (seen := found.program.image.meta["val"].dtype):
+        raise ShrinkError(f"images are {images.dtype}, and find saw {seen}: give both as the network takes them")
 
 
 class _Inputs:
@@ -227,6 +229,8 @@ def _solve_dimension(
     for layer in dimension.readers:
         seen = inputs[layer.path]
         covariance = seen.covariance
+        if not bool(covariance.isfinite().all()):
+            raise ShrinkError(f"inputs of {layer.path} are not finite: look at the images, and at the weights")
         variance = covariance.diagonal().clamp_min(0)
         # an input that never changes has no variance, but for what rounding leaves of its square, and what it adds
         # belongs to the bias; where none changes, all weights stay

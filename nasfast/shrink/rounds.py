@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,10 +108,8 @@ def search_measured(
                 m = measured[i]
                 loss = whole_divergence(m, c.arch, images[i], reference, batch=batch)
                 results[i, c.arch] = Shrunk(m, c.arch, c.macs, c.params, m.base - m.table.score(c.arch), loss, number)
-        tables = [
-            correct(m, [(arch, r.divergence) for (j, arch), r in results.items() if j == i])
-            for i, m in enumerate(measured)
-        ]
+        finite = [(j, arch, r.divergence) for (j, arch), r in results.items() if math.isfinite(r.divergence)]
+        tables = [correct(m, [(arch, loss) for j, arch, loss in finite if j == i]) for i, m in enumerate(measured)]
     return sorted(results.values(), key=lambda r: r.divergence)
 
 

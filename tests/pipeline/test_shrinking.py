@@ -196,6 +196,8 @@ def settings(here: Path, out: str) -> dict[str, object]:
 REFUSALS = [
     ("--max_macs 0.01%", "give another module, or inputs of another size: --sizes has the sides"),
     ("--max_macs 0.01% --dry_run", "cannot be met"),
+    ("--max_macs 50 --max_params 0.5", "has a sign: max_macs 50%, max_params 50%"),
+    ("--max_macs 100%", "is not below the 764,576 of the full network, so nothing would be cut"),
     ("--max_macs 50% --sizes [16,32]", "sizes has 32 pixels, and images have 16"),
     ("--max_macs 50% --model {model}:failing", "failing failed (LookupError: no such weights)"),
     ("--max_macs 50% --model torchvision:resnet81", "did you mean 'resnet18'?"),
@@ -344,7 +346,7 @@ def test_a_lesson_gives_each_batch_the_targets_of_its_views(here):
     data = DataConfig(train=str(here / "train"), val=str(here / "val"), batch_size=16, workers=0, loader="torchvision")
     images = Images.open(ShrinkConfig(), data, 3)
     lesson = Lesson(images, images.read(images.train, 16), batch=16, epochs=2)
-    lesson.targets = lesson.taught_by(lambda x: x.mean((2, 3)))
+    lesson.begin(lesson.taught_by(lambda x: x.mean((2, 3))))
     views = []
     for _ in range(3):
         for x, _ in lesson:

@@ -127,5 +127,9 @@ def test_wrong_images_are_refused(found):
     # nine taps of 16 channels, at 4 pixels of each image
     with pytest.raises(shrink.ShrinkError, match=r"plain\.middle\.0 has 144 inputs, .* at least 3 images"):
         shrink.measure(found, shrinkable.images(1))
+    with pytest.raises(shrink.ShrinkError, match=r"are torch\.float32, and find saw torch\.float64"):
+        shrink.measure(found, shrinkable.images().float())
+    with pytest.raises(shrink.ShrinkError, match="inputs of .* are not finite"):
+        shrink.measure(found, shrinkable.images() * torch.nan)
     with pytest.raises(TypeError, match=r"shrink\.find"):
         shrink.measure(found.model, shrinkable.images(4))

@@ -1,5 +1,8 @@
 """Search over tables that measured networks correct."""
 
+import itertools
+import math
+
 import pytest
 import shrinkable
 import torch
@@ -39,6 +42,14 @@ def test_a_corrected_table_gives_what_was_measured(found, measured):
     other = (0, *found.full[1:])
     assert -table.score(other) == pytest.approx(-1.8 * measured.table.score(other), rel=0.2)
     assert correct(measured, []) is measured.table
+
+
+def test_a_network_whose_logits_are_not_finite_is_last_and_corrects_nothing(found, measured, held_out, monkeypatch):
+    images, logits = held_out
+    losses = itertools.chain([math.inf], itertools.repeat(0.5))
+    monkeypatch.setattr("nasfast.shrink.rounds.whole_divergence", lambda *_, **__: next(losses))
+    results = shrink.search_measured([measured], [images], logits, top_k=2, rounds=3, max_macs=0.6 * found.macs)
+    assert [r.divergence for r in results] == [*[0.5] * (len(results) - 1), math.inf]
 
 
 def test_several_sizes_are_searched_together(found, measured, held_out):

@@ -17,10 +17,9 @@ from torch import Tensor
 from nasfast.measure.deployed import CLOCKS, in_onnxruntime
 from nasfast.measure.timing import measure, measuring, time_call
 from nasfast.pipeline.run import log_stage
-from nasfast.pipeline.shrinking.files import load_network, weights_digest
+from nasfast.pipeline.shrinking.files import load_network, read_record, weights_digest, write_record
 from nasfast.pipeline.shrinking.images import answers
 from nasfast.pipeline.shrinking.material import Material
-from nasfast.pipeline.shrinking.run import read_record, write_record
 from nasfast.pipeline.shrinking.timing import timing_settings
 from nasfast.retrain.export import ONNX_FILE, PROGRAM_FILE, write_checked_onnx, write_program
 from nasfast.runtime.files import temporary_beside, write_atomic

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from nasfast import shrink
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable, TableError
-from nasfast.runtime.files import CheckpointError
+from nasfast.runtime.files import CheckpointError, seal, unseal, write_atomic
 from nasfast.shrink import Found, Measured, Solution
 from nasfast.shrink.recipe import RECIPE_FILE, WEIGHTS_FILE
 from nasfast.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint, storable
@@ -23,6 +23,21 @@ _SOLUTIONS_FILE = "solutions.safetensors"
 def weights_digest(model: nn.Module) -> str:
     """Digest of a state dict."""
     return Checkpoint(storable(dict(model.state_dict())), {}).digest
+
+
+def read_record(path: Path, about: dict[str, Any]) -> dict[str, Any] | None:
+    """What `write_record` wrote about the same; None if it is absent, damaged, or about something else."""
+    try:
+        record = unseal(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return record if record.get("about") == about else None
+
+
+def write_record(path: Path, about: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
+    """Write a result with what it depends on, and return it as `read_record` does."""
+    write_atomic(path, seal({"about": about, **result}).encode())
+    return {"about": about, **result}
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:

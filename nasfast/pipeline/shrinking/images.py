@@ -115,7 +115,7 @@ class Images:
 
 
 class Lesson:
-    """Views of the training images, the same in every lesson of a seed, with the logits of a teacher where it has some.
+    """Views of the training images, the same in every lesson of a seed, with the logits of a teacher where it has one.
 
     After `begin`, each iteration is an epoch with its own views; after the last the first follows. Views are moved a
     little and mirrored, but for digits.
@@ -130,13 +130,13 @@ class Lesson:
     def __init__(self, images: Images, shown: Shown, *, batch: int, epochs: int) -> None:
         self._images, (self._shown, self._labels) = images, shown
         self._batch, self._epochs, self._next = batch, epochs, 0
+        self._targets: Tensor | None = None
         self._kind = augment_of(images.data, self._shown.shape[-1])
         self._at = (0, slice(0, 0))
-        self.targets: Tensor | None = None
 
-    def begin(self) -> Lesson:
-        """This lesson, from its first epoch."""
-        self._next = 0
+    def begin(self, targets: Tensor | None = None) -> Lesson:
+        """This lesson, from its first epoch; with targets (epochs, N, classes) of `taught_by`, it has a teacher."""
+        self._next, self._targets = 0, targets
         return self
 
     def __len__(self) -> int:
@@ -166,9 +166,9 @@ class Lesson:
 
     def teacher(self, images: Tensor) -> Tensor:
         """The teacher's logits of the batch that the last iteration gave."""
-        assert self.targets is not None, "a lesson of a teacher has targets"
+        assert self._targets is not None, "a lesson of a teacher begins with targets"
         epoch, part = self._at
-        return self.targets[epoch, part]
+        return self._targets[epoch, part]
 
     @torch.no_grad()
     def taught_by(self, network: Callable[[Tensor], Tensor]) -> Tensor:

@@ -120,13 +120,22 @@ class Material:
 
     def teach(self, model: nn.Module, epochs: int, *, size: int | None = None, by_labels: bool = False) -> list[float]:
         """Adapt a network at a size by the lesson, from its first epoch; by its labels alone or with the teacher."""
-        lesson = self.lesson.begin()
+        lesson = self.lesson.begin(None if by_labels else self.targets)
         return shrink.adapt(model, lesson, teacher=None if by_labels else lesson.teacher, size=size, epochs=epochs)
 
     @cached_property
     def teacher(self) -> nn.Module:
         """The full network, adapted to the images at the largest size."""
         return adapt_teacher(self)
+
+    @cached_property
+    def targets(self) -> Tensor:
+        """The teacher's logits (epochs, N, classes) of all views of the lesson; writes targets.safetensors."""
+        path = self.run.dir / "targets.safetensors"
+        if (kept := read_tensors(path, self.about)) is None:
+            kept = {"logits": self.lesson.taught_by(self.teacher)}
+            save_tensors(path, kept, self.about)
+        return kept["logits"]
 
     def at_size(self, size: int) -> nn.Module:
         """The full network, adapted at a size."""
@@ -181,9 +190,9 @@ class Material:
 
 
 def adapt_teacher(work: Material) -> nn.Module:
-    """The teacher, with its targets in the lesson; writes teacher.safetensors and targets.safetensors."""
+    """The full network, adapted at the largest size; writes teacher.safetensors."""
     run, started = work.run, time.monotonic()
-    path, targets = run.dir / "teacher.safetensors", run.dir / "targets.safetensors"
+    path = run.dir / "teacher.safetensors"
     model = clone(work.form)
     if (tensors := read_tensors(path, work.about)) is not None:
         model.load_state_dict(tensors)
@@ -195,12 +204,7 @@ def adapt_teacher(work: Material) -> nn.Module:
         work.teach(model, run.cfg.teacher_epochs, by_labels=True)
         save_tensors(path, dict(model.state_dict()), work.about)
         log_stage("adapt", started, f"the full network on {counted(len(work.images.train), 'image')}")
-    model.eval().requires_grad_(False)
-    if (kept := read_tensors(targets, work.about)) is None:
-        kept = {"logits": work.lesson.taught_by(model)}
-        save_tensors(targets, kept, work.about)
-    work.lesson.targets = kept["logits"]
-    return model
+    return model.eval().requires_grad_(False)
 
 
 def adapt_size(work: Material, size: int) -> nn.Module:

@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from nasfast import shrink
-from nasfast.pipeline.shrinking.files import clone, weights_digest
+from nasfast.pipeline.shrinking.files import clone, read_record, weights_digest, write_record
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.models import fit_classifier
 from nasfast.pipeline.shrinking.norms import by_norms
-from nasfast.pipeline.shrinking.run import read_record, write_record
 from nasfast.pipeline.shrinking.stages import Made, adapted_network, cut_network, limits_at
 from nasfast.pipeline.shrinking.timing import full_latency
 from nasfast.search import InfeasibleConstraintError, Limits, sample_under

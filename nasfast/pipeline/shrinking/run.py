@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from nasfast.config import ConfigBase, ConfigError, Number, difference, load_yaml, marked, merge, to_number
-from nasfast.runtime.files import CheckpointError, seal, unseal, write_atomic
+from nasfast.runtime.files import CheckpointError, write_atomic
 from nasfast.runtime.lock import run_lock
 from nasfast.settings import CONFIG_FILE, LIMITS, MACHINE, RESUMED, DataConfig, check_common, check_counts
 
@@ -234,21 +234,6 @@ class ShrinkRun:
         text, path = self.cfg.to_yaml().encode(), self.dir / CONFIG_FILE
         if not path.exists() or path.read_bytes() != text:
             write_atomic(path, text)
-
-
-def read_record(path: Path, about: dict[str, Any]) -> dict[str, Any] | None:
-    """What `write_record` wrote about the same; None if it is absent, damaged, or about something else."""
-    try:
-        record = unseal(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return record if record.get("about") == about else None
-
-
-def write_record(path: Path, about: dict[str, Any], result: dict[str, Any]) -> dict[str, Any]:
-    """Write a result with what it depends on, and return it as `read_record` does."""
-    write_atomic(path, seal({"about": about, **result}).encode())
-    return {"about": about, **result}
 
 
 def saved_settings(out: str) -> dict[str, Any]:

@@ -24,11 +24,13 @@ from nasfast.pipeline.shrinking.files import (
     RESULT_FILE,
     clone,
     load_network,
+    read_record,
     save_network,
+    write_record,
 )
 from nasfast.pipeline.shrinking.images import answers
 from nasfast.pipeline.shrinking.material import Material
-from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_sizes, read_record, write_record
+from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_sizes
 from nasfast.pipeline.shrinking.timing import full_latency, latency_file, measure_latency, network_times
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import CheckpointError, answers_to_hex
@@ -140,15 +142,21 @@ def full_costs(work: Material) -> dict[str, Callable[[], float]]:
 
 
 def absolute_limits(work: Material) -> dict[str, float]:
-    """The limits in MACs, parameters and ms, by the names of their settings."""
-    costs, limits = full_costs(work), dict[str, float]()
+    """The limits in MACs, parameters and ms, by the names of their settings.
+
+    Raises:
+        ConfigError: the full network meets all of them.
+    """
+    costs, limits, idle = full_costs(work), dict[str, float](), []
     for name, bound in work.cfg.bounds.items():
         full = costs[name]()
         limits[name] = bound.absolute(full)
         if limits[name] >= full:
-            _LOG.warning(
-                "%s=%s is not below the %s of the full network", name, f"{limits[name]:,.10g}", f"{full:,.10g}"
-            )
+            idle.append(f"{name}={limits[name]:,.10g} is not below the {full:,.10g} of the full network")
+    if len(idle) == len(limits):
+        raise ConfigError(f"{' and '.join(idle)}, so nothing would be cut: lower it")
+    for text in idle:
+        _LOG.warning("%s", text)
     return limits
 
 
@@ -183,7 +191,13 @@ def possible_sizes(work: Material, sizes: Iterable[int], limits: Callable[[int],
         except InfeasibleConstraintError as error:
             errors.append(error)
     if not possible:
-        raise InfeasibleConstraintError(f"{errors[-1]}: --sizes has the sides that are searched, --model the network")
+        typed = {name: b.value for name, b in work.cfg.bounds.items() if not b.share and b.value <= 100}
+        typed.pop("max_latency_ms", None)
+        shares = [f"{name} {value if value >= 1 else 100 * value:g}%" for name, value in typed.items()]
+        hint = f"; a share of the full network has a sign: {', '.join(shares)}" if shares else ""
+        raise InfeasibleConstraintError(
+            f"{errors[-1]}: --sizes has the sides that are searched, --model the network{hint}"
+        )
     return tuple(possible)
 
 
@@ -273,7 +287,6 @@ def adapted_network(
         except (OSError, ValueError, RuntimeError, CheckpointError):
             _LOG.warning("%s is damaged: it is made again", folder)
     work.run.begin_writing()
-    work.teacher  # noqa: B018  # the lesson has its targets
     model, recipe = make()
     model = clone(model)
     before = answers(model, work.images, work.val(size))

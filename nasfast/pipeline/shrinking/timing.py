@@ -15,9 +15,10 @@ from nasfast.measure.deployed import Timed, deployed, in_onnxruntime, second
 from nasfast.measure.latency import Subject, latency
 from nasfast.measure.timing import measure, measuring
 from nasfast.pipeline.run import log_stage
+from nasfast.pipeline.shrinking.files import read_record, write_record
 from nasfast.pipeline.shrinking.latency import network_graph, shrink_subject, write_graph
 from nasfast.pipeline.shrinking.material import Material
-from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, read_record, write_record
+from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun
 from nasfast.spaces import format_arch
 
 # timed rounds, whole networks to which a table of latencies is fitted, and others that it is compared with
