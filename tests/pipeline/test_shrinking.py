@@ -197,7 +197,7 @@ REFUSALS = [
     ("--max_macs 0.01%", "give another module, or inputs of another size: --sizes has the sides"),
     ("--max_macs 0.01% --dry_run", "cannot be met"),
     ("--max_macs 50 --max_params 0.5", "has a sign: max_macs 50%, max_params 50%"),
-    ("--max_macs 100%", "is not below the 764,576 of the full network, so nothing would be cut"),
+    ("--max_macs 100%", "is not below the 764,912 of the full network, so nothing would be cut"),
     ("--max_macs 50% --sizes [16,32]", "sizes has 32 pixels, and images have 16"),
     ("--max_macs 50% --model {model}:failing", "failing failed (LookupError: no such weights)"),
     ("--max_macs 50% --model torchvision:resnet81", "did you mean 'resnet18'?"),

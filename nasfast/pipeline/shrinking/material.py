@@ -148,6 +148,12 @@ class Material:
             self._found[size] = shrink.find(self.form, example, name=self.pretrained.name)
         return self._found[size]
 
+    def check(self) -> None:
+        """Refuse what no stage could work with, before anything trains: too few images, a peer that cannot be had."""
+        self.check_samples(self.resolution)
+        if self.cfg.peer is not None and self.cfg.comparison:
+            self.peer  # noqa: B018  # it is made
+
     def check_samples(self, size: int) -> None:
         """Refuse fewer images than `measure` needs at a size, before anything is trained."""
         (count, held), (needed, why) = self.samples, shrink.least_images(self.searched(size))

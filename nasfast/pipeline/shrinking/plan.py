@@ -16,8 +16,8 @@ from nasfast.pipeline.estimate import busy_notes
 from nasfast.pipeline.shrinking.files import clone
 from nasfast.pipeline.shrinking.latency import network_graph
 from nasfast.pipeline.shrinking.material import Material
-from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_sizes
-from nasfast.pipeline.shrinking.stages import possible_sizes
+from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun
+from nasfast.pipeline.shrinking.stages import absolute_limits, full_costs, sizes_of
 from nasfast.pipeline.shrinking.timing import deployed_graph, timing_settings
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.progress import duration
@@ -58,16 +58,12 @@ def plan_shrink(cfg: ShrinkConfig) -> str:
     use_threads(cfg.threads)
     begin, worked = time.perf_counter(), time.thread_time()
     work = Material(ShrinkRun(cfg))
-    size, model = work.resolution, work.form
-    work.check_samples(size)
-    found = work.searched(size)
-    costs = {"max_macs": found.macs, "max_params": found.params}
-    limit = {name: bound.absolute(costs[name]) for name, bound in cfg.bounds.items() if name in costs}
-    limits = Limits(limit.get("max_macs"), limit.get("max_params"))
-    sizes = possible_sizes(work, cfg.sizes or _sizes(cfg, found, work), lambda size: limits)
-    if cfg.peer is not None and cfg.comparison:
-        work.peer  # noqa: B018  # what is wrong with it is said
-    pace = _pace(work, model)
+    work.check()
+    found, costs = work.searched(work.resolution), full_costs(work, lambda: _full_latency(work))
+    limits = absolute_limits(work, costs)
+    untimed = Limits(limits.get("max_macs"), limits.get("max_params"))
+    sizes = sizes_of(work, costs, limits, lambda _: untimed)
+    pace = _pace(work)
     rows = [["stage", "minutes", "memory"]]
     stages = _stages(work, found, sizes, pace)
     rows += [[name, f"{seconds / 60:.1f}", f"{memory / 2**30:.1f} GiB"] for name, seconds, memory in stages]
@@ -85,26 +81,20 @@ def plan_shrink(cfg: ShrinkConfig) -> str:
     return "\n".join(lines)
 
 
-def _sizes(cfg: ShrinkConfig, found: Found, work: Material) -> tuple[int, ...]:
-    shares = []
-    for name, bound in cfg.bounds.items():
-        if name == "max_params":
-            continue
-        full = float(found.macs)
-        if name == "max_latency_ms" and not bound.share:
-            shape = work.pretrained.channels, work.resolution, work.resolution
-            run = deployed_graph(network_graph(found, found.full), timing_settings(cfg), shape)
-            full = 1e3 * min(run()["run"] for _ in range(5))
-        shares.append(min(1.0, bound.absolute(full) / full))
-    return choose_sizes(work.resolution, min(shares)) if shares else (work.resolution,)
+def _full_latency(work: Material) -> float:
+    """Milliseconds of the full network, by a few runs."""
+    found, size = work.searched(work.resolution), work.resolution
+    shape = work.pretrained.channels, size, size
+    run = deployed_graph(network_graph(found, found.full), timing_settings(work.cfg), shape)
+    return 1e3 * min(run()["run"] for _ in range(5))
 
 
-def _pace(work: Material, model: nn.Module) -> Pace:
+def _pace(work: Material) -> Pace:
     source = work.images.train
     start = time.thread_time()
     shown, labels = work.images.read(source, work.resolution, _BATCH)
     decode = (time.thread_time() - start) / len(shown)
-    x, network = work.images.prepared(shown), clone(model).requires_grad_(False)
+    x, network = work.images.prepared(shown), clone(work.form).requires_grad_(False)
     scales, classifier = shrink.affine_parameters(network)
     for p in (*scales, *classifier):
         p.requires_grad_(True)

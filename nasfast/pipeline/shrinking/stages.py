@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,11 +115,10 @@ def every_stage(run: ShrinkRun) -> ShrinkResult:
 
     use_threads(run.cfg.threads)
     work = Material(run)
-    work.check_samples(work.resolution)
-    if run.cfg.peer is not None and run.cfg.comparison:
-        work.peer  # noqa: B018  # what is wrong with it is said before anything trains
-    limits = absolute_limits(work)
-    record = search(work, sizes_of(work, limits), limits)
+    work.check()
+    costs = full_costs(work, lambda: full_latency(work, work.resolution))
+    limits = absolute_limits(work, costs)
+    record = search(work, sizes_of(work, costs, limits, lambda size: limits_at(work, size, limits)), limits)
     networks = {FULL: full_network(work), SMALL: small_network(work, record["networks"][0])}
     if run.cfg.comparison:
         networks |= rivals(work, record, limits)
@@ -131,28 +130,25 @@ def every_stage(run: ShrinkRun) -> ShrinkResult:
     return ShrinkResult(networks, sentence, tuple(verdicts(written)), write_shrink_report(run.dir), files)
 
 
-def full_costs(work: Material) -> dict[str, Callable[[], float]]:
-    """What the full network costs at its own size, by the names of the limits."""
-    size = work.resolution
-    return {
-        "max_macs": lambda: work.searched(size).macs,
-        "max_params": lambda: work.searched(size).params,
-        "max_latency_ms": lambda: full_latency(work, size),
-    }
+def full_costs(work: Material, latency: Callable[[], float]) -> dict[str, float]:
+    """What the full network costs at its own size, by the names of the limits that are set; `latency` gives its ms."""
+    found = work.searched(work.resolution)
+    costs = {"max_macs": lambda: found.macs, "max_params": lambda: found.params, "max_latency_ms": latency}
+    return {name: costs[name]() for name in work.cfg.bounds}
 
 
-def absolute_limits(work: Material) -> dict[str, float]:
+def absolute_limits(work: Material, costs: dict[str, float]) -> dict[str, float]:
     """The limits in MACs, parameters and ms, by the names of their settings.
 
     Raises:
-        ConfigError: the full network meets all of them.
+        ConfigError: the full network, of these costs, meets all of them.
     """
-    costs, limits, idle = full_costs(work), dict[str, float](), []
-    for name, bound in work.cfg.bounds.items():
-        full = costs[name]()
-        limits[name] = bound.absolute(full)
-        if limits[name] >= full:
-            idle.append(f"{name}={limits[name]:,.10g} is not below the {full:,.10g} of the full network")
+    limits = {name: bound.absolute(costs[name]) for name, bound in work.cfg.bounds.items()}
+    idle = [
+        f"{name}={limit:,.10g} is not below the {costs[name]:,.10g} of the full network"
+        for name, limit in limits.items()
+        if limit >= costs[name]
+    ]
     if len(idle) == len(limits):
         raise ConfigError(f"{' and '.join(idle)}, so nothing would be cut: lower it")
     for text in idle:
@@ -160,41 +156,39 @@ def absolute_limits(work: Material) -> dict[str, float]:
     return limits
 
 
-def sizes_of(work: Material, limits: dict[str, float]) -> tuple[int, ...]:
+def sizes_of(
+    work: Material, costs: dict[str, float], limits: dict[str, float], limits_of: Callable[[int], Limits]
+) -> tuple[int, ...]:
     """The sides of images that are searched, largest first: those at which some network meets the limits.
 
-    Raises:
-        InfeasibleConstraintError: none meets them at any size.
-    """
-    costs, sizes = full_costs(work), work.cfg.sizes
-    # parameters do not depend on the size
-    shares = [min(1.0, limit / costs[name]()) for name, limit in limits.items() if name != "max_params"]
-    sizes = sizes or (choose_sizes(work.resolution, min(shares)) if shares else (work.resolution,))
-    return possible_sizes(work, sizes, lambda size: limits_at(work, size, limits))
-
-
-def possible_sizes(work: Material, sizes: Iterable[int], limits: Callable[[int], Limits]) -> tuple[int, ...]:
-    """Those of some sides at which some network meets the limits there, largest first.
+    Args:
+        work: the material.
+        costs: those of the full network.
+        limits: from `absolute_limits`.
+        limits_of: the limits in the space of a size.
 
     Raises:
         ConfigError: a side is larger than the images.
         InfeasibleConstraintError: none meets them at any size.
     """
+    # parameters do not depend on the size
+    shares = [min(1.0, limit / costs[name]) for name, limit in limits.items() if name != "max_params"]
+    sizes = work.cfg.sizes or (choose_sizes(work.resolution, min(shares)) if shares else (work.resolution,))
     if (largest := max(sizes)) > work.resolution:
         raise ConfigError(f"sizes has {largest} pixels, and images have {work.resolution}: raise --resolution to it")
     possible, errors = [], []
     for size in sorted(set(sizes), reverse=True):
         work.check_samples(size)
         try:
-            limits(size).check(work.searched(size).space)
+            limits_of(size).check(work.searched(size).space)
             possible.append(size)
         except InfeasibleConstraintError as error:
             errors.append(error)
     if not possible:
         typed = {name: b.value for name, b in work.cfg.bounds.items() if not b.share and b.value <= 100}
         typed.pop("max_latency_ms", None)
-        shares = [f"{name} {value if value >= 1 else 100 * value:g}%" for name, value in typed.items()]
-        hint = f"; a share of the full network has a sign: {', '.join(shares)}" if shares else ""
+        shared = [f"{name} {value if value >= 1 else 100 * value:g}%" for name, value in typed.items()]
+        hint = f"; a share of the full network has a sign: {', '.join(shared)}" if shared else ""
         raise InfeasibleConstraintError(
             f"{errors[-1]}: --sizes has the sides that are searched, --model the network{hint}"
         )
