@@ -197,6 +197,7 @@ REFUSALS = [
     ("--max_macs 0.01%", "give another module, or inputs of another size: --sizes has the sides"),
     ("--max_macs 0.01% --dry_run", "cannot be met"),
     ("--max_macs 50 --max_params 0.5", "has a sign: max_macs 50%, max_params 50%"),
+    ("--max_macs 50% --latency_device cuda", "torch sees no GPU"),
     ("--max_macs 100%", "is not below the 764,912 of the full network, so nothing would be cut"),
     ("--max_macs 50% --sizes [16,32]", "sizes has 32 pixels, and images have 16"),
     ("--max_macs 50% --model {model}:failing", "failing failed (LookupError: no such weights)"),
@@ -222,6 +223,29 @@ def test_refusals(here, capsys, flags, message):
     text = capsys.readouterr().err
     assert message in text
     assert not (here / "refused").exists()
+
+
+def test_a_missing_runtime_is_named_before_anything_trains(here, capsys, monkeypatch):
+    def missing():
+        raise RuntimeError("it needs onnx")
+
+    monkeypatch.setattr("nasfast.pipeline.shrinking.material.require_onnx", missing)
+    assert main(command(here, "refused", "--max_macs", "50%", "--latency_device", "onnx")) == 1
+    assert "it needs onnx, or time PyTorch by --latency_device cpu" in capsys.readouterr().err
+    assert not (here / "refused").exists()
+
+
+def test_damaged_files_take_no_images_from_those_that_compare_networks(here, tmp_path):
+    import shutil
+
+    shutil.copytree(here / "train", tmp_path / "train")
+    for path in sorted((tmp_path / "train" / "a").iterdir())[:9]:
+        path.write_bytes(b"damaged")
+    values = settings(here, "damaged") | {"held_out": 8}
+    values["data"] |= {"train": str(tmp_path / "train"), "max_bad_files": 9}
+    work = Material(ShrinkRun(ShrinkConfig.from_dict(values)))
+    first, second = work.sample(16)
+    assert (len(first), len(second)) == (43, 8)
 
 
 def test_a_directory_with_a_run_is_kept(here, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,8 +34,11 @@ from nasfast.pipeline.shrinking.models import (
     with_classes,
 )
 from nasfast.pipeline.shrinking.run import ShrinkRun
+from nasfast.runtime.onnx import require_onnx
 from nasfast.settings import DataConfig
 from nasfast.shrink import Found, Measured
+
+_LOG = logging.getLogger(__name__)
 
 
 class Material:
@@ -149,7 +153,16 @@ class Material:
         return self._found[size]
 
     def check(self) -> None:
-        """Refuse what no stage could work with, before anything trains: too few images, a peer that cannot be had."""
+        """Refuse first what a later stage would: too few images, a runtime or a peer that is absent."""
+        if self.cfg.latency_device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                "latency_device is cuda, but torch sees no GPU: give onnx or cpu, or see `nasfast doctor`"
+            )
+        if self.cfg.latency_device == "onnx":
+            try:
+                require_onnx()
+            except RuntimeError as error:
+                raise ConfigError(f"{error}, or time PyTorch by --latency_device cpu") from error
         self.check_samples(self.resolution)
         if self.cfg.peer is not None and self.cfg.comparison:
             self.peer  # noqa: B018  # it is made
@@ -185,7 +198,7 @@ class Material:
         count, held = self.samples
         shown, _ = self.images.read(self.images.train, size, count + held)
         x = self.images.prepared(shown)
-        return x[:count], x[count:]
+        return x[:-held], x[-held:]  # some of the first may be damaged files
 
     @cached_property
     def reference(self) -> tuple[Tensor, Tensor]:
@@ -207,6 +220,8 @@ def adapt_teacher(work: Material) -> nn.Module:
         if last_linear(work.pretrained.model)[1].out_features != work.images.classes:
             model = clone(work.pretrained.model)
             fit_classifier(model, work.batches, work.images.classes)
+        else:
+            _LOG.info("the classifier has as many outputs as the images have classes: it is kept, and trained")
         work.teach(model, run.cfg.teacher_epochs, by_labels=True)
         save_tensors(path, dict(model.state_dict()), work.about)
         log_stage("adapt", started, f"the full network on {counted(len(work.images.train), 'image')}")
