@@ -456,15 +456,15 @@ def test_files_of_another_network_do_not_stay_beside_those_of_the_result(here, m
 
 
 def test_uniform_widths_are_compared_at_their_best_side(tmp_path, monkeypatch):
-    losses = {32: 0.5, 16: 0.25}
+    losses = {32: 0.5, 16: 0.25, 8: 0.1}
     work = SimpleNamespace(
-        run=SimpleNamespace(dir=tmp_path), about={}, searched=lambda size: size, measured=lambda size: size,
-        sample=lambda size: (None, size), reference=(None, None),
+        run=SimpleNamespace(dir=tmp_path), about={}, searched=lambda size: SimpleNamespace(size=size, full=(8,)),
+        measured=lambda size: size, sample=lambda size: (None, size), reference=(None, None),
     )  # fmt: skip
     monkeypatch.setattr(rivals, "limits_at", lambda *_: None)
-    monkeypatch.setattr(rivals, "uniform_arch", lambda size, _: None if size == 64 else (size,))
+    monkeypatch.setattr(rivals, "uniform_arch", lambda found, _: None if found.size == 64 else (found.size,))
     monkeypatch.setattr(shrink, "whole_divergence", lambda size, *_: losses[size])
-    record = {"about": {"sizes": [64, 32, 16]}}
+    record = {"about": {"sizes": [64, 32, 16, 8]}}
     assert rivals.best_uniform(work, record, {}) == (16, (16,))
     losses.clear()  # the file has them
     assert rivals.best_uniform(work, record, {}) == (16, (16,))

@@ -45,7 +45,7 @@ def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> 
         )
     uniform = best_uniform(work, record, limits)
     if uniform is None:
-        _LOG.info("uniform widths do not meet the limits at any size")
+        _LOG.info("uniform widths meet the limits at no size, or without being narrowed")
     else:
         size, arch = uniform
         networks["uniform"] = cut_network(
@@ -116,7 +116,9 @@ def best_uniform(work: Material, record: dict[str, Any], limits: dict[str, float
     if (kept := read_record(path, about)) is None:
         networks = []
         for size in sizes:
-            if (arch := uniform_arch(work.searched(size), limits_at(work, size, limits))) is not None:
+            found = work.searched(size)
+            arch = uniform_arch(found, limits_at(work, size, limits))
+            if arch is not None and arch != found.full:  # which is compared as a lower resolution
                 images = work.sample(size)[1]
                 loss = shrink.whole_divergence(work.measured(size), arch, images, work.reference[1])
                 networks.append((loss, size, list(arch)))
