@@ -45,6 +45,10 @@ MODEL = """
 import shrinkable
 def net(): return shrinkable.small().float()
 def plain(): return __import__("torch").nn.Sequential(__import__("torch").nn.Conv2d(3, 4, 3))
+def unnormed():
+    from torch import nn
+    block = [nn.Conv2d(3, 32, 3), nn.ReLU(), nn.Conv2d(32, 8, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten()]
+    return nn.Sequential(*block, nn.Linear(8, 2))
 def failing(): raise LookupError("no such weights")
 """
 FLAGS = (
@@ -197,6 +201,7 @@ REFUSALS = [
     ("--max_macs 0.01%", "give another module, or inputs of another size: --sizes has the sides"),
     ("--max_macs 0.01% --dry_run", "cannot be met"),
     ("--max_macs 50 --max_params 0.5", "has a sign: max_macs 50%, max_params 50%"),
+    ("--max_macs 50% --model {model}:unnormed", "has 0 BatchNorms with statistics"),
     ("--max_macs 50% --latency_device cuda", "torch sees no GPU"),
     ("--max_macs 100%", "is not below the 764,912 of the full network, so nothing would be cut"),
     ("--max_macs 50% --sizes [16,32]", "sizes has 32 pixels, and images have 16"),

@@ -153,7 +153,7 @@ class Material:
         return self._found[size]
 
     def check(self) -> None:
-        """Refuse first what a later stage would: too few images, a runtime or a peer that is absent."""
+        """Refuse first what a later stage would: too few images, no BatchNorms to adapt, an absent runtime."""
         if self.cfg.latency_device == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
                 "latency_device is cuda, but torch sees no GPU: give onnx or cpu, or see `nasfast doctor`"
@@ -163,9 +163,10 @@ class Material:
                 require_onnx()
             except RuntimeError as error:
                 raise ConfigError(f"{error}, or time PyTorch by --latency_device cpu") from error
+        shrink.affine_parameters(self.form)
         self.check_samples(self.resolution)
         if self.cfg.peer is not None and self.cfg.comparison:
-            self.peer  # noqa: B018  # it is made
+            shrink.affine_parameters(self.peer.model)
 
     def check_samples(self, size: int) -> None:
         """Refuse fewer images than `measure` needs at a size, before anything is trained."""
