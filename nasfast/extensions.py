@@ -27,17 +27,7 @@ CORE_SCORES = {
 """Name of a score of the core that needs torch -> the module that registers it."""
 
 SCORES = dict.fromkeys(
-    (
-        "synflow",
-        "naswot",
-        "ntk_q",
-        "jacov",
-        "vkdnw",
-        "nasi",
-        "expressivity",
-        "progressivity",
-        "trainability",
-    ),
+    ("synflow", "naswot", "ntk_q", "jacov", "vkdnw", "nasi", "expressivity", "progressivity", "trainability"),
     "nasfast.research.scores",
 )
 """Name of a score -> the module that registers it."""

@@ -460,16 +460,6 @@ def _run_blocks(module: nn.Module, images: Tensor, measure: Callable[[str, Tenso
 
 
 ZERO_COST: dict[str, Callable[[nn.Module, Tensor, Tensor], float]] = {
-    score.__name__: score
-    for score in (
-        synflow,
-        naswot,
-        ntk_q,
-        jacov,
-        vkdnw,
-        expressivity,
-        progressivity,
-        trainability,
-    )
+    score.__name__: score for score in (synflow, naswot, ntk_q, jacov, vkdnw, expressivity, progressivity, trainability)
 }
 """Name -> score."""

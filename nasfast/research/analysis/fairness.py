@@ -113,8 +113,8 @@ def depth_spread(
         seed: seed of the paths.
 
     Returns:
-        For every layer the `mean` and `std` over paths of log Var(h_l), h_l the output of the layer, whose variance is
-        averaged over channels; and the `ratio` of the largest Var(h_l) to the smallest.
+        For every layer the `std` over paths of log Var(h_l), h_l the output of the layer, whose variance is averaged
+        over channels; and the `ratio` of the largest Var(h_l) to the smallest.
     """
     layers = [list(layer.candidates) for layer in net.layers]
     if not block_indicator:
@@ -129,5 +129,4 @@ def depth_spread(
             if not 0 < var < math.inf:
                 raise ValueError(f"depth_spread: the variance after layer {index} is {var} on path {i}")
             logs[i, index] = math.log(var)
-    spread = {"mean": logs.mean(0), "std": logs.std(0), "ratio": np.exp(logs.max(0) - logs.min(0))}
-    return {name: values.tolist() for name, values in spread.items()}
+    return {"std": logs.std(0).tolist(), "ratio": np.exp(logs.max(0) - logs.min(0)).tolist()}

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -45,7 +45,6 @@ _BATCH_ELEMENTS = 2**21
 # A density needs few starting vectors, because a large matrix averages by itself.
 _LANCZOS_SAMPLES = 2
 _QUANTILE_ATOMS = 512
-_QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 @dataclass(frozen=True)
@@ -84,12 +83,6 @@ class Isometry:
     def histogram(self, edges: Array) -> Array:
         """Share of the singular values between neighbouring edges, which ascend; values outside are left out."""
         return np.histogram(self.values, bins=edges, weights=self.weights)[0]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The numbers as JSON; the density is given by quantiles."""
-        data = {k: v for k, v in vars(self).items() if k not in ("values", "weights")}
-        data["quantiles"] = {str(q): self.quantile(q) for q in _QUANTILES if len(self.values)}
-        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in data.items()}
 
 
 def isometry(
@@ -331,35 +324,6 @@ def jacobian(function: Function, point: Tensor, w_out: int) -> Tensor:
         parts.append(products.pull(units) if by_rows else products.push(units))
     matrix = torch.cat(parts)
     return matrix if by_rows else matrix.T
-
-
-@torch.no_grad()
-def circular_conv_moments(weight: Tensor, groups: int = 1) -> tuple[Array, Array]:
-    """Exact (1 / w_out) tr J J^T and (1 / w_out) tr (J J^T)^2 of a convolution of stride 1 with circular padding.
-
-    The Fourier transform makes J block diagonal, with one (out, in) matrix per group and frequency; for a depthwise
-    filter this is a number. The map is of 2 k - 1 pixels, from which on the moments do not depend on its size.
-
-    Args:
-        weight: (out, in / groups, k, k), or (out, in) for a linear layer.
-        groups: number of groups of the convolution.
-
-    Returns:
-        Two float64 arrays (groups,), the moments of each group.
-    """
-    weight = weight.detach().double()
-    weight = weight[:, :, None, None] if weight.ndim == 2 else weight
-    if weight.ndim != 4 or weight.shape[2] != weight.shape[3] or groups < 1 or weight.shape[0] % groups:
-        raise ValueError(
-            f"circular_conv_moments: weight {tuple(weight.shape)} of {groups} groups is not that of a square conv"
-        )
-    size = 2 * weight.shape[-1] - 1
-    spectrum = torch.fft.fft2(weight, s=(size, size)).permute(2, 3, 0, 1)
-    blocks = spectrum.reshape(size * size, groups, weight.shape[0] // groups, weight.shape[1])
-    gram = blocks @ blocks.mH if blocks.shape[2] <= blocks.shape[3] else blocks.mH @ blocks
-    firsts = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1).mean(0) / blocks.shape[2]
-    seconds = gram.abs().square().sum((-2, -1)).mean(0) / blocks.shape[2]
-    return firsts.cpu().numpy(), seconds.cpu().numpy()
 
 
 def _rows(point: Tensor, w_out: int) -> int:

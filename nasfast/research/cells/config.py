@@ -22,7 +22,7 @@ class CellSearchConfig(ConfigBase):
         second_order: DARTS looks one step of the weights ahead; needs `bilevel`.
         two_path: ProxylessNAS measures one other operation instead of all.
         alpha_lr: learning rate of the logits, with Adam; 0 keeps them, and held-out batches are only measured.
-        alpha_betas, alpha_weight_decay: the other settings of Adam.
+        alpha_weight_decay: weight decay of the logits.
         alpha_mean, alpha_std: mean and standard deviation of the normal distribution that the logits start from.
         temperature: temperature of the softmax; SNAS begins with it.
         final_temperature: temperature that SNAS ends with.
@@ -36,7 +36,6 @@ class CellSearchConfig(ConfigBase):
     second_order: bool = False
     two_path: bool = False
     alpha_lr: float = 3e-4
-    alpha_betas: tuple[float, float] = (0.5, 0.999)
     alpha_weight_decay: float = 1e-3
     alpha_mean: float = 0.0
     alpha_std: float = 1e-3

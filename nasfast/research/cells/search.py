@@ -40,6 +40,7 @@ from nasfast.train.batches import EpochLoader, to_learn_from
 from nasfast.train.loop import train
 
 _LOGITS = 1  # random stream (`nasfast.seeds`) of the logits at the start
+_BETAS = (0.5, 0.999)  # of Adam, which updates the logits, in all published searches
 TRAIN, SEARCH = 0, 1
 """In a record: the index of the batch that weights learn from, and that of the held-out batch."""
 
@@ -166,11 +167,11 @@ class CellSearch(nn.Module):
         """Take one step of Adam on the logits, from their gradient."""
         if not self.cfg.alpha_lr or self.cfg.method == "uniform":
             return
-        before, (beta1, beta2) = self.logits, self.cfg.alpha_betas
+        before = self.logits
         # the state is in buffers, which come back from a checkpoint
         adam(
             [self.alpha], [gradient], [self.adam_mean], [self.adam_square], [], [self.adam_step],
-            foreach=False, amsgrad=False, beta1=beta1, beta2=beta2, lr=self.cfg.alpha_lr,
+            foreach=False, amsgrad=False, beta1=_BETAS[0], beta2=_BETAS[1], lr=self.cfg.alpha_lr,
             weight_decay=self.cfg.alpha_weight_decay, eps=1e-8, maximize=False,
         )  # fmt: skip
         after = keep_pair_share(before, self.logits, draw) if self.cfg.two_path else self.logits

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from nasfast.ops.modules import ConvBNAct, InvertedResidual
 from nasfast.research.analysis.fairness import channel_moments
-from nasfast.research.analysis.jacobian import circular_conv_moments, isometry
+from nasfast.research.analysis.jacobian import isometry
 from nasfast.research.analysis.meanfield import activation, normal_nodes
 from nasfast.research.studies.notebook import Notebook
 from nasfast.supernet import Init, initialize
@@ -83,7 +83,7 @@ def convolution_marks(
     weights: dict[str, int] = {}
     for unit in (unit for unit in module.modules() if isinstance(unit, ConvBNAct)):
         (name, forms), g2 = _convolution_kind(unit.conv), GAINS[unit.act_name] ** 2
-        firsts, seconds = circular_conv_moments(unit.conv.weight, unit.conv.groups)
+        firsts, seconds = circular_conv_moments(unit.conv)
         weights[name] = weights.get(name, 0) + unit.conv.weight.numel()
         closed = np.full(len(firsts), forms.get(scheme, math.nan))
         pooled.setdefault(name, []).append((firsts / g2, seconds / g2**2, closed))
@@ -102,6 +102,26 @@ def convolution_marks(
             tolerance = max(VARPHI_MARK * (expected or 1), SIGMAS * _error(seconds - 2 * phi * firsts - closed))
             _mark_near(notes, f"{setting}: {name}: varphi / g^4", varphi, expected, tolerance)
     return found
+
+
+@torch.no_grad()
+def circular_conv_moments(conv: nn.Conv2d) -> tuple[np.ndarray, np.ndarray]:
+    """Exact (1 / w_out) tr J J^T and (1 / w_out) tr (J J^T)^2 of a square convolution, as a circular one of stride 1.
+
+    The Fourier transform makes J block diagonal, with one (out, in) matrix per group and frequency; for a depthwise
+    filter this is a number. The map is of 2 k - 1 pixels, from which on the moments do not depend on its size.
+
+    Returns:
+        Two float64 arrays (groups,), the moments of each group.
+    """
+    weight, groups = conv.weight.double(), conv.groups
+    size = 2 * weight.shape[-1] - 1
+    spectrum = torch.fft.fft2(weight, s=(size, size)).permute(2, 3, 0, 1)
+    blocks = spectrum.reshape(size * size, groups, weight.shape[0] // groups, weight.shape[1])
+    gram = blocks @ blocks.mH if blocks.shape[2] <= blocks.shape[3] else blocks.mH @ blocks
+    firsts = gram.diagonal(dim1=-2, dim2=-1).real.sum(-1).mean(0) / blocks.shape[2]
+    seconds = gram.abs().square().sum((-2, -1)).mean(0) / blocks.shape[2]
+    return firsts.cpu().numpy(), seconds.cpu().numpy()
 
 
 def _convolution_kind(conv: nn.Conv2d) -> tuple[str, dict[str, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from functools import partial
 
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 from nasfast.ops.modules import BNAct2d, ConvBNAct, InvertedResidual
-from nasfast.research.analysis.jacobian import circular_conv_moments, frozen_copy, isometry
+from nasfast.research.analysis.jacobian import frozen_copy, isometry
 from nasfast.supernet import initialize
 
 METHODS = ("exact", "probes")
@@ -230,22 +229,6 @@ def test_circular_padding_keeps_the_border():
     assert isometry(layer, x, samples=1).phi == pytest.approx((1 - 2 / 18) ** 2, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("conv", "size"),
-    [
-        (nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False), 6),
-        (nn.Conv2d(4, 6, 3, padding=1, bias=False), 5),
-        (nn.Conv2d(6, 4, 1, bias=False), 3),
-        (nn.Conv2d(4, 8, 3, padding=1, groups=2, bias=False), 5),
-    ],
-    ids=["depthwise", "dense", "pointwise", "grouped"],
-)
-def test_moments_by_fourier_transform_are_those_of_the_jacobian(conv, size):
-    firsts, seconds = circular_conv_moments(conv.weight, conv.groups)
-    found = isometry(conv, torch.randn(1, conv.in_channels, size, size), samples=1, circular=True)
-    assert (firsts.mean(), seconds.mean()) == pytest.approx((found.phi, found.varphi + found.phi**2), rel=1e-9)
-
-
 def test_fused_blocks_are_measured_as_their_plain_twins():
     plain = bottleneck()
     fused = InvertedResidual(8, 8, kernel_size=3, stride=1, expand=2, fused=True)
@@ -256,16 +239,13 @@ def test_fused_blocks_are_measured_as_their_plain_twins():
     assert isometry(BNAct2d(8, act="relu"), x, method="probes").phi == pytest.approx(0.5, abs=0.1)
 
 
-def test_the_same_seed_gives_the_same_numbers_and_json():
+def test_the_same_seed_gives_the_same_numbers():
     x = torch.randn(64, 8, 6, 6)
     first, second = (isometry(bottleneck(), x, method="probes", seed=5) for _ in range(2))
-    assert first.to_dict() == second.to_dict()
-    form = json.loads(json.dumps(first.to_dict(), allow_nan=False))
-    assert form["phi"] == first.phi and form["quantiles"]["0.5"] == first.quantile(0.5)
-    one = isometry(nn.Identity(), torch.randn(1, 3), samples=1)
-    assert math.isnan(one.phi_error) and one.to_dict()["phi_error"] is None
-    without = isometry(bottleneck(), x, method="probes", lanczos_steps=0).to_dict()
-    assert without["largest"] is None and without["quantiles"] == {}
+    np.testing.assert_equal(vars(first), vars(second))
+    assert math.isnan(isometry(nn.Identity(), torch.randn(1, 3), samples=1).phi_error)
+    without = isometry(bottleneck(), x, method="probes", lanczos_steps=0)
+    assert without.largest == -math.inf and not len(without.values)
 
 
 @pytest.mark.parametrize("bn_mode", ["constant", "coupled"])

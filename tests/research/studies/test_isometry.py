@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from tiny import tiny_space
+from torch import nn
 
 from nasfast.cli.main import main
+from nasfast.research.analysis import jacobian
 from nasfast.research.studies import closed_forms, isometry
-from nasfast.research.studies.closed_forms import block_marks, convolution_marks
+from nasfast.research.studies.closed_forms import block_marks, circular_conv_moments, convolution_marks
 from nasfast.research.studies.commands import StudyConfig
 from nasfast.research.studies.isometry import Measured, Row, measure_supernet
 from nasfast.research.studies.notebook import Notebook
@@ -33,6 +35,22 @@ def test_the_marks_of_blocks_are_met():
     notes = notebook()
     block_marks("relu", notes)
     assert notes.missed == [] and len(notes.marks) == 5
+
+
+@pytest.mark.parametrize(
+    ("conv", "size"),
+    [
+        (nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False), 6),
+        (nn.Conv2d(4, 6, 3, padding=1, bias=False), 5),
+        (nn.Conv2d(6, 4, 1, bias=False), 3),
+        (nn.Conv2d(4, 8, 3, padding=1, groups=2, bias=False), 5),
+    ],
+    ids=["depthwise", "dense", "pointwise", "grouped"],
+)
+def test_moments_by_fourier_transform_are_those_of_the_jacobian(conv, size):
+    firsts, seconds = circular_conv_moments(conv)
+    found = jacobian.isometry(conv, torch.randn(1, conv.in_channels, size, size), samples=1, circular=True)
+    assert (firsts.mean(), seconds.mean()) == pytest.approx((found.phi, found.varphi + found.phi**2), rel=1e-9)
 
 
 def test_closed_forms_of_a_whole_space():

@@ -11,8 +11,7 @@ from nasfast.research.cells.space import Cell, CellSpace, Edge, minimal_cell
 from nasfast.research.studies import theorems
 from nasfast.research.studies.commands import StudyConfig
 from nasfast.research.studies.notebook import Notebook
-from nasfast.research.studies.theorems import (
-    EXACT,
+from nasfast.research.studies.theorem_steps import (
     STATISTICS,
     Step,
     chosen_gates,
@@ -21,8 +20,8 @@ from nasfast.research.studies.theorems import (
     mixed_gates,
     norm_residual,
     take_step,
-    theorem_3,
 )
+from nasfast.research.studies.theorems import EXACT, theorem_3
 
 SMALL = CellSpace("minimal", minimal_cell(), cells=2, channels=4, resolution=8)
 
