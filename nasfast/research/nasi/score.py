@@ -99,19 +99,17 @@ def score_architecture(
     arch: Sequence[int],
     batches: Sequence[tuple[Tensor, Tensor]],
     *,
-    kind: str = "q_batch",
     seed: int = 0,
 ) -> float:
-    """The mean score over batches, each with an initialisation of its own.
+    """The mean of Q over batches, each with an initialisation of its own.
 
     Args:
         space, arch: as for `untrained`.
         batches: images and labels; the network moves to their device and data type.
-        kind: as for `score`.
         seed: seed of the initialisations.
     """
     scores = []
     for i, (x, y) in enumerate(batches):
         network = untrained(space, arch, seed=derive_seed(seed, i)).to(x.device, x.dtype)
-        scores.append(score(network, x, y, kind=kind))
+        scores.append(score(network, x, y))
     return float(np.mean(scores))

@@ -76,10 +76,10 @@ class Notebook:
         bounds = [f"{sign} {bound:.4g}" for sign, bound in ((">=", at_least), ("<=", at_most)) if math.isfinite(bound)]
         print(f"{_verdict(passed):6}  {name}: {value:.4g} ({', '.join(bounds)})" + f"; {note}" * bool(note))
 
-    def figure(self, title: str, caption: str, figure: Figure, *, legend: bool = True) -> None:
-        """A figure of the page; `legend` adds one for all axes, of every label once."""
+    def figure(self, title: str, caption: str, figure: Figure) -> None:
+        """A figure of the page, with a legend for all axes, of every label once."""
         figure.suptitle(literal(title), fontsize=11)
-        handles = {h.get_label(): h for ax in figure.axes for h in ax.get_legend_handles_labels()[0]} if legend else {}
+        handles = {h.get_label(): h for ax in figure.axes for h in ax.get_legend_handles_labels()[0]}
         if handles:
             columns = math.ceil(len(handles) / math.ceil(len(handles) / 8))
             figure.legend(
