@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
@@ -15,7 +15,6 @@ from nasfast.fusion import modules, rule
 from nasfast.fusion.dynamo import describe_runs
 from nasfast.fusion.find import Findings, find_chains
 from nasfast.fusion.match import FusedChain, GraphChain, join
-from nasfast.fusion.nodes import example_value
 from nasfast.fusion.region import FusedForward, Region, Settings, is_fused
 from nasfast.fusion.report import FuseReport, count, listed
 from nasfast.ops._native import check_isa
@@ -128,14 +127,9 @@ def _check_inner(inner: object) -> None:
         raise TypeError(f"fuse: inner must be the name of a backend or a function, got {type(inner).__name__}")
 
 
-def _example_stages(chain: GraphChain) -> Any:
-    """The stages of a chain with tensors for its nodes."""
-    return fx.map_arg(chain.stages, example_value)
-
-
 def _expected(chain: GraphChain, owner: str, top: str, only_faster: bool) -> FusedChain:
     """A chain of the trace of the module `top` as it is expected to run, in the model's type and with what trains."""
-    stages = _example_stages(chain)
+    stages = chain.stages
     trains = any(stage.params.conv_weight.requires_grad for stage in stages)
     gradients = any(tensor.requires_grad for stage in stages for tensor in stage.params if tensor is not None)
     x = stages[0].params.conv_weight
@@ -162,7 +156,7 @@ def _notes(findings: Findings, convs: Mapping[str, _ConvNd], norms: Mapping[str,
     stages: dict[str, Stage] = {}
     moving: list[str] = []
     for chain, top in (pair for pairs in findings.chains.values() for pair in pairs):
-        for conv, norm, stage in zip(chain.convolutions, chain.batch_norms, _example_stages(chain), strict=True):
+        for conv, norm, stage in zip(chain.convolutions, chain.batch_norms, chain.stages, strict=True):
             stages[join(top, conv)] = stage
             if not stage.params.conv_weight.requires_grad and _forgets(norms[join(top, norm)]):
                 moving.append(join(top, norm))

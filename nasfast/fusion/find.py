@@ -23,6 +23,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from nasfast.fusion import modules
 from nasfast.fusion.match import GraphChain, Matcher, common_prefix, is_conv, join, module_path, module_stack
+from nasfast.fusion.nodes import example_value
 from nasfast.fusion.region import HOOKS, first_line, is_fused
 from nasfast.ops.modules import ACTIVATION_MODULES
 
@@ -32,7 +33,8 @@ class Findings:
     """Result of `find_chains`.
 
     Attributes:
-        chains: for the path of each module that owns chains, these, and the path of the module that was traced.
+        chains: for the path of each module that owns chains, these, with tensors in their stages, and the path of the
+            module that was traced.
         reasons: by path, why a convolution is in no chain, or a BatchNorm in no trace.
         whole: whether one trace reaches every convolution: the model's forward then chooses no path.
     """
@@ -149,13 +151,17 @@ class _Search:
 
     def _trace(self, module: nn.Module) -> fx.Graph | str:
         """The trace of the module's forward without its optional arguments, or the first line of the error."""
+        tracer = _Tracer(self._opaque)
         try:
             # the first parameter is self
             _, *parameters = signature(type(module).forward).parameters.values()
             defaults = {p.name: p.default for p in parameters if p.default is not Parameter.empty}
-            graph = _Tracer(self._opaque).trace(module, concrete_args=defaults or None)
+            graph = tracer.trace(module, concrete_args=defaults or None)
         except Exception as error:
             return first_line(error)
+        finally:
+            # torch.fx leaves it in a cycle, which would keep a deleted model until the next garbage collection
+            vars(tracer).clear()
         sizes = _of_sizes(graph)
         for node in reversed(graph.nodes):
             if not node.users and (node.target in (torch._assert, getattr) or node in sizes):  # a check of sizes
@@ -182,12 +188,15 @@ class _Search:
             path = around[-1][1] if around else ""
             owner = module.get_submodule(path)
             if {*modules.convolutions(owner).values()} <= reached:
+                chain = chain._replace(stages=fx.map_arg(chain.stages, example_value))
                 self.findings.chains.setdefault(join(top, path), []).append((chain, top))
             else:
                 reason = "is called by a forward whose trace does not reach all of its convolutions"
                 self.findings.reasons |= {join(top, conv): reason for conv in chain.convolutions}
         for node, reason in matcher.reasons.items():
             self.findings.reasons.setdefault(join(top, module_path(node)), reason)
+        for node in graph.nodes:
+            node.meta.clear()  # as for the tracer
         return reached
 
 

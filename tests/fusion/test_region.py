@@ -1,8 +1,10 @@
 """What TorchDynamo captures of a fused model: how often, what it guards, and what runs as before."""
 
 import copy
+import gc
 import pickle
 import random
+import weakref
 from collections import OrderedDict
 from functools import wraps
 
@@ -104,6 +106,21 @@ def test_a_copy_has_its_own_weights(parts, captures):
     loaded = pickle.loads(pickle.dumps(fused))
     torch.testing.assert_close(loaded(x), want)
     assert isinstance(loaded.forward, FusedForward) and len(captures) == 3
+
+
+@pytest.mark.parametrize("make", [Paths, lambda: Candidate(3)], ids=["cannot be traced", "is captured"])
+def test_a_deleted_model_is_freed_at_once(make):
+    _, fused = twins(make())
+    for module in (fused, fused.train(False)):
+        module(torch.randn(2, 4, 7, 7)).sum().backward()
+    parameters = [weakref.ref(parameter) for parameter in fused.parameters()]
+    gc.disable()
+    try:
+        nasfast.fuse(fused)
+        del fused, module
+        assert [parameter() for parameter in parameters] == [None] * len(parameters)
+    finally:
+        gc.enable()
 
 
 class Counting(Candidate):
