@@ -22,8 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.harness import positive, write_json
 from nasfast import shrink
-from nasfast.indicators.table import IndicatorTable
-from nasfast.shrink.measure import Measured, Solution, unit_channels
+from nasfast.pipeline.shrinking.norms import by_norms
+from nasfast.shrink import Measured
 from nasfast.spaces import Arch
 
 MODELS = """
@@ -49,26 +49,6 @@ def make(name: str) -> nn.Module:
     return timm.create_model(name).eval()
 
 
-def unmeasured(found: shrink.Found) -> Measured:
-    """The first channels of every width, with the weights that they have."""
-    solutions = []
-    for place in found.places:
-        rows: list[dict[int, Solution]] = []
-        for dimension, widths in zip(place.dimensions, place.widths, strict=True):
-            row = {}
-            for width in widths[:-1]:
-                kept, weights = torch.arange(width), {}
-                for layer in dimension.readers:
-                    weight: Any = found.model.get_submodule(layer.path).weight
-                    columns = unit_channels(kept, layer.columns // dimension.units)
-                    weights[layer.path] = weight.detach().reshape(layer.rows, -1)[:, columns]
-                row[width] = Solution(kept, weights, {d.path: torch.zeros(d.rows) for d in dimension.readers})
-            rows.append(row)
-        solutions.append(tuple(rows))
-    scores = [dict.fromkeys(range(len(place.candidates)), 0.0) for place in found.places]
-    return Measured(found, IndicatorTable.from_rows(found.space, scores, {}), tuple(solutions))
-
-
 def is_as_said(measured: Measured, arch: Arch, resolution: int) -> bool:
     """Whether a cut network runs with the MACs and parameters that the space gives."""
     small, cost = shrink.cut(measured, arch), measured.found.space.cost(arch)
@@ -85,7 +65,7 @@ def describe(name: str, resolution: int) -> dict[str, Any]:
     except shrink.ShrinkError as error:
         return {"model": name, "error": str(error)}
     seconds, space = time.process_time() - start, found.space
-    measured, images = unmeasured(found), torch.randn(2, 3, resolution, resolution)
+    measured, images = by_norms(found), torch.randn(2, 3, resolution, resolution)
     middle, least = tuple(len(p.candidates) // 2 for p in found.places), (0,) * len(found.places)
     with torch.no_grad():
         same = torch.equal(shrink.cut(measured, found.full)(images), model(images))

@@ -6,7 +6,7 @@ import inspect
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -22,6 +22,9 @@ from nasfast.supernet.macs import count_macs
 
 _COLUMNS = 5000
 """Most inputs of a convolution whose Gram matrix is kept: 200 MB in float64."""
+
+_PRODUCTS = frozenset("conv1d conv2d conv3d linear matmul mm bmm addmm mv".split())
+"""Functions that have MACs."""
 
 _SIZES_PER_CHOICE = 2
 """Hidden dimensions that one choice has at most: its candidates are their combinations."""
@@ -364,7 +367,8 @@ def _space(name: str, model: nn.Module, program: Program, places: Sequence[Place
         if place.block is not None:
             found = (_path_of_norm(n, program) for n in place.block.inside if op_name(n) == "batch_norm")
             norms |= set(filter(None, found))
-        others = _other_params(place.block, [*(layers[n].path for n in nodes), *norms], model)
+        paths = [*(layers[n].path for n in nodes), *norms]
+        others = _other_macs(place.block, layers), _other_params(place.block, paths, model)
         branches = []
         for kept in place.candidates:
             label = (
@@ -375,7 +379,7 @@ def _space(name: str, model: nn.Module, program: Program, places: Sequence[Place
             macs = params = 0
             if kept is not None:
                 macs, params = _cost(place, kept, [layers[n] for n in nodes], norms, model)
-                params += others
+                macs, params = macs + others[0], params + others[1]
             branches.append(Branch(label or "keep", macs, params, kept is None))
         fixed["macs"] -= branches[-1].macs
         fixed["params"] -= branches[-1].params
@@ -386,6 +390,24 @@ def _space(name: str, model: nn.Module, program: Program, places: Sequence[Place
     resolution = int(height) if int(height) == int(width) else 0
     classes = shape(program.output)[0]
     return ModuleSpace(name, tuple(choices), fixed["macs"], fixed["params"], int(in_channels), resolution, classes)
+
+
+def _other_macs(block: Block | None, layers: Mapping[fx.Node, Layer]) -> int:
+    """MACs of a block besides those of layers, as of a convolution over channels or one whose weight is computed."""
+    total = 0
+    for node in () if block is None else block.inside:
+        if node not in layers and op_name(node) in _PRODUCTS:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), _blank)
+            total += count_macs(node.target, args, kwargs)[0]  # type: ignore[arg-type]
+    return total
+
+
+def _blank(node: fx.Node) -> Any:
+    """A tensor without memory of the shape that a node has for one image; what is no tensor as it is."""
+    value = node.meta["val"]
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty([n if isinstance(n, int) else 1 for n in value.shape], dtype=value.dtype, device="meta")
 
 
 def _other_params(block: Block | None, paths: Sequence[str], model: nn.Module) -> int:

@@ -192,3 +192,6 @@ def test_macs_of_every_operation_are_those_of_the_network():
     found = shrink.find(network.eval(), torch.randn(1, 3, 8, 8))
     layers = 64 * (3 * 8 + 2 * 9 * 8 * 16) + 8 * 3
     assert found.macs == layers + 3 * 8
+    (choice,) = found.space.choices
+    # a dropped block takes its convolution over channels with it
+    assert choice.branches[-1].macs == 64 * 2 * 9 * 8 * 16 + 3 * 8
