@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -95,7 +96,7 @@ def adapt(
             p.requires_grad_(id(p) in trained)
         if own:
             fuse(model)
-        return _train(model, data, teacher, size, epochs, scales, classifier, lr, lr_classifier)
+        return _train(partial(_loss, model, teacher, size), data, epochs, (scales, classifier), (lr, lr_classifier))
     finally:
         if own:
             unfuse(model)
@@ -105,26 +106,22 @@ def adapt(
 
 
 def _train(
-    model: nn.Module,
+    loss_of: Callable[[Tensor, Tensor | None], Tensor],
     data: Batches,
-    teacher: Callable[[Tensor], Tensor] | None,
-    size: int | None,
     epochs: int,
-    scales: list[nn.Parameter],
-    classifier: list[nn.Parameter],
-    lr: float | None,
-    lr_classifier: float | None,
+    groups: tuple[list[nn.Parameter], ...],
+    rates: tuple[float | None, ...],
 ) -> list[float]:
-    optimizer = torch.optim.AdamW([{"params": scales}, {"params": classifier}], weight_decay=0.0)
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], weight_decay=0.0)
     steps, step, means = epochs * len(data), 0, []
     for epoch in range(epochs):
         total = images_seen = 0.0
         for batch in data:
             images, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
             usual = (4e-4, 4e-4) if labels is None else (2e-3, 1e-2)
-            for group, given, rate in zip(optimizer.param_groups, (lr, lr_classifier), usual, strict=True):
+            for group, given, rate in zip(optimizer.param_groups, rates, usual, strict=True):
                 group["lr"] = (rate if given is None else given) * (1 + math.cos(math.pi * step / steps)) / 2
-            loss = _loss(model, images, labels, teacher, size)
+            loss = loss_of(images, labels)
             value = loss.item()
             if not torch.isfinite(loss):
                 raise ShrinkError(f"the loss is {value} in epoch {epoch + 1}: lower lr, or look at the images")
@@ -139,10 +136,10 @@ def _train(
 
 def _loss(
     model: nn.Module,
-    images: Tensor,
-    labels: Tensor | None,
     teacher: Callable[[Tensor], Tensor] | None,
     size: int | None,
+    images: Tensor,
+    labels: Tensor | None,
 ) -> Tensor:
     if teacher is None and labels is None:
         raise ShrinkError("there is neither a teacher nor a label: give teacher=, or batches of images and labels")

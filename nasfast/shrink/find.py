@@ -455,6 +455,3 @@ def _cost(
                 count = count * units // dimension.units
         params += count
     return macs, params
-
-
-__all__ = ["Block", "Found", "Place", "ShrinkError", "find"]

@@ -106,7 +106,7 @@ def _timm(name: str, pretrained: bool) -> nn.Module:
 
 def _unknown(package: str, name: str, names: list[str], module: str) -> ConfigError:
     hint = suggestion(name, names)
-    return ConfigError(f"{package} has no model {name!r}{f'; {hint}' if hint else ''}: {module}.list_models() has all")
+    return ConfigError(f"{package} has no model {name!r}: {module}.list_models() has all{f'; {hint}' if hint else ''}")
 
 
 def _no_weights(name: str, error: Exception) -> ConfigError:
