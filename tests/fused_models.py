@@ -228,6 +228,26 @@ class Candidate(nn.Module):
         return x + self.bn3(self.project(F.relu6(self.bn2(self.dw(y)))))
 
 
+class Asserting(nn.Module):
+    """Not in a file of tests, where pytest rewrites each assert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Candidate(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[1] == 4 and x.ndim == 4, "four channels"
+        y = self.body(x)
+        assert y.isfinite().all(), "not finite"
+        return y
+
+
+class Checking(Candidate):
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.shape[1] == 4 and x.ndim == 4, "four channels"
+        return super().forward(x)
+
+
 class Fickle(nn.Module):
     """A block whose forward changes after it was fused."""
 

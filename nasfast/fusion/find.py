@@ -69,13 +69,15 @@ class _Tracer(fx.Tracer):
 
     Args:
         opaque: modules that it does not look into.
+        sizes_fit: what conditions on sizes of images are. They choose no path: most pad or raise where they are true,
+            and an assert where they are false.
     """
 
     proxy_buffer_attributes = True
 
-    def __init__(self, opaque: set[nn.Module]) -> None:
+    def __init__(self, opaque: set[nn.Module], sizes_fit: bool) -> None:
         super().__init__()
-        self._opaque = opaque
+        self._opaque, self._sizes_fit = opaque, sizes_fit
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         if m in self._opaque or modules.why_opaque(m) is not None:
@@ -83,8 +85,7 @@ class _Tracer(fx.Tracer):
         return super().is_leaf_module(m, module_qualified_name) and not m._modules and not isinstance(m, _KNOWN)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        # what decides by the sizes of images chooses no path: it pads, or checks
-        return False if obj.node in _of_sizes(self.graph) else super().to_bool(obj)
+        return self._sizes_fit if obj.node in _of_sizes(self.graph) else super().to_bool(obj)
 
 
 def _of_sizes(graph: fx.Graph) -> set[fx.Node]:
@@ -149,16 +150,17 @@ class _Search:
         for member in (*modules.convolutions(module).values(), *modules.batch_norms(module).values()):
             self.findings.reasons.setdefault(self._names[member], reason)
 
-    def _trace(self, module: nn.Module) -> fx.Graph | str:
+    def _trace(self, module: nn.Module, sizes_fit: bool = False) -> fx.Graph | str:
         """The trace of the module's forward without its optional arguments, or the first line of the error."""
-        tracer = _Tracer(self._opaque)
+        tracer = _Tracer(self._opaque, sizes_fit)
         try:
             # the first parameter is self
             _, *parameters = signature(type(module).forward).parameters.values()
             defaults = {p.name: p.default for p in parameters if p.default is not Parameter.empty}
             graph = tracer.trace(module, concrete_args=defaults or None)
         except Exception as error:
-            return first_line(error)
+            again = isinstance(error, AssertionError) and not sizes_fit
+            return self._trace(module, sizes_fit=True) if again else first_line(error)
         finally:
             # torch.fx leaves it in a cycle, which would keep a deleted model until the next garbage collection
             vars(tracer).clear()

@@ -369,6 +369,8 @@ def _capturing(values: Sequence[Any], *, any_size: bool, any_number: bool) -> It
     patches: dict[str, Any] = {
         # it cuts the graph at the buckets of DistributedDataParallel, in order to send them earlier
         "optimize_ddp": False,
+        # an assert of numbers would raise another error, and on a GPU end the process's use of it
+        "rewrite_assert_with_torch_assert": False,
         # it takes a tenth of the time
         "run_gc_after_compile": False,
         # until torch 2.13: with it, guards see no new type of a parameter (pytorch 163064)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from fused_models import Candidate, check_same, disturb, fuse_all, observe, unit
+from fused_models import Asserting, Candidate, Checking, check_same, disturb, fuse_all, observe, unit
 from torch import Tensor, nn
 from torch.ao.quantization import get_default_qat_qconfig_mapping
 from torch.ao.quantization.quantize_fx import prepare_qat_fx
@@ -124,6 +124,25 @@ def test_exceptions_that_a_forward_catches(first):
     for x in (X, X[:1], X):
         torch.testing.assert_close(fused(x), plain(x))
         torch.testing.assert_close(dict(fused.named_buffers()), dict(plain.named_buffers()))
+
+
+def raised(model: nn.Module, x: Tensor) -> str:
+    try:
+        model(x)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("make", [Asserting, lambda: Checking(3)], ids=["numbers", "sizes"])
+def test_what_a_forward_asserts(make, executed):
+    """Of numbers, TorchDynamo would make an operator that raises RuntimeError."""
+    plain, fused = twins(disturb(make()))
+    torch.testing.assert_close(fused(X), plain(X))
+    assert executed and raised(fused, X[:, :3]) == "AssertionError: four channels"
+    for x in (X * torch.nan, X[:, :3]):
+        assert raised(fused, x) == raised(plain, x)
+    torch.testing.assert_close(dict(fused.named_buffers()), dict(plain.named_buffers()), equal_nan=True)
 
 
 class Refusing(Candidate):
