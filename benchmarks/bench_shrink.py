@@ -1,14 +1,17 @@
 """A pretrained network made smaller from a few hundred images without labels, beside others of the same cost.
 
     python -m benchmarks.bench_shrink FILE.py:FUNCTION --fit fit.pt --test test.pt [--sizes 224 176 160]
-        [--shares .78 .55 .35] [--images 400] [--epochs 3] [--out FILE]
+        [--shares .78 .55 .35] [--images 400] [--epochs 3] [--pruning FIT_LABELS] [--out FILE]
 
 FUNCTION gives the pretrained network. Both files are of torch.save: `fit` has images (N, 3, height, width) in uint8,
 `test` such images and their labels (N,). At every share of the network's MACs it compares the exact program at each
 size of the images, one width for all layers with the same least squares, and the network itself at each size;
 `--epochs` then trains the best of the program, and the network at the largest size that costs no more, by the KL
-divergence to the network at its own size. Accuracies have Wilson's 95 % interval; differences to the network, on the
-same images, have that of their standard error. Each row is written as it comes.
+divergence to the network at its own size. `--pruning` is a file of the labels of `fit`: torch-pruning, which must be
+installed, then prunes the network by magnitude and by Taylor's criterion, with one width for all layers and with a
+global order; `--epochs` trains what is nearest to the network afterwards, in the same way. Accuracies have Wilson's
+95 % interval; differences to the network, on the same images, have that of their standard error. Each row is written as
+it comes.
 """
 
 from __future__ import annotations
@@ -18,7 +21,8 @@ import copy
 import importlib.util
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +101,60 @@ def uniform(found: shrink.Found, share: float) -> tuple[int, ...]:
     return next((at(r) for r in ratios if found.space.cost(at(r)).macs <= share * found.macs), at(0.01))
 
 
+def pruned(
+    model: nn.Module,
+    share: float,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    *,
+    taylor: bool,
+    everywhere: bool,
+    kept: Sequence[str],
+) -> tuple[nn.Module, float]:
+    """What torch-pruning makes of a network, and its share of the MACs.
+
+    Args:
+        batches: images and labels; the first image is the example, the gradients of all are Taylor's.
+        taylor: whether channels are ordered by gradients instead of magnitudes.
+        everywhere: whether one order of all layers says what goes, instead of one width for all.
+        kept: patterns of the names of layers whose outputs keep their width.
+    """
+    pruning = importlib.import_module("torch_pruning")
+    example = next(iter(batches))[0][:1]
+    whole = pruning.utils.count_ops_and_params(model, example)[0]
+
+    def at(ratio: float) -> tuple[nn.Module, float]:
+        small = copy.deepcopy(model).requires_grad_(True)
+        importance = pruning.importance.GroupTaylorImportance if taylor else pruning.importance.GroupMagnitudeImportance
+        ignored = [m for name, m in small.named_modules() if any(fnmatch(name, pattern) for pattern in kept)]
+        pruner = pruning.pruner.BasePruner(
+            small, example, importance(), everywhere, ratio, ignored_layers=ignored, round_to=2, max_pruning_ratio=0.9
+        )
+        if taylor:
+            for images, labels in batches:
+                functional.cross_entropy(small(images), labels).backward()
+        pruner.step()
+        return small.zero_grad(), pruning.utils.count_ops_and_params(small, example)[0] / whole
+
+    low, high = 0.0, 0.95
+    for _ in range(8):
+        middle = (low + high) / 2
+        low, high = (middle, high) if at(middle)[1] > share else (low, middle)
+    return at(high)
+
+
+def count_statistics(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> nn.Module:
+    """The network with the statistics of its BatchNorms counted again over some batches."""
+    counted = copy.deepcopy(model)
+    for module in counted.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.reset_running_stats()
+            module.momentum = None  # the mean over all batches
+    with torch.no_grad():
+        for images, _ in batches:
+            counted.train()(images)
+    return counted.eval()
+
+
 def greedy(table: IndicatorTable, found: shrink.Found, limit: float) -> float:
     """Loss of the architecture that a choice by loss per MAC reaches, one change after another."""
     arch, rows = list(found.full), table.scores
@@ -126,7 +184,7 @@ class Bench:
         self.macs = self.found(self.model, self.size).macs
 
     def found(self, model: nn.Module, size: int) -> shrink.Found:
-        return shrink.find(model, prepared(self.fit[:1], size, self.args))
+        return shrink.find(model, prepared(self.fit[:1], size, self.args), multiple=self.args.multiple)
 
     def row(self, network: str, model: nn.Module, size: int, macs: int, **more: Any) -> None:
         """Measure a network's accuracy and write it."""
@@ -198,11 +256,39 @@ class Bench:
             small, words = shrink.cut(joint.measured, joint.arch), joint.measured.found.space.words(joint.arch)
             losses = {"predicted": joint.predicted, "divergence": joint.divergence}
             self.row("joint program", small, size, joint.macs, share=share, arch=words, **losses, **seconds)
+            if self.args.pruning:
+                self.pruning(share)
             fits = [s for s, cost in shares.items() if cost <= share]
             if self.args.epochs:
                 self.adapted("joint program", small, size, joint.macs, share=share)
                 for s in fits[:1]:
                     self.adapted("the network", self.model, s, round(shares[s] * self.macs), share=share)
+
+    def pruning(self, share: float) -> None:
+        """Rows of what torch-pruning reaches, and of the best of it after adaptation."""
+        labels = torch.load(self.args.pruning)
+        few = range(0, self.args.images, BATCH)
+        images = [prepared(self.fit[i : i + BATCH], self.size, self.args) for i in few]
+        batches = [(x, labels[i : i + BATCH]) for x, i in zip(images, few, strict=True)]
+        held = slice(self.args.images, self.args.images + self.args.score_images)
+        reference = self.logits[held].log_softmax(1)
+        results = []
+        for taylor in (False, True):
+            for everywhere in (False, True):
+                small, cost = pruned(
+                    self.model, share, batches, taylor=taylor, everywhere=everywhere, kept=self.args.kept
+                )
+                name = (
+                    f"torch-pruning, {'Taylor' if taylor else 'magnitude'}, {'global' if everywhere else 'one width'}"
+                )
+                for words, network in (("", small), (", counted", count_statistics(small, batches))):
+                    result = outputs(network, self.fit[held], self.size, self.args).log_softmax(1)
+                    loss = float(functional.kl_div(result, reference, reduction="batchmean", log_target=True))
+                    results.append((loss, name + words, network, round(cost * self.macs)))
+                    self.row(name + words, network, self.size, results[-1][3], share=share, divergence=loss)
+        if self.args.epochs:
+            _, name, network, macs = min(results, key=lambda result: result[0])
+            self.adapted(name, network.requires_grad_(False), self.size, macs, share=share)
 
     def program(self, measured: shrink.Measured, size: int, share: float) -> None:
         """Rows of the best sum of a table, and at the network's own size of one width for all layers."""
@@ -245,6 +331,9 @@ def main() -> None:
     parser.add_argument("--score-images", type=positive, default=64, help="of these, images of the scores")
     parser.add_argument("--lesson", type=positive, default=1000, help="images of --fit that networks are trained on")
     parser.add_argument("--epochs", type=int, default=0, help="of this training")
+    parser.add_argument("--pruning", type=Path, help="labels of --fit, for torch-pruning")
+    parser.add_argument("--kept", nargs="*", default=["linear", "fc", "classifier"], help="layers that it leaves wide")
+    parser.add_argument("--multiple", type=positive, default=8, help="widths of the program are multiples of it")
     parser.add_argument("--mean", type=float, default=0.5, help="of the images' normalisation")
     parser.add_argument("--std", type=float, default=0.5, help="of the images' normalisation")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")
