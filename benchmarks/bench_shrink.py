@@ -9,9 +9,8 @@ size of the images, one width for all layers with the same least squares, and th
 `--epochs` then trains the best of the program, and the network at the largest size that costs no more, by the KL
 divergence to the network at its own size. `--pruning` is a file of the labels of `fit`: torch-pruning, which must be
 installed, then prunes the network by magnitude and by Taylor's criterion, with one width for all layers and with a
-global order; `--epochs` trains what is nearest to the network afterwards, in the same way. Accuracies have Wilson's
-95 % interval; differences to the network, on the same images, have that of their standard error. Each row is written as
-it comes.
+global order, and `--epochs` trains them in the same way. Accuracies have Wilson's 95 % interval; differences to the
+network, on the same images, have that of their standard error. Each row is written as it comes.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from __future__ import annotations
 import argparse
 import copy
 import importlib.util
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -133,7 +133,8 @@ def pruned(
             for images, labels in batches:
                 functional.cross_entropy(small(images), labels).backward()
         pruner.step()
-        return small.zero_grad(), pruning.utils.count_ops_and_params(small, example)[0] / whole
+        small.zero_grad()
+        return small.eval(), pruning.utils.count_ops_and_params(small, example)[0] / whole
 
     low, high = 0.0, 0.95
     for _ in range(8):
@@ -265,30 +266,20 @@ class Bench:
                     self.adapted("the network", self.model, s, round(shares[s] * self.macs), share=share)
 
     def pruning(self, share: float) -> None:
-        """Rows of what torch-pruning reaches, and of the best of it after adaptation."""
+        """Rows of what torch-pruning reaches: with the statistics that it leaves, counted again, and adapted."""
         labels = torch.load(self.args.pruning)
         few = range(0, self.args.images, BATCH)
         images = [prepared(self.fit[i : i + BATCH], self.size, self.args) for i in few]
         batches = [(x, labels[i : i + BATCH]) for x, i in zip(images, few, strict=True)]
-        held = slice(self.args.images, self.args.images + self.args.score_images)
-        reference = self.logits[held].log_softmax(1)
-        results = []
-        for taylor in (False, True):
-            for everywhere in (False, True):
-                small, cost = pruned(
-                    self.model, share, batches, taylor=taylor, everywhere=everywhere, kept=self.args.kept
-                )
-                name = (
-                    f"torch-pruning, {'Taylor' if taylor else 'magnitude'}, {'global' if everywhere else 'one width'}"
-                )
-                for words, network in (("", small), (", counted", count_statistics(small, batches))):
-                    result = outputs(network, self.fit[held], self.size, self.args).log_softmax(1)
-                    loss = float(functional.kl_div(result, reference, reduction="batchmean", log_target=True))
-                    results.append((loss, name + words, network, round(cost * self.macs)))
-                    self.row(name + words, network, self.size, results[-1][3], share=share, divergence=loss)
-        if self.args.epochs:
-            _, name, network, macs = min(results, key=lambda result: result[0])
-            self.adapted(name, network.requires_grad_(False), self.size, macs, share=share)
+        for taylor, everywhere in itertools.product((False, True), repeat=2):
+            small, cost = pruned(self.model, share, batches, taylor=taylor, everywhere=everywhere, kept=self.args.kept)
+            name = f"torch-pruning, {'Taylor' if taylor else 'magnitude'}, {'global' if everywhere else 'one width'}"
+            macs = round(cost * self.macs)
+            counted = count_statistics(small, batches).requires_grad_(False)
+            self.row(name, small, self.size, macs, share=share)
+            self.row(f"{name}, counted", counted, self.size, macs, share=share)
+            if self.args.epochs:
+                self.adapted(f"{name}, counted", counted, self.size, macs, share=share)
 
     def program(self, measured: shrink.Measured, size: int, share: float) -> None:
         """Rows of the best sum of a table, and at the network's own size of one width for all layers."""

@@ -12,7 +12,7 @@ from nasfast.shrink.find import Block, Found, Place, find
 from nasfast.shrink.graph import ShrinkError
 from nasfast.shrink.measure import Measured, Solution, divergence, least_images, measure
 from nasfast.shrink.recipe import Recipe, load, rebuild, save
-from nasfast.shrink.rounds import Shrunk, search_measured, whole_divergence
+from nasfast.shrink.rounds import Shrunk, latency_factor, search_measured, whole_divergence
 
 __all__ = [
     "Block",
@@ -28,6 +28,7 @@ __all__ = [
     "cut",
     "divergence",
     "find",
+    "latency_factor",
     "least_images",
     "load",
     "make_recipe",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from nasfast.indicators.table import IndicatorTable
-from nasfast.search import InfeasibleConstraintError, search_table
+from nasfast.search import Candidate, InfeasibleConstraintError, search_table
 from nasfast.shrink.cut import cut
 from nasfast.shrink.graph import ShrinkError, channels_last
 from nasfast.shrink.measure import Measured, check_images, divergence
@@ -36,6 +37,8 @@ class Shrunk:
         predicted: KL divergence by the table, in nats per image, before it was corrected.
         divergence: its measured `nasfast.shrink.divergence` on the held-out images.
         round: the round that measured it, from 1.
+        predicted_ms: its latency by the table of latencies; None without one.
+        latency_ms: its measured latency; None if it was not measured.
     """
 
     measured: Measured
@@ -45,6 +48,8 @@ class Shrunk:
     predicted: float
     divergence: float
     round: int
+    predicted_ms: float | None = None
+    latency_ms: float | None = None
 
 
 def search_measured(
@@ -56,6 +61,7 @@ def search_measured(
     rounds: int = 4,
     batch: int = 32,
     latency_tables: Sequence[str | Path] | None = None,
+    latency: Callable[[Measured, Arch], float] | None = None,
     **limits: Any,
 ) -> list[Shrunk]:
     """The networks within limits that are nearest to a reference, by measurement, best first.
@@ -65,6 +71,10 @@ def search_measured(
     each, it takes the most likely ones by ridge regression. It ends when the best network by the corrected tables has
     been measured, or after `rounds`. What is proven is the best sum of a table; the order of the result is measured.
 
+    A program under a table of latencies finds the networks that this table makes too fast. So `latency` measures them,
+    the table is corrected by the median of what they take to what it says, and results are within the limit as
+    measured.
+
     Args:
         measured: from `measure`, one for each size of the images, all with the same `reference`.
         images: for each, held-out images of its size; the same ones at each size.
@@ -73,6 +83,7 @@ def search_measured(
         rounds: most rounds.
         batch: images at a time.
         latency_tables: for each, the file of its latencies, for `max_latency_ms`.
+        latency: milliseconds of the network of an architecture; None takes those of the tables as they are.
         limits: `max_macs`, `max_params` and `max_latency_ms` of `nasfast.search_table`.
 
     Raises:
@@ -86,31 +97,84 @@ def search_measured(
         )
     for m, x in zip(measured, images, strict=True):
         check_images(m.found, x)
-    tables = [m.table for m in measured]
-    results: dict[tuple[int, Arch], Shrunk] = {}
+    paths = [None] * len(measured) if latency_tables is None else latency_tables
+    sizes = [_Size(*parts) for parts in zip(measured, images, paths, strict=True)]
     for number in range(1, rounds + 1):
         best, errors = [], []
-        for i, (m, table) in enumerate(zip(measured, tables, strict=True)):
+        for size in sizes:
             try:
-                latencies = None if latency_tables is None else latency_tables[i]
-                found = search_table(table, m.found.space, top_k=top_k, latency_table=latencies, **limits)
+                best += [(size.measured.base - c.score, size, c) for c in size.search(top_k, limits)]
             except InfeasibleConstraintError as error:
                 errors.append(error)
-                continue
-            best += [(m.base - c.score, i, c) for c in found]
-        if not best:
+        if number == 1 and not best:
             raise errors[0]
         best.sort(key=lambda entry: entry[0])
-        if (best[0][1], best[0][2].arch) in results:
+        if not best or best[0][2].arch in best[0][1].results:
             break
-        for _, i, c in best:
-            if (i, c.arch) not in results:
-                m = measured[i]
-                loss = whole_divergence(m, c.arch, images[i], reference, batch=batch)
-                results[i, c.arch] = Shrunk(m, c.arch, c.macs, c.params, m.base - m.table.score(c.arch), loss, number)
-        finite = [(j, arch, r.divergence) for (j, arch), r in results.items() if math.isfinite(r.divergence)]
-        tables = [correct(m, [(arch, loss) for j, arch, loss in finite if j == i]) for i, m in enumerate(measured)]
-    return sorted(results.values(), key=lambda r: r.divergence)
+        for _, size, c in best:
+            if c.arch not in size.results:
+                size.results[c.arch] = size.measure(c, number, reference, latency, batch)
+        for size in sizes:
+            size.correct()
+    results = [r for size in sizes for r in size.results.values()]
+    within = [r for r in results if _is_within(r, limits)]
+    return sorted(within, key=lambda r: r.divergence) or sorted(results, key=lambda r: r.latency_ms or 0.0)
+
+
+def latency_factor(results: Iterable[tuple[float | None, float | None]]) -> float:
+    """By what the latencies of a table are multiplied, so that they are as measured: the median; 1 without results.
+
+    Args:
+        results: measured and predicted milliseconds of networks.
+    """
+    ratios = [ms / predicted for ms, predicted in results if ms is not None and predicted]
+    return statistics.median(ratios) if ratios else 1.0
+
+
+def _is_within(result: Shrunk, limits: Mapping[str, Any]) -> bool:
+    return result.latency_ms is None or result.latency_ms <= limits["max_latency_ms"]
+
+
+class _Size:
+    """What is known at a size of the images: a corrected table, and the networks that were measured."""
+
+    def __init__(self, measured: Measured, images: Tensor, latency_table: str | Path | None) -> None:
+        self.measured = measured
+        self.results: dict[Arch, Shrunk] = {}
+        self._images, self._latency_table = images, latency_table
+        self._table, self._factor = measured.table, 1.0
+
+    def search(self, top_k: int, limits: Mapping[str, Any]) -> list[Candidate]:
+        """The best networks within limits by the corrected tables, without those that are above them as measured."""
+        by_table = dict(limits)
+        if self._factor != 1:
+            by_table["max_latency_ms"] /= self._factor
+        space = self.measured.found.space
+        found = search_table(self._table, space, top_k=top_k, latency_table=self._latency_table, **by_table)
+        return [c for c in found if c.arch not in self.results or _is_within(self.results[c.arch], limits)]
+
+    def measure(
+        self,
+        candidate: Candidate,
+        number: int,
+        reference: Tensor,
+        latency: Callable[[Measured, Arch], float] | None,
+        batch: int,
+    ) -> Shrunk:
+        m, arch = self.measured, candidate.arch
+        loss = whole_divergence(m, arch, self._images, reference, batch=batch)
+        predicted = m.base - m.table.score(arch)
+        ms = None if latency is None else latency(m, arch)
+        # without a table of latencies there are no values
+        table_ms = next(iter(candidate.values), None)
+        return Shrunk(m, arch, candidate.macs, candidate.params, predicted, loss, number, table_ms, ms)
+
+    def correct(self) -> None:
+        """Correct the tables by what was measured."""
+        results = self.results.values()
+        finite = [(r.arch, r.divergence) for r in results if math.isfinite(r.divergence)]
+        self._table = correct(self.measured, finite)
+        self._factor = latency_factor((r.latency_ms, r.predicted_ms) for r in results)
 
 
 def whole_divergence(measured: Measured, arch: Arch, images: Tensor, reference: Tensor, *, batch: int = 32) -> float:

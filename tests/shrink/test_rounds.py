@@ -1,6 +1,7 @@
 """Search over tables that measured networks correct."""
 
 import itertools
+import json
 import math
 
 import pytest
@@ -72,3 +73,36 @@ def test_several_sizes_are_searched_together(found, measured, held_out):
         shrink.search_measured([measured, other], [images, smaller[1]], logits, max_macs=1)
     with pytest.raises(shrink.ShrinkError, match="give each"):
         shrink.search_measured([measured], [], logits, max_macs=limit)
+
+
+def test_results_are_within_a_limit_of_latency_as_measured(found, measured, held_out, tmp_path):
+    """A table by which every network takes two thirds of its time is corrected."""
+    images, logits = held_out
+    rows = found.space.option_costs()
+    entries = [
+        {"layer": layer, "choice": value, "value": cost.macs / 1e4}
+        for layer, row in enumerate(rows)
+        for value, cost in row.items()
+    ]
+    path = tmp_path / "latency.json"
+    path.write_text(json.dumps({"quantity": "latency", "unit": "ms", "entries": entries}))
+
+    def milliseconds(of: shrink.Measured, arch: tuple[int, ...]) -> float:
+        assert of is measured
+        return 1.5 * sum(row[value].macs for row, value in zip(rows, arch, strict=True)) / 1e4
+
+    limit = 0.7 * milliseconds(measured, found.full)
+    options = {"latency_tables": [path], "top_k": 3, "max_latency_ms": limit}
+    believed = shrink.search_measured([measured], [images], logits, **options)
+    assert milliseconds(measured, believed[0].arch) > limit and believed[0].latency_ms is None
+    results = shrink.search_measured([measured], [images], logits, latency=milliseconds, **options)
+    assert [r.divergence for r in results] == sorted(r.divergence for r in results)
+    for r in results:
+        assert r.latency_ms == milliseconds(measured, r.arch) == pytest.approx(1.5 * r.predicted_ms)
+        assert r.latency_ms <= limit
+    assert results[0].latency_ms > 0.8 * limit
+    assert shrink.latency_factor((r.latency_ms, r.predicted_ms) for r in results) == pytest.approx(1.5)
+    # one round has not used what it measured: the nearest networks to the limit are left
+    first = shrink.search_measured([measured], [images], logits, latency=milliseconds, rounds=1, **options)
+    assert all(r.latency_ms > limit for r in first)
+    assert [r.latency_ms for r in first] == sorted(r.latency_ms for r in first)

@@ -32,7 +32,9 @@ def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> 
     best = record["networks"][0]
     networks = {}
     side = equal_side(work, record, limits)
-    if side is not None:
+    if side is None:
+        _LOG.info("the full network does not meet the limits at any size")
+    else:
         found = work.searched(side)
         networks["lower"] = adapted_network(
             work,
@@ -55,7 +57,7 @@ def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> 
             work, "l1", "uniform widths by L1 norms", size, arch, lambda: by_norms(work.found(size))
         )
     where = int(best["size"])
-    archs = random_archs(work, where, limits, tuple(best["arch"]))
+    archs = random_archs(work, where, limits_at(work, where, limits, record), tuple(best["arch"]))
     for number, arch in enumerate(archs, 1):
         kind = f"random allocation {number}, closed form"
         networks[f"random-{number}"] = cut_network(
@@ -117,7 +119,7 @@ def best_uniform(work: Material, record: dict[str, Any], limits: dict[str, float
         networks = []
         for size in sizes:
             found = work.searched(size)
-            arch = uniform_arch(found, limits_at(work, size, limits))
+            arch = uniform_arch(found, limits_at(work, size, limits, record))
             if arch is not None and arch != found.full:  # which is compared as a lower resolution
                 images = work.sample(size)[1]
                 loss = shrink.whole_divergence(work.measured(size), arch, images, work.reference[1])
@@ -165,9 +167,9 @@ def _by_share(place: Place) -> list[int]:
     return chosen
 
 
-def random_archs(work: Material, size: int, limits: dict[str, float], best: Arch) -> list[Arch]:
-    """Random architectures within the limits that use most of them."""
-    space, bounds = work.searched(size).space, limits_at(work, size, limits)
+def random_archs(work: Material, size: int, bounds: Limits, best: Arch) -> list[Arch]:
+    """Random architectures of a size within limits that use most of them."""
+    space = work.searched(size).space
     rng = random.Random(work.cfg.seed)
     try:
         draws = {sample_under(space, rng, bounds) for _ in range(_DRAWS)} - {best}

@@ -31,7 +31,7 @@ from nasfast.pipeline.shrinking.files import (
 from nasfast.pipeline.shrinking.images import answers
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_sizes
-from nasfast.pipeline.shrinking.timing import full_latency, latency_file, measure_latency, network_times
+from nasfast.pipeline.shrinking.timing import full_latency, latency_file, measure_latency, network_timer, network_times
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import CheckpointError, answers_to_hex
 from nasfast.search import InfeasibleConstraintError, Limits
@@ -195,12 +195,15 @@ def sizes_of(
     return tuple(possible)
 
 
-def limits_at(work: Material, size: int, limits: dict[str, float]) -> Limits:
-    """The limits in the space of a size, with its table of latencies."""
+def limits_at(work: Material, size: int, limits: dict[str, float], record: dict[str, Any] | None = None) -> Limits:
+    """The limits in the space of a size, with its table of latencies, corrected by what a search has timed."""
     table = None
     if "max_latency_ms" in limits:
         measure_latency(work, size)
         table = str(latency_file(work, size))
+        timed = [n for n in record["networks"] if n["size"] == size] if record else []
+        factor = shrink.latency_factor((n["latency_ms"], n["predicted_ms"]) for n in timed)
+        limits = {**limits, "max_latency_ms": limits["max_latency_ms"] / factor}
     config = SearchConfig.from_dict({**limits, "latency_table": table})
     return read_limits(config, work.searched(size).space)
 
@@ -216,7 +219,8 @@ def search(work: Material, sizes: tuple[int, ...], limits: dict[str, float]) -> 
     measured = [work.measured(size) for size in sizes]
     held = [work.sample(size)[1] for size in sizes]
     tables = [latency_file(work, size) for size in sizes] if "max_latency_ms" in limits else None
-    options: dict[str, Any] = {"top_k": cfg.top_k, "rounds": cfg.rounds, "latency_tables": tables, **limits}
+    timer = None if tables is None else network_timer(work)
+    options: dict[str, Any] = {"latency_tables": tables, "latency": timer, **settings, **limits}
     best = shrink.search_measured(measured, held, work.reference[1], **options)
     record = write_record(
         path,
@@ -241,6 +245,8 @@ def _shrunk_record(shrunk: Shrunk) -> dict[str, Any]:
         "params": shrunk.params,
         "predicted": shrunk.predicted,
         "divergence": shrunk.divergence,
+        "predicted_ms": shrunk.predicted_ms,
+        "latency_ms": shrunk.latency_ms,
         "round": shrunk.round,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from nasfast.pipeline.shrinking.files import read_record, write_record
 from nasfast.pipeline.shrinking.latency import network_graph, shrink_subject, write_graph
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun
-from nasfast.spaces import format_arch
+from nasfast.shrink import Found, Measured
+from nasfast.spaces import Arch, format_arch
 
 # timed rounds, whole networks to which a table of latencies is fitted, and others that it is compared with
 _ROUNDS, _CALIBRATE, _VALIDATE = 20, 24, 12
@@ -70,6 +72,28 @@ def full_latency(work: Material, size: int) -> float:
     full = format_arch(work.searched(size).full)
     networks = measure_latency(work, size)["fit"]["networks"]
     return next(float(row["median_ms"]) for row in networks if row["arch"] == full)
+
+
+def network_timer(work: Material) -> Callable[[Measured, Arch], float]:
+    """A function that gives the milliseconds of the network of an architecture.
+
+    It is timed beside the full network, of which it takes the share: processors change their speed.
+    """
+    settings = timing_settings(work.cfg, rounds=_ROUNDS)
+
+    def timed(found: Found, arch: Arch) -> Timed:
+        size = found.space.resolution
+        return deployed_graph(network_graph(found, arch), settings, (work.pretrained.channels, size, size))
+
+    whole = work.searched(work.resolution)
+    full, full_ms = timed(whole, whole.full), full_latency(work, work.resolution)
+
+    def latency(measured: Measured, arch: Arch) -> float:
+        with measuring(settings.threads):
+            times = measure({"full": full, "small": timed(measured.found, arch)}, rounds=settings.rounds)
+        return full_ms * float(times["small"]["run"]["median_ms"]) / float(times["full"]["run"]["median_ms"])
+
+    return latency
 
 
 def network_times(work: Material, networks: dict[str, dict[str, Any]]) -> dict[str, Any]:
