@@ -136,7 +136,7 @@ L = np.arange(4.0, 201, 4)
 
 def curves_of(**changes) -> dict[str, np.ndarray]:
     flat = {"logchi": np.zeros_like(L), "reff_signal": np.full_like(L, 10.0), "variance_share": np.full_like(L, 0.6)}
-    return {**flat, "lognu2": np.zeros_like(L), "logmu2_noise": np.zeros_like(L), **changes}
+    return {**flat, "lognu2": np.zeros_like(L), **changes}
 
 
 @pytest.mark.parametrize(

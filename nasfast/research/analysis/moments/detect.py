@@ -121,8 +121,8 @@ def detect(depth: Array, curves: Mapping[str, Array]) -> Verdict:
 
     Args:
         depth: (records,) layers l.
-        curves: `logchi`, `reff_signal`, `variance_share` (mu_2 / nu_2), `lognu2`, `logmu2_noise`, each (records,) or
-            (realisations, records). Records whose signal is lost in rounding are nan and left out.
+        curves: `logchi`, `reff_signal`, `variance_share` (mu_2 / nu_2) and `lognu2`, each (records,) or (realisations,
+            records). Records whose signal is lost in rounding are nan and left out.
     """
     mean = {name: summarise({name: np.atleast_2d(values)})[f"{name}_mean"] for name, values in curves.items()}
     valid = np.isfinite(mean["logchi"]) & np.isfinite(mean["variance_share"])
@@ -148,7 +148,6 @@ def detect(depth: Array, curves: Mapping[str, Array]) -> Verdict:
         "log_chi": float(log_chi[-1]),
         "noise_factor_db": float(20 / math.log(10) * log_chi[-1]),
         "log_nu2_per_layer": float(mean["lognu2"][-1] / layers[-1]),
-        "log_mu2_noise_per_layer": float(mean["logmu2_noise"][-1] / layers[-1]),
     }
     names = []
     if evidence["share"] < _SHARE and evidence["share_slope"] < 0:

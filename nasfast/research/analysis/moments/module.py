@@ -77,6 +77,5 @@ def measure_place(x: Tensor, dx: Tensor, start: float) -> dict[str, float]:
         "reff_noise": moments["reff_noise"],
         "variance_share": math.exp(moments["log_mu2_signal"] - moments["log_nu2_signal"]),
         "lognu2": moments["log_nu2_signal"],
-        "logmu2_noise": moments["log_mu2_noise"],
         "pseudo_linear": moments["pseudo_linear"],
     }
