@@ -113,11 +113,10 @@ def best_uniform(work: Material, record: dict[str, Any], limits: dict[str, float
 
     Near is what it is for the search: the divergence of whole networks on held-out training images.
     """
-    sizes = record["about"]["sizes"]
-    path, about = work.run.dir / "uniform.json", {**work.about, "limits": limits, "sizes": sizes}
+    path, about = work.run.dir / "uniform.json", record["about"]
     if (kept := read_record(path, about)) is None:
         networks = []
-        for size in sizes:
+        for size in about["sizes"]:
             found = work.searched(size)
             arch = uniform_arch(found, limits_at(work, size, limits, record))
             if arch is not None and arch != found.full:  # which is compared as a lower resolution
