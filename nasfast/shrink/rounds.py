@@ -87,7 +87,7 @@ def search_measured(
         limits: `max_macs`, `max_params` and `max_latency_ms` of `nasfast.search_table`.
 
     Raises:
-        InfeasibleConstraintError: no network of any table meets the limits.
+        InfeasibleConstraintError: no network of any table meets the limits, or none that was measured.
         ShrinkError: the numbers of tables, images or logits differ.
     """
     if not measured or len(measured) != len(images) or any(len(x) != len(reference) for x in images):
@@ -99,59 +99,72 @@ def search_measured(
         check_images(m.found, x)
     paths = [None] * len(measured) if latency_tables is None else latency_tables
     sizes = [_Size(*parts) for parts in zip(measured, images, paths, strict=True)]
-    for number in range(1, rounds + 1):
+    results: list[Shrunk] = []
+    number = 0
+    # networks above the limit are no results: until there is one, they correct the tables
+    while number < rounds or not results:
+        number += 1
         best, errors = [], []
         for size in sizes:
             try:
                 best += [(size.measured.base - c.score, size, c) for c in size.search(top_k, limits)]
             except InfeasibleConstraintError as error:
                 errors.append(error)
-        if number == 1 and not best:
-            raise errors[0]
         best.sort(key=lambda entry: entry[0])
+        if not best and not results:
+            nearest = min((ms for size in sizes for ms, _ in size.times.values()), default=None)
+            raise (
+                errors[0]
+                if nearest is None
+                else InfeasibleConstraintError(
+                    f"no network takes at most max_latency_ms={limits['max_latency_ms']:.4g} as measured; the nearest "
+                    f"takes {nearest:.4g} ms: give a larger limit"
+                )
+            )
         if not best or best[0][2].arch in best[0][1].results:
             break
         for _, size, c in best:
             if c.arch not in size.results:
-                size.results[c.arch] = size.measure(c, number, reference, latency, batch)
+                size.measure(c, number, reference, latency, limits, batch)
         for size in sizes:
             size.correct()
-    results = [r for size in sizes for r in size.results.values()]
-    within = [r for r in results if _is_within(r, limits)]
-    return sorted(within, key=lambda r: r.divergence) or sorted(results, key=lambda r: r.latency_ms or 0.0)
+        results = [r for size in sizes for r in size.results.values()]
+    return sorted(results, key=lambda r: r.divergence)
 
 
-def latency_factor(results: Iterable[tuple[float | None, float | None]]) -> float:
+def latency_factor(results: Iterable[tuple[float, float]]) -> float:
     """By what the latencies of a table are multiplied, so that they are as measured: the median; 1 without results.
 
     Args:
         results: measured and predicted milliseconds of networks.
     """
-    ratios = [ms / predicted for ms, predicted in results if ms is not None and predicted]
-    return statistics.median(ratios) if ratios else 1.0
-
-
-def _is_within(result: Shrunk, limits: Mapping[str, Any]) -> bool:
-    return result.latency_ms is None or result.latency_ms <= limits["max_latency_ms"]
+    return statistics.median([ms / predicted for ms, predicted in results] or [1.0])
 
 
 class _Size:
-    """What is known at a size of the images: a corrected table, and the networks that were measured."""
+    """What is known at a size of the images: a corrected table, and the networks that were measured.
+
+    Attributes:
+        measured: the table as it was measured.
+        results: the networks within limits.
+        times: measured and predicted milliseconds of all, where latencies are measured.
+    """
 
     def __init__(self, measured: Measured, images: Tensor, latency_table: str | Path | None) -> None:
         self.measured = measured
         self.results: dict[Arch, Shrunk] = {}
         self._images, self._latency_table = images, latency_table
-        self._table, self._factor = measured.table, 1.0
+        self.times: dict[Arch, tuple[float, float]] = {}
+        self._table = measured.table
 
     def search(self, top_k: int, limits: Mapping[str, Any]) -> list[Candidate]:
         """The best networks within limits by the corrected tables, without those that are above them as measured."""
         by_table = dict(limits)
-        if self._factor != 1:
-            by_table["max_latency_ms"] /= self._factor
+        if self.times:
+            by_table["max_latency_ms"] /= latency_factor(self.times.values())
         space = self.measured.found.space
         found = search_table(self._table, space, top_k=top_k, latency_table=self._latency_table, **by_table)
-        return [c for c in found if c.arch not in self.results or _is_within(self.results[c.arch], limits)]
+        return [c for c in found if c.arch in self.results or c.arch not in self.times]
 
     def measure(
         self,
@@ -159,22 +172,28 @@ class _Size:
         number: int,
         reference: Tensor,
         latency: Callable[[Measured, Arch], float] | None,
+        limits: Mapping[str, Any],
         batch: int,
-    ) -> Shrunk:
+    ) -> None:
+        """Measure a network: its latency, and its divergence if it is within the limit."""
         m, arch = self.measured, candidate.arch
+        # without a table of latencies there are no values
+        predicted_ms, ms = next(iter(candidate.values), None), None
+        if latency is not None and predicted_ms is not None:
+            ms = latency(m, arch)
+            self.times[arch] = ms, predicted_ms
+            if ms > limits["max_latency_ms"]:
+                return
         loss = whole_divergence(m, arch, self._images, reference, batch=batch)
         predicted = m.base - m.table.score(arch)
-        ms = None if latency is None else latency(m, arch)
-        # without a table of latencies there are no values
-        table_ms = next(iter(candidate.values), None)
-        return Shrunk(m, arch, candidate.macs, candidate.params, predicted, loss, number, table_ms, ms)
+        self.results[arch] = Shrunk(
+            m, arch, candidate.macs, candidate.params, predicted, loss, number, predicted_ms, ms
+        )
 
     def correct(self) -> None:
-        """Correct the tables by what was measured."""
-        results = self.results.values()
-        finite = [(r.arch, r.divergence) for r in results if math.isfinite(r.divergence)]
-        self._table = correct(self.measured, finite)
-        self._factor = latency_factor((r.latency_ms, r.predicted_ms) for r in results)
+        """Correct the table by the networks that were measured."""
+        divergences = [(r.arch, r.divergence) for r in self.results.values()]
+        self._table = correct(self.measured, [pair for pair in divergences if math.isfinite(pair[1])])
 
 
 def whole_divergence(measured: Measured, arch: Arch, images: Tensor, reference: Tensor, *, batch: int = 32) -> float:
