@@ -73,6 +73,17 @@ def _activation(function: Callable[..., Tensor], in_place: bool) -> Callable[...
     return run
 
 
+def _global_pool(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def run(x: Tensor, size: Any, *arguments: Any) -> Tensor:
+        if isinstance(x, FakeTensor) and x.dim() == 4 and size in (1, (1, 1), [1, 1]):
+            strides = function(_with_numbers(x), size).stride()
+            y = torch.empty_strided((*x.shape[:2], 1, 1), strides, dtype=x.dtype, device=x.device)
+            return _Like.apply(y, x)
+        return function(x, size, *arguments)
+
+    return run
+
+
 def _with_numbers(x: Any) -> Any:
     """A fake tensor like x whose sizes are the numbers of this call."""
     if not isinstance(x, FakeTensor):
@@ -86,9 +97,10 @@ def _with_numbers(x: Any) -> Any:
 
 @contextmanager
 def known_sizes() -> Iterator[None]:
-    """While this lasts, BatchNorms and activations of fake tensors give only a type, sizes and layout.
+    """While this lasts, BatchNorms, activations and means of all pixels of fake tensors give only a type, sizes and
+    layout.
 
-    Before a BatchNorm, long sizes become numbers. The layout of a convolution is that of this call.
+    Before a BatchNorm, long sizes become numbers. The layout of a convolution or mean is that of this call.
     """
     batch_norm = torch.batch_norm
 
@@ -115,6 +127,8 @@ def known_sizes() -> Iterator[None]:
         for name in names:
             function = getattr(torch._C._nn, name)
             patches.enter_context(patch.object(torch._C._nn, name, _activation(function, name.endswith("_"))))
+        pool = torch._C._nn.adaptive_avg_pool2d
+        patches.enter_context(patch.object(torch._C._nn, "adaptive_avg_pool2d", _global_pool(pool)))
         yield
 
 

@@ -80,7 +80,8 @@ def test_a_usual_loop_captures_once_per_mode(layout, captures):
 
     PyTorch has other convolutions for less than 16 images, and knows no layout of one image for certain.
     """
-    _, fused = twins(disturb(nn.Sequential(InvertedResidual(4, 4, 1, 2), nn.Flatten(), nn.Linear(256, 2))))
+    head = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)
+    _, fused = twins(disturb(nn.Sequential(InvertedResidual(4, 8, 1, 2), *head)))
     fused.to(memory_format=layout)
     for _ in range(2):
         for batch in (20, 4, 1):

@@ -1,4 +1,4 @@
-"""What `known_sizes` says of activations of fake tensors is what PyTorch's rules say."""
+"""What `known_sizes` says of activations and means of fake tensors is what PyTorch's rules say."""
 
 import pytest
 import torch
@@ -26,6 +26,17 @@ def test_activations(function, layout, frozen, dtype):
             if function is not F.gelu:
                 y = torch.empty_like(x).mul(x)
                 assert function(y, inplace=True) is y and described(y) == described(expected)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("size", [1, (1, 1), 2, (None, 1)])
+def test_means_of_pixels(size, layout, frozen):
+    with FakeTensorMode():
+        x = torch.empty(2, 3, 4, 4).contiguous(memory_format=layout).requires_grad_(not frozen)
+        expected = F.adaptive_avg_pool2d(x, size)
+        with known_sizes():
+            assert described(F.adaptive_avg_pool2d(x, size)) == described(expected)
 
 
 def test_tensors_with_numbers_are_computed():
