@@ -16,6 +16,7 @@ from torch import Tensor
 from nasfast.indicators.table import IndicatorTable
 from nasfast.search import Candidate, InfeasibleConstraintError, search_table
 from nasfast.shrink.cut import cut
+from nasfast.shrink.find import Found
 from nasfast.shrink.graph import ShrinkError, channels_last
 from nasfast.shrink.measure import Measured, check_images, divergence
 from nasfast.spaces import Arch
@@ -61,7 +62,7 @@ def search_measured(
     rounds: int = 4,
     batch: int = 32,
     latency_tables: Sequence[str | Path] | None = None,
-    latency: Callable[[Measured, Arch], float] | None = None,
+    latency: Callable[[Found, Arch], float] | None = None,
     **limits: Any,
 ) -> list[Shrunk]:
     """The networks within limits that are nearest to a reference, by measurement, best first.
@@ -171,7 +172,7 @@ class _Size:
         candidate: Candidate,
         number: int,
         reference: Tensor,
-        latency: Callable[[Measured, Arch], float] | None,
+        latency: Callable[[Found, Arch], float] | None,
         limits: Mapping[str, Any],
         batch: int,
     ) -> None:
@@ -180,7 +181,7 @@ class _Size:
         # without a table of latencies there are no values
         predicted_ms, ms = next(iter(candidate.values), None), None
         if latency is not None and predicted_ms is not None:
-            ms = latency(m, arch)
+            ms = latency(m.found, arch)
             self.times[arch] = ms, predicted_ms
             if ms > limits["max_latency_ms"]:
                 return

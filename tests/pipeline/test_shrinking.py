@@ -33,6 +33,7 @@ from nasfast.pipeline.shrinking.norms import by_norms
 from nasfast.pipeline.shrinking.rivals import peer_network, uniform_arch
 from nasfast.pipeline.shrinking.run import Bound, ShrinkConfig, ShrinkRun, choose_sizes
 from nasfast.pipeline.shrinking.stages import full_network
+from nasfast.pipeline.shrinking.timing import pixel_share
 from nasfast.report.findings import compare_runs
 from nasfast.report.shrinking import ShrinkFiles, headline, verdicts
 from nasfast.runtime.files import CheckpointError
@@ -476,11 +477,47 @@ def test_uniform_widths_are_compared_at_their_best_side(tmp_path, monkeypatch):
     assert rivals.best_uniform(work, {"about": {"sizes": [64]}}, {}) is None
 
 
-def test_a_lower_resolution_is_no_rival_where_parameters_are_limited():
-    work = SimpleNamespace(resolution=64, searched=lambda _: SimpleNamespace(params=10, macs=100))
+def test_a_lower_resolution_is_no_rival_where_parameters_are_limited(tmp_path):
+    work = SimpleNamespace(
+        resolution=64,
+        run=SimpleNamespace(dir=tmp_path),
+        searched=lambda _: SimpleNamespace(params=10, macs=100),
+    )
     record = {"about": {"sizes": [64]}, "networks": [{"macs": 25}]}
     assert rivals.equal_side(work, record, {"max_macs": 25}) == 32
     assert rivals.equal_side(work, record, {"max_params": 5}) is None
+
+
+def test_a_lower_resolution_meets_a_limit_in_milliseconds_as_measured(tmp_path, monkeypatch):
+    """A line through times says 80 pixels, and the network takes longer than that line there."""
+    times = {96: 3.2, 128: 5.0}
+    work = SimpleNamespace(
+        resolution=128,
+        run=SimpleNamespace(dir=tmp_path),
+        searched=lambda side: SimpleNamespace(params=10, full=side),
+    )
+    monkeypatch.setattr(rivals, "full_latency", lambda _, side: times[side])
+    measured = {120: 4.6, 112: 4.1, 104: 3.7, 96: 3.2, 88: 2.9, 80: 2.6, 72: 2.2, 64: 1.9}
+    monkeypatch.setattr(rivals, "network_timer", lambda _: lambda found, arch: measured[arch])
+    record = {"about": {"sizes": [96]}}
+    assert rivals.equal_side(work, record, {"max_latency_ms": 2.5}) == 72
+    measured.clear()  # the file has it
+    assert rivals.equal_side(work, record, {"max_latency_ms": 2.5}) == 72
+    measured.update({side: 9.0 for side in range(8, 136, 8)})
+    assert rivals.equal_side(work, {"about": {"sizes": [96], "other": 1}}, {"max_latency_ms": 2.5}) is None
+
+
+def test_sides_for_a_limit_in_milliseconds_are_by_the_part_that_depends_on_pixels():
+    """A half of the time is fixed: a limit of .75 leaves half of the pixels, and one of .4 hardly any."""
+
+    def milliseconds(side: int) -> float:
+        return 2 + 2 * (side / 224) ** 2
+
+    assert pixel_share({side: milliseconds(side) for side in (224, 160)}, 3.0) == pytest.approx(0.5)
+    costs = {"max_latency_ms": 4.0}
+    by_half = stages._sizes_by_limits(224, {"max_macs": 1.0}, {"max_macs": 0.5}, milliseconds)
+    assert stages._sizes_by_limits(224, costs, {"max_latency_ms": 3.0}, milliseconds) == by_half
+    assert min(stages._sizes_by_limits(224, costs, {"max_latency_ms": 1.6}, milliseconds)) < min(by_half)
 
 
 def test_verdicts_and_the_headline(monkeypatch):

@@ -88,18 +88,18 @@ def test_results_are_within_a_limit_of_latency_as_measured(found, measured, held
     path = tmp_path / "latency.json"
     path.write_text(json.dumps({"quantity": "latency", "unit": "ms", "entries": entries}))
 
-    def milliseconds(of: shrink.Measured, arch: tuple[int, ...]) -> float:
-        assert of is measured
+    def milliseconds(of: shrink.Found, arch: tuple[int, ...]) -> float:
+        assert of is found
         return 1.5 * sum(row[value].macs for row, value in zip(rows, arch, strict=True)) / 1e4
 
-    limit = 0.7 * milliseconds(measured, found.full)
+    limit = 0.7 * milliseconds(found, found.full)
     options = {"latency_tables": [path], "top_k": 3, "max_latency_ms": limit}
     believed = shrink.search_measured([measured], [images], logits, **options)
-    assert milliseconds(measured, believed[0].arch) > limit and believed[0].latency_ms is None
+    assert milliseconds(found, believed[0].arch) > limit and believed[0].latency_ms is None
     results = shrink.search_measured([measured], [images], logits, latency=milliseconds, **options)
     assert [r.divergence for r in results] == sorted(r.divergence for r in results)
     for r in results:
-        assert r.latency_ms == milliseconds(measured, r.arch) == pytest.approx(1.5 * r.predicted_ms)
+        assert r.latency_ms == milliseconds(found, r.arch) == pytest.approx(1.5 * r.predicted_ms)
         assert r.latency_ms <= limit
     assert results[0].latency_ms > 0.8 * limit
     assert shrink.latency_factor((r.latency_ms, r.predicted_ms) for r in results) == pytest.approx(1.5)

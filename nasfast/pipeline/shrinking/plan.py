@@ -59,10 +59,11 @@ def plan_shrink(cfg: ShrinkConfig) -> str:
     begin, worked = time.perf_counter(), time.thread_time()
     work = Material(ShrinkRun(cfg))
     work.check()
-    found, costs = work.searched(work.resolution), full_costs(work, lambda: _full_latency(work))
+    full_ms = partial(_full_latency, work)
+    found, costs = work.searched(work.resolution), full_costs(work, full_ms)
     limits = absolute_limits(work, costs)
     untimed = Limits(limits.get("max_macs"), limits.get("max_params"))
-    sizes = sizes_of(work, costs, limits, lambda _: untimed)
+    sizes = sizes_of(work, costs, limits, lambda _: untimed, full_ms)
     pace = _pace(work)
     rows = [["stage", "minutes", "memory"]]
     stages = _stages(work, found, sizes, pace)
@@ -81,9 +82,9 @@ def plan_shrink(cfg: ShrinkConfig) -> str:
     return "\n".join(lines)
 
 
-def _full_latency(work: Material) -> float:
-    """Milliseconds of the full network, by a few runs."""
-    found, size = work.searched(work.resolution), work.resolution
+def _full_latency(work: Material, size: int) -> float:
+    """Milliseconds of the full network at a size, by a few runs."""
+    found = work.searched(size)
     shape = work.pretrained.channels, size, size
     run = deployed_graph(network_graph(found, found.full), timing_settings(work.cfg), shape)
     return 1e3 * min(run()["run"] for _ in range(5))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import random
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from nasfast import shrink
 from nasfast.pipeline.shrinking.files import clone, read_record, weights_digest, write_record
@@ -15,13 +14,16 @@ from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.models import fit_classifier
 from nasfast.pipeline.shrinking.norms import by_norms
 from nasfast.pipeline.shrinking.stages import Made, adapted_network, cut_network, limits_at
-from nasfast.pipeline.shrinking.timing import full_latency
+from nasfast.pipeline.shrinking.timing import full_latency, network_timer, pixel_share
 from nasfast.search import InfeasibleConstraintError, Limits, sample_under
 from nasfast.search.limits import layer_costs
 from nasfast.shrink import Found, Place
 from nasfast.spaces import Arch
 
 _LOG = logging.getLogger(__name__)
+
+_STEP, _LEAST_SIDE = 8, 16
+"""Pixels between sides of the full network, and the smallest one."""
 
 _DRAWS = 200
 """Random architectures within the limits, of which those that use most of them are taken."""
@@ -92,20 +94,32 @@ def peer_network(work: Material) -> dict[str, Any]:
 def equal_side(work: Material, record: dict[str, Any], limits: dict[str, float]) -> int | None:
     """The side, a multiple of 8, at which the full network costs about as much as the result; None if none does.
 
-    It has as many parameters at each side, so none does where these are limited. Milliseconds are a line in the number
-    of pixels through the times of the full network that were measured, where the limit is one of them; otherwise MACs
-    decide.
+    It has as many parameters at each side, so none does where these are limited. Of a limit in milliseconds it is the
+    largest side that meets it, as measured; otherwise MACs decide. Writes lower.json.
     """
-    full, sizes = work.resolution, {work.resolution, *record["about"]["sizes"]}
+    full = work.resolution
     if work.searched(full).params > limits.get("max_params", math.inf):
         return None
-    share = record["networks"][0]["macs"] / work.searched(full).macs
-    if "max_latency_ms" in limits and len(sizes) > 1:
-        pixels = [(size / full) ** 2 for size in sizes]
-        slope, start = np.polyfit(pixels, [full_latency(work, size) for size in sizes], 1)
-        share = (limits["max_latency_ms"] - float(start)) / float(slope) if slope > 0 else share
-    side = 8 * round(full * math.sqrt(max(share, 0.0)) / 8)
-    return side if 16 <= side < full else None
+    path = work.run.dir / "lower.json"
+    if (kept := read_record(path, record["about"])) is None:
+        if "max_latency_ms" in limits:
+            side = _side_within(work, record["about"]["sizes"], limits["max_latency_ms"])
+        else:
+            share = record["networks"][0]["macs"] / work.searched(full).macs
+            side = _STEP * round(full * math.sqrt(share) / _STEP)
+        kept = write_record(path, record["about"], {"side": side if _LEAST_SIDE <= side < full else None})
+    return kept["side"]
+
+
+def _side_within(work: Material, sizes: Sequence[int], limit: float) -> int:
+    """The largest side at which the full network takes at most `limit` ms, or one below the smallest that is tried."""
+    times = {side: full_latency(work, side) for side in {work.resolution, *sizes}}
+    share = pixel_share(times, limit) if len(times) > 1 else limit / times[work.resolution]
+    side = min(work.resolution - _STEP, _STEP * (1 + round(work.resolution * math.sqrt(max(share, 0.0)) / _STEP)))
+    timer = network_timer(work)
+    while side >= _LEAST_SIDE and timer(work.searched(side), work.searched(side).full) > limit:
+        side -= _STEP
+    return side
 
 
 def best_uniform(work: Material, record: dict[str, Any], limits: dict[str, float]) -> tuple[int, Arch] | None:

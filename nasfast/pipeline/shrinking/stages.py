@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,14 @@ from nasfast.pipeline.shrinking.files import (
 from nasfast.pipeline.shrinking.images import answers
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_sizes
-from nasfast.pipeline.shrinking.timing import full_latency, latency_file, measure_latency, network_timer, network_times
+from nasfast.pipeline.shrinking.timing import (
+    full_latency,
+    latency_file,
+    measure_latency,
+    network_timer,
+    network_times,
+    pixel_share,
+)
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import CheckpointError, answers_to_hex
 from nasfast.search import InfeasibleConstraintError, Limits
@@ -43,6 +51,9 @@ from nasfast.shrink.recipe import RECIPE_FILE
 _LOG = logging.getLogger(__name__)
 
 SEARCH_FILE = "search.json"
+# pixels of the smallest side that is searched for a limit in ms, most of which may not depend on them
+_LEAST_SHARE = 0.1
+
 FULL, SMALL = "full", "small"
 """Names of the full network, adapted, and of the result."""
 
@@ -116,9 +127,10 @@ def every_stage(run: ShrinkRun) -> ShrinkResult:
     use_threads(run.cfg.threads)
     work = Material(run)
     work.check()
-    costs = full_costs(work, lambda: full_latency(work, work.resolution))
+    full_ms = partial(full_latency, work)
+    costs = full_costs(work, full_ms)
     limits = absolute_limits(work, costs)
-    record = search(work, sizes_of(work, costs, limits, lambda size: limits_at(work, size, limits)), limits)
+    record = search(work, sizes_of(work, costs, limits, lambda size: limits_at(work, size, limits), full_ms), limits)
     networks = {FULL: full_network(work), SMALL: small_network(work, record["networks"][0])}
     if run.cfg.comparison:
         networks |= rivals(work, record, limits)
@@ -130,10 +142,19 @@ def every_stage(run: ShrinkRun) -> ShrinkResult:
     return ShrinkResult(networks, sentence, tuple(verdicts(written)), write_shrink_report(run.dir), files)
 
 
-def full_costs(work: Material, latency: Callable[[], float]) -> dict[str, float]:
-    """What the full network costs at its own size, by the names of the limits that are set; `latency` gives its ms."""
+def full_costs(work: Material, full_ms: Callable[[int], float]) -> dict[str, float]:
+    """What the full network costs at its own size, by the names of the limits that are set.
+
+    Args:
+        work: the material.
+        full_ms: gives its milliseconds at a side.
+    """
     found = work.searched(work.resolution)
-    costs = {"max_macs": lambda: found.macs, "max_params": lambda: found.params, "max_latency_ms": latency}
+    costs = {
+        "max_macs": lambda: found.macs,
+        "max_params": lambda: found.params,
+        "max_latency_ms": lambda: full_ms(work.resolution),
+    }
     return {name: costs[name]() for name in work.cfg.bounds}
 
 
@@ -157,7 +178,11 @@ def absolute_limits(work: Material, costs: dict[str, float]) -> dict[str, float]
 
 
 def sizes_of(
-    work: Material, costs: dict[str, float], limits: dict[str, float], limits_of: Callable[[int], Limits]
+    work: Material,
+    costs: dict[str, float],
+    limits: dict[str, float],
+    limits_of: Callable[[int], Limits],
+    full_ms: Callable[[int], float],
 ) -> tuple[int, ...]:
     """The sides of images that are searched, largest first: those at which some network meets the limits.
 
@@ -166,14 +191,13 @@ def sizes_of(
         costs: those of the full network.
         limits: from `absolute_limits`.
         limits_of: the limits in the space of a size.
+        full_ms: milliseconds of the full network at a side.
 
     Raises:
         ConfigError: a side is larger than the images.
         InfeasibleConstraintError: none meets them at any size.
     """
-    # parameters do not depend on the size
-    shares = [min(1.0, limit / costs[name]) for name, limit in limits.items() if name != "max_params"]
-    sizes = work.cfg.sizes or (choose_sizes(work.resolution, min(shares)) if shares else (work.resolution,))
+    sizes = work.cfg.sizes or _sizes_by_limits(work.resolution, costs, limits, full_ms)
     if (largest := max(sizes)) > work.resolution:
         raise ConfigError(f"sizes has {largest} pixels, and images have {work.resolution}: raise --resolution to it")
     possible, errors = [], []
@@ -193,6 +217,20 @@ def sizes_of(
             f"{errors[-1]}: --sizes has the sides that are searched, --model the network{hint}"
         )
     return tuple(possible)
+
+
+def _sizes_by_limits(
+    resolution: int, costs: dict[str, float], limits: dict[str, float], full_ms: Callable[[int], float]
+) -> tuple[int, ...]:
+    """Sides to search by the share of pixels at which the full network would meet the limits."""
+    # parameters do not depend on the size
+    shares = {name: min(1.0, limit / costs[name]) for name, limit in limits.items() if name != "max_params"}
+    if "max_latency_ms" in shares:
+        sides = {resolution, *choose_sizes(resolution, shares["max_latency_ms"])}
+        if len(sides) > 1:
+            share = pixel_share({side: full_ms(side) for side in sides}, limits["max_latency_ms"])
+            shares["max_latency_ms"] = min(1.0, max(_LEAST_SHARE, share))
+    return choose_sizes(resolution, min(shares.values())) if shares else (resolution,)
 
 
 def limits_at(work: Material, size: int, limits: dict[str, float], record: dict[str, Any] | None = None) -> Limits:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -20,7 +21,7 @@ from nasfast.pipeline.shrinking.files import read_record, write_record
 from nasfast.pipeline.shrinking.latency import network_graph, shrink_subject, write_graph
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun
-from nasfast.shrink import Found, Measured
+from nasfast.shrink import Found
 from nasfast.spaces import Arch, format_arch
 
 # timed rounds, whole networks to which a table of latencies is fitted, and others that it is compared with
@@ -74,23 +75,33 @@ def full_latency(work: Material, size: int) -> float:
     return next(float(row["median_ms"]) for row in networks if row["arch"] == full)
 
 
-def network_timer(work: Material) -> Callable[[Measured, Arch], float]:
+def pixel_share(times: Mapping[int, float], limit: float) -> float:
+    """The share of pixels at which the full network takes `limit` ms, by a line through its times at two sides or more.
+
+    It is below that of the times, because a part of the time does not depend on the pixels, and may be negative.
+    """
+    largest = max(times)
+    slope, start = np.polyfit([(side / largest) ** 2 for side in times], list(times.values()), 1)
+    return (limit - float(start)) / float(slope) if slope > 0 else limit / times[largest]
+
+
+def network_timer(work: Material) -> Callable[[Found, Arch], float]:
     """A function that gives the milliseconds of the network of an architecture.
 
     It is timed beside the full network, of which it takes the share: processors change their speed.
     """
     settings = timing_settings(work.cfg, rounds=_ROUNDS)
 
-    def timed(found: Found, arch: Arch) -> Timed:
+    def deploy(found: Found, arch: Arch) -> Timed:
         size = found.space.resolution
         return deployed_graph(network_graph(found, arch), settings, (work.pretrained.channels, size, size))
 
     whole = work.searched(work.resolution)
-    full, full_ms = timed(whole, whole.full), full_latency(work, work.resolution)
+    full, full_ms = deploy(whole, whole.full), full_latency(work, work.resolution)
 
-    def latency(measured: Measured, arch: Arch) -> float:
+    def latency(found: Found, arch: Arch) -> float:
         with measuring(settings.threads):
-            times = measure({"full": full, "small": timed(measured.found, arch)}, rounds=settings.rounds)
+            times = measure({"full": full, "small": deploy(found, arch)}, rounds=settings.rounds)
         return full_ms * float(times["small"]["run"]["median_ms"]) / float(times["full"]["run"]["median_ms"])
 
     return latency
