@@ -146,11 +146,13 @@ def compare_runs(group: Sequence[Mapping[str, Any]], rivals: Sequence[Mapping[st
     Let d_i = (share of `group` that is right on image i) - (share of `rivals`), N the number of images, and s_k the
     standard deviation of the accuracies of the n_k networks of group k. The interval is
 
-        mean d +- sqrt((z std(d) / sqrt(N))^2 + sum_k (t_k s_k / sqrt(n_k))^2),
+        mean d +- sqrt((z std(d) / sqrt(N + 2))^2 + sum_k (t_k s_k / sqrt(n_k))^2),
 
     where z and t_k are the 97.5 % quantiles of the normal distribution and of Student's with n_k - 1 degrees of
-    freedom. The first term comes from the images; they are paired, so an image that is hard for all adds nothing. The
-    others come from the seeds and the architectures of a group, and are unknown, and left out, for a group of one.
+    freedom. The first term comes from the images; they are paired, so an image that is hard for all adds nothing. Its
+    deviation is that of N + 2 images, with half an image more for either side and one more on which they agree (Agresti
+    and Min 2005): that two networks agree on few images does not show that they always do. The other terms come from
+    the seeds and the architectures of a group, and are unknown, and left out, for a group of one.
 
     Args:
         group, rivals: `result.json` of each network; all were evaluated on the same images.
@@ -163,7 +165,8 @@ def compare_runs(group: Sequence[Mapping[str, Any]], rivals: Sequence[Mapping[st
     ]
     difference = right[0].mean(axis=0) - right[1].mean(axis=0)
     images = len(difference)
-    terms = [stats.norm.ppf(_TWO_SIDED) * difference.std(ddof=1) / math.sqrt(images) if images > 1 else math.inf]
+    square, mean = (float(np.square(difference).sum()) + 1) / (images + 2), float(difference.sum()) / (images + 2)
+    terms = [stats.norm.ppf(_TWO_SIDED) * math.sqrt((square - mean**2) / (images + 2))]
     for answers in right:
         if (n := len(answers)) > 1:
             scatter = np.std(answers.mean(axis=1), ddof=1)

@@ -25,12 +25,15 @@ def form(right, *, macs=1000, epochs=5, ranks=1):
 
 
 def test_one_peer_by_hand():
-    """Ten images, nine and seven right: d has mean 0.2 and values 1 (three times), -1 (once), 0 (six times)."""
+    """Ten images, nine and seven right: d has values 1 (three times), -1 (once), 0 (six times).
+
+    With those of Agresti and Min these are 3.5, 1.5 and 7 of twelve.
+    """
     best = form([1, 1, 1, 0, 1, 1, 1, 1, 1, 1])
     peer = form([0, 0, 0, 1, 1, 1, 1, 1, 1, 1])
     found = compare(best, [peer])
-    deviation = math.sqrt((3 * 0.8**2 + 1.2**2 + 6 * 0.2**2) / 9)
-    half = 100 * 1.959963985 * deviation / math.sqrt(10)
+    deviation = math.sqrt(5 / 12 - (2 / 12) ** 2)
+    half = 100 * 1.959963985 * deviation / math.sqrt(12)
     assert (found.gain, found.peers, found.images) == (pytest.approx(20), 1, 10)
     assert (found.low, found.high) == (pytest.approx(20 - half), pytest.approx(20 + half))
     assert not found.significant
@@ -48,7 +51,7 @@ def test_three_peers_by_hand(shares):
     ours, peers = ([rng.random(400) < share for share in group] for group in (shares, (0.7, 0.72, 0.77)))
     found = compare(form(ours[0]), [form(p) for p in peers], [form(o) for o in ours[1:]])
     d = np.mean(ours, axis=0) - np.mean(peers, axis=0)
-    half = [1.959963985 * np.std(d, ddof=1) / 20]
+    half = [1.959963985 * math.sqrt(((d**2).sum() + 1) / 402 - (d.sum() / 402) ** 2) / math.sqrt(402)]
     for group, t in ((ours, 12.70620474), (peers, 4.302652730)):
         if len(group) > 1:
             half.append(t * np.std([one.mean() for one in group], ddof=1) / math.sqrt(len(group)))
