@@ -190,7 +190,7 @@ NOT_RUN = {
     "images/train --space": "needs a published table and --score NAME",
     "scores.csv": "needs a published table",
     "--measured": "needs published latencies",
-    "phone.json": "needs published latencies",
+    "pixel3.json": "needs published latencies",
     "--config photos": "test_the_commands_of_a_first_search_run runs it",
 }
 """A part of a documented command that is not run here, and why."""
