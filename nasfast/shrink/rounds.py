@@ -114,13 +114,11 @@ def search_measured(
         best.sort(key=lambda entry: entry[0])
         if not best and not results:
             nearest = min((ms for size in sizes for ms, _ in size.times.values()), default=None)
-            raise (
-                errors[0]
-                if nearest is None
-                else InfeasibleConstraintError(
-                    f"no network takes at most max_latency_ms={limits['max_latency_ms']:.4g} as measured; the nearest "
-                    f"takes {nearest:.4g} ms: give a larger limit"
-                )
+            if nearest is None:
+                raise errors[0]
+            raise InfeasibleConstraintError(
+                f"no network takes at most max_latency_ms={limits['max_latency_ms']:.4g} as measured; the nearest "
+                f"takes {nearest:.4g} ms: give a larger limit"
             )
         if not best or best[0][2].arch in best[0][1].results:
             break
@@ -154,9 +152,8 @@ class _Size:
     def __init__(self, measured: Measured, images: Tensor, latency_table: str | Path | None) -> None:
         self.measured = measured
         self.results: dict[Arch, Shrunk] = {}
-        self._images, self._latency_table = images, latency_table
         self.times: dict[Arch, tuple[float, float]] = {}
-        self._table = measured.table
+        self._images, self._latency_table, self._table = images, latency_table, measured.table
 
     def search(self, top_k: int, limits: Mapping[str, Any]) -> list[Candidate]:
         """The best networks within limits by the corrected tables, without those that are above them as measured."""
