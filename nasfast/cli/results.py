@@ -144,21 +144,23 @@ def report(line: CommandLine) -> None:
         raise FlagError("give one run directory (--out RUN) or the names of several to compare: nasfast report A B")
     if args.page is not None and len(runs) == 1:
         raise FlagError("--page is about several runs: the page of one run is report.html in its directory")
+    from nasfast.pipeline.shrinking.run import is_shrink_run
     from nasfast.report.comparison import write_comparison  # imports matplotlib, as all of them
     from nasfast.report.html import write_report
     from nasfast.report.run_files import RunFiles
     from nasfast.report.seeds import write_stability_page
-    from nasfast.report.shrinking import NETWORKS_FILE, write_shrink_report
+    from nasfast.report.shrinking import write_shrink_report
 
     if len(runs) > 1:
         # the page of one run lies in its folder, and this one where the command runs
         print(f"written: {write_comparison(runs, Path(args.page or 'comparison.html')).absolute()}")
         return
-    pages = {STABILITY_FILE: write_stability_page, NETWORKS_FILE: write_shrink_report}
-    write_page = next((write for file, write in pages.items() if (runs[0] / file).exists()), write_report)
+    if is_shrink_run(runs[0]):
+        print(f"written: {write_shrink_report(runs[0])}")
+        return
+    write_page = write_stability_page if (runs[0] / STABILITY_FILE).exists() else write_report
     print(f"written: {write_page(runs[0])}")
-    if write_page is not write_shrink_report:
-        RunFiles(runs[0]).check()
+    RunFiles(runs[0]).check()
 
 
 COMMANDS = {

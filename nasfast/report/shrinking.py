@@ -31,6 +31,7 @@ NETWORKS_FILE = "networks.json"
 
 _FULL, _SMALL = "full", "small"
 
+_NOT_YET = "`nasfast shrink --resume` writes it"
 _ABOUT = 1.02
 """Costs of at most so many times another count as equal."""
 
@@ -45,7 +46,7 @@ class ShrinkFiles:
         """A record; NotRun if it is not there."""
         path = self.folder / name
         if not path.exists():
-            raise NotRun("nasfast shrink")
+            raise NotRun(_NOT_YET)
         return unseal(path.read_text(encoding="utf-8"))
 
     @cached_property
@@ -109,7 +110,7 @@ def write_shrink_report(run_dir: str | Path) -> Path:
 def _summary(files: ShrinkFiles) -> str:
     small, full = files.networks.get(_SMALL), files.networks.get(_FULL)
     if small is None or full is None:
-        raise NotRun("nasfast shrink")
+        raise NotRun(_NOT_YET)
     cards = [
         (percent(small["top1"]), f"top-1 ({percent(full['top1'])} of the full network)"),
         (millions(small["macs"]), f"MACs per image ({millions(full['macs'])})"),
@@ -239,5 +240,5 @@ def _exported(files: ShrinkFiles) -> str:
 def _config(files: ShrinkFiles) -> str:
     path = files.folder / CONFIG_FILE
     if not path.exists():
-        raise NotRun("nasfast shrink")
+        raise NotRun(_NOT_YET)
     return html_details("All settings", f"<pre>{escape(path.read_text(encoding='utf-8'))}</pre>")

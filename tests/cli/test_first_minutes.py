@@ -322,6 +322,16 @@ def test_a_batch_larger_than_the_data_is_said(tmp_path, caplog):
     assert any("batch_size=50 is more than the 4 training images" in message for message in caplog.messages)
 
 
+def test_the_page_of_a_shrink_run_that_has_only_begun_is_its_own(tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text("model: torchvision:mobilenet_v2\n")
+    assert main(["report", "--out", str(tmp_path)]) == 0
+    assert "Not run yet: `nasfast shrink --resume` writes it" in (tmp_path / "report.html").read_text()
+    # damaged settings are those of no run
+    (tmp_path / "config.yaml").write_text("model: [")
+    main(["report", "--out", str(tmp_path)])
+    assert "Not run yet: `nasfast shrink --resume` writes it" not in (tmp_path / "report.html").read_text()
+
+
 def test_a_damaged_result_is_an_error_of_the_report(searched, capsys):
     (searched / "archs.json").write_text('{"a": 1}')
     assert main(["report", "--out", str(searched)]) == 1

@@ -236,10 +236,18 @@ class ShrinkRun:
             write_atomic(path, text)
 
 
-def saved_settings(out: str) -> dict[str, Any]:
+def saved_settings(out: str | Path) -> dict[str, Any]:
     """The settings in the directory of a run that goes on; none where there is no run."""
     path = Path(out) / CONFIG_FILE
     return load_yaml(path) if path.exists() else {}
+
+
+def is_shrink_run(out: str | Path) -> bool:
+    """Whether a directory is of `nasfast shrink`: its settings name a pretrained network."""
+    try:
+        return "model" in saved_settings(out)
+    except (ConfigError, OSError):
+        return False
 
 
 def settings_of(values: dict[str, Any], *, resume: bool) -> ShrinkConfig:
