@@ -32,6 +32,8 @@ NETWORKS_FILE = "networks.json"
 _FULL, _SMALL = "full", "small"
 
 _NOT_YET = "`nasfast shrink --resume` writes it"
+"""What a section without its files says."""
+
 _ABOUT = 1.02
 """Costs of at most so many times another count as equal."""
 

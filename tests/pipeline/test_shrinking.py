@@ -514,6 +514,7 @@ def test_sides_for_a_limit_in_milliseconds_are_by_the_part_that_depends_on_pixel
         return 2 + 2 * (side / 224) ** 2
 
     assert pixel_share({side: milliseconds(side) for side in (224, 160)}, 3.0) == pytest.approx(0.5)
+    assert pixel_share({224: 4.0}, 3.0) == pixel_share({224: 4.0, 160: 5.0}, 3.0) == 0.75
     costs = {"max_latency_ms": 4.0}
     by_half = stages._sizes_by_limits(224, {"max_macs": 1.0}, {"max_macs": 0.5}, milliseconds)
     assert stages._sizes_by_limits(224, costs, {"max_latency_ms": 3.0}, milliseconds) == by_half

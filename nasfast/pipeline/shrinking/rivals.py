@@ -114,10 +114,13 @@ def equal_side(work: Material, record: dict[str, Any], limits: dict[str, float])
 def _side_within(work: Material, sizes: Sequence[int], limit: float) -> int:
     """The largest side at which the full network takes at most `limit` ms, or one below the smallest that is tried."""
     times = {side: full_latency(work, side) for side in {work.resolution, *sizes}}
-    share = pixel_share(times, limit) if len(times) > 1 else limit / times[work.resolution]
-    side = min(work.resolution - _STEP, _STEP * (1 + round(work.resolution * math.sqrt(max(share, 0.0)) / _STEP)))
+    share = max(pixel_share(times, limit), 0.0)
+    side = min(work.resolution - _STEP, _STEP * (1 + round(work.resolution * math.sqrt(share) / _STEP)))
     timer = network_timer(work)
-    while side >= _LEAST_SIDE and timer(work.searched(side), work.searched(side).full) > limit:
+    while side >= _LEAST_SIDE:
+        found = work.searched(side)
+        if timer(found, found.full) <= limit:
+            break
         side -= _STEP
     return side
 

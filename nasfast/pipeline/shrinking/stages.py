@@ -226,10 +226,10 @@ def _sizes_by_limits(
     # parameters do not depend on the size
     shares = {name: min(1.0, limit / costs[name]) for name, limit in limits.items() if name != "max_params"}
     if "max_latency_ms" in shares:
-        sides = {resolution, *choose_sizes(resolution, shares["max_latency_ms"])}
-        if len(sides) > 1:
-            share = pixel_share({side: full_ms(side) for side in sides}, limits["max_latency_ms"])
-            shares["max_latency_ms"] = min(1.0, max(_LEAST_SHARE, share))
+        sides = set(choose_sizes(resolution, shares["max_latency_ms"])) - {resolution}
+        times = {resolution: costs["max_latency_ms"], **{side: full_ms(side) for side in sides}}
+        share = pixel_share(times, limits["max_latency_ms"])
+        shares["max_latency_ms"] = min(1.0, max(_LEAST_SHARE, share))
     return choose_sizes(resolution, min(shares.values())) if shares else (resolution,)
 
 

@@ -76,11 +76,14 @@ def full_latency(work: Material, size: int) -> float:
 
 
 def pixel_share(times: Mapping[int, float], limit: float) -> float:
-    """The share of pixels at which the full network takes `limit` ms, by a line through its times at two sides or more.
+    """The share of pixels at which the full network takes `limit` ms, by a line through its times at some sides.
 
-    It is below that of the times, because a part of the time does not depend on the pixels, and may be negative.
+    It is below that of the times, because a part of the time does not depend on the pixels, and may be negative. A time
+    at one side alone, or times that do not grow, say nothing about that part: then it is the share of the times.
     """
     largest = max(times)
+    if len(times) == 1:
+        return limit / times[largest]
     slope, start = np.polyfit([(side / largest) ** 2 for side in times], list(times.values()), 1)
     return (limit - float(start)) / float(slope) if slope > 0 else limit / times[largest]
 
