@@ -12,7 +12,7 @@ from nasfast.shrink.find import Block, Found, Place, find
 from nasfast.shrink.graph import ShrinkError
 from nasfast.shrink.measure import Measured, Solution, divergence, least_images, measure
 from nasfast.shrink.recipe import Recipe, load, rebuild, save
-from nasfast.shrink.rounds import Shrunk, latency_factor, search_measured, whole_divergence
+from nasfast.shrink.rounds import Searched, Shrunk, narrowed, search_measured, whole_divergence
 
 __all__ = [
     "Block",
@@ -20,6 +20,7 @@ __all__ = [
     "Measured",
     "Place",
     "Recipe",
+    "Searched",
     "ShrinkError",
     "Shrunk",
     "Solution",
@@ -28,11 +29,11 @@ __all__ = [
     "cut",
     "divergence",
     "find",
-    "latency_factor",
     "least_images",
     "load",
     "make_recipe",
     "measure",
+    "narrowed",
     "rebuild",
     "save",
     "search_measured",

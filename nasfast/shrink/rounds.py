@@ -53,6 +53,19 @@ class Shrunk:
     latency_ms: float | None = None
 
 
+class Searched(list[Shrunk]):
+    """The result of `search_measured`, best first.
+
+    Attributes:
+        latency_factors: for each table, by what its latencies are multiplied to be as measured, by all networks that
+            were timed; 1 where none was.
+    """
+
+    def __init__(self, results: Iterable[Shrunk], latency_factors: Sequence[float]) -> None:
+        super().__init__(results)
+        self.latency_factors = tuple(latency_factors)
+
+
 def search_measured(
     measured: Sequence[Measured],
     images: Sequence[Tensor],
@@ -64,7 +77,7 @@ def search_measured(
     latency_tables: Sequence[str | Path] | None = None,
     latency: Callable[[Found, Arch], float] | None = None,
     **limits: Any,
-) -> list[Shrunk]:
+) -> Searched:
     """The networks within limits that are nearest to a reference, by measurement, best first.
 
     Each round takes the `top_k` best networks of the integer program over every table, measures those that are new as
@@ -128,16 +141,29 @@ def search_measured(
         for size in sizes:
             size.correct()
         results = [r for size in sizes for r in size.results.values()]
-    return sorted(results, key=lambda r: r.divergence)
+    return Searched(sorted(results, key=lambda r: r.divergence), [size.latency_factor for size in sizes])
 
 
-def latency_factor(results: Iterable[tuple[float, float]]) -> float:
-    """By what the latencies of a table are multiplied, so that they are as measured: the median; 1 without results.
+def narrowed(
+    choose: Callable[[float], Arch | None],
+    time: Callable[[Arch], tuple[float, float]],
+    limit: float,
+    factor: float = 1.0,
+) -> Arch | None:
+    """An architecture within a limit of latency as measured; None where `choose` gives none.
 
     Args:
-        results: measured and predicted milliseconds of networks.
+        choose: gives one within a limit by a table of latencies; the limit is lowered until the network is within.
+        time: measured and predicted milliseconds of a network.
+        limit: the largest latency in ms.
+        factor: what is known of measured latencies, as a multiple of the table's.
     """
-    return statistics.median([ms / predicted for ms, predicted in results] or [1.0])
+    while (arch := choose(limit / factor)) is not None:
+        ms, predicted = time(arch)
+        if ms <= limit:
+            return arch
+        factor = ms / predicted
+    return None
 
 
 class _Size:
@@ -155,11 +181,16 @@ class _Size:
         self.times: dict[Arch, tuple[float, float]] = {}
         self._images, self._latency_table, self._table = images, latency_table, measured.table
 
+    @property
+    def latency_factor(self) -> float:
+        """By what the latencies of the table are multiplied to be as measured: the median; 1 without measured ones."""
+        return statistics.median([ms / predicted for ms, predicted in self.times.values()] or [1.0])
+
     def search(self, top_k: int, limits: Mapping[str, Any]) -> list[Candidate]:
         """The best networks within limits by the corrected tables, without those that are above them as measured."""
         by_table = dict(limits)
         if self.times:
-            by_table["max_latency_ms"] /= latency_factor(self.times.values())
+            by_table["max_latency_ms"] /= self.latency_factor
         space = self.measured.found.space
         found = search_table(self._table, space, top_k=top_k, latency_table=self._latency_table, **by_table)
         return [c for c in found if c.arch in self.results or c.arch not in self.times]

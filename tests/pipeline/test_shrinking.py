@@ -477,6 +477,37 @@ def test_uniform_widths_are_compared_at_their_best_side(tmp_path, monkeypatch):
     assert rivals.best_uniform(work, {"about": {"sizes": [64]}}, {}) is None
 
 
+def test_rivals_meet_a_limit_in_milliseconds_as_measured(tmp_path, monkeypatch):
+    """Networks take 1.2 times what the table says, and the search has seen a factor of 1.1."""
+    import shrinkable
+
+    found = shrink.find(shrinkable.small().float(), shrinkable.images(1).float(), multiple=4, widths=4)
+    rows = found.space.option_costs()
+    entries = [
+        {"layer": layer, "choice": value, "value": cost.macs / 1e4}
+        for layer, row in enumerate(rows)
+        for value, cost in row.items()
+    ]
+    path = tmp_path / "size-16" / "latency.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"quantity": "latency", "unit": "ms", "entries": entries}))
+    table = read_cost_table(path, found.space)
+    run = SimpleNamespace(dir=tmp_path)
+    work = SimpleNamespace(run=run, cfg=ShrinkConfig(random_networks=3), searched=lambda _: found)
+    monkeypatch.setattr(stages, "measure_latency", lambda *_: None)
+    monkeypatch.setattr(rivals, "network_timer", lambda _: lambda _, arch: 1.2 * table.cost(arch))
+    limits = {"max_latency_ms": 0.6 * table.cost(found.full)}
+    networks = [{"size": 16, "arch": list(found.full)}]
+    record = {"about": {"sizes": [16]}, "networks": networks, "latency_factors": {"16": 1.1}}
+    archs = rivals.random_archs(work, record, limits)
+    archs.append(rivals.within_limits(work, record, 16, limits, functools.partial(uniform_arch, found)))
+    assert len(set(archs)) == 4
+    for arch in archs:
+        assert 0.9 * limits["max_latency_ms"] < 1.2 * table.cost(arch) <= limits["max_latency_ms"]
+    monkeypatch.setattr(rivals, "network_timer", lambda _: pytest.fail("timed again"))
+    assert rivals.random_archs(work, record, limits) == archs[:3]  # the file has them
+
+
 def test_a_lower_resolution_is_no_rival_where_parameters_are_limited(tmp_path):
     work = SimpleNamespace(
         resolution=64,

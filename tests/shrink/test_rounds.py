@@ -1,9 +1,12 @@
 """Search over tables that measured networks correct."""
 
+import dataclasses
 import itertools
 import json
 import math
 import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import shrinkable
@@ -76,22 +79,27 @@ def test_several_sizes_are_searched_together(found, measured, held_out):
         shrink.search_measured([measured], [], logits, max_macs=limit)
 
 
-def test_results_are_within_a_limit_of_latency_as_measured(found, measured, held_out, tmp_path):
-    """A table by which every network takes two thirds of its time is corrected."""
-    images, logits = held_out
+def latency_of(found: shrink.Found, path: Path) -> Callable[[shrink.Found, tuple[int, ...]], float]:
+    """Writes a table by which every network takes two thirds of the milliseconds that the function gives."""
     rows = found.space.option_costs()
     entries = [
         {"layer": layer, "choice": value, "value": cost.macs / 1e4}
         for layer, row in enumerate(rows)
         for value, cost in row.items()
     ]
-    path = tmp_path / "latency.json"
     path.write_text(json.dumps({"quantity": "latency", "unit": "ms", "entries": entries}))
 
     def milliseconds(of: shrink.Found, arch: tuple[int, ...]) -> float:
         assert of is found
         return 1.5 * sum(row[value].macs for row, value in zip(rows, arch, strict=True)) / 1e4
 
+    return milliseconds
+
+
+def test_results_are_within_a_limit_of_latency_as_measured(found, measured, held_out, tmp_path):
+    images, logits = held_out
+    path = tmp_path / "latency.json"
+    milliseconds = latency_of(found, path)
     limit = 0.7 * milliseconds(found, found.full)
     options = {"latency_tables": [path], "top_k": 3, "max_latency_ms": limit}
     believed = shrink.search_measured([measured], [images], logits, **options)
@@ -102,9 +110,41 @@ def test_results_are_within_a_limit_of_latency_as_measured(found, measured, held
         assert r.latency_ms == milliseconds(found, r.arch) == pytest.approx(1.5 * r.predicted_ms)
         assert r.latency_ms <= limit
     assert results[0].latency_ms > 0.8 * limit
-    assert shrink.latency_factor((r.latency_ms, r.predicted_ms) for r in results) == pytest.approx(1.5)
+    assert results.latency_factors == (pytest.approx(1.5),) and believed.latency_factors == (1.0,)
     # one round measures networks above the limit alone, so others follow until one is within
     first = shrink.search_measured([measured], [images], logits, latency=milliseconds, rounds=1, **options)
     assert first and {r.round for r in first} == {2}
     with pytest.raises(InfeasibleConstraintError, match=re.escape(f"the nearest takes {1e3 * limit:.4g} ms")):
         shrink.search_measured([measured], [images], logits, latency=lambda *_: 1e3 * limit, **options)
+
+
+def test_the_factor_of_latencies_is_that_of_all_timed_networks_also_without_a_result(
+    found, measured, held_out, tmp_path
+):
+    """At the second size, whose networks are all above the limit as measured, there is a factor and no result."""
+    images, logits = held_out
+    path = tmp_path / "latency.json"
+    milliseconds = latency_of(found, path)
+    slow = dataclasses.replace(measured, found=dataclasses.replace(found))
+
+    def latency(of: shrink.Found, arch: tuple[int, ...]) -> float:
+        return milliseconds(found, arch) if of is found else 1e3 * milliseconds(found, arch)
+
+    limit = 0.7 * milliseconds(found, found.full)
+    results = shrink.search_measured(
+        [measured, slow], [images] * 2, logits, latency_tables=[path] * 2, latency=latency, max_latency_ms=limit
+    )
+    assert {id(r.measured) for r in results} == {id(measured)}
+    assert results.latency_factors == (pytest.approx(1.5), pytest.approx(1.5e3))
+
+
+def test_what_is_too_slow_as_measured_is_narrowed_by_its_own_factor():
+    tried = []
+
+    def time(arch: tuple[int, ...]) -> tuple[float, float]:
+        tried.append(arch[0])
+        return 1.2 * arch[0], arch[0]
+
+    assert shrink.narrowed(lambda ms: (int(ms),), time, 60.0) == (50,) and tried == [60, 50]
+    assert shrink.narrowed(lambda ms: (int(ms),), time, 60.0, factor=1.2) == (50,)
+    assert shrink.narrowed(lambda ms: (int(ms),) if ms > 55 else None, time, 60.0) is None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from nasfast import shrink
@@ -14,11 +15,12 @@ from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.models import fit_classifier
 from nasfast.pipeline.shrinking.norms import by_norms
 from nasfast.pipeline.shrinking.stages import Made, adapted_network, cut_network, limits_at
-from nasfast.pipeline.shrinking.timing import full_latency, network_timer, pixel_share
+from nasfast.pipeline.shrinking.timing import full_latency, latency_file, network_timer, pixel_share
 from nasfast.search import InfeasibleConstraintError, Limits, sample_under
 from nasfast.search.limits import layer_costs
+from nasfast.seeds import derive_seed
 from nasfast.shrink import Found, Place
-from nasfast.spaces import Arch
+from nasfast.spaces import Arch, LayerSpace, read_cost_table
 
 _LOG = logging.getLogger(__name__)
 
@@ -59,8 +61,7 @@ def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> 
             work, "l1", "uniform widths by L1 norms", size, arch, lambda: by_norms(work.found(size))
         )
     where = int(best["size"])
-    archs = random_archs(work, where, limits_at(work, where, limits, record), tuple(best["arch"]))
-    for number, arch in enumerate(archs, 1):
+    for number, arch in enumerate(random_archs(work, record, limits), 1):
         kind = f"random allocation {number}, closed form"
         networks[f"random-{number}"] = cut_network(
             work, f"random-{number}", kind, where, arch, lambda: work.measured(where)
@@ -135,7 +136,7 @@ def best_uniform(work: Material, record: dict[str, Any], limits: dict[str, float
         networks = []
         for size in about["sizes"]:
             found = work.searched(size)
-            arch = uniform_arch(found, limits_at(work, size, limits, record))
+            arch = within_limits(work, record, size, limits, partial(uniform_arch, found))
             if arch is not None and arch != found.full:  # which is compared as a lower resolution
                 images = work.sample(size)[1]
                 loss = shrink.whole_divergence(work.measured(size), arch, images, work.reference[1])
@@ -183,18 +184,55 @@ def _by_share(place: Place) -> list[int]:
     return chosen
 
 
-def random_archs(work: Material, size: int, bounds: Limits, best: Arch) -> list[Arch]:
-    """Random architectures of a size within limits that use most of them."""
-    space = work.searched(size).space
-    rng = random.Random(work.cfg.seed)
+def random_archs(work: Material, record: dict[str, Any], limits: dict[str, float]) -> list[Arch]:
+    """Random architectures of the result's size within limits that use most of them; writes random.json."""
+    path, about = work.run.dir / "random.json", {**record["about"], "random_networks": work.cfg.random_networks}
+    if (kept := read_record(path, about)) is None:
+        size, taken = int(record["networks"][0]["size"]), [tuple(record["networks"][0]["arch"])]
+        for number in range(work.cfg.random_networks):
+            seed = derive_seed(work.cfg.seed, number)
+            choose = partial(_random_arch, work.searched(size).space, seed, frozenset(taken))
+            if (arch := within_limits(work, record, size, limits, choose)) is None:
+                break
+            taken.append(arch)
+        kept = write_record(path, about, {"archs": [list(arch) for arch in taken[1:]]})
+    return [tuple(arch) for arch in kept["archs"]]
+
+
+def _random_arch(space: LayerSpace, seed: int, taken: Collection[Arch], bounds: Limits) -> Arch | None:
+    """Of random architectures within limits, without those that are taken, the one that uses most; None if none is."""
+    rng = random.Random(seed)
     try:
-        draws = {sample_under(space, rng, bounds) for _ in range(_DRAWS)} - {best}
+        draws = {sample_under(space, rng, bounds) for _ in range(_DRAWS)}.difference(taken)
     except InfeasibleConstraintError:
-        return []
+        return None
     costs = bounds.costs(space) or [("macs", layer_costs(space, "macs"), 1)]
 
     def use(arch: Arch) -> float:
         # the limit that is nearest decides
         return max(c.total(arch) / max(1, c.fixed + top) for _, c, top in costs)
 
-    return sorted(draws, key=lambda arch: (-use(arch), arch))[: work.cfg.random_networks]
+    return min(draws, key=lambda arch: (-use(arch), arch), default=None)
+
+
+def within_limits(
+    work: Material,
+    record: dict[str, Any],
+    size: int,
+    limits: dict[str, float],
+    choose: Callable[[Limits], Arch | None],
+) -> Arch | None:
+    """The architecture of a size that is chosen within limits, of which that in milliseconds is met as measured.
+
+    As in the search, what takes longer is chosen again, within a lower limit by the table of latencies.
+    """
+    if "max_latency_ms" not in limits:
+        return choose(limits_at(work, size, limits))
+    found = work.searched(size)
+    timer, table = network_timer(work), read_cost_table(latency_file(work, size), found.space)
+    return shrink.narrowed(
+        lambda ms: choose(limits_at(work, size, {**limits, "max_latency_ms": ms})),
+        lambda arch: (timer(found, arch), table.cost(arch)),
+        limits["max_latency_ms"],
+        record["latency_factors"][str(size)],
+    )

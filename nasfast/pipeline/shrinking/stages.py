@@ -233,15 +233,12 @@ def _sizes_by_limits(
     return choose_sizes(resolution, min(shares.values())) if shares else (resolution,)
 
 
-def limits_at(work: Material, size: int, limits: dict[str, float], record: dict[str, Any] | None = None) -> Limits:
-    """The limits in the space of a size, with its table of latencies, corrected by what a search has timed."""
+def limits_at(work: Material, size: int, limits: dict[str, float]) -> Limits:
+    """The limits in the space of a size, with its table of latencies."""
     table = None
     if "max_latency_ms" in limits:
         measure_latency(work, size)
         table = str(latency_file(work, size))
-        timed = [n for n in record["networks"] if n["size"] == size] if record else []
-        factor = shrink.latency_factor((n["latency_ms"], n["predicted_ms"]) for n in timed)
-        limits = {**limits, "max_latency_ms": limits["max_latency_ms"] / factor}
     config = SearchConfig.from_dict({**limits, "latency_table": table})
     return read_limits(config, work.searched(size).space)
 
@@ -265,6 +262,7 @@ def search(work: Material, sizes: tuple[int, ...], limits: dict[str, float]) -> 
         about,
         {
             "networks": [_shrunk_record(b) for b in best],
+            "latency_factors": dict(zip(map(str, sizes), best.latency_factors, strict=True)),
             "cardinality": math.fsum(m.found.space.cardinality for m in measured),
             "full": {"macs": work.searched(work.resolution).macs, "params": work.searched(work.resolution).params},
             "searched": [str(work.searched(work.resolution).caption)],
