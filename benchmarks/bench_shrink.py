@@ -35,7 +35,7 @@ from benchmarks.harness import positive, process_memory, write_json
 from nasfast import search_table, shrink
 from nasfast.indicators.table import IndicatorTable
 from nasfast.runtime.memory import keep_freed_memory
-from nasfast.search import InfeasibleConstraintError
+from nasfast.search import InfeasibleConstraintError, Limits
 
 BATCH = 25
 
@@ -83,22 +83,6 @@ class Lesson:
 
     def teacher(self, _: Tensor) -> Tensor:
         return self._logits[self._chosen]
-
-
-def uniform(found: shrink.Found, share: float) -> tuple[int, ...]:
-    """The architecture whose widths are all the same share of their layers, and at most `share` of the MACs."""
-
-    def at(ratio: float) -> tuple[int, ...]:
-        arch = []
-        for place in found.places:
-            kept = [i for i, widths in enumerate(place.candidates) if widths is not None]
-            wanted = [ratio * widths[-1] for widths in place.widths]
-            distance = [sum(abs(k - w) for k, w in zip(place.candidates[i] or (), wanted, strict=True)) for i in kept]
-            arch.append(kept[distance.index(min(distance))])
-        return tuple(arch)
-
-    ratios = [i / 100 for i in range(100, 0, -1)]
-    return next((at(r) for r in ratios if found.space.cost(at(r)).macs <= share * found.macs), at(0.01))
 
 
 def pruned(
@@ -293,8 +277,9 @@ class Bench:
         small = shrink.cut(measured, chosen.arch)
         self.row("exact program", small, size, chosen.macs, share=share, predicted=loss, greedy=other, arch=words)
         if size == self.size:
-            arch = uniform(measured.found, share)
-            self.row("one width", shrink.cut(measured, arch), size, space.cost(arch).macs, share=share)
+            arch = shrink.uniform_widths(measured.found, Limits(max_macs=share * self.macs))
+            if arch is not None:
+                self.row("one width", shrink.cut(measured, arch), size, space.cost(arch).macs, share=share)
 
     def joint(self, measured: dict[int, shrink.Measured], share: float) -> tuple[shrink.Shrunk, dict[str, float]]:
         """The network of all sizes that is nearest to the network, by images that nothing was fitted to."""

@@ -91,8 +91,8 @@ def headline(record: Mapping[str, Any], files: ShrinkFiles) -> str:
     interval = f"95 % interval {low:.1f} to {high:.1f}, {d.images:,} images"
     return (
         f"{costs}, at {side} ({interval}): {percent(small['top1'])} instead of {percent(full['top1'])}; as measured, "
-        f"the best of {len(record['networks'])} networks, which are proven the best of {record['cardinality']:.2g} by "
-        "the tables."
+        f"the best of {len(record['networks'])} networks: uniform widths, and those that are proven the best of "
+        f"{record['cardinality']:.2g} by the tables."
     )
 
 
@@ -129,6 +129,8 @@ def _summary(files: ShrinkFiles) -> str:
 def verdicts(files: ShrinkFiles) -> list[str]:
     """What a reader should know before he takes the result: networks within the limits that are no worse."""
     notes, limits = [], files.search["about"]["limits"]
+    if files.networks[_SMALL]["kind"].startswith("uniform"):
+        notes.append("The result has uniform widths: on held-out training images none of the program was better.")
     for name, record in files.networks.items():
         costs = {"max_macs": record["macs"], "max_params": record["params"]}
         within = all(costs[limit] <= _ABOUT * limits.get(limit, math.inf) for limit in costs)
@@ -224,7 +226,8 @@ def _search(files: ShrinkFiles) -> str:
     ]
     note = (
         "Networks that were measured as wholes, best first: KL divergence to the full network on training images that "
-        "nothing was fitted to, before adaptation. The proof is about the sum of the table; the order is measured."
+        "nothing was fitted to, before adaptation. The proof is about the sum of the table; the order is measured. Of "
+        "round 0 are uniform widths."
     )
     header = ["", "images", "MACs", "by the table", "measured", "round"]
     return html_table(header, rows, text_columns=[], note=note)

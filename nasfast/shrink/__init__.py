@@ -2,8 +2,9 @@
 
 May import `search`, `train` and all before them. `find` captures a network (`graph`), joins its channels (`channels`)
 and makes its choices a space. `measure` gives each candidate a score and weights, by `eliminate`. `search_table` finds
-the best sums under limits; `search_measured` measures the best of them, over several sizes of images. `cut` makes the
-network, by a `Recipe`, which `save` writes and `load` applies to a fresh network. `adapt` trains the little it needs.
+the best sums under limits; `search_measured` measures the best of them, over several sizes of images, beside `uniform`
+widths. `cut` makes the network, by a `Recipe`, which `save` writes and `load` applies to a fresh network. `adapt`
+trains the little it needs.
 """
 
 from nasfast.shrink.adapt import adapt, affine_parameters
@@ -12,7 +13,8 @@ from nasfast.shrink.find import Block, Found, Place, find
 from nasfast.shrink.graph import ShrinkError
 from nasfast.shrink.measure import Measured, Solution, divergence, least_images, measure
 from nasfast.shrink.recipe import Recipe, load, rebuild, save
-from nasfast.shrink.rounds import Searched, Shrunk, narrowed, search_measured, whole_divergence
+from nasfast.shrink.rounds import Searched, Shrunk, narrowed, search_measured
+from nasfast.shrink.uniform import uniform_widths
 
 __all__ = [
     "Block",
@@ -37,5 +39,5 @@ __all__ = [
     "rebuild",
     "save",
     "search_measured",
-    "whole_divergence",
+    "uniform_widths",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from nasfast.indicators.table import IndicatorTable
-from nasfast.search import Candidate, InfeasibleConstraintError, search_table
+from nasfast.search import Candidate, InfeasibleConstraintError, Limits, top_k
+from nasfast.search.limits import read_limits
+from nasfast.settings import SearchConfig
 from nasfast.shrink.cut import cut
 from nasfast.shrink.find import Found
 from nasfast.shrink.graph import ShrinkError, channels_last
 from nasfast.shrink.measure import Measured, check_images, divergence
+from nasfast.shrink.uniform import uniform_widths
 from nasfast.spaces import Arch
 
 # standard deviations of the factor that all candidates of a table share and of each candidate's own, and the relative
@@ -37,7 +40,7 @@ class Shrunk:
         params: number of parameters.
         predicted: KL divergence by the table, in nats per image, before it was corrected.
         divergence: its measured `nasfast.shrink.divergence` on the held-out images.
-        round: the round that measured it, from 1.
+        round: the round that measured it, from 1; 0 for uniform widths.
         predicted_ms: its latency by the table of latencies; None without one.
         latency_ms: its measured latency; None if it was not measured.
     """
@@ -80,10 +83,11 @@ def search_measured(
 ) -> Searched:
     """The networks within limits that are nearest to a reference, by measurement, best first.
 
-    Each round takes the `top_k` best networks of the integer program over every table, measures those that are new as
-    whole networks, and corrects the tables by them: of the factors on a table's candidates, one common and one for
-    each, it takes the most likely ones by ridge regression. It ends when the best network by the corrected tables has
-    been measured, or after `rounds`. What is proven is the best sum of a table; the order of the result is measured.
+    At each size, uniform widths are measured first, so that no result is worse than these. Each round takes the `top_k`
+    best networks of the integer program over every table, measures those that are new as whole networks, and corrects
+    the tables by them: of the factors on a table's candidates, one common and one for each, it takes the most likely
+    ones by ridge regression. It ends when the best network by the corrected tables has been measured, or after
+    `rounds`. What is proven is the best sum of a table; the order of the result is measured.
 
     A program under a table of latencies finds the networks that this table makes too fast. So `latency` measures them,
     the table is corrected by the median of what they take to what it says, and results are within the limit as
@@ -112,36 +116,46 @@ def search_measured(
     for m, x in zip(measured, images, strict=True):
         check_images(m.found, x)
     paths = [None] * len(measured) if latency_tables is None else latency_tables
-    sizes = [_Size(*parts) for parts in zip(measured, images, paths, strict=True)]
-    results: list[Shrunk] = []
+    asked = _Asked(reference, latency, batch, limits)
+    sizes = [_Size(*parts, asked) for parts in zip(measured, images, paths, strict=True)]
+    for size in sizes:
+        size.measure_uniform()
     number = 0
-    # networks above the limit are no results: until there is one, they correct the tables
-    while number < rounds or not results:
+    # networks above the limit are no results: until the program has one, they correct the tables
+    while number < rounds or not any(r.round for size in sizes for r in size.results.values()):
         number += 1
-        best, errors = [], []
-        for size in sizes:
-            try:
-                best += [(size.measured.base - c.score, size, c) for c in size.search(top_k, limits)]
-            except InfeasibleConstraintError as error:
-                errors.append(error)
-        best.sort(key=lambda entry: entry[0])
-        if not best and not results:
-            nearest = min((ms for size in sizes for ms, _ in size.times.values()), default=None)
-            if nearest is None:
-                raise errors[0]
-            raise InfeasibleConstraintError(
-                f"no network takes at most max_latency_ms={limits['max_latency_ms']:.4g} as measured; the nearest "
-                f"takes {nearest:.4g} ms: give a larger limit"
-            )
-        if not best or best[0][2].arch in best[0][1].results:
+        best = _proposals(sizes, count=top_k)
+        if not best or best[0][1] in best[0][0].results:
             break
-        for _, size, c in best:
-            if c.arch not in size.results:
-                size.measure(c, number, reference, latency, limits, batch)
+        for size, arch in best:
+            size.measure(arch, number)
         for size in sizes:
             size.correct()
-        results = [r for size in sizes for r in size.results.values()]
+    results = [r for size in sizes for r in size.results.values()]
     return Searched(sorted(results, key=lambda r: r.divergence), [size.latency_factor for size in sizes])
+
+
+def _proposals(sizes: Sequence[_Size], count: int) -> list[tuple[_Size, Arch]]:
+    """The best networks within limits by the corrected table of each size, best first.
+
+    Raises:
+        InfeasibleConstraintError: there is none, and none was measured before.
+    """
+    best, errors = [], []
+    for size in sizes:
+        try:
+            best += [(size.measured.base - c.score, size, c.arch) for c in size.search(count)]
+        except InfeasibleConstraintError as error:
+            errors.append(error)
+    if not best and not any(size.results for size in sizes):
+        nearest = min((ms for size in sizes for ms, _ in size.times.values()), default=None)
+        if nearest is None:
+            raise errors[0]
+        raise InfeasibleConstraintError(
+            f"no network takes at most max_latency_ms={sizes[0].limits.maxima['max_latency_ms']:.4g} as measured; the "
+            f"nearest takes {nearest:.4g} ms: give a larger limit"
+        )
+    return [(size, arch) for _, size, arch in sorted(best, key=lambda entry: entry[0])]
 
 
 def narrowed(
@@ -166,58 +180,92 @@ def narrowed(
     return None
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What networks are measured by; see `search_measured`."""
+
+    reference: Tensor
+    latency: Callable[[Found, Arch], float] | None
+    batch: int
+    limits: Mapping[str, Any]
+
+
 class _Size:
     """What is known at a size of the images: a corrected table, and the networks that were measured.
 
     Attributes:
         measured: the table as it was measured.
+        limits: the limits in its space, with its table of latencies.
         results: the networks within limits.
         times: measured and predicted milliseconds of all, where latencies are measured.
     """
 
-    def __init__(self, measured: Measured, images: Tensor, latency_table: str | Path | None) -> None:
+    def __init__(self, measured: Measured, images: Tensor, latency_table: str | Path | None, asked: _Asked) -> None:
         self.measured = measured
+        path = None if latency_table is None else str(latency_table)
+        self.limits = read_limits(SearchConfig(latency_table=path, **asked.limits), measured.found.space)
         self.results: dict[Arch, Shrunk] = {}
         self.times: dict[Arch, tuple[float, float]] = {}
-        self._images, self._latency_table, self._table = images, latency_table, measured.table
+        self._images, self._asked, self._table = images, asked, measured.table
+        self._most = self.limits.maxima.get("max_latency_ms", math.inf)
 
     @property
     def latency_factor(self) -> float:
         """By what the latencies of the table are multiplied to be as measured: the median; 1 without measured ones."""
         return statistics.median([ms / predicted for ms, predicted in self.times.values()] or [1.0])
 
-    def search(self, top_k: int, limits: Mapping[str, Any]) -> list[Candidate]:
+    def search(self, count: int) -> list[Candidate]:
         """The best networks within limits by the corrected tables, without those that are above them as measured."""
-        by_table = dict(limits)
-        if self.times:
-            by_table["max_latency_ms"] /= self.latency_factor
-        space = self.measured.found.space
-        found = search_table(self._table, space, top_k=top_k, latency_table=self._latency_table, **by_table)
-        return [c for c in found if c.arch in self.results or c.arch not in self.times]
+        found = top_k(self._table, self.measured.found.space, self._by_table(self._most / self.latency_factor), k=count)
+        return [c for c in found if c.arch not in self.times or self.times[c.arch][0] <= self._most]
 
-    def measure(
-        self,
-        candidate: Candidate,
-        number: int,
-        reference: Tensor,
-        latency: Callable[[Found, Arch], float] | None,
-        limits: Mapping[str, Any],
-        batch: int,
-    ) -> None:
-        """Measure a network: its latency, and its divergence if it is within the limit."""
-        m, arch = self.measured, candidate.arch
+    def measure_uniform(self) -> None:
+        """Measure uniform widths, which meet a limit of latency as measured."""
+
+        def choose(ms: float) -> Arch | None:
+            return uniform_widths(self.measured.found, self._by_table(ms))
+
+        first = arch = choose(self._most)
+        if first is not None and self._is_timed:
+            # they have a factor of their own
+            ms, predicted = self._time(first)
+            arch = narrowed(choose, self._time, self._most, ms / predicted)
+        if arch is not None:
+            self.measure(arch, 0)
+
+    def measure(self, arch: Arch, number: int) -> None:
+        """Measure a network in a round: its latency, and its divergence if it is within the limit."""
+        if arch in self.results:
+            return
+        m, asked = self.measured, self._asked
         # without a table of latencies there are no values
-        predicted_ms, ms = next(iter(candidate.values), None), None
-        if latency is not None and predicted_ms is not None:
-            ms = latency(m.found, arch)
-            self.times[arch] = ms, predicted_ms
-            if ms > limits["max_latency_ms"]:
+        predicted_ms, ms = next(iter(self.limits.values(arch)), None), None
+        if self._is_timed:
+            ms, predicted_ms = self._time(arch)
+            if ms > self._most:
                 return
-        loss = whole_divergence(m, arch, self._images, reference, batch=batch)
-        predicted = m.base - m.table.score(arch)
+        cost = m.found.space.cost(arch)
+        loss = whole_divergence(m, arch, self._images, asked.reference, batch=asked.batch)
         self.results[arch] = Shrunk(
-            m, arch, candidate.macs, candidate.params, predicted, loss, number, predicted_ms, ms
+            m, arch, cost.macs, cost.params, m.base - m.table.score(arch), loss, number, predicted_ms, ms
         )
+
+    @property
+    def _is_timed(self) -> bool:
+        """Whether latencies are measured."""
+        return self._asked.latency is not None and bool(self.limits.tables)
+
+    def _time(self, arch: Arch) -> tuple[float, float]:
+        """Measured and predicted milliseconds of a network."""
+        assert self._asked.latency is not None, "asked for where latencies are measured"
+        if arch not in self.times:
+            self.times[arch] = self._asked.latency(self.measured.found, arch), self.limits.values(arch)[0]
+        return self.times[arch]
+
+    def _by_table(self, ms: float) -> Limits:
+        """The limits, with so many milliseconds by the table."""
+        tables = tuple((table, None if math.isinf(ms) else ms) for table, _ in self.limits.tables)
+        return replace(self.limits, tables=tables)
 
     def correct(self) -> None:
         """Correct the table by the networks that were measured."""

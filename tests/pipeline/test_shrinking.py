@@ -30,7 +30,7 @@ from nasfast.pipeline.shrinking.latency import network_graph
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.models import Renormalised, fit_classifier, last_linear, load_pretrained
 from nasfast.pipeline.shrinking.norms import by_norms
-from nasfast.pipeline.shrinking.rivals import peer_network, uniform_arch
+from nasfast.pipeline.shrinking.rivals import peer_network
 from nasfast.pipeline.shrinking.run import Bound, ShrinkConfig, ShrinkRun, choose_sizes
 from nasfast.pipeline.shrinking.stages import full_network
 from nasfast.pipeline.shrinking.timing import pixel_share
@@ -54,7 +54,7 @@ def failing(): raise LookupError("no such weights")
 """
 FLAGS = (
     "--resolution 16 --sizes [16] --epochs 2 --teacher_epochs 1 --measure_images 32 --score_images 8 --held_out 8 "
-    "--top_k 2 --rounds 1 --threads 1 --latency_device cpu --export false"
+    "--top_k 2 --rounds 2 --threads 1 --latency_device cpu --export false"
 ).split()
 
 
@@ -308,7 +308,7 @@ def test_uniform_widths_have_equal_shares_and_use_the_limit():
 
     found = shrink.find(shrinkable.small().float(), shrinkable.images(1).float(), multiple=4, widths=4)
     limit = 0.7 * found.macs
-    arch = uniform_arch(found, Limits(max_macs=limit))
+    arch = shrink.uniform_widths(found, Limits(max_macs=limit))
     assert arch is not None and found.space.cost(arch).macs <= limit
     shares = [
         k / w[-1]
@@ -317,7 +317,7 @@ def test_uniform_widths_have_equal_shares_and_use_the_limit():
     ]
     assert len(shares) == sum(len(p.widths) for p in found.places)  # nothing is dropped
     assert max(shares) - min(shares) <= 0.5 + 1e-9
-    assert uniform_arch(found, Limits(max_macs=1)) is None
+    assert shrink.uniform_widths(found, Limits(max_macs=1)) is None
 
 
 def test_graphs_that_are_timed_are_those_of_cut_networks():
@@ -461,20 +461,19 @@ def test_files_of_another_network_do_not_stay_beside_those_of_the_result(here, m
     assert not (run.dir / "export" / "model-int8.onnx").exists()
 
 
-def test_uniform_widths_are_compared_at_their_best_side(tmp_path, monkeypatch):
-    losses = {32: 0.5, 16: 0.25, 8: 0.1}
-    work = SimpleNamespace(
-        run=SimpleNamespace(dir=tmp_path), about={}, searched=lambda size: SimpleNamespace(size=size, full=(8,)),
-        measured=lambda size: size, sample=lambda size: (None, size), reference=(None, None),
-    )  # fmt: skip
-    monkeypatch.setattr(rivals, "limits_at", lambda *_: None)
-    monkeypatch.setattr(rivals, "uniform_arch", lambda found, _: None if found.size == 64 else (found.size,))
-    monkeypatch.setattr(shrink, "whole_divergence", lambda size, *_: losses[size])
-    record = {"about": {"sizes": [64, 32, 16, 8]}}
-    assert rivals.best_uniform(work, record, {}) == (16, (16,))
-    losses.clear()  # the file has them
-    assert rivals.best_uniform(work, record, {}) == (16, (16,))
-    assert rivals.best_uniform(work, {"about": {"sizes": [64]}}, {}) is None
+def test_uniform_widths_are_compared_at_their_best_side_unless_they_are_the_result(monkeypatch):
+    taught = []
+    monkeypatch.setattr(rivals, "equal_side", lambda *_: None)
+    monkeypatch.setattr(rivals, "random_archs", lambda *_: [])
+    monkeypatch.setattr(rivals, "cut_network", lambda work, name, kind, size, arch, _: taught.append((name, size)))
+    work = SimpleNamespace(searched=lambda size: SimpleNamespace(full=(size,)), cfg=ShrinkConfig())
+    networks = [{"size": size, "arch": [8], "round": number} for size, number in ((64, 1), (8, 0), (16, 0), (32, 0))]
+    rivals.rivals(work, {"networks": networks}, {})
+    assert taught == [("uniform", 16), ("l1", 16)]  # that of 8 pixels has all widths
+    taught.clear()
+    rivals.rivals(work, {"networks": networks[2:]}, {})
+    assert taught == [("l1", 16)]
+    assert rivals.best_uniform(work, {"networks": networks[:2]}) is None
 
 
 def test_rivals_meet_a_limit_in_milliseconds_as_measured(tmp_path, monkeypatch):
@@ -500,7 +499,7 @@ def test_rivals_meet_a_limit_in_milliseconds_as_measured(tmp_path, monkeypatch):
     networks = [{"size": 16, "arch": list(found.full)}]
     record = {"about": {"sizes": [16]}, "networks": networks, "latency_factors": {"16": 1.1}}
     archs = rivals.random_archs(work, record, limits)
-    archs.append(rivals.within_limits(work, record, 16, limits, functools.partial(uniform_arch, found)))
+    archs.append(rivals.within_limits(work, record, 16, limits, functools.partial(shrink.uniform_widths, found)))
     assert len(set(archs)) == 4
     for arch in archs:
         assert 0.9 * limits["max_latency_ms"] < 1.2 * table.cost(arch) <= limits["max_latency_ms"]
@@ -552,6 +551,15 @@ def test_sides_for_a_limit_in_milliseconds_are_by_the_part_that_depends_on_pixel
     assert min(stages._sizes_by_limits(224, costs, {"max_latency_ms": 1.6}, milliseconds)) < min(by_half)
 
 
+def test_a_result_of_uniform_widths_is_called_so(monkeypatch):
+    made = []
+    monkeypatch.setattr(stages, "cut_network", lambda work, name, kind, *_: made.append(kind))
+    work = SimpleNamespace(searched=lambda size: SimpleNamespace(full=(size,)))
+    for size, number in ((16, 0), (8, 0), (16, 1)):
+        stages.small_network(work, {"size": size, "arch": [8], "round": number})
+    assert made == [stages.UNIFORM, stages.PROGRAM, stages.PROGRAM]
+
+
 def test_verdicts_and_the_headline(monkeypatch):
     def network(kind, macs, params, right):
         return {"kind": kind, "macs": macs, "params": params, "correct": right * 24, "images": 96, "top1": 0.5}
@@ -572,6 +580,8 @@ def test_verdicts_and_the_headline(monkeypatch):
     assert first.startswith("uniform is no worse") and first.endswith("which is simpler.")
     assert second.startswith("random is no worse") and second.endswith("gains nothing here.")
     assert "at 0.0 points less (95 % interval -2.0 to 2.0, 96 images)" in headline(files.search, files)
+    networks["small"]["kind"] = stages.UNIFORM
+    assert verdicts(files)[0].startswith("The result has uniform widths")
 
 
 def test_weights_of_a_network_for_other_classes_make_it_one_for_these(here, tmp_path):

@@ -14,12 +14,11 @@ from nasfast.pipeline.shrinking.files import clone, read_record, weights_digest,
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.models import fit_classifier
 from nasfast.pipeline.shrinking.norms import by_norms
-from nasfast.pipeline.shrinking.stages import Made, adapted_network, cut_network, limits_at
+from nasfast.pipeline.shrinking.stages import UNIFORM, Made, adapted_network, cut_network, limits_at
 from nasfast.pipeline.shrinking.timing import full_latency, latency_file, network_timer, pixel_share
 from nasfast.search import InfeasibleConstraintError, Limits, sample_under
 from nasfast.search.limits import layer_costs
 from nasfast.seeds import derive_seed
-from nasfast.shrink import Found, Place
 from nasfast.spaces import Arch, LayerSpace, read_cost_table
 
 _LOG = logging.getLogger(__name__)
@@ -49,14 +48,12 @@ def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> 
             depends={},
             make=lambda: (work.at_size(side), None),
         )
-    uniform = best_uniform(work, record, limits)
-    if uniform is None:
+    if (uniform := best_uniform(work, record)) is None:
         _LOG.info("uniform widths meet the limits at no size, or without being narrowed")
     else:
         size, arch = uniform
-        networks["uniform"] = cut_network(
-            work, "uniform", "uniform widths, closed form", size, arch, lambda: work.measured(size)
-        )
+        if uniform != (int(best["size"]), tuple(best["arch"])):
+            networks["uniform"] = cut_network(work, "uniform", UNIFORM, size, arch, lambda: work.measured(size))
         networks["l1"] = cut_network(
             work, "l1", "uniform widths by L1 norms", size, arch, lambda: by_norms(work.found(size))
         )
@@ -126,62 +123,16 @@ def _side_within(work: Material, sizes: Sequence[int], limit: float) -> int:
     return side
 
 
-def best_uniform(work: Material, record: dict[str, Any], limits: dict[str, float]) -> tuple[int, Arch] | None:
-    """The searched side, and the uniform widths there, that are nearest to the teacher; writes uniform.json.
+def best_uniform(work: Material, record: dict[str, Any]) -> tuple[int, Arch] | None:
+    """The searched side, and the uniform widths there, that the search measured as nearest to the teacher.
 
-    Near is what it is for the search: the divergence of whole networks on held-out training images.
+    The full network at a lower resolution, of which no width is narrowed, is another rival.
     """
-    path, about = work.run.dir / "uniform.json", record["about"]
-    if (kept := read_record(path, about)) is None:
-        networks = []
-        for size in about["sizes"]:
-            found = work.searched(size)
-            arch = within_limits(work, record, size, limits, partial(uniform_arch, found))
-            if arch is not None and arch != found.full:  # which is compared as a lower resolution
-                images = work.sample(size)[1]
-                loss = shrink.whole_divergence(work.measured(size), arch, images, work.reference[1])
-                networks.append((loss, size, list(arch)))
-        kept = write_record(path, about, {"networks": [network[1:] for network in sorted(networks)]})
-    return next(((size, tuple(arch)) for size, arch in kept["networks"]), None)
-
-
-def uniform_arch(found: Found, limits: Limits) -> Arch | None:
-    """The architecture of about equal shares of all widths that uses most of the limits; None if none meets them.
-
-    From the largest common share that meets them, single widths are raised in order, while they still do.
-    """
-
-    def meets(arch: Arch) -> bool:
-        return limits.admits(found.space.cost(arch), arch)
-
-    steps = [_by_share(place) for place in found.places]
-    most = max(map(len, steps))
-    arch = None
-    for share in range(1, most + 1):
-        candidate = tuple(row[max(0, math.ceil(share / most * len(row)) - 1)] for row in steps)
-        if meets(candidate):
-            arch = candidate
-    if arch is None:
-        return None
-    for i, row in enumerate(steps):
-        place = row.index(arch[i])
-        raised = (*arch[:i], row[min(place + 1, len(row) - 1)], *arch[i + 1 :])
-        if meets(raised):
-            arch = raised
-    return arch
-
-
-def _by_share(place: Place) -> list[int]:
-    """The candidates of a choice whose widths have about equal shares, ascending."""
-    counts = [len(widths) for widths in place.widths]
-    most = max(counts, default=1)
-    chosen: list[int] = []
-    for step in range(1, most + 1):
-        kept = tuple(widths[max(0, math.ceil(step / most * len(widths)) - 1)] for widths in place.widths)
-        value = place.candidates.index(kept)
-        if value not in chosen:
-            chosen.append(value)
-    return chosen
+    for network in record["networks"]:
+        size, arch = int(network["size"]), tuple(network["arch"])
+        if network["round"] == 0 and arch != work.searched(size).full:
+            return size, arch
+    return None
 
 
 def random_archs(work: Material, record: dict[str, Any], limits: dict[str, float]) -> list[Arch]:

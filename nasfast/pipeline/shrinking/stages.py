@@ -57,6 +57,9 @@ _LEAST_SHARE = 0.1
 FULL, SMALL = "full", "small"
 """Names of the full network, adapted, and of the result."""
 
+PROGRAM, UNIFORM = "exact program", "uniform widths, closed form"
+"""Kinds of networks: what the search finds, and the simple answer that it begins with."""
+
 
 @dataclass(frozen=True, repr=False)
 class ShrinkResult(Tabular):
@@ -378,4 +381,5 @@ def cut_network(
 def small_network(work: Material, best: dict[str, Any]) -> dict[str, Any]:
     """The result of the search, cut and adapted."""
     size, arch = int(best["size"]), tuple(best["arch"])
-    return cut_network(work, SMALL, "exact program", size, arch, lambda: work.measured(size))
+    kind = UNIFORM if best["round"] == 0 and arch != work.searched(size).full else PROGRAM
+    return cut_network(work, SMALL, kind, size, arch, lambda: work.measured(size))
