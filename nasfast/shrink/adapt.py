@@ -1,11 +1,11 @@
-"""Training of what a cut network needs most: scale and shift of its BatchNorms, and its classifier."""
+"""Training of what a cut network needs most: scale and shift of its BatchNorms, and its classifier; or of all."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,17 @@ from torch.nn import functional
 from nasfast.fusion import fuse, unfuse
 from nasfast.fusion.modules import batch_norms
 from nasfast.shrink.graph import ShrinkError
+
+Trained = Literal["affine", "all"]
+"""What trains: scale and shift of BatchNorms and the classifier, or all weights."""
+
+# highest learning rates, of the classifier last, with labels and with a teacher alone
+_RATES: dict[tuple[Trained, bool], tuple[float, float]] = {
+    ("affine", True): (2e-3, 1e-2),
+    ("affine", False): (4e-4, 4e-4),
+    ("all", True): (1e-4, 1e-4),
+    ("all", False): (1e-4, 1e-4),
+}
 
 
 class Batches(Protocol):
@@ -47,12 +58,13 @@ def adapt(
     *,
     teacher: Callable[[Tensor], Tensor] | None = None,
     size: int | None = None,
+    train: Trained = "affine",
     epochs: int = 3,
     lr: float | None = None,
     lr_classifier: float | None = None,
     fused: bool = True,
 ) -> list[float]:
-    """Train scale and shift of a network's BatchNorms and its classifier, in place; all else is frozen meanwhile.
+    """Train scale and shift of a network's BatchNorms and its classifier, or all weights, in place.
 
     The network is in evaluation mode throughout, and stays so: its BatchNorms use the statistics that they have. With
     the statistics of a batch, a pretrained network may lose more than a cut costs (docs/shrink.md), so there is no
@@ -65,20 +77,24 @@ def adapt(
             width), or all of them pairs of images and labels (N,); a DataLoader or a list.
         teacher: gives logits (N, classes) of the images; the larger network in evaluation mode. None for labels alone.
         size: side in pixels to which the network's images are resized, antialiased; the teacher gets them as they are.
+        train: `affine`, or `all` for all weights, which takes longer; all else is frozen meanwhile.
         epochs: iterations over `data`.
-        lr: highest learning rate of scale and shift; by default 2e-3 where there are labels, and 4e-4 for a teacher
-            alone, where the network knows its classes.
-        lr_classifier: that of the classifier; by default 1e-2 and 4e-4.
-        fused: whether the network is fused for the training (`nasfast.fuse`), if it is not already.
+        lr: highest learning rate of what trains besides the classifier; by default 2e-3 where there are labels, and
+            4e-4 for a teacher alone, where the network knows its classes; 1e-4 for all weights.
+        lr_classifier: that of the classifier; by default 1e-2 and 4e-4, and 1e-4 with all weights.
+        fused: whether the network is fused for the training (`nasfast.fuse`), if it is not already; with all weights,
+            which chains are not made for, it is not.
 
     Returns:
         The mean loss of each epoch.
 
     Raises:
         TypeError: data has no length, as a generator, which gives its batches once.
-        ShrinkError: the network has no BatchNorms or no linear layer; there is neither a teacher nor labels; the loss
-            is not finite.
+        ShrinkError: the network has no BatchNorms or no linear layer; `train` is another word; there is neither a
+            teacher nor labels; the loss is not finite.
     """
+    if train not in get_args(Trained):
+        raise ShrinkError(f"train is {train!r}: give affine or all")
     if not hasattr(data, "__len__"):
         raise TypeError(
             f"data must have a length and give its batches in every epoch, got {type(data).__name__}: give a "
@@ -86,17 +102,20 @@ def adapt(
         )
     if not len(data) or epochs < 1:
         raise ShrinkError(f"data has {len(data)} batches and epochs is {epochs}: give at least one of each")
-    scales, classifier = affine_parameters(model)
+    others, classifier = affine_parameters(model)
     flags = [(p, p.requires_grad) for p in model.parameters()]
-    trained = {id(p) for p in (*scales, *classifier)}
-    own = fused and not any("forward" in vars(module) for module in model.modules())
+    if train == "all":
+        others = [p for p, _ in flags if all(p is not q for q in classifier)]
+    trained = {id(p) for p in (*others, *classifier)}
+    own = fused and train == "affine" and not any("forward" in vars(module) for module in model.modules())
     model.eval()
     try:
         for p, _ in flags:
             p.requires_grad_(id(p) in trained)
         if own:
             fuse(model)
-        return _train(partial(_loss, model, teacher, size), data, epochs, (scales, classifier), (lr, lr_classifier))
+        rates = {labelled: _given_or((lr, lr_classifier), _RATES[train, labelled]) for labelled in (True, False)}
+        return _train(partial(_loss, model, teacher, size), data, epochs, (others, classifier), rates)
     finally:
         if own:
             unfuse(model)
@@ -105,22 +124,26 @@ def adapt(
             p.grad = None
 
 
+def _given_or(given: tuple[float | None, ...], usual: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(rate if own is None else own for own, rate in zip(given, usual, strict=True))
+
+
 def _train(
     loss_of: Callable[[Tensor, Tensor | None], Tensor],
     data: Batches,
     epochs: int,
     groups: tuple[list[nn.Parameter], ...],
-    rates: tuple[float | None, ...],
+    rates: dict[bool, tuple[float, ...]],
 ) -> list[float]:
+    """Train groups of parameters, by the highest learning rate of each with labels and without."""
     optimizer = torch.optim.AdamW([{"params": group} for group in groups], weight_decay=0.0)
     steps, step, means = epochs * len(data), 0, []
     for epoch in range(epochs):
         total = images_seen = 0.0
         for batch in data:
             images, labels = batch if isinstance(batch, (tuple, list)) else (batch, None)
-            usual = (4e-4, 4e-4) if labels is None else (2e-3, 1e-2)
-            for group, given, rate in zip(optimizer.param_groups, rates, usual, strict=True):
-                group["lr"] = (rate if given is None else given) * (1 + math.cos(math.pi * step / steps)) / 2
+            for group, rate in zip(optimizer.param_groups, rates[labels is not None], strict=True):
+                group["lr"] = rate * (1 + math.cos(math.pi * step / steps)) / 2
             loss = loss_of(images, labels)
             value = loss.item()
             if not torch.isfinite(loss):

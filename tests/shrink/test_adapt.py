@@ -40,6 +40,19 @@ def test_only_scale_shift_and_classifier_train_and_the_divergence_falls(cut, tea
     assert not cut.training and all(p.grad is None for p in cut.parameters())
 
 
+@pytest.mark.parametrize("labelled", [False, True])
+def test_all_weights_train_and_statistics_stay(cut, teacher, batches, labelled):
+    before = {name: tensor.clone() for name, tensor in cut.state_dict().items()}
+    cut.stem[0].weight.requires_grad_(False)
+    data = [(x, torch.arange(12) % 5) for x in batches] if labelled else batches
+    losses = shrink.adapt(cut, data, teacher=teacher, train="all", epochs=3)
+    assert losses[-1] < losses[0]
+    trained = {name for name, tensor in cut.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert trained == {name for name, _ in cut.named_parameters()}
+    assert [name for name, p in cut.named_parameters() if not p.requires_grad] == ["stem.0.weight"]
+    assert not cut.training and nasfast.unfuse(cut) == 0
+
+
 def test_one_step_is_that_of_the_gradient_of_both_losses(cut, teacher, batches):
     labels = torch.arange(12) % 5
     logits, target = cut(batches[0]), teacher(batches[0]).softmax(1)
@@ -90,6 +103,8 @@ def test_data_is_read_once_in_each_epoch(cut, teacher, batches):
 
 
 def test_what_cannot_be_adapted_is_refused(cut, teacher, batches):
+    with pytest.raises(shrink.ShrinkError, match="train is 'everything': give affine or all"):
+        shrink.adapt(cut, batches, teacher=teacher, train="everything")
     with pytest.raises(TypeError, match="got generator: give a DataLoader"):
         shrink.adapt(cut, (batch for batch in batches), teacher=teacher, fused=False)
     with pytest.raises(shrink.ShrinkError, match="neither a teacher nor a label"):
