@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nasfast.display import counted
 from nasfast.indicators.accuracies import top1_interval
 from nasfast.indicators.table import TABLE_FILE, IndicatorTable
 from nasfast.report.findings import Comparison, compare_runs
@@ -29,7 +30,7 @@ from nasfast.settings import CONFIG_FILE
 NETWORKS_FILE = "networks.json"
 """Which networks the last run of `nasfast shrink` compared."""
 
-_FULL, _SMALL = "full", "small"
+_FULL, _SMALL, _FINETUNED = "full", "small", "finetuned"
 
 _NOT_YET = "`nasfast shrink --resume` writes it"
 """What a section without its files says."""
@@ -71,20 +72,19 @@ class ShrinkFiles:
         """What was timed, and where."""
         return str(self.record("times.json")["about"]["runtime"]) if self.times else ""
 
-    def difference(self, name: str) -> Comparison:
-        """The top-1 of the result minus that of another network, on the same images."""
-        return compare_runs([self.networks[_SMALL]], [self.networks[name]])
+    def difference(self, name: str, of: str = _SMALL) -> Comparison:
+        """The top-1 of a network, by default the result, minus that of another, on the same images."""
+        return compare_runs([self.networks[of]], [self.networks[name]])
 
 
-def headline(record: Mapping[str, Any], files: ShrinkFiles) -> str:
-    """The result in one sentence."""
-    small, full = files.networks[_SMALL], files.networks[_FULL]
-    if _SMALL in files.times and _FULL in files.times:
-        ms = {name: files.times[name]["median_ms"] for name in (_SMALL, _FULL)}
-        costs = f"{ms[_SMALL]:.2f} ms instead of {ms[_FULL]:.2f}"
+def headline(record: Mapping[str, Any], files: ShrinkFiles, name: str = _SMALL) -> str:
+    """The result in one sentence, or its copy of another name."""
+    small, full = files.networks[name], files.networks[_FULL]
+    if name in files.times and _FULL in files.times:
+        costs = f"{files.times[name]['median_ms']:.2f} ms instead of {files.times[_FULL]['median_ms']:.2f}"
     else:
         costs = f"{millions(small['macs'])} MACs instead of {millions(full['macs'])}"
-    d = files.difference(_FULL)
+    d = files.difference(_FULL, name)
     side = f"{abs(d.gain):.1f} points {'less' if d.gain <= 0 else 'more'}"
     # rounding may leave -0.0, which 0 is added to
     low, high = (round(v, 1) + 0.0 for v in sorted((-d.low, -d.high) if d.gain <= 0 else (d.low, d.high)))
@@ -127,15 +127,27 @@ def _summary(files: ShrinkFiles) -> str:
 
 
 def verdicts(files: ShrinkFiles) -> list[str]:
-    """What a reader should know before he takes the result: networks within the limits that are no worse."""
+    """What a reader should know before he takes the result: what more training gives, and what is no worse."""
     notes, limits = [], files.search["about"]["limits"]
     if files.networks[_SMALL]["kind"].startswith("uniform"):
         notes.append("The result has uniform widths: on held-out training images none of the program was better.")
+    if _FINETUNED in files.networks:
+        record, d = files.networks[_FINETUNED], files.difference(_SMALL, _FINETUNED)
+        notes.append(
+            f"With all weights trained for {counted(record['about']['epochs'], 'epoch')} more it has "
+            f"{percent(record['top1'])}: {d.gain:+.1f} points ({d.low:+.1f} to {d.high:+.1f}). No other network here "
+            "had this training."
+        )
     for name, record in files.networks.items():
         costs = {"max_macs": record["macs"], "max_params": record["params"]}
         within = all(costs[limit] <= _ABOUT * limits.get(limit, math.inf) for limit in costs)
         d = files.difference(name)
-        if name in (_FULL, _SMALL) or not within or d.gain > 0 or _cost(files, name) > _ABOUT * _cost(files, _SMALL):
+        if (
+            name in (_FULL, _SMALL, _FINETUNED)
+            or not within
+            or d.gain > 0
+            or _cost(files, name) > _ABOUT * _cost(files, _SMALL)
+        ):
             continue
         advice = "the search gains nothing here" if name.startswith("random") else "take that one, which is simpler"
         notes.append(
@@ -172,10 +184,11 @@ def _comparison(files: ShrinkFiles) -> str:
     header = ["network", "pixels", "MACs", "parameters", *(["ms"] if timed else []), "top-1 before", "top-1"]
     header.append("the result is better by")
     note = (
-        "Every network had the same adaptation: scale and shift of BatchNorms and the classifier, by the same views "
-        "and the same teacher, which the full network is before it; 'before' of others is right after the cut. "
-        "Intervals of 95 %: of a top-1 over the images, of a difference over the same images in pairs; other seeds of "
-        "the training are not in them. Validation images had no part in the search."
+        "Every network had the same adaptation, and that of which all weights train has had it before: scale and "
+        "shift of BatchNorms and the classifier, by the same views and the same teacher, which the full network is "
+        "before it; 'before' of others is right after the cut. Intervals of 95 %: of a top-1 over the images, of a "
+        "difference over the same images in pairs; other seeds of the training are not in them. Validation images had "
+        "no part in the search."
     )
     if timed:
         note += f" Milliseconds: {files.runtime}."
@@ -234,10 +247,11 @@ def _search(files: ShrinkFiles) -> str:
 
 
 def _exported(files: ShrinkFiles) -> str:
-    record = files.record("export/export.json")
+    folders = {_SMALL: "", _FINETUNED: f"{_FINETUNED}/"}
     rows = [
-        [f["file"], f"{f['bytes'] / 1e6:.1f} MB", f"{f['ms']:.2f}" if f.get("ms") else "-", f.get("note", "")]
-        for f in record["files"]
+        [folder + f["file"], f"{f['bytes'] / 1e6:.1f} MB", f"{f['ms']:.2f}" if f.get("ms") else "-", f.get("note", "")]
+        for folder in (folders[name] for name in folders if name in files.networks)
+        for f in files.record(f"export/{folder}export.json")["files"]
     ]
     return html_table(["file", "size", "ms", ""], rows, text_columns=[0, 3])
 

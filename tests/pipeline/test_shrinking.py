@@ -147,6 +147,40 @@ def test_a_stopped_run_ends_with_the_same_bytes(here, whole, monkeypatch, moment
 
 
 @pytest.mark.slow
+def test_all_weights_train_beside_the_affine_network_where_they_are_asked_for(here, whole, monkeypatch, capsys):
+    """The run goes on from a finished one; a stopped training of all weights begins again."""
+    import shutil
+
+    shutil.copytree(whole, here / "all")
+    flags = ["--max_macs", "60%", "--resume", "--finetune", "all", "--finetune_epochs", "2", "--finetune_lr", "0.001"]
+    flags += ["--export", "true", "--int8", "false"]
+    with monkeypatch.context() as patch:
+        patch.setattr(stages, "save_network", lambda *_: pytest.fail("stopped here"))
+        with pytest.raises(pytest.fail.Exception, match="stopped here"):
+            main(command(here, "all", *flags))
+    monkeypatch.setattr(exporting, "write_program", lambda *_: None)
+    monkeypatch.setattr(exporting, "write_checked_onnx", lambda *_: None)
+    assert main(command(here, "all", *flags)) == 0
+    out = here / "all"
+    for name in ("full", "small", "uniform"):
+        path = f"networks/{name}/result.json"
+        assert (out / path).read_bytes() == (whole / path).read_bytes()
+    small, finetuned = (json.loads((out / f"networks/{n}/result.json").read_text()) for n in ("small", "finetuned"))
+    assert finetuned["before"] == small["top1"] and finetuned["macs"] == small["macs"]
+    assert finetuned["losses"][-1] < small["losses"][-1]
+    nets = [
+        load_network(out / path, Material(ShrinkRun.look(out)).form) for path in ("networks/small", "export/finetuned")
+    ]
+    first, second = (dict(net.named_parameters()) for net in nets)
+    assert first.keys() == second.keys() and not any(torch.equal(first[name], second[name]) for name in first)
+    times = json.loads((out / "times.json").read_text())["networks"]
+    assert times["small"] == times["finetuned"]
+    text = "With all weights trained for 2 epochs more it has"
+    assert text in (out / "report.html").read_text() and text in capsys.readouterr().out
+    assert "finetuned/model.safetensors" in (out / "report.html").read_text()
+
+
+@pytest.mark.slow
 def test_another_limit_resumes_from_what_was_measured(here, whole, monkeypatch):
     import shutil
 
@@ -218,6 +252,7 @@ REFUSALS = [
     ("--max_macs 50% --model {model}:plain", "has no nn.Linear as its classifier"),
     ("--max_macs 50% --data.train {few}", "10 training images of 2 classes are too few"),
     ("--max_macs 50% --weights {model}", "cannot be read"),
+    ("--max_macs 50% --finetune_lr 0", "finetune_lr must be positive, got 0"),
     ("--max_macs 50% --measure_images 1", "set measure_images to "),
 ]
 
@@ -269,7 +304,9 @@ def test_dry_run_says_what_is_searched_and_writes_nothing(here, capsys, monkeypa
     assert main(command(here, "planned", "--max_macs", "50%", "--dry_run")) == 0
     text = capsys.readouterr().out
     assert "may be dropped" in text and "measure at 16 px" in text and "GiB" in text
-    assert "The machine was busy" in text
+    assert "The machine was busy" in text and "train all weights" not in text
+    assert main(command(here, "planned", "--max_macs", "50%", "--dry_run", "--finetune", "all")) == 0
+    assert "train all weights of the result" in capsys.readouterr().out
     assert not (here / "planned").exists()
 
 
@@ -456,7 +493,7 @@ def test_files_of_another_network_do_not_stay_beside_those_of_the_result(here, m
             path.parent.mkdir(exist_ok=True)
             path.write_text("old")
         monkeypatch.setattr(exporting, "load_network", lambda *_: work.form)
-        files = exporting.export(work, {"size": 16, "macs": 1, "params": 1, "top1": 0.5}, "")
+        files = exporting.export(work, "small", {"kind": "", "size": 16, "macs": 1, "params": 1, "top1": 0.5}, "")
     assert {path.name for path in files} == {"README.md", "model.safetensors", "recipe.json"}
     assert not (run.dir / "export" / "model-int8.onnx").exists()
 

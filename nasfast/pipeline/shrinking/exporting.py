@@ -55,15 +55,17 @@ normalised by mean {mean} and standard deviation {std}. Classes, in order: {name
 """
 
 
-def export(work: Material, small: dict[str, Any], headline: str) -> tuple[Path, ...]:
-    """Write the result's files into export/; those of the same network are kept.
+def export(work: Material, name: str, small: dict[str, Any], headline: str) -> tuple[Path, ...]:
+    """Write a network's files into export/, or export/NAME/ beside the result; those of the same network are kept.
 
     Args:
         work: the material.
+        name: of its folder in networks/: `small` is the result.
         small: its result.json.
         headline: the result in a sentence, for the card.
     """
-    folder, source, started = work.run.dir / "export", work.run.network("small"), time.monotonic()
+    source, started = work.run.network(name), time.monotonic()
+    folder = work.run.dir / "export" / ("" if name == "small" else name)
     network, size = load_network(source, work.form), int(small["size"])
     about = {"network": weights_digest(network), "int8": work.cfg.int8}
     if (record := read_record(folder / EXPORT_FILE, about)) is None:
@@ -93,7 +95,7 @@ def export(work: Material, small: dict[str, Any], headline: str) -> tuple[Path, 
         if (folder / INT8_FILE).exists():
             rows[INT8_FILE] |= _judge_int8(work, size, folder / INT8_FILE, float(small["top1"]))
         record = write_record(folder / EXPORT_FILE, about, {"files": list(rows.values())})
-        log_stage("export", started, f"{len(rows)} files")
+        log_stage("export", started, f"{len(rows)} files of {small['kind']}")
     _write_card(work, folder, record, size, headline)
     names = (CARD_FILE, *(row["file"] for row in record["files"]))
     return tuple(folder / name for name in names)

@@ -127,6 +127,13 @@ class Material:
         lesson = self.lesson.begin(None if by_labels else self.targets)
         return shrink.adapt(model, lesson, teacher=None if by_labels else lesson.teacher, size=size, epochs=epochs)
 
+    def finetune(self, model: nn.Module, *, size: int) -> list[float]:
+        """Train all weights of an adapted network at a size by the lesson with the teacher."""
+        lesson, cfg = self.lesson.begin(self.targets), self.cfg
+        options: dict[str, Any] = {"epochs": cfg.finetune_epochs, "lr": cfg.finetune_lr}
+        options["lr_classifier"] = cfg.finetune_lr
+        return shrink.adapt(model, lesson, teacher=lesson.teacher, size=size, train="all", **options)
+
     @cached_property
     def teacher(self) -> nn.Module:
         """The full network, adapted to the images at the largest size."""

@@ -27,8 +27,8 @@ from nasfast.shrink import Found
 _BATCH = 16
 """Images of a timed step."""
 
-_EXPORT, _CAPTURE = 60.0, 5.0
-"""Seconds of the export, of which most is torch.onnx.export's, and of the capture of one network."""
+_EXPORT, _PAGE, _CAPTURE = 55.0, 5.0, 5.0
+"""Seconds of an export, of which most is torch.onnx.export's, of the page, and of the capture of one network."""
 
 _ELIMINATION = 2.5e-9
 """Seconds of an elimination of channels per cube of their number."""
@@ -41,11 +41,13 @@ class Pace:
     Attributes:
         forward: of the full network.
         train: of a step of its adaptation, which is faster where `fuse` serves.
+        train_all: of a step of all its weights.
         decode: of reading an image.
     """
 
     forward: float
     train: float
+    train_all: float
     decode: float
 
 
@@ -95,17 +97,18 @@ def _pace(work: Material) -> Pace:
     start = time.thread_time()
     shown, labels = work.images.read(source, work.resolution, _BATCH)
     decode = (time.thread_time() - start) / len(shown)
-    x, network = work.images.prepared(shown), clone(work.form).requires_grad_(False)
-    scales, classifier = shrink.affine_parameters(network)
-    for p in (*scales, *classifier):
-        p.requires_grad_(True)
+    x, network = work.images.prepared(shown), clone(work.form)
 
     def train() -> None:
         nn.functional.cross_entropy(network(x), labels).backward()
 
     with torch.no_grad():
         forward = _fastest(partial(network, x))
-    return Pace(forward / len(x), _fastest(train) / len(x), decode)
+    train_all = _fastest(train)
+    scales, classifier = shrink.affine_parameters(network.requires_grad_(False))
+    for p in (*scales, *classifier):
+        p.requires_grad_(True)
+    return Pace(forward / len(x), _fastest(train) / len(x), train_all / len(x), decode)
 
 
 def _fastest(call: Callable[[], Tensor | None]) -> float:
@@ -150,5 +153,10 @@ def _stages(work: Material, found: Found, sizes: tuple[int, ...], pace: Pace) ->
     each = cfg.epochs * count * pace.train
     seconds = each + networks * each * least + (networks + 1) * _CAPTURE
     stages.append((f"adapt the full network and {networks} others", seconds, 2.0 * pixels))
-    stages.append(("page and export", _EXPORT, 0.0))
+    exports = int(cfg.export)
+    if cfg.finetune == "all":
+        exports *= 2
+        trained = cfg.finetune_epochs * count * pace.train_all * least
+        stages.append(("train all weights of the result", trained, 2.0 * pixels))
+    stages.append(("page and export", _PAGE + exports * _EXPORT, 0.0))
     return stages

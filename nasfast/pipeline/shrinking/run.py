@@ -49,6 +49,10 @@ class ShrinkConfig(ConfigBase):
         latency_threads: number of CPU threads of what is timed.
         epochs: epochs of adaptation of each network after the cut.
         teacher_epochs: epochs of adaptation of the full network, at each size.
+        finetune: what trains in the result: `affine` is scale and shift of BatchNorms and the classifier, as in all
+            networks; with `all`, all weights of a copy train after that, too.
+        finetune_epochs: epochs in which all weights train.
+        finetune_lr: highest learning rate of all weights.
         images: most training images that are kept in memory and used.
         measure_images: training images, without labels, that channels are measured with.
         score_images: those of them that candidates are scored with.
@@ -77,6 +81,9 @@ class ShrinkConfig(ConfigBase):
     latency_threads: int = 1
     epochs: int = 3
     teacher_epochs: int = 2
+    finetune: Literal["affine", "all"] = marked(RESUMED, "affine")
+    finetune_epochs: int = marked(RESUMED, 3)
+    finetune_lr: float = marked(RESUMED, 3e-4)
     images: int = 20_000
     measure_images: int = 400
     score_images: int = 128
@@ -92,8 +99,10 @@ class ShrinkConfig(ConfigBase):
 
     def _check_values(self) -> None:
         check_common(self.threads, self.seed)
-        names = "epochs teacher_epochs images measure_images score_images held_out top_k rounds latency_threads".split()
-        check_counts(**{name: getattr(self, name) for name in names})
+        names = "epochs teacher_epochs finetune_epochs images measure_images score_images held_out top_k rounds".split()
+        check_counts(**{name: getattr(self, name) for name in (*names, "latency_threads")})
+        if not 0 < self.finetune_lr < math.inf:
+            raise ValueError(f"finetune_lr must be positive, got {self.finetune_lr}")
         if self.random_networks < 0:
             raise ValueError(f"random_networks must not be negative, got {self.random_networks}")
         if self.resolution is not None and self.resolution < SIZE_STEP:

@@ -1,6 +1,6 @@
 """The stages of `nasfast shrink`: from a pretrained network and images to a smaller one. Files in, files out.
 
-adapt -> teacher.safetensors   measure -> size-N/   search -> search.json   cut, adapt, evaluate -> networks/NAME/
+adapt -> teacher.safetensors   measure -> size-N/   search -> search.json   cut, train, evaluate -> networks/NAME/
 time -> times.json   page -> report.html   export -> export/
 """
 
@@ -54,8 +54,8 @@ SEARCH_FILE = "search.json"
 # pixels of the smallest side that is searched for a limit in ms, most of which may not depend on them
 _LEAST_SHARE = 0.1
 
-FULL, SMALL = "full", "small"
-"""Names of the full network, adapted, and of the result."""
+FULL, SMALL, FINETUNED = "full", "small", "finetuned"
+"""Names of the full network, adapted, of the result, and of the result with all weights trained."""
 
 PROGRAM, UNIFORM = "exact program", "uniform widths, closed form"
 """Kinds of networks: what the search finds, and the simple answer that it begins with."""
@@ -135,13 +135,17 @@ def every_stage(run: ShrinkRun) -> ShrinkResult:
     limits = absolute_limits(work, costs)
     record = search(work, sizes_of(work, costs, limits, lambda size: limits_at(work, size, limits), full_ms), limits)
     networks = {FULL: full_network(work), SMALL: small_network(work, record["networks"][0])}
+    if run.cfg.finetune == "all":
+        networks[FINETUNED] = finetuned_network(work, networks[SMALL])
     if run.cfg.comparison:
         networks |= rivals(work, record, limits)
     network_times(work, networks)
     write_record(run.dir / NETWORKS_FILE, work.about, {"names": list(networks)})
     written = ShrinkFiles(run.dir)
+    files: tuple[Path, ...] = ()
+    for name in [n for n in (SMALL, FINETUNED) if n in networks and run.cfg.export]:
+        files += export(work, name, networks[name], headline(record, written, name))
     sentence = headline(record, written)
-    files = export(work, networks[SMALL], sentence) if run.cfg.export else ()
     return ShrinkResult(networks, sentence, tuple(verdicts(written)), write_shrink_report(run.dir), files)
 
 
@@ -304,6 +308,7 @@ def adapted_network(
     depends: dict[str, Any],
     make: Callable[[], Made],
     form: nn.Module | None = None,
+    teach: Callable[[nn.Module], list[float]] | None = None,
 ) -> dict[str, Any]:
     """A network, adapted by the lesson and evaluated on the validation images; writes networks/NAME/.
 
@@ -316,6 +321,7 @@ def adapted_network(
         depends: what tells it from others of this name.
         make: makes the network.
         form: a network of its form, if it is not made of the full network.
+        teach: trains it in place of the adaptation that all have.
     """
     folder, started = work.run.network(name), time.monotonic()
     about = {**work.about, "size": size, **depends}
@@ -329,7 +335,7 @@ def adapted_network(
     model, recipe = make()
     model = clone(model)
     before = answers(model, work.images, work.val(size))
-    losses = work.teach(model, work.cfg.epochs, size=size)
+    losses = work.teach(model, work.cfg.epochs, size=size) if teach is None else teach(model)
     after = answers(model, work.images, work.val(size))
     for file in (RESULT_FILE, RECIPE_FILE):  # those of another network, which the new weights are not of
         (folder / file).unlink(missing_ok=True)
@@ -383,3 +389,23 @@ def small_network(work: Material, best: dict[str, Any]) -> dict[str, Any]:
     size, arch = int(best["size"]), tuple(best["arch"])
     kind = UNIFORM if best["round"] == 0 and arch != work.searched(size).full else PROGRAM
     return cut_network(work, SMALL, kind, size, arch, lambda: work.measured(size))
+
+
+def finetuned_network(work: Material, small: dict[str, Any]) -> dict[str, Any]:
+    """The result, of which all weights train after its adaptation."""
+    size, cfg = int(small["size"]), work.cfg
+
+    def make() -> Made:
+        recipe = shrink.make_recipe(work.measured(size), tuple(small["about"]["arch"]))
+        return load_network(work.run.network(SMALL), work.form), recipe
+
+    return adapted_network(
+        work,
+        FINETUNED,
+        f"{small['kind']}, all weights trained",
+        size=size,
+        costs=(small["macs"], small["params"]),
+        depends={"arch": small["about"]["arch"], "epochs": cfg.finetune_epochs, "lr": cfg.finetune_lr},
+        make=make,
+        teach=partial(work.finetune, size=size),
+    )

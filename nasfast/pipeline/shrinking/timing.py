@@ -121,14 +121,16 @@ def network_times(work: Material, networks: dict[str, dict[str, Any]]) -> dict[s
     if (record := read_record(path, about)) is not None:
         return record
     work.run.begin_writing()
+    first = {name: next(n for n in archs if archs[n] == key) for name, key in archs.items()}  # of equal networks
     with measuring(settings.threads):
         runs = {}
-        for name, (size, arch, peer) in archs.items():
+        for name in dict.fromkeys(first.values()):
+            size, arch, peer = archs[name]
             found = work.searched(size) if peer is None else work.peer
             graph = network_graph(found, tuple(arch) if arch else found.full)
             runs[name] = deployed_graph(graph, settings, (work.pretrained.channels, size, size))
         measured = measure(runs, rounds=settings.rounds)
-    record = write_record(path, about, {"networks": {name: phases["run"] for name, phases in measured.items()}})
+    record = write_record(path, about, {"networks": {name: measured[same]["run"] for name, same in first.items()}})
     log_stage("time", started, f"{len(runs)} networks by {about['runtime']}")
     return record
 
