@@ -150,16 +150,17 @@ def report(line: CommandLine) -> None:
     from nasfast.report.run_files import RunFiles
     from nasfast.report.seeds import write_stability_page
     from nasfast.report.shrinking import write_shrink_report
+    from nasfast.report.shrinking_seeds import write_shrink_seeds_page
 
     if len(runs) > 1:
         # the page of one run lies in its folder, and this one where the command runs
         print(f"written: {write_comparison(runs, Path(args.page or 'comparison.html')).absolute()}")
         return
+    seeds = (runs[0] / STABILITY_FILE).exists()
     if is_shrink_run(runs[0]):
-        print(f"written: {write_shrink_report(runs[0])}")
+        print(f"written: {(write_shrink_seeds_page if seeds else write_shrink_report)(runs[0])}")
         return
-    write_page = write_stability_page if (runs[0] / STABILITY_FILE).exists() else write_report
-    print(f"written: {write_page(runs[0])}")
+    print(f"written: {(write_stability_page if seeds else write_report)(runs[0])}")
     RunFiles(runs[0]).check()
 
 

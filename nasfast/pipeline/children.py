@@ -125,7 +125,7 @@ def child_task(cfg: RunConfig, name: str, function: str, *, seed: int, in_run: b
     Its function has the child's settings from `child_settings`. The child is in the folder of the task, or with
     `in_run` in the directory of the run, which the caller has locked.
     """
-    child = cfg.replace(seed=seed, data=same_images(cfg), search=cfg.search.replace(seed=seed))
+    child = cfg.replace(seed=seed, data=same_images(cfg.data, cfg.seed), search=cfg.search.replace(seed=seed))
     config, machine = child.parted(MACHINE)
     out = config.pop("out")
     return Task(

@@ -72,7 +72,9 @@ def retrain_loaders(
     validate.
     """
     seed, policy = cfg.seed if seed is None else seed, cfg.retrain.auto_augment
-    train, val = _make_loaders(same_images(cfg), space, world, seed=seed, hold_out=hold_out, policy=policy)
+    train, val = _make_loaders(
+        same_images(cfg.data, cfg.seed), space, world, seed=seed, hold_out=hold_out, policy=policy
+    )
     if len(train.source.classes) != space.num_classes:
         raise ConfigError(
             f"the images have {len(train.source.classes)} classes, {cfg.run_dir / SPACE_FILE} has {space.num_classes}: "

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nasfast.config import ConfigError, difference, load_yaml
 from nasfast.indicators.registry import configured_score
@@ -167,10 +167,7 @@ class Run:
         (saved, _), (new, _) = load_settings(self.cfg.out).parted(*kinds), self.cfg.parted(*kinds)
         if not supernet and self.nothing_is_trained:
             saved["data"] = new["data"]
-        if saved != new:
-            raise CheckpointError(
-                f"{path} has other settings: {difference(saved, new)}; keep those of the run, or choose another --out"
-            )
+        refuse_changes(path, saved, new)
 
     def already_begun(self, what: str, check: Callable[[], None]) -> FileExistsError:
         """The error for a run directory that has `what` already; `check` raises what `--resume` would refuse."""
@@ -239,9 +236,17 @@ def load_settings(out: str) -> RunConfig:
     return resolved(RunConfig.load(path).replace(out=out))
 
 
-def same_images(cfg: RunConfig) -> DataConfig:
+def refuse_changes(path: Path, saved: dict[str, Any], new: dict[str, Any]) -> None:
+    """Raise CheckpointError where the settings of a run that goes on are others than in its file."""
+    if saved != new:
+        raise CheckpointError(
+            f"{path} has other settings: {difference(saved, new)}; keep those of the run, or choose another --out"
+        )
+
+
+def same_images(data: DataConfig, seed: int) -> DataConfig:
     """The settings of images with the seed of the run for the held-out ones, which all seeds then have."""
-    return cfg.data if cfg.data.split_seed is not None else cfg.data.replace(split_seed=cfg.seed)
+    return data if data.split_seed is not None else data.replace(split_seed=seed)
 
 
 def check_one_process(tasks: TaskSettings | None, processes: int) -> None:

@@ -73,16 +73,22 @@ def _sentences(folder: Path, stability: Mapping[str, Any]) -> list[str]:
                 text.append(f"The structural baseline ({_BASELINE_COST}) is the answer itself, so nothing is compared.")
     else:
         text.append(f"{len(stability['scored'])} of {stability['seeds']} seeds are scored: too few to compare.")
-    stopped = [name for name, m in stability["missing"].items() if m["status"] == "stopped"]
+    return text + missing_sentences(folder, stability["missing"])
+
+
+def missing_sentences(folder: Path, missing: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What is missing, by the names of tasks in a folder, and why."""
+    text = []
+    stopped = [name for name, m in missing.items() if m["status"] == "stopped"]
     if stopped:
         text.append(
             f"The time limit came first: {len(stopped)} tasks are missing ({', '.join(stopped[:4])}"
             f"{', ...' if len(stopped) > 4 else ''}); --resume continues."
         )
-    for name, missing in stability["missing"].items():
-        if missing["status"] == "failed":
-            log = folder / name / missing["log"]
-            text.append(f"{name} failed in every attempt: {missing['error']}; its log is {log}")
+    for name, m in missing.items():
+        if m["status"] == "failed":
+            log = folder / name / m["log"]
+            text.append(f"{name} failed in every attempt: {m['error']}; its log is {log}")
     return text
 
 

@@ -30,7 +30,7 @@ from nasfast.settings import CONFIG_FILE
 NETWORKS_FILE = "networks.json"
 """Which networks the last run of `nasfast shrink` compared."""
 
-_FULL, _SMALL, _FINETUNED = "full", "small", "finetuned"
+FULL, SMALL, FINETUNED = "full", "small", "finetuned"
 
 _NOT_YET = "`nasfast shrink --resume` writes it"
 """What a section without its files says."""
@@ -72,19 +72,19 @@ class ShrinkFiles:
         """What was timed, and where."""
         return str(self.record("times.json")["about"]["runtime"]) if self.times else ""
 
-    def difference(self, name: str, of: str = _SMALL) -> Comparison:
+    def difference(self, name: str, of: str = SMALL) -> Comparison:
         """The top-1 of a network, by default the result, minus that of another, on the same images."""
         return compare_runs([self.networks[of]], [self.networks[name]])
 
 
-def headline(record: Mapping[str, Any], files: ShrinkFiles, name: str = _SMALL) -> str:
+def headline(record: Mapping[str, Any], files: ShrinkFiles, name: str = SMALL) -> str:
     """The result in one sentence, or its copy of another name."""
-    small, full = files.networks[name], files.networks[_FULL]
-    if name in files.times and _FULL in files.times:
-        costs = f"{files.times[name]['median_ms']:.2f} ms instead of {files.times[_FULL]['median_ms']:.2f}"
+    small, full = files.networks[name], files.networks[FULL]
+    if name in files.times and FULL in files.times:
+        costs = f"{files.times[name]['median_ms']:.2f} ms instead of {files.times[FULL]['median_ms']:.2f}"
     else:
         costs = f"{millions(small['macs'])} MACs instead of {millions(full['macs'])}"
-    d = files.difference(_FULL, name)
+    d = files.difference(FULL, name)
     side = f"{abs(d.gain):.1f} points {'less' if d.gain <= 0 else 'more'}"
     # rounding may leave -0.0, which 0 is added to
     low, high = (round(v, 1) + 0.0 for v in sorted((-d.low, -d.high) if d.gain <= 0 else (d.low, d.high)))
@@ -110,7 +110,7 @@ def write_shrink_report(run_dir: str | Path) -> Path:
 
 
 def _summary(files: ShrinkFiles) -> str:
-    small, full = files.networks.get(_SMALL), files.networks.get(_FULL)
+    small, full = files.networks.get(SMALL), files.networks.get(FULL)
     if small is None or full is None:
         raise NotRun(_NOT_YET)
     cards = [
@@ -119,9 +119,9 @@ def _summary(files: ShrinkFiles) -> str:
         (millions(small["params"]), f"parameters ({millions(full['params'])})"),
         (f"{small['size']} px", f"images ({full['size']} px)"),
     ]
-    if _SMALL in files.times:
-        ms = {name: files.times[name]["median_ms"] for name in (_SMALL, _FULL)}
-        cards.insert(1, (f"{ms[_SMALL]:.2f} ms", f"{files.runtime} ({ms[_FULL]:.2f} ms)"))
+    if SMALL in files.times:
+        ms = {name: files.times[name]["median_ms"] for name in (SMALL, FULL)}
+        cards.insert(1, (f"{ms[SMALL]:.2f} ms", f"{files.runtime} ({ms[FULL]:.2f} ms)"))
     notes = [f'<p class="note">{escape(note)}</p>' for note in verdicts(files)]
     return f"<p><b>{escape(headline(files.search, files))}</b></p>{html_cards(cards)}{''.join(notes)}"
 
@@ -129,10 +129,10 @@ def _summary(files: ShrinkFiles) -> str:
 def verdicts(files: ShrinkFiles) -> list[str]:
     """What a reader should know before he takes the result: what more training gives, and what is no worse."""
     notes, limits = [], files.search["about"]["limits"]
-    if files.networks[_SMALL]["kind"].startswith("uniform"):
+    if files.networks[SMALL]["kind"].startswith("uniform"):
         notes.append("The result has uniform widths: on held-out training images none of the program was better.")
-    if _FINETUNED in files.networks:
-        record, d = files.networks[_FINETUNED], files.difference(_SMALL, _FINETUNED)
+    if FINETUNED in files.networks:
+        record, d = files.networks[FINETUNED], files.difference(SMALL, FINETUNED)
         notes.append(
             f"With all weights trained for {counted(record['about']['epochs'], 'epoch')} more it has "
             f"{percent(record['top1'])}: {d.gain:+.1f} points ({d.low:+.1f} to {d.high:+.1f}). No other network here "
@@ -143,16 +143,16 @@ def verdicts(files: ShrinkFiles) -> list[str]:
         within = all(costs[limit] <= _ABOUT * limits.get(limit, math.inf) for limit in costs)
         d = files.difference(name)
         if (
-            name in (_FULL, _SMALL, _FINETUNED)
+            name in (FULL, SMALL, FINETUNED)
             or not within
             or d.gain > 0
-            or _cost(files, name) > _ABOUT * _cost(files, _SMALL)
+            or _cost(files, name) > _ABOUT * _cost(files, SMALL)
         ):
             continue
         advice = "the search gains nothing here" if name.startswith("random") else "take that one, which is simpler"
         notes.append(
             f"{record['kind']} is {'better' if d.high < 0 else 'no worse'} at this cost ({percent(record['top1'])} "
-            f"against {percent(files.networks[_SMALL]['top1'])}): {advice}."
+            f"against {percent(files.networks[SMALL]['top1'])}): {advice}."
         )
     return notes
 
@@ -175,7 +175,7 @@ def _comparison(files: ShrinkFiles) -> str:
             percent(record["before"]),
             f"{percent(record['top1'])} ({100 * low:.1f} to {100 * high:.1f})",
         ]
-        if name == _SMALL:
+        if name == SMALL:
             cells.append("")
         else:
             d = files.difference(name)
@@ -201,7 +201,7 @@ def _scatter(files: ShrinkFiles) -> str:
         low, high = top1_interval(record["top1"], record["images"])
         value = 100 * record["top1"]
         cost = _cost(files, name) / (1 if files.times else 1e6)
-        colour = SERIES[0] if name == _SMALL else SERIES[1] if name == _FULL else "#8a8a8a"
+        colour = SERIES[0] if name == SMALL else SERIES[1] if name == FULL else "#8a8a8a"
         axes.errorbar(cost, value, [[value - 100 * low], [100 * high - value]], fmt="o", color=colour, capsize=3)
         axes.annotate(
             literal(record["kind"]), (cost, value), (6, 4 - 9 * (i % 2)), textcoords="offset points", fontsize=8
@@ -247,7 +247,7 @@ def _search(files: ShrinkFiles) -> str:
 
 
 def _exported(files: ShrinkFiles) -> str:
-    folders = {_SMALL: "", _FINETUNED: f"{_FINETUNED}/"}
+    folders = {SMALL: "", FINETUNED: f"{FINETUNED}/"}
     rows = [
         [folder + f["file"], f"{f['bytes'] / 1e6:.1f} MB", f"{f['ms']:.2f}" if f.get("ms") else "-", f.get("note", "")]
         for folder in (folders[name] for name in folders if name in files.networks)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from in_process import run_tasks_here
 from tiny import write_folder
 
 from nasfast import shrink
@@ -181,6 +182,38 @@ def test_all_weights_train_beside_the_affine_network_where_they_are_asked_for(he
 
 
 @pytest.mark.slow
+def test_seeds_are_whole_runs_with_one_page_of_means(here, whole, monkeypatch, capsys):
+    run_tasks_here(monkeypatch)
+    flags = ["--max_macs", "60%", "--seeds", "2"]
+    assert main(command(here, "seeds", *flags)) == 0
+    out = here / "seeds"
+    # the first seed is what a run without --seeds makes of it, but for the name of its file of settings
+    assert (out / "seed-0/networks/small/model.safetensors").read_bytes() == (
+        whole / "networks/small/model.safetensors"
+    ).read_bytes()
+    results = [json.loads((out / f"seed-{i}/networks/full/result.json").read_text()) for i in range(2)]
+    assert results[0]["losses"] != results[1]["losses"]
+    said = capsys.readouterr().out
+    top1 = [100 * result["top1"] for result in results]
+    spread = f"{np.mean(top1):.2f} ± {np.std(top1, ddof=1):.2f}"
+    assert spread in said and "means of 2 of 2 seeds with standard deviations" in said
+    page = (out / "report.html").read_text()
+    assert spread in page and "uniform widths by L1 norms" in page and "cannot be read" not in page
+    # the page is written again from the files, and a run of one seed does not replace it
+    (out / "report.html").unlink()
+    assert main(["report", "--out", str(out)]) == 0
+    assert (out / "report.html").read_text() == page
+    assert main(command(here, "seeds", "--max_macs", "60%", "--resume")) == 1
+    assert "has a run of --seeds: add --seeds N" in capsys.readouterr().err
+    # it goes on with the files of the stages, and says what failed
+    (out / "seed-1/networks/small/model.safetensors").unlink()
+    monkeypatch.setattr(stages, "save_network", lambda *_: exec("raise OSError('no room')"))
+    assert main(command(here, "seeds", *flags, "--resume", "--attempts", "1")) == 0
+    said = capsys.readouterr().out
+    assert "means of 1 of 2 seeds" in said and "seed-1 failed in every attempt: OSError: no room" in said
+
+
+@pytest.mark.slow
 def test_another_limit_resumes_from_what_was_measured(here, whole, monkeypatch):
     import shutil
 
@@ -252,6 +285,9 @@ REFUSALS = [
     ("--max_macs 50% --model {model}:plain", "has no nn.Linear as its classifier"),
     ("--max_macs 50% --data.train {few}", "10 training images of 2 classes are too few"),
     ("--max_macs 50% --weights {model}", "cannot be read"),
+    ("--max_macs 50% --workers 2", "are for the tasks of --seeds N"),
+    ("--max_macs 50% --seeds 0", "--seeds must be at least 2, to compare them, got 0"),
+    ("--max_macs 0.01% --seeds 2", "cannot be met"),
     ("--max_macs 50% --finetune_lr 0", "finetune_lr must be positive, got 0"),
     ("--max_macs 50% --measure_images 1", "set measure_images to "),
 ]
@@ -264,6 +300,12 @@ def test_refusals(here, capsys, flags, message):
     text = capsys.readouterr().err
     assert message in text
     assert not (here / "refused").exists()
+
+
+def test_torchrun_is_refused(here, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(command(here, "refused", "--max_macs", "50%")) == 1
+    assert "works in one process: run it without torchrun" in capsys.readouterr().err
 
 
 def test_a_missing_runtime_is_named_before_anything_trains(here, capsys, monkeypatch):
@@ -307,6 +349,9 @@ def test_dry_run_says_what_is_searched_and_writes_nothing(here, capsys, monkeypa
     assert "The machine was busy" in text and "train all weights" not in text
     assert main(command(here, "planned", "--max_macs", "50%", "--dry_run", "--finetune", "all")) == 0
     assert "train all weights of the result" in capsys.readouterr().out
+    assert main(command(here, "planned", "--max_macs", "50%", "--dry_run", "--seeds", "3")) == 0
+    text = capsys.readouterr().out
+    assert text.split("seeds (whole runs)")[1].split()[0] == "3" and "1 at a time" in text
     assert not (here / "planned").exists()
 
 

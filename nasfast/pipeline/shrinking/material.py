@@ -40,6 +40,8 @@ from nasfast.shrink import Found, Measured
 
 _LOG = logging.getLogger(__name__)
 
+TEACHER_FILE = "teacher.safetensors"
+
 
 class Material:
     """What the stages work on; each part is made at its first use, or read where a stage has written it.
@@ -219,7 +221,7 @@ class Material:
 def adapt_teacher(work: Material) -> nn.Module:
     """The full network, adapted at the largest size; writes teacher.safetensors."""
     run, started = work.run, time.monotonic()
-    path = run.dir / "teacher.safetensors"
+    path = run.dir / TEACHER_FILE
     model = clone(work.form)
     if (tensors := read_tensors(path, work.about)) is not None:
         model.load_state_dict(tensors)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from nasfast.config import ConfigBase, ConfigError, Number, difference, load_yaml, marked, merge, to_number
+from nasfast.config import ConfigBase, ConfigError, Number, load_yaml, marked, merge, to_number
+from nasfast.pipeline.run import refuse_changes
 from nasfast.runtime.files import CheckpointError, write_atomic
 from nasfast.runtime.lock import run_lock
 from nasfast.settings import CONFIG_FILE, LIMITS, MACHINE, RESUMED, DataConfig, check_common, check_counts
@@ -83,7 +84,7 @@ class ShrinkConfig(ConfigBase):
     teacher_epochs: int = 2
     finetune: Literal["affine", "all"] = marked(RESUMED, "affine")
     finetune_epochs: int = marked(RESUMED, 3)
-    finetune_lr: float = marked(RESUMED, 3e-4)
+    finetune_lr: float = marked(RESUMED, 1e-4)
     images: int = 20_000
     measure_images: int = 400
     score_images: int = 128
@@ -222,11 +223,7 @@ class ShrinkRun:
         except ConfigError as error:
             raise CheckpointError(f"{path} is not that of a run of `nasfast shrink`: choose another --out") from error
         (saved, _), (new, _) = before.parted(MACHINE, RESUMED), self.cfg.parted(MACHINE, RESUMED)
-        if saved != new:
-            changes = difference(saved, new)
-            raise CheckpointError(
-                f"{path} has other settings: {changes}; keep those of the run, or choose another --out"
-            )
+        refuse_changes(path, saved, new)
 
     def network(self, name: str) -> Path:
         """The folder of a network."""
