@@ -28,6 +28,7 @@ from torch._dynamo.utils import get_traced_code
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.fx.experimental import _config as shape_config
 from torch.nn.modules import module as module_state
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import _get_current_function_mode_stack, has_torch_function
 from torch.utils._device import DeviceContext
 
@@ -77,8 +78,8 @@ class Region:
         self.graphs: list[Graph] = []
         self.own: dict[tuple[bool, bool] | None, str] = {}
         self.last: tuple[Graph, tuple[torch.Size, ...]] | None = None
-        # kinds of calls in which too little pays
-        self._small: set[tuple] = set()
+        # calls in which too little pays
+        self._small: weakref.WeakKeyDictionary[nn.Module, _Kinds] = weakref.WeakKeyDictionary()
         # TorchDynamo keeps what it compiled by code objects, and what changed by their names: each region has its own
         code = _captured_forward.__code__.replace(co_name=f"forward_of_region_{next(_NUMBERS)}")
         function = FunctionType(code, _captured_forward.__globals__)
@@ -99,7 +100,8 @@ class Region:
         if _ALONE.get():
             return _forward(module, *args, **kwargs)
         values = (*args, *kwargs.values())
-        if self._small and _kind(module, values) in self._small:
+        small = self._small.get(module)
+        if small is not None and small.kind(module, values) in small.kinds:
             return _run_alone(module, args, kwargs)
         if _is_watched(values) or _has_hooks_below(module):
             return _forward(module, *args, **kwargs)
@@ -119,9 +121,9 @@ class Region:
             finally:
                 _CALL.reset(token)
         if call.too_small:
-            if len(self._small) >= _KEPT_KINDS:
-                self._small.clear()
-            self._small.add(_kind(module, values))
+            if small is None or len(small.kinds) >= _KEPT_KINDS:
+                small = self._small[module] = _Kinds(module)
+            small.kinds.add(small.kind(module, values))
             return _run_alone(module, args, kwargs)
         result = _forward(module, *args, **kwargs)
         # what the forward itself refuses is no problem of the capture
@@ -253,7 +255,11 @@ class FusedForward:
         return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.__func__(self._module() or self.__self__, *args, **kwargs)
+        module = self._module() or self.__self__
+        # at once, because a model may have a hundred of these
+        if not torch.compiler.is_compiling() and _ALONE.get():
+            return type(module).forward(module, *args, **kwargs)
+        return self.__func__(module, *args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FusedForward) and (self._module(), self.region) == (other._module(), other.region)
@@ -314,6 +320,34 @@ class _Call:
     def __init__(self, region: Region, module: nn.Module, values: Sequence[Any]) -> None:
         self.region, self.module, self.values = region, module, values
         self.started = self.too_small = False
+
+
+class _Kinds:
+    """Kinds of calls of a module. Its BatchNorms and parameters are looked up once: to walk through a model between two
+    forwards, which leave nothing of it in the caches, takes as long as a convolution.
+
+    Attributes:
+        kinds: those that were added.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        # not of the module itself, which would then be kept by itself
+        below = [child for child in module.modules() if child is not module]
+        self._norms = [vars(child) for child in below if isinstance(child, _BatchNorm)]
+        self._parameters = [child._parameters for child in below if child._parameters]
+        self.kinds: set[tuple] = set()
+
+    def kind(self, module: nn.Module, values: Sequence[Any]) -> tuple:
+        """All of a call that decides whether chains pay in it."""
+        decides = [norm["training"] for norm in self._norms]
+        if torch.is_grad_enabled():
+            decides += [
+                parameter.requires_grad
+                for parameters in (module._parameters, *self._parameters)
+                for parameter in parameters.values()
+                if parameter is not None
+            ]
+        return *_signature(module, values), torch.get_num_threads(), *decides
 
 
 class _NoGraph(Exception):
@@ -424,23 +458,6 @@ def _described(values: Iterable[Any]) -> Iterator[Any]:
             yield from _described(value.values())
         elif isinstance(value, (bool, int, float, str)):
             yield value
-
-
-def _kind(module: nn.Module, values: Sequence[Any]) -> tuple:
-    """All of a call that decides whether chains pay in it."""
-    trains: list[bool] = []
-    if torch.is_grad_enabled():
-        _add_what_trains(module, trains)
-    return *_signature(module, values), torch.get_num_threads(), *trains
-
-
-def _add_what_trains(module: nn.Module, trains: list[bool]) -> None:
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            trains.append(parameter.requires_grad)
-    for child in module._modules.values():
-        if child is not None:
-            _add_what_trains(child, trains)
 
 
 def _is_watched(values: Sequence[Any]) -> bool:

@@ -363,3 +363,21 @@ def test_what_trains_counts_where_too_little_pays(captures):
         fused.requires_grad_(trains)
         fused(x)
     assert len(captures) == 2
+    fused[0][1].eval()
+    fused(x)
+    assert len(captures) == 3
+    assert len(fused.forward.region._small[fused].kinds) == 3
+
+
+def test_where_too_little_pays_nothing_inside_looks_again(monkeypatch):
+    fused = nn.Sequential(Candidate(3), Candidate(3)).requires_grad_(False)
+    nasfast.fuse(fused)
+    x = torch.randn(2, 4, 8, 8)
+    fused(x)
+    asked = []
+    call = region.Region.call
+    monkeypatch.setattr(region.Region, "call", lambda *arguments: asked.append(arguments[1]) or call(*arguments))
+    fused(x)
+    assert asked == [fused]
+    fused[0](x)
+    assert asked == [fused, fused[0]]
