@@ -301,7 +301,8 @@ def correct(measured: Measured, networks: Sequence[tuple[Arch, float]]) -> Indic
     spread = np.full(len(columns), _OWN**2)
     prior = _COMMON**2 * np.outer(terms.sum(1), terms.sum(1)) + (terms * spread) @ terms.T
     noise = np.diag((_ERROR * np.maximum(sums, np.abs(targets + sums))) ** 2)
-    dual = np.linalg.solve(prior + noise, targets)
+    # of networks that lose nothing, rows are zero: these say nothing
+    dual = np.linalg.lstsq(prior + noise, targets, rcond=None)[0]
     factors = 1 + _COMMON**2 * float(terms.sum(1) @ dual) + spread * (terms.T @ dual)
     corrected = [
         {v: score * max(float(factors[columns[layer, v]]), 0.1) if score < 0 else score for v, score in row.items()}

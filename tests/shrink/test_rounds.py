@@ -51,6 +51,15 @@ def test_a_corrected_table_gives_what_was_measured(found, measured):
     assert correct(measured, []) is measured.table
 
 
+def test_a_network_without_a_loss_corrects_nothing(found, measured):
+    arch, other = found.full, (0, *found.full[1:])
+    assert measured.table.score(arch) == 0
+    table = correct(measured, [(arch, measured.base), (other, 2 * -measured.table.score(other))])
+    alone = correct(measured, [(other, 2 * -measured.table.score(other))])
+    for row, want in zip(table.scores, alone.scores, strict=True):
+        assert row == pytest.approx(want)
+
+
 def test_a_network_whose_logits_are_not_finite_is_last_and_corrects_nothing(found, measured, held_out, monkeypatch):
     images, logits = held_out
     losses = itertools.chain([math.inf], itertools.repeat(0.5))
