@@ -51,6 +51,7 @@ from nasfast.shrink.recipe import RECIPE_FILE
 _LOG = logging.getLogger(__name__)
 
 SEARCH_FILE = "search.json"
+_SEARCH_FORMAT = 2  # another one is searched again
 # pixels of the smallest side that is searched for a limit in ms, most of which may not depend on them
 _LEAST_SHARE = 0.1
 
@@ -254,7 +255,7 @@ def search(work: Material, sizes: tuple[int, ...], limits: dict[str, float]) -> 
     """The best networks within limits over all sizes, as measured; writes search.json."""
     path, started, cfg = work.run.dir / SEARCH_FILE, time.monotonic(), work.cfg
     settings = {"top_k": cfg.top_k, "rounds": cfg.rounds}
-    about = {**work.about, "limits": limits, "sizes": list(sizes), **settings}
+    about = {**work.about, "format": _SEARCH_FORMAT, "limits": limits, "sizes": list(sizes), **settings}
     if (record := read_record(path, about)) is not None:
         return record
     work.run.begin_writing()
