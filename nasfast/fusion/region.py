@@ -79,7 +79,7 @@ class Region:
         self.own: dict[tuple[bool, bool] | None, str] = {}
         self.last: tuple[Graph, tuple[torch.Size, ...]] | None = None
         # calls in which too little pays
-        self._small: weakref.WeakKeyDictionary[nn.Module, _Kinds] = weakref.WeakKeyDictionary()
+        self._alone: weakref.WeakKeyDictionary[nn.Module, _Alone] = weakref.WeakKeyDictionary()
         # TorchDynamo keeps what it compiled by code objects, and what changed by their names: each region has its own
         code = _captured_forward.__code__.replace(co_name=f"forward_of_region_{next(_NUMBERS)}")
         function = FunctionType(code, _captured_forward.__globals__)
@@ -100,9 +100,9 @@ class Region:
         if _ALONE.get():
             return _forward(module, *args, **kwargs)
         values = (*args, *kwargs.values())
-        small = self._small.get(module)
-        if small is not None and small.kind(module, values) in small.kinds:
-            return _run_alone(module, args, kwargs)
+        alone = self._alone.get(module)
+        if alone is not None and alone.kind(module, values) in alone.kinds:
+            return alone.run(module, args, kwargs)
         if _is_watched(values) or _has_hooks_below(module):
             return _forward(module, *args, **kwargs)
         call, problem = _Call(self, module, values), ""
@@ -121,10 +121,10 @@ class Region:
             finally:
                 _CALL.reset(token)
         if call.too_small:
-            if small is None or len(small.kinds) >= _KEPT_KINDS:
-                small = self._small[module] = _Kinds(module)
-            small.kinds.add(small.kind(module, values))
-            return _run_alone(module, args, kwargs)
+            if alone is None or len(alone.kinds) >= _KEPT_KINDS:
+                alone = self._alone[module] = _Alone(module)
+            alone.kinds.add(alone.kind(module, values))
+            return alone.run(module, args, kwargs)
         result = _forward(module, *args, **kwargs)
         # what the forward itself refuses is no problem of the capture
         if problem:
@@ -255,11 +255,7 @@ class FusedForward:
         return module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module() or self.__self__
-        # at once, because a model may have a hundred of these
-        if not torch.compiler.is_compiling() and _ALONE.get():
-            return type(module).forward(module, *args, **kwargs)
-        return self.__func__(module, *args, **kwargs)
+        return self.__func__(self._module() or self.__self__, *args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, FusedForward) and (self._module(), self.region) == (other._module(), other.region)
@@ -322,19 +318,25 @@ class _Call:
         self.started = self.too_small = False
 
 
-class _Kinds:
-    """Kinds of calls of a module. Its BatchNorms and parameters are looked up once: to walk through a model between two
-    forwards, which leave nothing of it in the caches, takes as long as a convolution.
+class _Alone:
+    """Runs the own forward of a module where too little pays, with almost nothing in between.
+
+    Two forwards leave nothing of the model's objects in the caches, so that each one that is asked takes microseconds:
+    what is asked is looked up once.
 
     Attributes:
-        kinds: those that were added.
+        kinds: the kinds of calls in which too little pays.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        # not of the module itself, which would then be kept by itself
+        # nothing of the module itself, which it would keep
         below = [child for child in module.modules() if child is not module]
         self._norms = [vars(child) for child in below if isinstance(child, _BatchNorm)]
         self._parameters = [child._parameters for child in below if child._parameters]
+        # not what somebody has put around it
+        self._fused = [
+            (state, forward) for state in map(vars, below) if type(forward := state.get("forward")) is FusedForward
+        ]
         self.kinds: set[tuple] = set()
 
     def kind(self, module: nn.Module, values: Sequence[Any]) -> tuple:
@@ -348,6 +350,20 @@ class _Kinds:
                 if parameter is not None
             ]
         return *_signature(module, values), torch.get_num_threads(), *decides
+
+    def run(self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """The module's own forward, in which the modules inside of it have theirs, too."""
+        taken = [(state, forward) for state, forward in self._fused if state.get("forward") is forward]
+        # for what has its forward from elsewhere: another thread, which is ready earlier, or who has bound it again
+        token = _ALONE.set(True)
+        try:
+            for state, _ in taken:
+                state.pop("forward", None)
+            return _forward(module, *args, **kwargs)
+        finally:
+            for state, forward in taken:
+                state["forward"] = forward
+            _ALONE.reset(token)
 
 
 class _NoGraph(Exception):
@@ -364,15 +380,6 @@ _ALONE: ContextVar[bool] = ContextVar("no region runs a graph", default=False)
 
 def _forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
-
-
-def _run_alone(module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The module's own forward, in which the modules inside of it run theirs, too."""
-    token = _ALONE.set(True)
-    try:
-        return _forward(module, *args, **kwargs)
-    finally:
-        _ALONE.reset(token)
 
 
 def _captured_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,8 @@ import random
 import weakref
 from collections import OrderedDict
 from functools import wraps
+from threading import Thread
+from types import MethodType
 
 import pytest
 import torch
@@ -366,18 +368,53 @@ def test_what_trains_counts_where_too_little_pays(captures):
     fused[0][1].eval()
     fused(x)
     assert len(captures) == 3
-    assert len(fused.forward.region._small[fused].kinds) == 3
+    assert len(fused.forward.region._alone[fused].kinds) == 3
 
 
-def test_where_too_little_pays_nothing_inside_looks_again(monkeypatch):
+def test_where_too_little_pays_modules_inside_have_their_own_forward():
     fused = nn.Sequential(Candidate(3), Candidate(3)).requires_grad_(False)
     nasfast.fuse(fused)
-    x = torch.randn(2, 4, 8, 8)
+    x, found = torch.randn(2, 4, 8, 8), []
     fused(x)
-    asked = []
-    call = region.Region.call
-    monkeypatch.setattr(region.Region, "call", lambda *arguments: asked.append(arguments[1]) or call(*arguments))
+
+    def note(module: nn.Module, _: object) -> None:
+        found.append("forward" in vars(module))
+        if len(found) == 4:
+            raise IndexError("the last call")
+
+    for module in fused:
+        module.register_forward_pre_hook(note)
     fused(x)
-    assert asked == [fused]
-    fused[0](x)
-    assert asked == [fused, fused[0]]
+    with pytest.raises(IndexError, match="the last call"):
+        fused(x)
+    assert found == [False] * 4
+    assert all(isinstance(module.forward, FusedForward) for module in (fused, *fused))
+    fused[0].forward = (own := lambda x: x + 1)
+    fused(x)
+    assert fused[0].forward is own
+
+
+def test_where_too_little_pays_a_forward_that_is_bound_again_runs():
+    plain = disturb(nn.Sequential(Candidate(3), Candidate(3))).requires_grad_(False)
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    for model in (plain, fused):
+        inner = model[0].forward.__func__
+        model[0].forward = MethodType(wraps(inner)(lambda module, x, inner=inner: inner(module, x) + 1), model[0])
+    for _ in range(3):
+        x = torch.randn(2, 4, 8, 8)
+        assert torch.equal(fused(x), plain(x))
+
+
+def test_where_too_little_pays_in_two_threads():
+    plain = disturb(nn.Sequential(*map(Candidate, (3, 5, 3, 5)))).requires_grad_(False).eval()
+    fused = copy.deepcopy(plain)
+    nasfast.fuse(fused)
+    x, results = torch.randn(2, 4, 8, 8), []
+    threads = [Thread(target=lambda: results.extend(fused(x) for _ in range(50))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 100 and all(torch.equal(result, plain(x)) for result in results)
+    assert all(isinstance(module.forward, FusedForward) for module in (fused, *fused))
