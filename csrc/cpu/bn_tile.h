@@ -24,6 +24,12 @@ constexpr int kGroup = 4;
 constexpr int kGroup = 2;
 #endif
 
+// Rows that a pass over a tile goes through before it turns to the next vectors of channels. Memory needs addresses that
+// follow each other, and with fewer rows a pass over what a cache holds loads its coefficients too often. In bfloat16 this
+// and `Ahead` together took 1.1 of the time.
+template <typename T>
+constexpr int64_t kBlock = sizeof(T) > 2 ? 4 : kTileRows;
+
 template <int N>
 struct Count {
   static constexpr int value = N;
@@ -61,7 +67,7 @@ inline void for_each_block(int64_t rows, int64_t block_rows, int64_t channels, c
 // y = act(bn(x)) (+ residual, which has the layout of x); x and y may have different storage types
 template <typename A, bool kResidual, typename T, typename U>
 inline void bn_act_tile(const BnFold& bn, const T* x, const T* residual, int64_t ldx, U* y, int64_t ldy, int64_t rows,
-                        int64_t channels, int64_t block_rows = kTileRows) {
+                        int64_t channels, int64_t block_rows = kBlock<T>) {
   const A act(bn.act);
   for_each_block(rows, block_rows, channels, [&](int64_t c, auto count, auto lanes, int64_t first, int64_t last) {
     constexpr int n = decltype(count)::value;
@@ -129,7 +135,7 @@ inline VecF through_statistics(VecF d, VecF slope, VecF offset) { return slope !
 // dy = gradient of BatchNorm's input, where dz = grad * act'(z)
 template <typename A, typename T, typename U>
 inline void bn_act_bwd_tile(const BnFold& bn, const T* grad, int64_t ldgrad, const T* y, int64_t ld, U* dy,
-                            int64_t lddy, int64_t rows, int64_t channels, int64_t block_rows = kTileRows) {
+                            int64_t lddy, int64_t rows, int64_t channels, int64_t block_rows = kBlock<T>) {
   const A act(bn.act);
   for_each_block(rows, block_rows, channels, [&](int64_t c, auto count, auto lanes, int64_t first, int64_t last) {
     constexpr int n = decltype(count)::value;

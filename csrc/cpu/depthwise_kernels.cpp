@@ -34,11 +34,11 @@ inline void provide_input(const DepthwiseParams& p, int64_t image, int64_t row, 
 // The same from an expansion, all its channels. `a` is memory for the centred row of x.
 template <typename T, typename C>
 inline void provide_expansion(const DepthwiseParams& p, int64_t image, int64_t row, C* a, int64_t lda, float* to,
-                              int64_t ld) {
+                              int64_t ld, Ahead& ahead) {
   const Expansion& e = p.expansion;
   const T* x = static_cast<const T*>(e.x) + (image * p.height + row) * p.width * e.in_channels;
   centre_tile(x, e.center, a, lda, p.width, e.in_channels);
-  gemm_tile(a, lda, p.width, static_cast<const C*>(e.weight), e.in_channels, p.channels,
+  gemm_tile(a, lda, p.width, static_cast<const C*>(e.weight), e.in_channels, p.channels, ahead,
             [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
               const VecF bias = load(e.bias + c, lanes);
               const VecF scale = load(e.bn.scale + c, lanes);
@@ -137,7 +137,15 @@ void depthwise_fwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
       const int64_t channels = lesser(group, p.channels - c0);
       running.before = running.summed = 0;
       const auto provide = [&](int64_t row, float* to) {
-        if (expanded) return provide_expansion<T>(p, image, row, a, lda, to, group);
+        if (expanded) {
+          Ahead ahead;  // of the row of the result for which this is the last row
+          const int64_t last = row - p.kernel / 2;
+          if (!p.streams && last % p.stride == 0) {
+            const int64_t pixel = (image * p.out_height + last / p.stride) * p.out_width;
+            ahead.add(static_cast<const T*>(p.y.data) + pixel * p.y.ld, p.out_width * p.y.ld);
+          }
+          return provide_expansion<T>(p, image, row, a, lda, to, group, ahead);
+        }
         provide_input<T>(p, image, row, c0, channels, to, group);
       };
       const auto finish = [&](int64_t r, const auto& eval) {
@@ -316,12 +324,20 @@ void expansion_bwd_items(const DepthwiseParams& p, int64_t begin, int64_t end) {
     const auto provide = [&](int64_t row, float* to) { provide_dy<T>(p, image, row, 0, p.channels, to, ld); };
     const auto finish = [&](int64_t r, const auto& eval) {
       const int64_t at = (image * p.height + r) * p.width * e.in_channels;
+      Ahead ahead;  // of the row that the next row of the result needs
+      const int64_t next = r + 1 + p.kernel / 2;
+      if (next % p.stride == 0) {
+        const int64_t pixel = (image * p.out_height + next / p.stride) * p.out_width;
+        ahead.add(static_cast<const T*>(p.grad.data) + pixel * p.grad.ld, p.out_width * p.grad.ld);
+        ahead.add(static_cast<const T*>(p.grad.y) + pixel * p.channels, p.out_width * p.channels);
+        ahead.divide(panel_count(p.channels) * divide_up(p.width, kBlockRows));
+      }
       centre_tile(static_cast<const T*>(e.x) + at, e.center, a, lda, p.width, e.in_channels);
       for_each_panel(static_cast<const C*>(e.weight), e.in_channels, p.channels,
                      [&](auto width, int64_t column, const C* b) {
                        constexpr int kWidth = decltype(width)::value;
                        for (int j = 0; j < kWidth; ++j) eval(column + j * kLanes, da + j * out_size);
-                       gemm_panel<kWidth>(a, lda, b, e.in_channels, p.width, column, p.channels,
+                       gemm_panel<kWidth>(a, lda, b, e.in_channels, p.width, column, p.channels, ahead,
                                           [&](int64_t row, int count, int64_t c, const VecF* sum, auto lanes) {
                                             const float* from = da + (c - column) / kLanes * out_size + row * kLanes;
                                             const VecF bias = load(e.bias + c, lanes);

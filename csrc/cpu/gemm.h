@@ -460,9 +460,57 @@ class TileBlocks {
 };
 #endif
 
+// Memory that is read or written soon, by address: a few ranges. A product leaves the memory idle, so each of its blocks
+// asks for some lines, into the second-level cache. Measured with AVX2 on Zen 4: a chain of which each tensor has 7 MB
+// takes 0.8 of the time.
+class Ahead {
+ public:
+  Ahead() {}
+  Ahead(const Ahead&) = delete;
+  Ahead& operator=(const Ahead&) = delete;
+
+  // Adds `count` elements from p on, which may lie outside of all tensors. Null adds nothing, nor does bfloat16: see
+  // kBlock.
+  template <typename T>
+  void add(const T* p, int64_t count) {
+    if (p == nullptr || sizeof(T) < sizeof(float)) return;
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    *end_++ = {reinterpret_cast<const char*>(p), bytes};
+    bytes_ += bytes;
+  }
+
+  // Says in how many steps it is asked for.
+  void divide(int64_t steps) { step_bytes_ = divide_up(bytes_, steps * kLine) * kLine; }
+
+  void step() {
+    int64_t left = step_bytes_;
+    while (left > 0 && next_ != end_) {
+      const int64_t now = lesser(left, next_->bytes);
+      for (int64_t i = 0; i < now; i += kLine) __builtin_prefetch(next_->from + i, 0, 2);
+      next_->from += now;
+      next_->bytes -= now;
+      left -= now;
+      if (next_->bytes == 0) ++next_;
+    }
+  }
+
+ private:
+  struct Range {
+    const char* from;
+    int64_t bytes;
+  };
+  static constexpr int64_t kLine = 64;
+  Range ranges_[5];
+  Range *next_ = ranges_, *end_ = ranges_;
+  int64_t bytes_ = 0, step_bytes_ = 0;
+};
+
+// Bytes of the tensors of a stage from which its products ask for the next tile: smaller ones are in a cache.
+constexpr int64_t kAheadBytes = 2 * 1024 * 1024;
+
 template <int kWidth, typename C, typename Epilogue>
 inline void gemm_panel(const C* a, int64_t lda, const C* b, int64_t depth, int64_t rows, int64_t column,
-                       int64_t columns, const Epilogue& epilogue) {
+                       int64_t columns, [[maybe_unused]] Ahead& ahead, const Epilogue& epilogue) {
 #if defined(__AMX_BF16__)
   TileBlocks<C, Epilogue> blocks(columns, epilogue);
   blocks.template add_panel<kWidth>(a, lda, b, depth, rows, column);
@@ -470,6 +518,7 @@ inline void gemm_panel(const C* a, int64_t lda, const C* b, int64_t depth, int64
 #else
   for (int64_t row = 0; row < rows; row += kBlockRows) {
     const int count = static_cast<int>(lesser(kBlockRows, rows - row));
+    ahead.step();
     gemm_block<kWidth>(a + row * lda, lda, b, depth, [&](int j, const VecF* sums) {
       finish_block(row, count, column + j * kLanes, columns, sums, epilogue);
     });
@@ -505,11 +554,13 @@ inline void for_each_row(int count, const VecF* sums, const Body& body) {
   }
 }
 
-// Computes C = A B and calls epilogue(row, count, column, sums, lanes) for each piece of it: one vector of columns in
-// `count` rows. `a` must have tile_rows(rows) rows of memory, and zeros behind its depth up to packed_depth.
+// Computes C = A B, asking for `ahead` meanwhile, and calls epilogue(row, count, column, sums, lanes) for each piece of it:
+// one vector of columns in `count` rows. `a` must have tile_rows(rows) rows of memory, and zeros behind its depth up to
+// packed_depth.
 template <typename C, typename Epilogue>
 inline void gemm_tile(const C* a, int64_t lda, int64_t rows, const C* packed, int64_t depth, int64_t columns,
-                      const Epilogue& epilogue) {
+                      Ahead& ahead, const Epilogue& epilogue) {
+  ahead.divide(panel_count(columns) * divide_up(rows, kBlockRows));
 #if defined(__AMX_BF16__)
   TileBlocks<C, Epilogue> blocks(columns, epilogue);
   for_each_panel(packed, depth, columns, [&](auto width, int64_t column, const C* b) {
@@ -518,9 +569,16 @@ inline void gemm_tile(const C* a, int64_t lda, int64_t rows, const C* packed, in
   blocks.finish();
 #else
   for_each_panel(packed, depth, columns, [&](auto width, int64_t column, const C* b) {
-    gemm_panel<decltype(width)::value>(a, lda, b, depth, rows, column, columns, epilogue);
+    gemm_panel<decltype(width)::value>(a, lda, b, depth, rows, column, columns, ahead, epilogue);
   });
 #endif
+}
+
+template <typename C, typename Epilogue>
+inline void gemm_tile(const C* a, int64_t lda, int64_t rows, const C* packed, int64_t depth, int64_t columns,
+                      const Epilogue& epilogue) {
+  Ahead nothing;
+  gemm_tile(a, lda, rows, packed, depth, columns, nothing, epilogue);
 }
 
 }  // namespace nasfast::cpu::NASFAST_ISA

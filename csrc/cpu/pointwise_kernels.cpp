@@ -10,6 +10,15 @@
 namespace nasfast::cpu::NASFAST_ISA {
 namespace {
 
+// Copies `count` elements. The last vector overlaps the one before it, as a partial vector takes several times as long.
+template <typename T>
+inline void copy_run(const T* from, T* to, int64_t count) {
+  const auto copy = [&](int64_t i, auto lanes) { store(to + i, load(from + i, lanes), lanes); };
+  if (count < kLanes) return for_each_vector(count, copy);
+  for (int64_t i = 0; i + kLanes < count; i += kLanes) copy(i, AllLanes{});
+  copy(count - kLanes, AllLanes{});
+}
+
 // Gathers the patches of the output pixels [row, row + rows) of a dense convolution, with zeros outside the image.
 template <typename T>
 void gather_patches(const PointwiseParams& p, int64_t row, int64_t rows, T* patches, int64_t ld) {
@@ -33,8 +42,7 @@ void gather_patches(const PointwiseParams& p, int64_t row, int64_t rows, T* patc
       for (int64_t i = 0; i < begin; ++i) to[i] = T{};
       if (!outside) {
         const T* from = x + ((image * p.height + iy) * p.width + x0) * p.in_channels;
-        for_each_vector(end - begin,
-                        [&](int64_t i, auto lanes) { store(to + begin + i, load(from + begin + i, lanes), lanes); });
+        copy_run(from + begin, to + begin, end - begin);
       }
       for (int64_t i = end; i < run; ++i) to[i] = T{};
     }
@@ -68,6 +76,12 @@ inline bool reads_in_place(const PointwiseParams& p, int64_t rows) {
   constexpr int64_t kSize = sizeof(C);
   return __is_same(T, C) && rows % kRowMultiple == 0 && p.in_channels % Packing<C>::kMultiple == 0 &&
          p.in_channels * kSize % 2048 != 0;
+}
+
+// Whether a product asks for the memory of the next tile.
+template <typename T>
+inline bool asks_ahead(const PointwiseParams& p) {
+  return p.rows * (p.in_channels + p.out_channels) * static_cast<int64_t>(sizeof(T)) >= kAheadBytes;
 }
 
 template <typename T>
@@ -107,7 +121,12 @@ void pointwise_fwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
       T* y = static_cast<T*>(p.y.data) + row * p.y.ld;
       const T* residual = static_cast<const T*>(p.y.residual) + (p.y.residual ? row * p.out_channels : 0);
       const int64_t before = row - item * p.item_rows;
-      gemm_tile(left, ld, rows, weight, depth, p.out_channels,
+      Ahead ahead;
+      if (asks_ahead<T>(p)) {
+        if (!gathers) ahead.add(x + rows * p.in_channels, rows * p.in_channels);
+        if (!p.streams) ahead.add(y + rows * p.y.ld, rows * p.y.ld);
+      }
+      gemm_tile(left, ld, rows, weight, depth, p.out_channels, ahead,
                 [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
                   T* to = y + r * p.y.ld + c;
                   if (p.y.finished) {
@@ -172,7 +191,16 @@ void pointwise_bwd_items(const PointwiseParams& p, int64_t begin, int64_t end) {
       T* out = static_cast<T*>(dx.data) + at_in;
       const T* y = static_cast<const T*>(dx.y) + (dx.folded ? at_in : 0);
       const T* added = static_cast<const T*>(dx.added) + (dx.added ? at_in : 0);
-      gemm_tile(a, lda, rows, weight, p.out_channels, p.in_channels,
+      Ahead ahead;
+      if (asks_ahead<T>(p)) {
+        const int64_t next_out = rows * p.out_channels, next_in = rows * p.in_channels;
+        ahead.add(grad + rows * p.grad.ld, rows * p.grad.ld);
+        ahead.add(static_cast<const T*>(p.grad.y) + at_out + next_out, next_out);
+        ahead.add(y ? y + next_in : nullptr, next_in);
+        ahead.add(added ? added + next_in : nullptr, next_in);
+        if (!p.streams) ahead.add(out + next_in, next_in);
+      }
+      gemm_tile(a, lda, rows, weight, p.out_channels, p.in_channels, ahead,
                 [&](int64_t r, int count, int64_t c, const VecF* sum, auto lanes) {
                   const int64_t at = r * p.in_channels + c;
                   if constexpr (kFolded) {

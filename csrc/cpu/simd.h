@@ -309,4 +309,22 @@ inline VecF keep_lanes(VecF v, int lanes) {
   return z == z ? result : z;
 }
 
+// 1 / (1 + exp(-z)) with an absolute error below 2e-7, and 0 below -87
+inline VecF sigmoid(VecF z) {
+  const VecF y = minimum(broadcast(87.0f), maximum(broadcast(-87.0f), -z));
+  const VecF kRound = broadcast(12582912.0f);  // as in tanh
+  const VecF shifted = y * 1.44269504f + kRound;
+  const VecF power = shifted - kRound;
+  const VecF r = (y - power * 0.693359375f) + power * 2.12194440e-4f;
+  // exp(r) = 1 + r + square * polynomial, with a relative error below 1.1e-7 on |r| <= ln(2) / 2
+  const VecF square = r * r;
+  VecF e = broadcast(8.31243e-3f);
+  e = e * r + 4.1890986e-2f;
+  e = e * r + 1.6667119e-1f;
+  e = e * r + 4.9999225e-1f;
+  e = square * e + r + 1.0f;
+  const VecF result = 1.0f / (1.0f + as_float(as_bits(e) + (as_bits(shifted) << 23)));
+  return z < -87.0f ? VecF{} : result;
+}
+
 }  // namespace nasfast::cpu::NASFAST_ISA
