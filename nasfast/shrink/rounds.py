@@ -84,9 +84,9 @@ def search_measured(
     """The networks within limits that are nearest to a reference, by measurement, best first.
 
     At each size, uniform widths are measured first, so that no result is worse than these. Each round takes the `top_k`
-    best networks of the integer program over every table, measures those that are new as whole networks, and corrects
-    the tables by them: of the factors on a table's candidates, one common and one for each, it takes the most likely
-    ones by ridge regression. It ends when the best network by the corrected tables has been measured, or after
+    best networks of the integer program over the size's table, measures those that are new as whole networks, and
+    corrects the table by them: of the factors on its candidates, one common and one for each, it takes the most likely
+    ones by ridge regression. A size ends when the best network by its corrected table has been measured, or after
     `rounds`. What is proven is the best sum of a table; the order of the result is measured.
 
     A program under a table of latencies finds the networks that this table makes too fast. So `latency` measures them,
@@ -98,7 +98,7 @@ def search_measured(
         images: for each, held-out images of its size; the same ones at each size.
         reference: (N, classes) logits on these images of the network that the results shall be like.
         top_k: networks that each round takes from each table.
-        rounds: most rounds.
+        rounds: most rounds of a size.
         batch: images at a time.
         latency_tables: for each, the file of its latencies, for `max_latency_ms`.
         latency: milliseconds of the network of an architecture; None takes those of the tables as they are.
@@ -119,43 +119,17 @@ def search_measured(
     asked = _Asked(reference, latency, batch, limits)
     sizes = [_Size(*parts, asked) for parts in zip(measured, images, paths, strict=True)]
     for size in sizes:
-        size.measure_uniform()
-    number = 0
-    # networks above the limit are no results: until the program has one, they correct the tables
-    while number < rounds or not any(r.round for size in sizes for r in size.results.values()):
-        number += 1
-        best = _proposals(sizes, count=top_k)
-        if not best or best[0][1] in best[0][0].results:
-            break
-        for size, arch in best:
-            size.measure(arch, number)
-        for size in sizes:
-            size.correct()
+        size.search_rounds(top_k, rounds)
     results = [r for size in sizes for r in size.results.values()]
-    return Searched(sorted(results, key=lambda r: r.divergence), [size.latency_factor for size in sizes])
-
-
-def _proposals(sizes: Sequence[_Size], count: int) -> list[tuple[_Size, Arch]]:
-    """The best networks within limits by the corrected table of each size, best first.
-
-    Raises:
-        InfeasibleConstraintError: there is none, and none was measured before.
-    """
-    best, errors = [], []
-    for size in sizes:
-        try:
-            best += [(size.measured.base - c.score, size, c.arch) for c in size.search(count)]
-        except InfeasibleConstraintError as error:
-            errors.append(error)
-    if not best and not any(size.results for size in sizes):
+    if not results:
         nearest = min((ms for size in sizes for ms, _ in size.times.values()), default=None)
         if nearest is None:
-            raise errors[0]
+            raise next(size.error for size in sizes if size.error)
         raise InfeasibleConstraintError(
-            f"no network takes at most max_latency_ms={sizes[0].limits.maxima['max_latency_ms']:.4g} as measured; the "
-            f"nearest takes {nearest:.4g} ms: give a larger limit"
+            f"no network takes at most max_latency_ms={limits['max_latency_ms']:.4g} as measured; the nearest takes "
+            f"{nearest:.4g} ms: give a larger limit"
         )
-    return [(size, arch) for _, size, arch in sorted(best, key=lambda entry: entry[0])]
+    return Searched(sorted(results, key=lambda r: r.divergence), [size.latency_factor for size in sizes])
 
 
 def narrowed(
@@ -198,6 +172,7 @@ class _Size:
         limits: the limits in its space, with its table of latencies.
         results: the networks within limits.
         times: measured and predicted milliseconds of all, where latencies are measured.
+        error: why the integer program had no network in a round.
     """
 
     def __init__(self, measured: Measured, images: Tensor, latency_table: str | Path | None, asked: _Asked) -> None:
@@ -206,6 +181,7 @@ class _Size:
         self.limits = read_limits(SearchConfig(latency_table=path, **asked.limits), measured.found.space)
         self.results: dict[Arch, Shrunk] = {}
         self.times: dict[Arch, tuple[float, float]] = {}
+        self.error: InfeasibleConstraintError | None = None
         self._images, self._asked, self._table = images, asked, measured.table
         self._most = self.limits.maxima.get("max_latency_ms", math.inf)
 
@@ -213,6 +189,24 @@ class _Size:
     def latency_factor(self) -> float:
         """By what the latencies of the table are multiplied to be as measured: the median; 1 without measured ones."""
         return statistics.median([ms / predicted for ms, predicted in self.times.values()] or [1.0])
+
+    def search_rounds(self, count: int, rounds: int) -> None:
+        """Measure uniform widths, and the networks of rounds with `count` each, until the best one was measured."""
+        self.measure_uniform()
+        number = 0
+        # networks above the limit are no results: until the program has one, they correct the table
+        while number < rounds or not any(r.round for r in self.results.values()):
+            number += 1
+            try:
+                best = self.search(count)
+            except InfeasibleConstraintError as error:
+                self.error = error
+                break
+            if not best or best[0].arch in self.results:
+                break
+            for candidate in best:
+                self.measure(candidate.arch, number)
+            self.correct()
 
     def search(self, count: int) -> list[Candidate]:
         """The best networks within limits by the corrected tables, without those that are above them as measured."""
