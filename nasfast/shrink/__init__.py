@@ -4,11 +4,12 @@ May import `search`, `train` and all before them. `find` captures a network (`gr
 and makes its choices a space. `measure` gives each candidate a score and weights, by `eliminate`. `search_table` finds
 the best sums under limits; `search_measured` measures the best of them, over several sizes of images, beside `uniform`
 widths. `cut` makes the network, by a `Recipe`, which `save` writes and `load` applies to a fresh network. `adapt`
-trains the little it needs.
+trains the little it needs, by the logits and the `features` of the larger network.
 """
 
 from nasfast.shrink.adapt import adapt, affine_parameters
 from nasfast.shrink.cut import cut, make_recipe
+from nasfast.shrink.features import gives_features, kept_features, last_linear, with_features
 from nasfast.shrink.find import Block, Found, Place, find
 from nasfast.shrink.graph import ShrinkError
 from nasfast.shrink.measure import Measured, Solution, divergence, least_images, measure
@@ -31,6 +32,9 @@ __all__ = [
     "cut",
     "divergence",
     "find",
+    "gives_features",
+    "kept_features",
+    "last_linear",
     "least_images",
     "load",
     "make_recipe",
@@ -40,4 +44,5 @@ __all__ = [
     "save",
     "search_measured",
     "uniform_widths",
+    "with_features",
 ]

@@ -29,7 +29,7 @@ from nasfast.pipeline.shrinking.files import (
 from nasfast.pipeline.shrinking.images import Images, Lesson
 from nasfast.pipeline.shrinking.latency import network_graph
 from nasfast.pipeline.shrinking.material import Material
-from nasfast.pipeline.shrinking.models import Renormalised, fit_classifier, last_linear, load_pretrained
+from nasfast.pipeline.shrinking.models import Renormalised, fit_classifier, load_pretrained
 from nasfast.pipeline.shrinking.norms import by_norms
 from nasfast.pipeline.shrinking.rivals import peer_network
 from nasfast.pipeline.shrinking.run import Bound, ShrinkConfig, ShrinkRun, choose_sizes
@@ -458,12 +458,15 @@ def test_a_lesson_gives_each_batch_the_targets_of_its_views(here):
     data = DataConfig(train=str(here / "train"), val=str(here / "val"), batch_size=16, workers=0, loader="torchvision")
     images = Images.open(ShrinkConfig(), data, 3)
     lesson = Lesson(images, images.read(images.train, 16), batch=16, epochs=2)
-    lesson.begin(lesson.taught_by(lambda x: x.mean((2, 3))))
+    targets = lesson.taught_by(lambda x: (x.mean((2, 3)), x[:, :, 0, 0]))
+    lesson.begin(targets)
     views = []
     for _ in range(3):
         for x, _ in lesson:
             torch.testing.assert_close(lesson.teacher(x), x.mean((2, 3)))
             views.append(x)
+    for x, _ in lesson.begin(targets, kept=torch.tensor([2, 0])):
+        torch.testing.assert_close(lesson.teacher(x), (x.mean((2, 3)), x[:, [2, 0], 0, 0]))
     per_epoch = len(lesson)
     assert not torch.equal(views[0], views[per_epoch])
     assert torch.equal(views[0], views[2 * per_epoch])  # the epochs come again
@@ -481,7 +484,7 @@ def test_each_network_has_the_lesson_from_its_first_epoch(here, monkeypatch):
 def test_full_network_and_peer_have_the_adaptations_of_the_result(here, monkeypatch):
     taught = []
     monkeypatch.setattr(
-        Material, "teach", lambda self, model, epochs, *, size=None, by_labels=False: taught.append((epochs, by_labels))
+        Material, "teach", lambda self, model, epochs, by_labels=False, **_: taught.append((epochs, by_labels))
     )
     values = settings(here, "equal") | {"peer": f"{here / 'shrinking_model.py'}:net", "teacher_epochs": 4}
     with ShrinkRun.open(ShrinkConfig.from_dict(values)) as run:
@@ -671,7 +674,7 @@ def test_weights_of_a_network_for_other_classes_make_it_one_for_these(here, tmp_
 
     torch.save(shrinkable.small(classes=2).state_dict(), tmp_path / "two.pth")
     model = load_pretrained(f"{here / 'shrinking_model.py'}:net", str(tmp_path / "two.pth")).model
-    assert last_linear(model)[1].out_features == 2
+    assert shrink.last_linear(model)[1].out_features == 2
     torch.testing.assert_close(model(torch.ones(1, 3, 16, 16)), shrinkable.small(2).float()(torch.ones(1, 3, 16, 16)))
 
 

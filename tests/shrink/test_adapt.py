@@ -1,7 +1,5 @@
 """What trains after a cut, and what must not change."""
 
-import copy
-
 import pytest
 import shrinkable
 import torch
@@ -71,11 +69,57 @@ def test_a_classifier_moves_little_without_labels(cut, teacher, batches, labelle
     assert float((cut.classifier.weight.detach() - before).abs().max()) == pytest.approx(rate, rel=0.01)
 
 
+def test_features_are_drawn_to_those_that_the_network_keeps(found, measured, teacher, batches):
+    arch = tuple(max(v - 2, 0) for v in found.full)
+    cut, recipe = shrink.cut(measured, arch).float(), shrink.make_recipe(measured, arch)
+    kept = shrink.kept_features(teacher, recipe)
+    assert len(kept) == cut.classifier.in_features < teacher.classifier.in_features
+    assert shrink.kept_features(teacher, None).tolist() == list(range(teacher.classifier.in_features))
+    seen = []
+    for network in (teacher, cut):
+        network.classifier.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    with torch.no_grad():
+        logits, want = cut(batches[0]), teacher(batches[0]).softmax(1)
+        own, features = seen[0], seen[1][:, kept]
+        told = shrink.with_features(teacher, recipe)(batches[0])
+        torch.testing.assert_close(told, (teacher(batches[0]), features))
+        divergence = (want * (want / logits.softmax(1)).log()).sum(1).mean()
+    difference = ((own - features) ** 2).mean() / ((features - features.mean()) ** 2).mean()
+    options = {"teacher": shrink.with_features(teacher, recipe), "features": True, "fused": False}
+    (loss,) = shrink.adapt(cut, [batches[0]], epochs=1, **options)
+    assert loss == pytest.approx((divergence + 10 * difference).item(), rel=1e-5)
+    losses = shrink.adapt(cut, batches, epochs=4, lr=2e-3, **options)
+    assert losses[-1] < losses[0]
+
+
+def test_a_network_whose_outputs_are_not_those_of_its_classifier_has_no_features(cut, batches):
+    class Other(nn.Module):
+        def __init__(self, last):
+            super().__init__()
+            self.network, self.last = cut, last
+
+        def forward(self, x):
+            return self.last(self, self.network(x))
+
+    assert shrink.gives_features(cut, batches[0])
+    assert shrink.gives_features(Other(lambda self, y: y), batches[0])
+    assert not shrink.gives_features(Other(lambda self, y: y.log_softmax(1)), batches[0])
+    assert not shrink.gives_features(Other(lambda self, y: y @ self.network.classifier.weight), batches[0])
+    pooled = Other(lambda self, y: y.mean(1, keepdim=True))
+    with pytest.raises(shrink.ShrinkError, match=r"gives \(12, 1\), .* leave features out"):
+        shrink.adapt(pooled, batches, teacher=shrink.with_features(cut), features=True, epochs=1, fused=False)
+
+
 @pytest.mark.slow
-def test_fused_training_gives_the_same_network(cut, teacher, batches):
-    other = copy.deepcopy(cut)
-    losses = shrink.adapt(cut, batches, teacher=teacher, epochs=2, fused=False)
-    assert shrink.adapt(other, batches, teacher=teacher, epochs=2) == pytest.approx(losses, rel=1e-3)
+@pytest.mark.parametrize("features", [False, True])
+def test_fused_training_gives_the_same_network(found, measured, teacher, batches, features):
+    arch = tuple(max(v - 2, 0) for v in found.full)
+    cut, other = (shrink.cut(measured, arch).float() for _ in range(2))
+    if features:
+        teacher = shrink.with_features(teacher, shrink.make_recipe(measured, arch))
+    losses = shrink.adapt(cut, batches, teacher=teacher, features=features, epochs=2, fused=False)
+    fused = shrink.adapt(other, batches, teacher=teacher, features=features, epochs=2)
+    assert fused == pytest.approx(losses, rel=1e-3)
     assert nasfast.unfuse(other) == 0
     with torch.no_grad():
         assert torch.allclose(other(batches[0]), cut(batches[0]), rtol=1e-2, atol=1e-2)

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -114,8 +115,20 @@ class Images:
         return normalise(shown.contiguous(memory_format=torch.channels_last), *self.normaliser)
 
 
+class Targets(NamedTuple):
+    """What a teacher gives for all views of a lesson.
+
+    Attributes:
+        logits: (epochs, N, classes).
+        features: (epochs, N, features), what its classifier reads; 0 features where it gives none.
+    """
+
+    logits: Tensor
+    features: Tensor
+
+
 class Lesson:
-    """Views of the training images, the same in every lesson of a seed, with the logits of a teacher where it has one.
+    """Views of the training images, the same in every lesson of a seed, with targets of a teacher where it has one.
 
     After `begin`, each iteration is an epoch with its own views; after the last the first follows. Views are moved a
     little and mirrored, but for digits.
@@ -130,13 +143,14 @@ class Lesson:
     def __init__(self, images: Images, shown: Shown, *, batch: int, epochs: int) -> None:
         self._images, (self._shown, self._labels) = images, shown
         self._batch, self._epochs, self._next = batch, epochs, 0
-        self._targets: Tensor | None = None
+        self._targets: Targets | None = None
+        self._kept: Tensor | None = None
         self._kind = augment_of(images.data, self._shown.shape[-1])
         self._at = (0, slice(0, 0))
 
-    def begin(self, targets: Tensor | None = None) -> Lesson:
-        """This lesson, from its first epoch; with targets (epochs, N, classes) of `taught_by`, it has a teacher."""
-        self._next, self._targets = 0, targets
+    def begin(self, targets: Targets | None = None, kept: Tensor | None = None) -> Lesson:
+        """This lesson, from its first epoch; targets of `taught_by` give it a teacher, also of the kept features."""
+        self._next, self._targets, self._kept = 0, targets, kept
         return self
 
     def __len__(self) -> int:
@@ -164,16 +178,21 @@ class Lesson:
             views = torch.where(mirrored[part, None, None, None], views.flip(3), views)
             yield part, self._images.prepared(_moved(views, moves[part], reach)), self._labels[chosen]
 
-    def teacher(self, images: Tensor) -> Tensor:
-        """The teacher's logits of the batch that the last iteration gave."""
+    def teacher(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """The teacher's logits of the batch that the last iteration gave, and its kept features where there are."""
         assert self._targets is not None, "a lesson of a teacher begins with targets"
         epoch, part = self._at
-        return self._targets[epoch, part]
+        logits = self._targets.logits[epoch, part]
+        return logits if self._kept is None else (logits, self._targets.features[epoch, part][:, self._kept])
 
     @torch.no_grad()
-    def taught_by(self, network: Callable[[Tensor], Tensor]) -> Tensor:
-        """Logits (epochs, N, classes) of a network for all views."""
-        return torch.stack([torch.cat([network(x) for _, x, _ in self.epoch(epoch)]) for epoch in range(self._epochs)])
+    def taught_by(self, network: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Targets:
+        """Logits and features of a network for all views."""
+        epochs = []
+        for epoch in range(self._epochs):
+            logits, features = zip(*(network(x) for _, x, _ in self.epoch(epoch)), strict=True)
+            epochs.append((torch.cat(logits), torch.cat(features)))
+        return Targets(*map(torch.stack, zip(*epochs, strict=True)))
 
 
 def _moved(images: Tensor, moves: list[list[int]], reach: int) -> Tensor:

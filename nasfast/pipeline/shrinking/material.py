@@ -24,12 +24,11 @@ from nasfast.pipeline.shrinking.files import (
     save_tensors,
     weights_digest,
 )
-from nasfast.pipeline.shrinking.images import Images, Lesson, Shown
+from nasfast.pipeline.shrinking.images import Images, Lesson, Shown, Targets
 from nasfast.pipeline.shrinking.models import (
     Pretrained,
     Renormalised,
     fit_classifier,
-    last_linear,
     load_pretrained,
     with_classes,
 )
@@ -124,17 +123,44 @@ class Material:
         model = with_classes(Renormalised(given.model, own, other, given.channels), self.images.classes)
         return shrink.find(model, torch.zeros(1, given.channels, self.resolution, self.resolution), name=given.name)
 
-    def teach(self, model: nn.Module, epochs: int, *, size: int | None = None, by_labels: bool = False) -> list[float]:
-        """Adapt a network at a size by the lesson, from its first epoch; by its labels alone or with the teacher."""
-        lesson = self.lesson.begin(None if by_labels else self.targets)
-        return shrink.adapt(model, lesson, teacher=None if by_labels else lesson.teacher, size=size, epochs=epochs)
+    def teach(
+        self,
+        model: nn.Module,
+        epochs: int,
+        *,
+        size: int | None = None,
+        by_labels: bool = False,
+        kept: Tensor | None = None,
+        **options: Any,
+    ) -> list[float]:
+        """Adapt a network at a size by the lesson, from its first epoch.
 
-    def finetune(self, model: nn.Module, *, size: int) -> list[float]:
-        """Train all weights of an adapted network at a size by the lesson with the teacher."""
-        lesson, cfg = self.lesson.begin(self.targets), self.cfg
-        options: dict[str, Any] = {"epochs": cfg.finetune_epochs, "lr": cfg.finetune_lr}
-        options["lr_classifier"] = cfg.finetune_lr
-        return shrink.adapt(model, lesson, teacher=lesson.teacher, size=size, train="all", **options)
+        Args:
+            model: the network.
+            epochs: number of them.
+            size: side of its images; the largest by default.
+            by_labels: whether labels alone teach, without the teacher.
+            kept: the features of the teacher that the network has; None teaches no features.
+            options: of `nasfast.shrink.adapt`.
+        """
+        if by_labels:
+            return shrink.adapt(model, self.lesson.begin(), size=size, epochs=epochs, **options)
+        lesson = self.lesson.begin(self.targets, kept)
+        return shrink.adapt(
+            model, lesson, teacher=lesson.teacher, features=kept is not None, size=size, epochs=epochs, **options
+        )
+
+    def kept_features(self, recipe: shrink.Recipe | None) -> Tensor | None:
+        """The features of the teacher that the network of a recipe has; None where networks do not give theirs."""
+        return shrink.kept_features(self.form, recipe) if self.gives_features else None
+
+    @cached_property
+    def gives_features(self) -> bool:
+        """Whether the networks' outputs are those of their classifier, so that its inputs are features to teach."""
+        gives = shrink.gives_features(self.form, torch.zeros(2, self.pretrained.channels, *2 * (self.resolution,)))
+        if not gives:
+            _LOG.info("the network's outputs are not those of its last linear layer: its logits alone teach")
+        return gives
 
     @cached_property
     def teacher(self) -> nn.Module:
@@ -142,13 +168,19 @@ class Material:
         return adapt_teacher(self)
 
     @cached_property
-    def targets(self) -> Tensor:
-        """The teacher's logits (epochs, N, classes) of all views of the lesson; writes targets.safetensors."""
+    def targets(self) -> Targets:
+        """What the teacher gives for all views of the lesson; writes targets.safetensors."""
         path = self.run.dir / "targets.safetensors"
-        if (kept := read_tensors(path, self.about)) is None:
-            kept = {"logits": self.lesson.taught_by(self.teacher)}
-            save_tensors(path, kept, self.about)
-        return kept["logits"]
+        kept = read_tensors(path, self.about) or {}
+        if set(kept) == set(Targets._fields):
+            return Targets(**kept)
+        teacher = shrink.with_features(self.teacher) if self.gives_features else self._logits_alone
+        targets = self.lesson.taught_by(teacher)
+        save_tensors(path, targets._asdict(), self.about)
+        return targets
+
+    def _logits_alone(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return self.teacher(images), images.new_empty(len(images), 0)
 
     def at_size(self, size: int) -> nn.Module:
         """The full network, adapted at a size."""
@@ -227,7 +259,7 @@ def adapt_teacher(work: Material) -> nn.Module:
         model.load_state_dict(tensors)
     else:
         run.begin_writing()
-        if last_linear(work.pretrained.model)[1].out_features != work.images.classes:
+        if shrink.last_linear(work.pretrained.model)[1].out_features != work.images.classes:
             model = clone(work.pretrained.model)
             fit_classifier(model, work.batches, work.images.classes)
         else:
@@ -246,7 +278,7 @@ def adapt_size(work: Material, size: int) -> nn.Module:
         model.load_state_dict(tensors)
     else:
         work.run.begin_writing()
-        work.teach(model, work.cfg.teacher_epochs, size=size)
+        work.teach(model, work.cfg.teacher_epochs, size=size, kept=work.kept_features(None))
         save_tensors(path, dict(model.state_dict()), work.about)
         log_stage("adapt", started, f"the full network at {size} px")
     return model.eval().requires_grad_(False)

@@ -18,6 +18,7 @@ from nasfast.pipeline.shrinking.files import clone
 from nasfast.pipeline.shrinking.run import parse_model_name
 from nasfast.runtime.imports import import_modules
 from nasfast.settings import DataConfig
+from nasfast.shrink import last_linear
 
 _LOG = logging.getLogger(__name__)
 
@@ -172,18 +173,6 @@ def _load_weights(model: nn.Module, path: Path) -> None:
     except RuntimeError as error:
         line = str(error).splitlines()[-1].strip()
         raise ConfigError(f"weights {path} do not fit the model ({line}): give those of this model") from error
-
-
-def last_linear(model: nn.Module) -> tuple[str, nn.Linear]:
-    """Path and module of the classifier, the last linear layer.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    found = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if not found:
-        raise ConfigError(f"{type(model).__name__} has no nn.Linear as its classifier: give a network that has one")
-    return found[-1]
 
 
 def with_classes(model: nn.Module, classes: int) -> nn.Module:

@@ -309,7 +309,7 @@ def adapted_network(
     depends: dict[str, Any],
     make: Callable[[], Made],
     form: nn.Module | None = None,
-    teach: Callable[[nn.Module], list[float]] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
     """A network, adapted by the lesson and evaluated on the validation images; writes networks/NAME/.
 
@@ -322,7 +322,7 @@ def adapted_network(
         depends: what tells it from others of this name.
         make: makes the network.
         form: a network of its form, if it is not made of the full network.
-        teach: trains it in place of the adaptation that all have.
+        options: of its training, in place of those of the adaptation that all have; see `Material.teach`.
     """
     folder, started = work.run.network(name), time.monotonic()
     about = {**work.about, "size": size, **depends}
@@ -336,7 +336,9 @@ def adapted_network(
     model, recipe = make()
     model = clone(model)
     before = answers(model, work.images, work.val(size))
-    losses = work.teach(model, work.cfg.epochs, size=size) if teach is None else teach(model)
+    # a network of another form has other features
+    kept = work.kept_features(recipe) if form is None else None
+    losses = work.teach(model, **{"epochs": work.cfg.epochs, "size": size, "kept": kept} | options)
     after = answers(model, work.images, work.val(size))
     for file in (RESULT_FILE, RECIPE_FILE):  # those of another network, which the new weights are not of
         (folder / file).unlink(missing_ok=True)
@@ -408,5 +410,8 @@ def finetuned_network(work: Material, small: dict[str, Any]) -> dict[str, Any]:
         costs=(small["macs"], small["params"]),
         depends={"arch": small["about"]["arch"], "epochs": cfg.finetune_epochs, "lr": cfg.finetune_lr},
         make=make,
-        teach=partial(work.finetune, size=size),
+        train="all",
+        epochs=cfg.finetune_epochs,
+        lr=cfg.finetune_lr,
+        lr_classifier=cfg.finetune_lr,
     )
