@@ -6,10 +6,10 @@
 FUNCTION gives the pretrained network. Both files are of torch.save: `fit` has images (N, 3, height, width) in uint8,
 `test` such images and their labels (N,). At every share of the network's MACs it compares the exact program at each
 size of the images, one width for all layers with the same least squares, and the network itself at each size;
-`--epochs` then trains the best of the program, and the network at the largest size that costs no more, by the KL
-divergence to the network at its own size. `--pruning` is a file of the labels of `fit`: torch-pruning, which must be
+`--epochs` then trains the best of the program, and the network at the largest size that costs no more, by the logits
+and features of the network at its own size. `--pruning` is a file of the labels of `fit`: torch-pruning, which must be
 installed, then prunes the network by magnitude and by Taylor's criterion, with one width for all layers and with a
-global order, and `--epochs` trains them in the same way. Accuracies have Wilson's 95 % interval; differences to the
+global order, and `--epochs` trains them by the logits alone. Accuracies have Wilson's 95 % interval; differences to the
 network, on the same images, have that of their standard error. Each row is written as it comes.
 """
 
@@ -67,10 +67,10 @@ def outputs(model: nn.Module, images: Tensor, size: int, args: argparse.Namespac
 
 
 class Lesson:
-    """Batches of images and, by `teacher`, the logits of the network at its own size; shuffled at each iteration."""
+    """Batches of images and, by `teacher`, tensors of the network at its own size; shuffled at each iteration."""
 
-    def __init__(self, images: Tensor, logits: Tensor, size: int, args: argparse.Namespace) -> None:
-        self._images, self._logits, self._size, self._args = images, logits, size, args
+    def __init__(self, images: Tensor, targets: Sequence[Tensor], size: int, args: argparse.Namespace) -> None:
+        self._images, self._targets, self._size, self._args = images, targets, size, args
         self._generator = torch.Generator().manual_seed(0)
 
     def __len__(self) -> int:
@@ -81,8 +81,10 @@ class Lesson:
             self._chosen = chosen
             yield prepared(self._images[chosen], self._size, self._args)
 
-    def teacher(self, _: Tensor) -> Tensor:
-        return self._logits[self._chosen]
+    def teacher(self, _: Tensor) -> Any:
+        """Logits, or a pair of logits and features."""
+        given = tuple(tensor[self._chosen] for tensor in self._targets)
+        return given if len(given) > 1 else given[0]
 
 
 def pruned(
@@ -164,7 +166,11 @@ class Bench:
         self.test, self.labels = (t[: args.test_images] for t in torch.load(args.test))
         self.size = int(self.fit.shape[-1])
         self.rows: list[dict[str, Any]] = []
-        self.logits = outputs(self.model, self.fit[: args.lesson], self.size, args)
+        teacher = shrink.with_features(self.model)
+        parts = self.fit[: args.lesson].split(BATCH)
+        with torch.no_grad():
+            pairs = [teacher(prepared(part, self.size, args)) for part in parts]
+        self.logits, self.features = map(torch.cat, zip(*pairs, strict=True))
         self.right: Tensor | None = None
         self.macs = self.found(self.model, self.size).macs
 
@@ -209,18 +215,20 @@ class Bench:
 
         def call() -> shrink.Measured:
             images = prepared(self.fit[few], size, self.args)
-            reference = None if size == self.size else self.logits[few]
             found = self.found(self.model, size)
-            return shrink.measure(found, images, score_images=self.args.score_images, reference=reference, batch=16)
+            return shrink.measure(found, images, score_images=self.args.score_images, batch=16)
 
         return self.timed(call)
 
-    def adapted(self, network: str, model: nn.Module, size: int, macs: int, **more: Any) -> None:
+    def adapted(
+        self, network: str, model: nn.Module, size: int, macs: int, *, kept: Tensor | None = None, **more: Any
+    ) -> None:
+        """A row after training by the logits, and by the features that the network keeps, where they are known."""
         model = copy.deepcopy(model)
-        lesson = Lesson(self.fit[: self.args.lesson], self.logits, size, self.args)
-        losses, seconds = self.timed(
-            lambda: shrink.adapt(model, lesson, teacher=lesson.teacher, epochs=self.args.epochs)
-        )
+        targets = [self.logits] if kept is None else [self.logits, self.features[:, kept]]
+        lesson = Lesson(self.fit[: self.args.lesson], targets, size, self.args)
+        options: dict[str, Any] = {"epochs": self.args.epochs, "features": kept is not None}
+        losses, seconds = self.timed(lambda: shrink.adapt(model, lesson, teacher=lesson.teacher, **options))
         self.row(f"{network}, adapted", model, size, macs, losses=losses, **seconds, **more)
 
     def run(self) -> None:
@@ -245,9 +253,12 @@ class Bench:
                 self.pruning(share)
             fits = [s for s, cost in shares.items() if cost <= share]
             if self.args.epochs:
-                self.adapted("joint program", small, size, joint.macs, share=share)
+                recipe = shrink.make_recipe(joint.measured, joint.arch)
+                kept = shrink.kept_features(self.model, recipe)
+                self.adapted("joint program", small, size, joint.macs, kept=kept, share=share)
                 for s in fits[:1]:
-                    self.adapted("the network", self.model, s, round(shares[s] * self.macs), share=share)
+                    kept = shrink.kept_features(self.model, None)
+                    self.adapted("the network", self.model, s, round(shares[s] * self.macs), kept=kept, share=share)
 
     def pruning(self, share: float) -> None:
         """Rows of what torch-pruning reaches: with the statistics that it leaves, counted again, and adapted."""
@@ -272,8 +283,8 @@ class Bench:
             chosen = search_table(measured.table, space, max_macs=share * self.macs)[0]
         except InfeasibleConstraintError:
             return
-        loss, words = measured.base - chosen.score, space.words(chosen.arch)
-        other = measured.base + greedy(measured.table, measured.found, share * self.macs)
+        loss, words = -chosen.score, space.words(chosen.arch)
+        other = greedy(measured.table, measured.found, share * self.macs)
         small = shrink.cut(measured, chosen.arch)
         self.row("exact program", small, size, chosen.macs, share=share, predicted=loss, greedy=other, arch=words)
         if size == self.size:

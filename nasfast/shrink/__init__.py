@@ -12,7 +12,7 @@ from nasfast.shrink.cut import cut, make_recipe
 from nasfast.shrink.features import gives_features, kept_features, last_linear, with_features
 from nasfast.shrink.find import Block, Found, Place, find
 from nasfast.shrink.graph import ShrinkError
-from nasfast.shrink.measure import Measured, Solution, divergence, least_images, measure
+from nasfast.shrink.measure import Measured, Solution, divergence, label_logits, least_images, measure
 from nasfast.shrink.recipe import Recipe, load, rebuild, save
 from nasfast.shrink.rounds import Searched, Shrunk, narrowed, search_measured
 from nasfast.shrink.uniform import uniform_widths
@@ -34,6 +34,7 @@ __all__ = [
     "find",
     "gives_features",
     "kept_features",
+    "label_logits",
     "last_linear",
     "least_images",
     "load",

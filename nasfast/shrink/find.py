@@ -109,6 +109,14 @@ class Found(Tabular):
         return self.space.cost(self.full).params
 
     @property
+    def stride(self) -> int:
+        """Pixels of the image for a pixel of the smallest maps of a convolution, both along a side."""
+        maps = [shape(node)[-1] for node in self.program.nodes if op_name(node) == "conv2d"]
+        side = shape(self.program.image)[-1]
+        # one pixel is that of a squeeze-and-excitation, or of an image that is too small to tell
+        return max((round(side / m) for m in maps if m > 1), default=1)
+
+    @property
     def caption(self) -> str:
         sizes = sum(len(place.dimensions) for place in self.places)
         blocks = sum(place.block is not None for place in self.places)

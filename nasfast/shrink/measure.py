@@ -55,14 +55,11 @@ class Measured:
         table: for `nasfast.search_table` and `nasfast.search.pareto_front`: minus the KL divergence, in nats per image,
             of every candidate; where a choice has two widths, their sum.
         solutions: for each choice and dimension, width -> its weights.
-        base: `divergence` of the network itself from the reference, with which the predictions of `search_measured`
-            begin; 0 where it is the reference.
     """
 
     found: Found
     table: IndicatorTable
     solutions: tuple[tuple[dict[int, Solution], ...], ...]
-    base: float = 0.0
 
 
 def measure(
@@ -70,7 +67,6 @@ def measure(
     images: Tensor,
     *,
     score_images: int = 128,
-    reference: Tensor | None = None,
     ridge: float = 1e-2,
     batch: int = 32,
     seed: int = 0,
@@ -86,9 +82,6 @@ def measure(
         found: from `find`.
         images: (N, channels, height, width) of the size that `find` saw, prepared as for the network; a few hundred.
         score_images: how many of these, from the start, give the KL divergences.
-        reference: (N, classes) logits of the network that this one shall be like, such as the same at a larger size;
-            the network's own by default. They give `base`; scores are always those beside the network's own logits,
-            because a candidate that lowers the confidence of a network may come nearer to other logits by it.
         ridge: share of each input's variance that is added to it. The layer's first weights are what it draws to. The
             number of columns / number of samples is added to it.
         batch: images at a time.
@@ -96,15 +89,13 @@ def measure(
 
     Raises:
         TypeError: found is something else.
-        ShrinkError: images of another size or fewer than the layers' inputs need, or reference of another number.
+        ShrinkError: images of another size or fewer than the layers' inputs need.
     """
     check_type("found", found, Found, advice="nasfast.shrink.find(model, images) makes one")
     check_images(found, images)
     needed, why = least_images(found)
     if needed > len(images):
         raise ShrinkError(f"{why}, of which {len(images)} images show too few values: give at least {needed} images")
-    if reference is not None and len(reference) != len(images):
-        raise ShrinkError(f"reference has {len(reference)} rows for {len(images)} images: give one per image")
     if score_images < 1 or not ridge > 0:
         raise ShrinkError(f"score_images and ridge must be positive, got {score_images} and {ridge}")
     with torch.no_grad():
@@ -116,8 +107,7 @@ def measure(
             )
             for place in found.places
         )
-        few = slice(0, score_images)
-        losses, base = _score(found, solutions, images[few], None if reference is None else reference[few], batch)
+        losses = _score(found, solutions, images[:score_images], batch)
     rows: list[dict[int, float]] = []
     for place, loss in zip(found.places, losses, strict=True):
         row = {}
@@ -126,7 +116,7 @@ def measure(
             row[value] = -sum(loss[part] for part in parts)
         rows.append(row)
     meta = {"score": "KL divergence", "images": len(images), "score_images": min(score_images, len(images))}
-    return Measured(found, IndicatorTable.from_rows(found.space, rows, meta), solutions, base)
+    return Measured(found, IndicatorTable.from_rows(found.space, rows, meta), solutions)
 
 
 def least_images(found: Found) -> tuple[int, str]:
@@ -278,10 +268,9 @@ def _score(
     found: Found,
     solutions: tuple[tuple[dict[int, Solution], ...], ...],
     images: Tensor,
-    reference: Tensor | None,
     batch: int,
-) -> tuple[list[dict[Any, float]], float]:
-    """For each choice, the KL divergence that "drop" and each (dimension, width) adds; and the network's own."""
+) -> list[dict[Any, float]]:
+    """For each choice, the KL divergence that "drop" and each (dimension, width) adds."""
     program, tensors = found.program, found.program.tensors(found.model)
     trials = [list(_trials(found, p, solutions[p])) for p in range(len(found.places))]
     starts = {start for row in trials for _, start, _ in row}
@@ -289,17 +278,14 @@ def _score(
     losses: list[dict[Any, float]] = [
         {(i, widths[-1]): 0.0 for i, widths in enumerate(place.widths)} for place in found.places
     ]
-    own = []
     for part in images.split(batch):
         logits, kept = program.run(tensors, {program.image: channels_last(part)}, keep=live)
-        own.append(logits)
         expected = logits.double().log_softmax(1)
         for row, loss in zip(trials, losses, strict=True):
             for key, start, replace in row:
                 got, _ = program.run(tensors, kept[start], start=start, replace=replace())
                 loss[key] = loss.get(key, 0.0) + _divergence(expected, got)
-    base = 0.0 if reference is None else divergence(reference, torch.cat(own))
-    return [{key: value / len(images) for key, value in loss.items()} for loss in losses], base
+    return [{key: value / len(images) for key, value in loss.items()} for loss in losses]
 
 
 def _divergence(expected: Tensor, logits: Tensor) -> float:
@@ -350,3 +336,8 @@ def divergence(expected: Tensor, logits: Tensor) -> float:
         slope = float((((z * factor).softmax(1) - target) * z).sum())
         low, high = (low, factor) if slope > 0 else (factor, high)
     return _divergence(expected.double().log_softmax(1), z * math.sqrt(low * high)) / len(z)
+
+
+def label_logits(labels: Tensor, classes: int) -> Tensor:
+    """Logits (N, classes) that are sure of the labels (N,), so that `divergence` from them is a cross entropy."""
+    return 30.0 * nn.functional.one_hot(labels, classes).double()

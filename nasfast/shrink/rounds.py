@@ -94,9 +94,11 @@ def search_measured(
     measured.
 
     Args:
-        measured: from `measure`, one for each size of the images, all with the same `reference`.
+        measured: from `measure`, one for each size of the images.
         images: for each, held-out images of its size; the same ones at each size.
-        reference: (N, classes) logits on these images of the network that the results shall be like.
+        reference: (N, classes) logits on these images of the network that the results shall be like, or of the labels
+            (`label_logits`), where networks of different sizes are compared: a network with other errors than the
+            reference may be as right.
         top_k: networks that each round takes from each table.
         rounds: most rounds of a size.
         batch: images at a time.
@@ -183,6 +185,7 @@ class _Size:
         self.times: dict[Arch, tuple[float, float]] = {}
         self.error: InfeasibleConstraintError | None = None
         self._images, self._asked, self._table = images, asked, measured.table
+        self._base = self._divergence(measured.found.full)
         self._most = self.limits.maxima.get("max_latency_ms", math.inf)
 
     @property
@@ -231,7 +234,7 @@ class _Size:
         """Measure a network in a round: its latency, and its divergence if it is within the limit."""
         if arch in self.results:
             return
-        m, asked = self.measured, self._asked
+        m = self.measured
         # without a table of latencies there are no values
         predicted_ms, ms = next(iter(self.limits.values(arch)), None), None
         if self._is_timed:
@@ -239,10 +242,17 @@ class _Size:
             if ms > self._most:
                 return
         cost = m.found.space.cost(arch)
-        loss = whole_divergence(m, arch, self._images, asked.reference, batch=asked.batch)
+        loss = self._divergence(arch)
         self.results[arch] = Shrunk(
-            m, arch, cost.macs, cost.params, m.base - m.table.score(arch), loss, number, predicted_ms, ms
+            m, arch, cost.macs, cost.params, self._base - m.table.score(arch), loss, number, predicted_ms, ms
         )
+
+    def _divergence(self, arch: Arch) -> float:
+        """The divergence of the network of an architecture, as a whole, on the held-out images."""
+        small = cut(self.measured, arch).to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            parts = [small(channels_last(part)) for part in self._images.split(self._asked.batch)]
+            return divergence(self._asked.reference, torch.cat(parts))
 
     @property
     def _is_timed(self) -> bool:
@@ -264,20 +274,13 @@ class _Size:
     def correct(self) -> None:
         """Correct the table by the networks that were measured."""
         divergences = [(r.arch, r.divergence) for r in self.results.values()]
-        self._table = correct(self.measured, [pair for pair in divergences if math.isfinite(pair[1])])
+        self._table = correct(self.measured, [pair for pair in divergences if math.isfinite(pair[1])], self._base)
 
 
-def whole_divergence(measured: Measured, arch: Arch, images: Tensor, reference: Tensor, *, batch: int = 32) -> float:
-    """The `divergence` of the network of an architecture, on images, from logits (N, classes)."""
-    small = cut(measured, arch).to(memory_format=torch.channels_last)
-    with torch.no_grad():
-        return divergence(reference, torch.cat([small(channels_last(part)) for part in images.split(batch)]))
-
-
-def correct(measured: Measured, networks: Sequence[tuple[Arch, float]]) -> IndicatorTable:
+def correct(measured: Measured, networks: Sequence[tuple[Arch, float]], base: float = 0.0) -> IndicatorTable:
     """The table of `measure`, corrected by divergences of whole networks.
 
-    With t_c the table's loss of candidate c and d_n the divergence of network n beyond `base`, it is
+    With t_c the table's loss of candidate c and d_n the divergence of network n beyond that of the full one, it is
     t_c (1 + g + e_c), where g and e are the most likely ones under Gaussian priors, given that
     d_n (1 + noise) = sum_c t_c (1 + g + e_c).
     """
@@ -291,7 +294,7 @@ def correct(measured: Measured, networks: Sequence[tuple[Arch, float]]) -> Indic
             # a candidate that lowers the divergence, by chance, is not scaled up
             line[columns[layer, value]] = max(-rows[layer][value], 0.0)
     sums = np.array([-measured.table.score(arch) for arch, _ in networks])
-    targets = np.array([loss for _, loss in networks]) - measured.base - sums
+    targets = np.array([loss for _, loss in networks]) - base - sums
     spread = np.full(len(columns), _OWN**2)
     prior = _COMMON**2 * np.outer(terms.sum(1), terms.sum(1)) + (terms * spread) @ terms.T
     noise = np.diag((_ERROR * np.maximum(sums, np.abs(targets + sums))) ** 2)

@@ -104,7 +104,8 @@ def test_a_run_writes_networks_within_the_limit_and_a_page_that_compares_them(wh
     assert limit == 0.6 * search["full"]["macs"]
     assert all(network["macs"] <= limit for network in search["networks"])
     page = (whole / "report.html").read_text()
-    for kind in ("exact program", "uniform widths by L1 norms", "random allocation 1"):
+    result = json.loads((whole / "networks/small/result.json").read_text())
+    for kind in (result["kind"], "uniform widths by L1 norms", "random allocation 1"):
         assert kind in page
     assert "cannot be read" not in page
 
@@ -113,7 +114,7 @@ def test_a_run_writes_networks_within_the_limit_and_a_page_that_compares_them(wh
 def test_saved_networks_have_the_accuracy_of_their_results(here, whole):
     work = Material(ShrinkRun.look(whole))
     shown, labels = work.val(16)
-    for name in ("full", "small", "uniform"):
+    for name in ("full", "small", "l1"):
         result = json.loads((whole / f"networks/{name}/result.json").read_text())
         net = load_network(whole / "networks" / name, work.form)
         with torch.no_grad():
@@ -163,7 +164,7 @@ def test_all_weights_train_beside_the_affine_network_where_they_are_asked_for(he
     monkeypatch.setattr(exporting, "write_checked_onnx", lambda *_: None)
     assert main(command(here, "all", *flags)) == 0
     out = here / "all"
-    for name in ("full", "small", "uniform"):
+    for name in ("full", "small", "l1"):
         path = f"networks/{name}/result.json"
         assert (out / path).read_bytes() == (whole / path).read_bytes()
     small, finetuned = (json.loads((out / f"networks/{n}/result.json").read_text()) for n in ("small", "finetuned"))
@@ -369,6 +370,12 @@ def test_sizes_leave_a_share_of_the_cut_to_widths():
         assert len(sizes) <= 3 and sizes == tuple(sorted(sizes, reverse=True))
         # with the side alone, the limit would be met at this one
         assert min(sizes) > 224 * share**0.5 - 16
+
+
+def test_a_side_that_is_a_multiple_of_a_large_stride_is_raised():
+    assert choose_sizes(160, 0.5) == (160, 144, 128) and choose_sizes(160, 0.5, stride=32) == (160, 144, 136)
+    assert choose_sizes(160, 0.25, stride=32) == (136, 112, 104)
+    assert choose_sizes(32, 0.5, stride=4) == choose_sizes(32, 0.5)
 
 
 def test_measured_survives_its_files(tmp_path):
@@ -605,13 +612,13 @@ def test_a_lower_resolution_is_no_rival_where_parameters_are_limited(tmp_path):
 
 def test_a_lower_resolution_meets_a_limit_in_milliseconds_as_measured(tmp_path, monkeypatch):
     """A line through times says 80 pixels, and the network takes longer than that line there."""
-    times = {96: 3.2, 128: 5.0}
+    times = {128: 5.0, 104: 3.6, 88: 2.8}
     work = SimpleNamespace(
         resolution=128,
         run=SimpleNamespace(dir=tmp_path),
         searched=lambda side: SimpleNamespace(params=10, full=side),
     )
-    monkeypatch.setattr(rivals, "full_latency", lambda _, side: times[side])
+    monkeypatch.setattr(rivals, "side_latency", lambda _, side: times[side])
     measured = {120: 4.6, 112: 4.1, 104: 3.7, 96: 3.2, 88: 2.9, 80: 2.6, 72: 2.2, 64: 1.9}
     monkeypatch.setattr(rivals, "network_timer", lambda _: lambda found, arch: measured[arch])
     record = {"about": {"sizes": [96]}}
@@ -628,12 +635,14 @@ def test_sides_for_a_limit_in_milliseconds_are_by_the_part_that_depends_on_pixel
     def milliseconds(side: int) -> float:
         return 2 + 2 * (side / 224) ** 2
 
-    assert pixel_share({side: milliseconds(side) for side in (224, 160)}, 3.0) == pytest.approx(0.5)
-    assert pixel_share({224: 4.0}, 3.0) == pixel_share({224: 4.0, 160: 5.0}, 3.0) == 0.75
+    assert pixel_share(milliseconds, 224, 3.0) == pytest.approx(0.5)
+    assert pixel_share(lambda side: 4.0 if side == 224 else 5.0, 224, 3.0) == 0.75
+    assert pixel_share(milliseconds, 8, 1.0) == 1.0 * 1.0 / milliseconds(8)
     costs = {"max_latency_ms": 4.0}
-    by_half = stages._sizes_by_limits(224, {"max_macs": 1.0}, {"max_macs": 0.5}, milliseconds)
-    assert stages._sizes_by_limits(224, costs, {"max_latency_ms": 3.0}, milliseconds) == by_half
-    assert min(stages._sizes_by_limits(224, costs, {"max_latency_ms": 1.6}, milliseconds)) < min(by_half)
+    found = SimpleNamespace(space=SimpleNamespace(resolution=224), stride=32)
+    by_half = stages._sizes_by_limits(found, {"max_macs": 1.0}, {"max_macs": 0.5}, milliseconds)
+    assert stages._sizes_by_limits(found, costs, {"max_latency_ms": 3.0}, milliseconds) == by_half
+    assert min(stages._sizes_by_limits(found, costs, {"max_latency_ms": 1.6}, milliseconds)) < min(by_half)
 
 
 def test_a_result_of_uniform_widths_is_called_so(monkeypatch):

@@ -28,6 +28,25 @@ def test_every_hidden_width_and_block_is_found(found):
     assert len(labels["plain.middle.0"]) == 16 and labels["plain.middle.0"][0] == "4x4"
 
 
+def test_the_stride_is_that_of_the_smallest_map(found):
+    smallest = min(m.shape[-1] for m in maps_of_convolutions(found) if m.shape[-1] > 1)
+    assert found.stride == round(16 / smallest) > 1
+
+
+def maps_of_convolutions(found):
+    """Outputs of all convolutions of the network, which has a squeeze-and-excitation of one pixel."""
+    seen = []
+    handles = [
+        m.register_forward_hook(lambda module, args, out: seen.append(out))
+        for m in found.model.modules()
+        if isinstance(m, nn.Conv2d)
+    ]
+    found.model(shrinkable.images(1))
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
 def test_what_is_not_searched_has_its_reason(found):
     reasons = found.reasons
     assert "stream" in reasons["stem.0"] and "stream" in reasons["inverted.project.0"]

@@ -55,18 +55,17 @@ def test_two_widths_of_a_choice_have_the_sum_of_their_scores(found, measured):
 
 
 def test_the_network_itself_loses_nothing(found, measured):
-    assert measured.base == 0 and measured.table.score(found.full) == 0
+    assert measured.table.score(found.full) == 0
     with torch.no_grad():
         images = shrinkable.images(4)
         assert torch.equal(shrink.cut(measured, found.full)(images), found.model(images))
 
 
-def test_a_reference_gives_the_base_alone(found):
-    images, logits = shrinkable.images(8), torch.randn(8, 5, dtype=torch.float64)
-    measured = shrink.measure(found, images, reference=logits, score_images=8)
-    with torch.no_grad():
-        assert measured.base == pytest.approx(shrink.divergence(logits, found.model(images)))
-    assert measured.table.scores == shrink.measure(found, images, score_images=8).table.scores
+def test_the_divergence_from_labels_is_a_cross_entropy():
+    labels = torch.tensor([2, 0, 1])
+    logits = torch.tensor([[0.1, 0.3, 1.0], [1.2, 0.4, 0.1], [0.7, 0.2, 0.1]], dtype=torch.float64)
+    losses = [torch.nn.functional.cross_entropy(f / 100 * logits, labels).item() for f in range(1, 1000)]
+    assert shrink.divergence(shrink.label_logits(labels, 3), logits) == pytest.approx(min(losses), rel=1e-4)
 
 
 def test_a_divergence_is_that_at_the_best_factor_of_the_logits():
@@ -122,8 +121,6 @@ def test_blocks_without_a_width_that_can_be_narrowed_are_measured():
 def test_wrong_images_are_refused(found):
     with pytest.raises(shrink.ShrinkError, match="another size"):
         shrink.measure(found, shrinkable.images(4, size=24))
-    with pytest.raises(shrink.ShrinkError, match="one per image"):
-        shrink.measure(found, shrinkable.images(4), reference=torch.zeros(3, 5))
     # nine taps of 16 channels, at 4 pixels of each image
     with pytest.raises(shrink.ShrinkError, match=r"plain\.middle\.0 has 144 inputs, .* at least 3 images"):
         shrink.measure(found, shrinkable.images(1))

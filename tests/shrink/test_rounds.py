@@ -54,7 +54,7 @@ def test_a_corrected_table_gives_what_was_measured(found, measured):
 def test_a_network_without_a_loss_corrects_nothing(found, measured):
     arch, other = found.full, (0, *found.full[1:])
     assert measured.table.score(arch) == 0
-    table = correct(measured, [(arch, measured.base), (other, 2 * -measured.table.score(other))])
+    table = correct(measured, [(arch, 0.0), (other, 2 * -measured.table.score(other))])
     alone = correct(measured, [(other, 2 * -measured.table.score(other))])
     for row, want in zip(table.scores, alone.scores, strict=True):
         assert row == pytest.approx(want)
@@ -62,8 +62,9 @@ def test_a_network_without_a_loss_corrects_nothing(found, measured):
 
 def test_a_network_whose_logits_are_not_finite_is_last_and_corrects_nothing(found, measured, held_out, monkeypatch):
     images, logits = held_out
-    losses = itertools.chain([math.inf], itertools.repeat(0.5))
-    monkeypatch.setattr("nasfast.shrink.rounds.whole_divergence", lambda *_, **__: next(losses))
+    # the network itself comes first
+    losses = itertools.chain([0.0, math.inf], itertools.repeat(0.5))
+    monkeypatch.setattr("nasfast.shrink.rounds.divergence", lambda *_: next(losses))
     results = shrink.search_measured([measured], [images], logits, top_k=2, rounds=3, max_macs=0.6 * found.macs)
     assert [r.divergence for r in results] == [*[0.5] * (len(results) - 1), math.inf]
 
@@ -71,15 +72,18 @@ def test_a_network_whose_logits_are_not_finite_is_last_and_corrects_nothing(foun
 def test_several_sizes_are_searched_together(found, measured, held_out):
     images, logits = held_out
     less = shrink.find(found.model, shrinkable.images(1, size=12), multiple=4, widths=4)
-    fit = shrinkable.images()
-    with torch.no_grad():
-        reference = found.model(fit)
     smaller = [shrinkable.images(count, size=12, seed=seed) for count, seed in ((48, 1), (12, 5))]
-    other = shrink.measure(less, smaller[0], reference=reference, score_images=16)
+    other = shrink.measure(less, smaller[0], score_images=16)
     assert less.macs < found.macs
     limit = 0.9 * less.macs
     results = shrink.search_measured([measured, other], [images, smaller[1]], logits, top_k=2, rounds=2, max_macs=limit)
     assert {id(r.measured) for r in results} == {id(measured), id(other)}
+    # what is predicted begins with the divergence of the smaller images
+    with torch.no_grad():
+        base = shrink.divergence(logits, less.model(smaller[1]))
+    for r in results:
+        start = base if r.measured is other else 0.0
+        assert r.predicted == pytest.approx(start - r.measured.table.score(r.arch))
     # a limit that one size alone can meet
     least = found.space.cost((0,) * len(found.space)).macs
     tight = shrink.search_measured([measured, other], [images, smaller[1]], logits, rounds=1, max_macs=least - 1)

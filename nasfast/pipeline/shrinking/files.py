@@ -75,7 +75,7 @@ def save_measured(folder: Path, measured: Measured, about: dict[str, Any]) -> No
                 tensors |= {f"{head}/weight/{path}": w for path, w in solution.weights.items()}
                 tensors |= {f"{head}/bias/{path}": b for path, b in solution.biases.items()}
     save_tensors(folder / _SOLUTIONS_FILE, tensors, about)
-    meta = {**measured.table.meta, "base": measured.base, "about": about}
+    meta = {**measured.table.meta, "about": about}
     IndicatorTable.from_rows(measured.found.space, measured.table.scores, meta).save(folder / TABLE_FILE)
 
 
@@ -102,7 +102,7 @@ def read_measured(folder: Path, found: Found, about: dict[str, Any]) -> Measured
     for (place_, dimension_, width_), chosen in sorted(kept.items()):
         of = parts[place_, dimension_, width_]
         solutions[place_][dimension_][width_] = Solution(chosen, of["weight"], of["bias"])
-    return Measured(found, table, solutions, float(table.meta["base"]))
+    return Measured(found, table, solutions)
 
 
 def save_network(folder: Path, model: nn.Module, recipe: shrink.Recipe | None, about: dict[str, Any]) -> None:

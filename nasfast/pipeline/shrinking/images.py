@@ -145,12 +145,21 @@ class Lesson:
         self._batch, self._epochs, self._next = batch, epochs, 0
         self._targets: Targets | None = None
         self._kept: Tensor | None = None
+        self._taught = torch.ones(len(self._shown), dtype=torch.bool)
         self._kind = augment_of(images.data, self._shown.shape[-1])
-        self._at = (0, slice(0, 0))
+        self._at = (0, torch.empty(0, dtype=torch.long))
 
-    def begin(self, targets: Targets | None = None, kept: Tensor | None = None) -> Lesson:
-        """This lesson, from its first epoch; targets of `taught_by` give it a teacher, also of the kept features."""
+    def begin(self, targets: Targets | None = None, kept: Tensor | None = None, *, without: slice = slice(0)) -> Lesson:
+        """This lesson, from its first epoch.
+
+        Args:
+            targets: of `taught_by`, for a teacher.
+            kept: the features that the teacher gives with its logits; None for logits alone.
+            without: images that are left out.
+        """
         self._next, self._targets, self._kept = 0, targets, kept
+        self._taught.fill_(True)
+        self._taught[without] = False
         return self
 
     def __len__(self) -> int:
@@ -158,39 +167,43 @@ class Lesson:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         epoch, self._next = self._next % self._epochs, self._next + 1
-        for part, images, labels in self.epoch(epoch):
-            self._at = epoch, part
+        for places, images, labels in self._views(epoch, self._taught):
+            self._at = epoch, places
             yield images, labels
 
-    def epoch(self, epoch: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """The batches of an epoch: their places in its order, images and labels."""
+    def _views(self, epoch: int, taught: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """The batches of an epoch: their places in its order, images and labels; of the images in a mask (N,)."""
         seed = derive_seed(self._images.seed, epoch)
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(self._shown), generator=generator)
         side = self._shown.shape[-1]
         reach = 0 if self._kind == "none" else max(1, side // _SHIFT)
-        moves = torch.randint(-reach, reach + 1, (len(order), 2), generator=generator).tolist()
+        moves = torch.randint(-reach, reach + 1, (len(order), 2), generator=generator)
         mirrored = (torch.rand(len(order), generator=generator) < 0.5) & (self._kind in ("imagenet", "cifar"))
         for start in range(0, len(order), self._batch):
-            part = slice(start, min(start + self._batch, len(order)))
-            chosen = order[part]
+            places = torch.arange(start, min(start + self._batch, len(order)))
+            places = places[taught[order[places]]]
+            if not len(places):
+                continue
+            chosen = order[places]
             views = self._shown[chosen]
-            views = torch.where(mirrored[part, None, None, None], views.flip(3), views)
-            yield part, self._images.prepared(_moved(views, moves[part], reach)), self._labels[chosen]
+            views = torch.where(mirrored[places, None, None, None], views.flip(3), views)
+            yield places, self._images.prepared(_moved(views, moves[places].tolist(), reach)), self._labels[chosen]
 
     def teacher(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """The teacher's logits of the batch that the last iteration gave, and its kept features where there are."""
         assert self._targets is not None, "a lesson of a teacher begins with targets"
-        epoch, part = self._at
-        logits = self._targets.logits[epoch, part]
-        return logits if self._kept is None else (logits, self._targets.features[epoch, part][:, self._kept])
+        epoch, places = self._at
+        logits = self._targets.logits[epoch, places]
+        return logits if self._kept is None else (logits, self._targets.features[epoch, places][:, self._kept])
 
     @torch.no_grad()
     def taught_by(self, network: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Targets:
         """Logits and features of a network for all views."""
         epochs = []
         for epoch in range(self._epochs):
-            logits, features = zip(*(network(x) for _, x, _ in self.epoch(epoch)), strict=True)
+            views = self._views(epoch, torch.ones_like(self._taught))
+            logits, features = zip(*(network(x) for _, x, _ in views), strict=True)
             epochs.append((torch.cat(logits), torch.cat(features)))
         return Targets(*map(torch.stack, zip(*epochs, strict=True)))
 

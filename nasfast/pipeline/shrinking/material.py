@@ -77,8 +77,10 @@ class Material:
         return self.images.read(self.images.train, self.resolution)
 
     def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Training images as they are, with labels."""
-        shown, labels = self.train
+        """Training images as they are, with labels, without the held-out ones."""
+        taught = torch.ones(len(self.train[1]), dtype=torch.bool)
+        taught[self.held_out] = False
+        shown, labels = (tensor[taught] for tensor in self.train)
         for x, y in zip(shown.split(64), labels.split(64), strict=True):
             yield self.images.prepared(x), y
 
@@ -131,6 +133,7 @@ class Material:
         size: int | None = None,
         by_labels: bool = False,
         kept: Tensor | None = None,
+        all_images: bool = False,
         **options: Any,
     ) -> list[float]:
         """Adapt a network at a size by the lesson, from its first epoch.
@@ -141,11 +144,13 @@ class Material:
             size: side of its images; the largest by default.
             by_labels: whether labels alone teach, without the teacher.
             kept: the features of the teacher that the network has; None teaches no features.
+            all_images: whether the held-out images are in the lesson, after which nothing is compared on them.
             options: of `nasfast.shrink.adapt`.
         """
+        without = slice(0) if all_images else self.held_out
         if by_labels:
-            return shrink.adapt(model, self.lesson.begin(), size=size, epochs=epochs, **options)
-        lesson = self.lesson.begin(self.targets, kept)
+            return shrink.adapt(model, self.lesson.begin(without=without), size=size, epochs=epochs, **options)
+        lesson = self.lesson.begin(self.targets, kept, without=without)
         return shrink.adapt(
             model, lesson, teacher=lesson.teacher, features=kept is not None, size=size, epochs=epochs, **options
         )
@@ -243,11 +248,15 @@ class Material:
         return x[:-held], x[-held:]  # some of the first may be damaged files
 
     @cached_property
-    def reference(self) -> tuple[Tensor, Tensor]:
-        """The teacher's logits of `sample`."""
-        with torch.no_grad():
-            first, second = (torch.cat([self.teacher(p) for p in x.split(32)]) for x in self.sample(self.resolution))
-        return first, second
+    def held_out(self) -> slice:
+        """Where the images that compare whole networks are among the training images."""
+        stop = sum(map(len, self.sample(self.resolution)))
+        return slice(stop - self.samples[1], stop)
+
+    @cached_property
+    def reference(self) -> Tensor:
+        """Logits of the labels of the held-out images."""
+        return shrink.label_logits(self.train[1][self.held_out], self.images.classes)
 
 
 def adapt_teacher(work: Material) -> nn.Module:
@@ -291,10 +300,7 @@ def measure_size(work: Material, size: int) -> Measured:
         return measured
     work.run.begin_writing()
     images, _ = work.sample(size)
-    reference = None if size == work.resolution else work.reference[0]
-    measured = shrink.measure(
-        found, images, score_images=work.cfg.score_images, reference=reference, seed=work.cfg.seed
-    )
+    measured = shrink.measure(found, images, score_images=work.cfg.score_images, seed=work.cfg.seed)
     save_measured(folder, measured, work.about)
     choices = sum(len(place.candidates) for place in found.places)
     log_stage("measure", started, f"{size} px: {choices} candidates of {len(found.places)} choices")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.models import fit_classifier
 from nasfast.pipeline.shrinking.norms import by_norms
 from nasfast.pipeline.shrinking.stages import UNIFORM, Made, adapted_network, cut_network, limits_at
-from nasfast.pipeline.shrinking.timing import full_latency, latency_file, network_timer, pixel_share
+from nasfast.pipeline.shrinking.timing import STEP, latency_file, network_timer, pixel_share, side_latency
 from nasfast.search import InfeasibleConstraintError, Limits, sample_under
 from nasfast.search.limits import layer_costs
 from nasfast.seeds import derive_seed
@@ -23,8 +23,8 @@ from nasfast.spaces import Arch, LayerSpace, read_cost_table
 
 _LOG = logging.getLogger(__name__)
 
-_STEP, _LEAST_SIDE = 8, 16
-"""Pixels between sides of the full network, and the smallest one."""
+_LEAST_SIDE = 16
+"""Pixels of the smallest side of the full network that is tried."""
 
 _DRAWS = 200
 """Random architectures within the limits, of which those that use most of them are taken."""
@@ -101,25 +101,28 @@ def equal_side(work: Material, record: dict[str, Any], limits: dict[str, float])
     path = work.run.dir / "lower.json"
     if (kept := read_record(path, record["about"])) is None:
         if "max_latency_ms" in limits:
-            side = _side_within(work, record["about"]["sizes"], limits["max_latency_ms"])
+            side = _side_within(work, limits["max_latency_ms"])
         else:
             share = record["networks"][0]["macs"] / work.searched(full).macs
-            side = _STEP * round(full * math.sqrt(share) / _STEP)
+            side = STEP * round(full * math.sqrt(share) / STEP)
         kept = write_record(path, record["about"], {"side": side if _LEAST_SIDE <= side < full else None})
     return kept["side"]
 
 
-def _side_within(work: Material, sizes: Sequence[int], limit: float) -> int:
+def _side_within(work: Material, limit: float) -> int:
     """The largest side at which the full network takes at most `limit` ms, or one below the smallest that is tried."""
-    times = {side: full_latency(work, side) for side in {work.resolution, *sizes}}
-    share = max(pixel_share(times, limit), 0.0)
-    side = min(work.resolution - _STEP, _STEP * (1 + round(work.resolution * math.sqrt(share) / _STEP)))
+    share = max(pixel_share(partial(side_latency, work), work.resolution, limit), 0.0)
     timer = network_timer(work)
-    while side >= _LEAST_SIDE:
+
+    def within(side: int) -> bool:
         found = work.searched(side)
-        if timer(found, found.full) <= limit:
-            break
-        side -= _STEP
+        return timer(found, found.full) <= limit
+
+    side = max(_LEAST_SIDE, min(work.resolution - STEP, STEP * round(work.resolution * math.sqrt(share) / STEP)))
+    while side + STEP < work.resolution and within(side + STEP):
+        side += STEP
+    while side >= _LEAST_SIDE and not within(side):
+        side -= STEP
     return side
 
 

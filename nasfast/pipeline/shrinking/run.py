@@ -171,10 +171,21 @@ def parse_model_name(name: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def choose_sizes(resolution: int, share: float) -> tuple[int, ...]:
-    """Sides of images to search for a limit that is this share of the full network's cost, largest first."""
+def choose_sizes(resolution: int, share: float, stride: int = 1) -> tuple[int, ...]:
+    """Sides of images to search for a limit that is this share of the full network's cost, largest first.
+
+    A multiple of a large stride is raised by a quarter of it, which gives the smallest maps a pixel more: at half the
+    milliseconds EfficientNet-Lite0 is 1.4 points better with 132 or 136 pixels than with 128 (docs/shrink.md).
+
+    Args:
+        resolution: side of the full network's images.
+        share: of its cost.
+        stride: pixels of the image for a pixel of the network's smallest maps.
+    """
     powers = _STRONG_POWERS if share < _STRONG else _POWERS
     sides = {max(SIZE_STEP, round(resolution * share**power / SIZE_STEP) * SIZE_STEP) for power in powers if power}
+    if stride > SIZE_STEP:
+        sides = {side + stride // 4 if side % stride == 0 else side for side in sides}
     sides |= {resolution} if 0.0 in powers else set()
     return tuple(sorted((side for side in sides if side <= resolution), reverse=True))
 

@@ -33,25 +33,24 @@ from nasfast.pipeline.shrinking.images import answers
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_sizes
 from nasfast.pipeline.shrinking.timing import (
-    full_latency,
     latency_file,
     measure_latency,
     network_timer,
     network_times,
     pixel_share,
+    side_latency,
 )
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import CheckpointError, answers_to_hex
 from nasfast.search import InfeasibleConstraintError, Limits
 from nasfast.search.limits import read_limits
 from nasfast.settings import SearchConfig
-from nasfast.shrink import Measured, Shrunk
+from nasfast.shrink import Found, Measured, Shrunk
 from nasfast.shrink.recipe import RECIPE_FILE
 
 _LOG = logging.getLogger(__name__)
 
 SEARCH_FILE = "search.json"
-_SEARCH_FORMAT = 2  # another one is searched again
 # pixels of the smallest side that is searched for a limit in ms, most of which may not depend on them
 _LEAST_SHARE = 0.1
 
@@ -131,7 +130,7 @@ def every_stage(run: ShrinkRun) -> ShrinkResult:
     use_threads(run.cfg.threads)
     work = Material(run)
     work.check()
-    full_ms = partial(full_latency, work)
+    full_ms = partial(side_latency, work)
     costs = full_costs(work, full_ms)
     limits = absolute_limits(work, costs)
     record = search(work, sizes_of(work, costs, limits, lambda size: limits_at(work, size, limits), full_ms), limits)
@@ -205,7 +204,7 @@ def sizes_of(
         ConfigError: a side is larger than the images.
         InfeasibleConstraintError: none meets them at any size.
     """
-    sizes = work.cfg.sizes or _sizes_by_limits(work.resolution, costs, limits, full_ms)
+    sizes = work.cfg.sizes or _sizes_by_limits(work.searched(work.resolution), costs, limits, full_ms)
     if (largest := max(sizes)) > work.resolution:
         raise ConfigError(f"sizes has {largest} pixels, and images have {work.resolution}: raise --resolution to it")
     possible, errors = [], []
@@ -228,17 +227,16 @@ def sizes_of(
 
 
 def _sizes_by_limits(
-    resolution: int, costs: dict[str, float], limits: dict[str, float], full_ms: Callable[[int], float]
+    found: Found, costs: dict[str, float], limits: dict[str, float], full_ms: Callable[[int], float]
 ) -> tuple[int, ...]:
     """Sides to search by the share of pixels at which the full network would meet the limits."""
+    resolution, stride = found.space.resolution, found.stride
     # parameters do not depend on the size
     shares = {name: min(1.0, limit / costs[name]) for name, limit in limits.items() if name != "max_params"}
     if "max_latency_ms" in shares:
-        sides = set(choose_sizes(resolution, shares["max_latency_ms"])) - {resolution}
-        times = {resolution: costs["max_latency_ms"], **{side: full_ms(side) for side in sides}}
-        share = pixel_share(times, limits["max_latency_ms"])
+        share = pixel_share(full_ms, resolution, limits["max_latency_ms"])
         shares["max_latency_ms"] = min(1.0, max(_LEAST_SHARE, share))
-    return choose_sizes(resolution, min(shares.values())) if shares else (resolution,)
+    return choose_sizes(resolution, min(shares.values()), stride) if shares else (resolution,)
 
 
 def limits_at(work: Material, size: int, limits: dict[str, float]) -> Limits:
@@ -255,7 +253,7 @@ def search(work: Material, sizes: tuple[int, ...], limits: dict[str, float]) -> 
     """The best networks within limits over all sizes, as measured; writes search.json."""
     path, started, cfg = work.run.dir / SEARCH_FILE, time.monotonic(), work.cfg
     settings = {"top_k": cfg.top_k, "rounds": cfg.rounds}
-    about = {**work.about, "format": _SEARCH_FORMAT, "limits": limits, "sizes": list(sizes), **settings}
+    about = {**work.about, "limits": limits, "sizes": list(sizes), **settings}
     if (record := read_record(path, about)) is not None:
         return record
     work.run.begin_writing()
@@ -264,7 +262,7 @@ def search(work: Material, sizes: tuple[int, ...], limits: dict[str, float]) -> 
     tables = [latency_file(work, size) for size in sizes] if "max_latency_ms" in limits else None
     timer = None if tables is None else network_timer(work)
     options: dict[str, Any] = {"latency_tables": tables, "latency": timer, **settings, **limits}
-    best = shrink.search_measured(measured, held, work.reference[1], **options)
+    best = shrink.search_measured(measured, held, work.reference, **options)
     record = write_record(
         path,
         about,
@@ -338,7 +336,7 @@ def adapted_network(
     before = answers(model, work.images, work.val(size))
     # a network of another form has other features
     kept = work.kept_features(recipe) if form is None else None
-    losses = work.teach(model, **{"epochs": work.cfg.epochs, "size": size, "kept": kept} | options)
+    losses = work.teach(model, **{"epochs": work.cfg.epochs, "size": size, "kept": kept, "all_images": True} | options)
     after = answers(model, work.images, work.val(size))
     for file in (RESULT_FILE, RECIPE_FILE):  # those of another network, which the new weights are not of
         (folder / file).unlink(missing_ok=True)

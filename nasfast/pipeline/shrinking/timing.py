@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,9 @@ _ROUNDS, _CALIBRATE, _VALIDATE = 20, 24, 12
 _NETWORK_ROUNDS = 60
 
 TIMES_FILE = "times.json"
+
+STEP = 8
+"""Pixels between sides at which the full network is timed."""
 
 
 def timing_settings(cfg: ShrinkConfig, **options: Any) -> LatencyConfig:
@@ -75,17 +78,35 @@ def full_latency(work: Material, size: int) -> float:
     return next(float(row["median_ms"]) for row in networks if row["arch"] == full)
 
 
-def pixel_share(times: Mapping[int, float], limit: float) -> float:
-    """The share of pixels at which the full network takes `limit` ms, by a line through its times at some sides.
+def side_latency(work: Material, side: int) -> float:
+    """Milliseconds of the full network at a side, timed beside the largest; writes size-N/full_ms.json."""
+    if side == work.resolution:
+        return full_latency(work, side)
+    path, about = work.run.dir / f"size-{side}" / "full_ms.json", timing_settings(work.cfg).to_dict()
+    if (record := read_record(path, about)) is None:
+        work.run.begin_writing()
+        found = work.searched(side)
+        record = write_record(path, about, {"ms": network_timer(work)(found, found.full)})
+    return float(record["ms"])
 
-    It is below that of the times, because a part of the time does not depend on the pixels, and may be negative. A time
-    at one side alone, or times that do not grow, say nothing about that part: then it is the share of the times.
+
+def pixel_share(full_ms: Callable[[int], float], resolution: int, limit: float) -> float:
+    """The share of pixels at which the full network takes `limit` ms, by a line through its times at three sides.
+
+    It is below that of the times, because a part of the time does not depend on the pixels, and may be negative. Times
+    that do not grow say nothing about that part: then it is the share of the times.
+
+    Args:
+        full_ms: milliseconds of the full network at a side.
+        resolution: its largest side.
+        limit: in ms.
     """
-    largest = max(times)
-    if len(times) == 1:
-        return limit / times[largest]
-    slope, start = np.polyfit([(side / largest) ** 2 for side in times], list(times.values()), 1)
-    return (limit - float(start)) / float(slope) if slope > 0 else limit / times[largest]
+    share = min(1.0, limit / full_ms(resolution))
+    sides = {resolution, *(max(STEP, STEP * round(resolution * share**power / STEP)) for power in (1 / 4, 1 / 2))}
+    if len(sides) == 1:
+        return share
+    slope, start = np.polyfit([(side / resolution) ** 2 for side in sides], [full_ms(side) for side in sides], 1)
+    return (limit - float(start)) / float(slope) if slope > 0 else share
 
 
 def network_timer(work: Material) -> Callable[[Found, Arch], float]:
