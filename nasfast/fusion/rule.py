@@ -10,9 +10,9 @@ instruction set needs the same ratios of the constants, and not the same constan
 fit, rounded: chains of mobilenet_v2, efficientnet_b0 and resnet18 on one core of a busy AMD EPYC (Zen 3), where a
 product of the operator took as long as one of PyTorch; a narrower instruction set takes them, too. The others give the
 sizes from which chains paid on an AMD EPYC (Zen 5) with AVX-512 and on an Intel Xeon with AMX, where the price of
-guards was measured, too. A fit to 712 chains of five networks on a busy EPYC (Zen 5) chose no better: in the half of
-them that it had not seen, 0.944 of PyTorch's time in float32 and 0.722 in bfloat16, where these constants give 0.940
-and 0.719, and the better of both in each chain 0.919 and 0.705.
+guards was measured, too. Fits to 712 chains of five networks on a busy EPYC (Zen 4) chose no better: in the half of
+them that they had not seen, 0.944 of PyTorch's time in float32, 0.722 in bfloat16 and, with AVX2 forced, 0.935 in
+float32, where these constants give 0.940, 0.719 and 0.934, and the better of both in each chain 0.919, 0.705 and 0.912.
 """
 
 from __future__ import annotations

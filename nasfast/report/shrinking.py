@@ -234,16 +234,19 @@ def _blocks(files: ShrinkFiles) -> str:
 def _search(files: ShrinkFiles) -> str:
     record = files.search
     rows = [
-        [i, f"{n['size']} px", millions(n["macs"]), f"{n['predicted']:.4f}", f"{n['divergence']:.4f}", n["round"]]
+        [
+            *(i, f"{n['size']} px", millions(n["macs"]), f"{n['predicted']:.4f}", f"{n['divergence']:.4f}"),
+            *(f"{n['adapted']:.4f}" if "adapted" in n else "-", n["round"]),
+        ]
         for i, n in enumerate(record["networks"][:16], 1)
     ]
     note = (
         "Networks that were measured as wholes, best first: cross entropy on training images that nothing was fitted "
-        "to, at the best factor of the logits, before adaptation. By the table it is that of the full network at this "
-        "side and the sum of the losses. The proof is about the sum; the order is measured. Of round 0 are uniform "
-        "widths."
+        "to, at the best factor of the logits. The best of each side are compared after adaptation. By the table it is "
+        "that of the full network at this side and the sum of the losses. The proof is about the sum; the order is "
+        "measured. Of round 0 are uniform widths."
     )
-    header = ["", "images", "MACs", "by the table", "measured", "round"]
+    header = ["", "images", "MACs", "by the table", "measured", "adapted", "round"]
     return html_table(header, rows, text_columns=[], note=note)
 
 

@@ -553,19 +553,46 @@ def test_files_of_another_network_do_not_stay_beside_those_of_the_result(here, m
     assert not (run.dir / "export" / "model-int8.onnx").exists()
 
 
-def test_uniform_widths_are_compared_at_their_best_side_unless_they_are_the_result(monkeypatch):
+def test_uniform_widths_are_compared_at_the_side_of_the_result_and_at_their_best(monkeypatch):
     taught = []
     monkeypatch.setattr(rivals, "equal_side", lambda *_: None)
     monkeypatch.setattr(rivals, "random_archs", lambda *_: [])
     monkeypatch.setattr(rivals, "cut_network", lambda work, name, kind, size, arch, _: taught.append((name, size)))
-    work = SimpleNamespace(searched=lambda size: SimpleNamespace(full=(size,)), cfg=ShrinkConfig())
-    networks = [{"size": size, "arch": [8], "round": number} for size, number in ((64, 1), (8, 0), (16, 0), (32, 0))]
-    rivals.rivals(work, {"networks": networks}, {})
-    assert taught == [("uniform", 16), ("l1", 16)]  # that of 8 pixels has all widths
-    taught.clear()
-    rivals.rivals(work, {"networks": networks[2:]}, {})
-    assert taught == [("l1", 16)]
-    assert rivals.best_uniform(work, {"networks": networks[:2]}) is None
+    work = SimpleNamespace(
+        searched=lambda size: SimpleNamespace(full=(size,)), measured=lambda size: None, cfg=ShrinkConfig()
+    )
+
+    def compared(*networks: tuple[int, int]) -> list[tuple[str, int]]:
+        """By sizes and rounds, best first."""
+        taught.clear()
+        records = [{"size": s, "arch": [8 + r], "round": r, "divergence": i} for i, (s, r) in enumerate(networks)]
+        rivals.rivals(work, {"networks": records}, {})
+        return list(taught)
+
+    # those of 8 pixels have all widths
+    others = (8, 0), (16, 0), (32, 0)
+    assert compared((32, 1), *others) == [("uniform", 32), ("uniform-16", 16), ("l1", 32)]
+    assert compared((16, 1), *others) == [("uniform", 16), ("l1", 16)]
+    assert compared((16, 0), (32, 0)) == [("l1", 16)]
+    assert compared((64, 1), (8, 0)) == []
+
+
+def test_the_best_networks_of_several_sizes_are_compared_after_adaptation(monkeypatch):
+    losses = {16: 0.3, 24: 0.1}
+    work = SimpleNamespace(
+        measured=lambda size: size,
+        cfg=ShrinkConfig(),
+        kept_features=lambda _: None,
+        teach=lambda *_, **options: None,
+        held_out_loss=lambda model, size: losses[size],
+    )
+    monkeypatch.setattr(shrink, "cut", lambda *_: torch.nn.Identity())
+    monkeypatch.setattr(shrink, "make_recipe", lambda *_: None)
+    networks = [{"size": size, "arch": [i]} for i, size in enumerate((16, 16, 24, 24))]
+    first, second, *rest = stages.adapted_first(work, [dict(network) for network in networks])
+    assert first == {**networks[2], "adapted": 0.1} and second == {**networks[0], "adapted": 0.3}
+    assert rest == [networks[1], networks[3]]
+    assert stages.adapted_first(work, networks[:2]) == networks[:2]
 
 
 def test_rivals_meet_a_limit_in_milliseconds_as_measured(tmp_path, monkeypatch):

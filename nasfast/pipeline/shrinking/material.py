@@ -258,6 +258,12 @@ class Material:
         """Logits of the labels of the held-out images."""
         return shrink.label_logits(self.train[1][self.held_out], self.images.classes)
 
+    @torch.no_grad()
+    def held_out_loss(self, model: nn.Module, size: int) -> float:
+        """Cross entropy of a network on the held-out images, at the best factor of its logits."""
+        parts = self.sample(size)[1].split(32)
+        return shrink.divergence(self.reference, torch.cat([model(part) for part in parts]))
+
 
 def adapt_teacher(work: Material) -> nn.Module:
     """The full network, adapted at the largest size; writes teacher.safetensors."""

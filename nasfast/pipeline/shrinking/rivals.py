@@ -19,6 +19,7 @@ from nasfast.pipeline.shrinking.timing import STEP, latency_file, network_timer,
 from nasfast.search import InfeasibleConstraintError, Limits, sample_under
 from nasfast.search.limits import layer_costs
 from nasfast.seeds import derive_seed
+from nasfast.shrink import Measured
 from nasfast.spaces import Arch, LayerSpace, read_cost_table
 
 _LOG = logging.getLogger(__name__)
@@ -48,15 +49,16 @@ def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> 
             depends={},
             make=lambda: (work.at_size(side), None),
         )
-    if (uniform := best_uniform(work, record)) is None:
+    uniform = uniform_rivals(work, record)
+    if not uniform:
         _LOG.info("uniform widths meet the limits at no size, or without being narrowed")
-    else:
-        size, arch = uniform
-        if uniform != (int(best["size"]), tuple(best["arch"])):
-            networks["uniform"] = cut_network(work, "uniform", UNIFORM, size, arch, lambda: work.measured(size))
-        networks["l1"] = cut_network(
-            work, "l1", "uniform widths by L1 norms", size, arch, lambda: by_norms(work.found(size))
-        )
+    for number, (size, arch) in enumerate(uniform):
+        if (size, arch) != (int(best["size"]), tuple(best["arch"])):
+            name = f"uniform-{size}" if number else "uniform"
+            networks[name] = cut_network(work, name, UNIFORM, size, arch, partial(work.measured, size))
+    for size, arch in uniform[:1]:
+        kind = "uniform widths by L1 norms"
+        networks["l1"] = cut_network(work, "l1", kind, size, arch, partial(_by_norms, work, size))
     where = int(best["size"])
     for number, arch in enumerate(random_archs(work, record, limits), 1):
         kind = f"random allocation {number}, closed form"
@@ -126,16 +128,23 @@ def _side_within(work: Material, limit: float) -> int:
     return side
 
 
-def best_uniform(work: Material, record: dict[str, Any]) -> tuple[int, Arch] | None:
-    """The searched side, and the uniform widths there, that the search measured as nearest to the teacher.
+def _by_norms(work: Material, size: int) -> Measured:
+    return by_norms(work.found(size))
+
+
+def uniform_rivals(work: Material, record: dict[str, Any]) -> list[tuple[int, Arch]]:
+    """Uniform widths at the result's side, and at the side where the search measured them as best, if that is another.
 
     The full network at a lower resolution, of which no width is narrowed, is another rival.
     """
-    for network in record["networks"]:
-        size, arch = int(network["size"]), tuple(network["arch"])
-        if network["round"] == 0 and arch != work.searched(size).full:
-            return size, arch
-    return None
+    measured = sorted((n for n in record["networks"] if n["round"] == 0), key=lambda n: float(n["divergence"]))
+    found = {int(n["size"]): tuple(n["arch"]) for n in measured}
+    narrowed = [(size, arch) for size, arch in found.items() if arch != work.searched(size).full]
+    where = int(record["networks"][0]["size"])
+    return [
+        *(rival for rival in narrowed if rival[0] == where),
+        *(rival for rival in narrowed[:1] if rival[0] != where),
+    ]
 
 
 def random_archs(work: Material, record: dict[str, Any], limits: dict[str, float]) -> list[Arch]:
