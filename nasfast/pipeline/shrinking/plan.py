@@ -144,7 +144,8 @@ def _stages(work: Material, found: Found, sizes: tuple[int, ...], pace: Pace) ->
     cfg, count, full = work.cfg, len(work.images.train), work.resolution
     images = Timing(0.0, 0.0, 2 * count * full**2 * work.pretrained.channels)
     lesson = pace.train * (cfg.teacher_epochs * count)
-    targets = pace.forward * (cfg.epochs * count)
+    features = shrink.last_linear(work.form)[1].in_features
+    targets = pace.forward * (cfg.epochs * count) + Timing(0.0, 0.0, 4 * cfg.epochs * count * features)
     yield Work(
         "adapt the full network",
         1,
@@ -161,11 +162,13 @@ def _stages(work: Material, found: Found, sizes: tuple[int, ...], pace: Pace) ->
         share = (size / full) ** 2
         own = (lesson + _seconds(_CAPTURE)) * (share if size < full else 0.0)
         yield Work(f"measure at {size} px", 1, own + scores * share + orders + latency + gram)
-    yield Work("search", 1, pace.forward * (cfg.top_k * len(sizes) * 1.5 * cfg.held_out / 2))
     least = min([b.value if b.share else 0.5 for b in cfg.bounds.values()])
+    adapted = pace.train * (cfg.epochs * count * least) + _seconds(_CAPTURE)
+    finalists = adapted * (len(sizes) if len(sizes) > 1 else 0)
+    yield Work("search", 1, pace.forward * (cfg.top_k * len(sizes) * 1.5 * cfg.held_out / 2) + finalists)
     networks = 1 + (3 + cfg.random_networks if cfg.comparison else 0)
-    adapted = pace.train * (cfg.epochs * count * (1 + networks * least)) + _seconds((networks + 1) * _CAPTURE)
-    yield Work(f"adapt the full network and {networks} others", 1, adapted + images)
+    whole = pace.train * (cfg.epochs * count) + _seconds(_CAPTURE)
+    yield Work(f"adapt the full network and {networks} others", 1, whole + adapted * networks + images)
     exports = int(cfg.export)
     if cfg.finetune == "all":
         exports *= 2
