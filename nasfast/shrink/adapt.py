@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 import torch
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from nasfast.fusion import fuse, unfuse
 from nasfast.fusion.modules import batch_norms
-from nasfast.shrink.features import last_linear, split
+from nasfast.shrink.features import gives_features, last_linear, split
 from nasfast.shrink.graph import ShrinkError
 
 Trained = Literal["affine", "all"]
@@ -124,7 +124,7 @@ def adapt(
         if own:
             fuse(body)
         rates = {labelled: _given_or((lr, lr_classifier), _RATES[train, labelled]) for labelled in (True, False)}
-        return _train(partial(_loss, body, head, teacher, size), data, epochs, (others, classifier), rates)
+        return _train(_Loss(model, body, head, teacher, size), data, epochs, (others, classifier), rates)
     finally:
         if own:
             unfuse(body)
@@ -166,37 +166,53 @@ def _train(
     return means
 
 
-def _loss(
-    body: nn.Module,
-    head: nn.Linear | None,
-    teacher: Callable[[Tensor], Any] | None,
-    size: int | None,
-    images: Tensor,
-    labels: Tensor | None,
-) -> Tensor:
-    """The loss of a batch; with a head, body gives the features, and the teacher a pair."""
-    if teacher is None and labels is None:
-        raise ShrinkError("there is neither a teacher nor a label: give teacher=, or batches of images and labels")
-    small = images
-    if size is not None and images.shape[-1] != size:
-        small = functional.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
-    seen = body(small)
-    if head is not None and seen.shape != (len(images), head.in_features):
-        raise ShrinkError(
-            f"without its classifier the network gives {tuple(seen.shape)}, so its outputs are not those of its last "
-            "linear layer: leave features out"
-        )
-    logits = seen if head is None else head(seen)
-    loss = logits.new_zeros(())
-    if teacher is not None:
-        with torch.no_grad():
-            target, wanted = (teacher(images), None) if head is None else teacher(images)
-        divergence = functional.kl_div(
-            logits.log_softmax(1), target.log_softmax(1), reduction="batchmean", log_target=True
-        )
-        loss = loss + divergence
-        if wanted is not None:
-            loss = loss + _FEATURES * functional.mse_loss(seen, wanted) / wanted.var(correction=0).clamp_min(1e-12)
-    if labels is not None:
-        loss = loss + functional.cross_entropy(logits, labels)
-    return loss
+@dataclass
+class _Loss:
+    """The loss of a batch.
+
+    Attributes:
+        model: the network.
+        body: what runs of it; with a head, it gives the features, and the teacher a pair.
+        head: the classifier, where features teach.
+        teacher: gives logits, or the pair; None for labels alone.
+        size: side of the network's images; None leaves them as they are.
+    """
+
+    model: nn.Module
+    body: nn.Module
+    head: nn.Linear | None
+    teacher: Callable[[Tensor], Any] | None
+    size: int | None
+    _is_checked: bool = False
+
+    def __call__(self, images: Tensor, labels: Tensor | None) -> Tensor:
+        if self.teacher is None and labels is None:
+            raise ShrinkError("there is neither a teacher nor a label: give teacher=, or batches of images and labels")
+        small = images
+        if self.size is not None and images.shape[-1] != self.size:
+            small = functional.interpolate(images, size=(self.size, self.size), mode="bilinear", antialias=True)
+        if self.head is not None and not self._is_checked:
+            self._check(small)
+        seen = self.body(small)
+        logits = seen if self.head is None else self.head(seen)
+        loss = logits.new_zeros(())
+        if self.teacher is not None:
+            with torch.no_grad():
+                target, wanted = (self.teacher(images), None) if self.head is None else self.teacher(images)
+            divergence = functional.kl_div(
+                logits.log_softmax(1), target.log_softmax(1), reduction="batchmean", log_target=True
+            )
+            loss = loss + divergence
+            if wanted is not None:
+                loss = loss + _FEATURES * functional.mse_loss(seen, wanted) / wanted.var(correction=0).clamp_min(1e-12)
+        if labels is not None:
+            loss = loss + functional.cross_entropy(logits, labels)
+        return loss
+
+    def _check(self, images: Tensor) -> None:
+        """Refuse features of a network whose logits are others than those of its classifier, which it would lose."""
+        if not gives_features(self.model, images):
+            raise ShrinkError(
+                f"the outputs of {type(self.model).__name__} are not those of its last linear layer: leave features out"
+            )
+        self._is_checked = True

@@ -101,13 +101,20 @@ def test_a_network_whose_outputs_are_not_those_of_its_classifier_has_no_features
         def forward(self, x):
             return self.last(self, self.network(x))
 
+    def refuse_more_than_five(self, y):
+        if y.shape[1] > 5:
+            raise ValueError("classes")
+        return y
+
     assert shrink.gives_features(cut, batches[0])
     assert shrink.gives_features(Other(lambda self, y: y), batches[0])
     assert not shrink.gives_features(Other(lambda self, y: y.log_softmax(1)), batches[0])
     assert not shrink.gives_features(Other(lambda self, y: y @ self.network.classifier.weight), batches[0])
-    pooled = Other(lambda self, y: y.mean(1, keepdim=True))
-    with pytest.raises(shrink.ShrinkError, match=r"gives \(12, 1\), .* leave features out"):
-        shrink.adapt(pooled, batches, teacher=shrink.with_features(cut), features=True, epochs=1, fused=False)
+    assert not shrink.gives_features(Other(refuse_more_than_five), batches[0])
+    # of the second, the features have their shape
+    for last in (lambda self, y: y.mean(1, keepdim=True), lambda self, y: 3 * y):
+        with pytest.raises(shrink.ShrinkError, match="outputs of Other are not .* leave features out"):
+            shrink.adapt(Other(last), batches, teacher=shrink.with_features(cut), features=True, epochs=1, fused=False)
 
 
 @pytest.mark.slow
