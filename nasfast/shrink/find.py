@@ -110,11 +110,12 @@ class Found(Tabular):
 
     @property
     def stride(self) -> int:
-        """Pixels of the image for a pixel of the smallest maps of a convolution, both along a side."""
+        """Pixels of the image for a pixel of the smallest maps of a convolution, both along a side; a power of two."""
         maps = [shape(node)[-1] for node in self.program.nodes if op_name(node) == "conv2d"]
         side = shape(self.program.image)[-1]
-        # one pixel is that of a squeeze-and-excitation, or of an image that is too small to tell
-        return max((round(side / m) for m in maps if m > 1), default=1)
+        # one pixel is that of a squeeze-and-excitation, or of an image that is too small to tell; maps are rounded up,
+        # so that 240 pixels with a stride of 32 are 8
+        return max((2 ** round(math.log2(side / m)) for m in maps if m > 1), default=1)
 
     @property
     def caption(self) -> str:

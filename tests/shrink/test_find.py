@@ -31,6 +31,9 @@ def test_every_hidden_width_and_block_is_found(found):
 def test_the_stride_is_that_of_the_smallest_map(found):
     smallest = min(m.shape[-1] for m in maps_of_convolutions(found) if m.shape[-1] > 1)
     assert found.stride == round(16 / smallest) > 1
+    for side in (15, 17, 24):  # whose maps are rounded up
+        odd = shrink.find(found.model, shrinkable.images(1, size=side), multiple=4, widths=4)
+        assert odd.stride == found.stride
 
 
 def maps_of_convolutions(found):
