@@ -213,8 +213,10 @@ class _Size:
 
     def search(self, count: int) -> list[Candidate]:
         """The best networks within limits by the corrected tables, without those that are above them as measured."""
-        found = top_k(self._table, self.measured.found.space, self._by_table(self._most / self.latency_factor), k=count)
-        return [c for c in found if c.arch not in self.times or self.times[c.arch][0] <= self._most]
+        slow = {arch for arch, (ms, _) in self.times.items() if ms > self._most}
+        limits = self._by_table(self._most / self.latency_factor)
+        found = top_k(self._table, self.measured.found.space, limits, k=count + len(slow))
+        return [c for c in found if c.arch not in slow][:count]
 
     def measure_uniform(self) -> None:
         """Measure uniform widths, which meet a limit of latency as measured."""

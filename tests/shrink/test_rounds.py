@@ -140,6 +140,24 @@ def test_results_are_within_a_limit_of_latency_as_measured(found, measured, held
         shrink.search_measured([measured], [images], logits, latency=lambda *_: 1e3 * limit, **options)
 
 
+def test_a_network_above_the_limit_as_measured_leaves_its_place_to_the_next(found, measured, held_out, tmp_path):
+    """By the median of the factors, what is too slow is within the limit, and is the best of the table still."""
+    images, logits = held_out
+    path = tmp_path / "latency.json"
+    milliseconds = latency_of(found, path)
+    limit, timed = 0.7 * milliseconds(found, found.full), []
+
+    def latency(of: shrink.Found, arch: tuple[int, ...]) -> float:
+        timed.append(arch)  # uniform widths are the first two
+        return milliseconds(of, arch) * (1.2 if len(timed) == 3 else 1.0)
+
+    results = shrink.search_measured(
+        [measured], [images], logits, latency_tables=[path], latency=latency, top_k=1, max_latency_ms=limit
+    )
+    assert results.latency_factors == (pytest.approx(1.5),) and 1.2 * milliseconds(found, timed[2]) > limit
+    assert timed[2] not in {r.arch for r in results} and {r.round for r in results} > {0}
+
+
 def test_the_factor_of_latencies_is_that_of_all_timed_networks_also_without_a_result(
     found, measured, held_out, tmp_path
 ):
