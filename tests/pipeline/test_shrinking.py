@@ -14,6 +14,7 @@ import pytest
 import torch
 from in_process import run_tasks_here
 from tiny import write_folder
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nasfast import shrink
 from nasfast.cli.main import main
@@ -488,6 +489,26 @@ def test_each_network_has_the_lesson_from_its_first_epoch(here, monkeypatch):
     assert torch.equal(seen[0], seen[1]) and torch.equal(seen[0], seen[2])
 
 
+def test_a_new_classifier_is_fitted_without_a_copy_of_all_images_and_without_held_out_ones():
+    class Largest(TorchDispatchMode):
+        size = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            if isinstance(out, torch.Tensor) and out.dtype == torch.uint8 and not out._is_view():
+                self.size = max(self.size, len(out))
+            return out
+
+    work = Material(SimpleNamespace(cfg=ShrinkConfig()))
+    work.train = torch.arange(200, dtype=torch.uint8).view(200, 1, 1, 1).expand(-1, 3, 2, 2), torch.arange(200)
+    work.held_out, work.images = slice(70, 80), SimpleNamespace(prepared=lambda shown: shown)
+    with Largest() as largest:
+        batches = list(work.batches())
+    assert torch.cat([y for _, y in batches]).tolist() == [*range(70), *range(80, 200)]
+    assert all(torch.equal(x[:, 0, 0, 0], y) for x, y in batches)
+    assert largest.size == 64
+
+
 def test_full_network_and_peer_have_the_adaptations_of_the_result(here, monkeypatch):
     taught = []
     monkeypatch.setattr(
@@ -635,6 +656,19 @@ def test_a_lower_resolution_is_no_rival_where_parameters_are_limited(tmp_path):
     record = {"about": {"sizes": [64]}, "networks": [{"macs": 25}]}
     assert rivals.equal_side(work, record, {"max_macs": 25}) == 32
     assert rivals.equal_side(work, record, {"max_params": 5}) is None
+
+
+@pytest.mark.parametrize("limits", [{"max_macs": 25}, {"max_latency_ms": 3.0}])
+def test_a_network_of_one_side_has_no_rival_of_a_lower_resolution(tmp_path, monkeypatch, limits):
+    def searched(side: int) -> SimpleNamespace:
+        if side != 64:
+            raise shrink.ShrinkError("it runs at 64 pixels alone")
+        return SimpleNamespace(params=10, macs=100)
+
+    monkeypatch.setattr(rivals, "side_latency", lambda work, side: float(work.searched(side).params))
+    work = SimpleNamespace(resolution=64, run=SimpleNamespace(dir=tmp_path), searched=searched)
+    record = {"about": {"sizes": [64]}, "networks": [{"macs": 25}]}
+    assert rivals.equal_side(work, record, limits) is None
 
 
 def test_a_lower_resolution_meets_a_limit_in_milliseconds_as_measured(tmp_path, monkeypatch):

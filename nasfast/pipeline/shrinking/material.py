@@ -80,9 +80,9 @@ class Material:
         """Training images as they are, with labels, without the held-out ones."""
         taught = torch.ones(len(self.train[1]), dtype=torch.bool)
         taught[self.held_out] = False
-        shown, labels = (tensor[taught] for tensor in self.train)
-        for x, y in zip(shown.split(64), labels.split(64), strict=True):
-            yield self.images.prepared(x), y
+        shown, labels = self.train
+        for places in taught.nonzero().squeeze(1).split(64):
+            yield self.images.prepared(shown[places]), labels[places]
 
     def val(self, size: int) -> Shown:
         """The validation images at a size."""

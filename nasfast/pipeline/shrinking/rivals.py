@@ -37,7 +37,7 @@ def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> 
     networks = {}
     side = equal_side(work, record, limits)
     if side is None:
-        _LOG.info("the full network does not meet the limits at any size")
+        _LOG.info("the full network meets the limits at no lower resolution")
     else:
         found = work.searched(side)
         networks["lower"] = adapted_network(
@@ -94,19 +94,26 @@ def peer_network(work: Material) -> dict[str, Any]:
 def equal_side(work: Material, record: dict[str, Any], limits: dict[str, float]) -> int | None:
     """The side, a multiple of 8, at which the full network costs about as much as the result; None if none does.
 
-    It has as many parameters at each side, so none does where these are limited. Of a limit in milliseconds it is the
-    largest side that meets it, as measured; otherwise MACs decide. Writes lower.json.
+    It has as many parameters at each side, so none does where these are limited, or where it runs at one side alone.
+    Of a limit in milliseconds it is the largest side that meets it, as measured; otherwise MACs decide. Writes
+    lower.json.
     """
     full = work.resolution
     if work.searched(full).params > limits.get("max_params", math.inf):
         return None
     path = work.run.dir / "lower.json"
     if (kept := read_record(path, record["about"])) is None:
-        if "max_latency_ms" in limits:
-            side = _side_within(work, limits["max_latency_ms"])
-        else:
-            share = record["networks"][0]["macs"] / work.searched(full).macs
-            side = STEP * round(full * math.sqrt(share) / STEP)
+        try:
+            if "max_latency_ms" in limits:
+                side = _side_within(work, limits["max_latency_ms"])
+            else:
+                share = record["networks"][0]["macs"] / work.searched(full).macs
+                side = STEP * round(full * math.sqrt(share) / STEP)
+            if _LEAST_SIDE <= side < full:
+                work.searched(side)
+        except shrink.ShrinkError as error:
+            _LOG.warning("there is no full network at a lower resolution to compare with: %s", error)
+            side = 0
         kept = write_record(path, record["about"], {"side": side if _LEAST_SIDE <= side < full else None})
     return kept["side"]
 
