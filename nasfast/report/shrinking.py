@@ -190,6 +190,8 @@ def _comparison(files: ShrinkFiles) -> str:
         "difference over the same images in pairs; other seeds of the training are not in them. Validation images had "
         "no part in the search."
     )
+    if "peer" in files.networks:
+        note += f" {files.networks['peer']['kind']} learns from the teacher's logits, and not from its features."
     if timed:
         note += f" Milliseconds: {files.runtime}."
     return _scatter(files) + html_table(header, rows, text_columns=[0], note=note)

@@ -100,7 +100,7 @@ def search_measured(
             (`label_logits`), where networks of different sizes are compared: a network with other errors than the
             reference may be as right.
         top_k: networks that each round takes from each table.
-        rounds: most rounds of a size.
+        rounds: most rounds of a size, unless all their networks are above a limit of latency as measured.
         batch: images at a time.
         latency_tables: for each, the file of its latencies, for `max_latency_ms`.
         latency: milliseconds of the network of an architecture; None takes those of the tables as they are.

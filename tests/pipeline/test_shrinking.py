@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import json
 import os
 import random
@@ -37,7 +38,7 @@ from nasfast.pipeline.shrinking.run import Bound, ShrinkConfig, ShrinkRun, choos
 from nasfast.pipeline.shrinking.stages import full_network
 from nasfast.pipeline.shrinking.timing import pixel_share
 from nasfast.report.findings import compare_runs
-from nasfast.report.shrinking import ShrinkFiles, headline, verdicts
+from nasfast.report.shrinking import ShrinkFiles, _comparison, headline, verdicts
 from nasfast.runtime.files import CheckpointError
 from nasfast.runtime.onnx import INPUT, OUTPUT, open_session
 from nasfast.search import Limits
@@ -735,6 +736,10 @@ def test_verdicts_and_the_headline(monkeypatch):
     assert first.startswith("uniform is no worse") and first.endswith("which is simpler.")
     assert second.startswith("random is no worse") and second.endswith("gains nothing here.")
     assert "at 0.0 points less (95 % interval -2.0 to 2.0, 96 images)" in headline(files.search, files)
+    monkeypatch.setattr("nasfast.report.shrinking._scatter", lambda _: "")
+    for record in networks.values():
+        record |= {"size": 16, "before": 0.4}
+    assert "peer learns from the teacher's logits, and not from its features" in html.unescape(_comparison(files))
     networks["small"]["kind"] = stages.UNIFORM
     assert verdicts(files)[0].startswith("The result has uniform widths")
 

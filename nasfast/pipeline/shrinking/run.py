@@ -23,7 +23,7 @@ from nasfast.settings import CONFIG_FILE, LIMITS, MACHINE, RESUMED, DataConfig, 
 _LOG = logging.getLogger(__name__)
 
 SIZE_STEP = 16
-"""Sides of images that are tried are multiples of it."""
+"""Sides of images that are tried are multiples of it, before those of a large stride are raised."""
 
 # powers of the limit, as a share of the full network's cost, that a side is multiplied with: costs grow with the square
 # of the side, so 1/4 leaves as much to the side as to widths and depth. Below _STRONG no side is left as it is.
@@ -59,7 +59,7 @@ class ShrinkConfig(ConfigBase):
         score_images: those of them that candidates are scored with.
         held_out: other training images on which whole networks are compared by the search.
         top_k: networks that each round of the search measures at each size.
-        rounds: most rounds of the search.
+        rounds: most rounds of the search at each size, unless none has a network within the limit as measured.
         comparison: whether the result is compared with other networks of equal cost, which are adapted, too.
         random_networks: number of random allocations in the comparison.
         export: whether to write the result as ONNX and as PyTorch's program.
