@@ -130,7 +130,8 @@ def verdicts(files: ShrinkFiles) -> list[str]:
     """What a reader should know before he takes the result: what more training gives, and what is no worse."""
     notes, limits = [], files.search["about"]["limits"]
     if files.networks[SMALL]["kind"].startswith("uniform"):
-        notes.append("The result has uniform widths: on held-out training images none of the program was better.")
+        after = " after adaptation" if "adapted" in files.search["networks"][0] else ""
+        notes.append(f"The result has uniform widths: on held-out images none of the program was better{after}.")
     if FINETUNED in files.networks:
         record, d = files.networks[FINETUNED], files.difference(SMALL, FINETUNED)
         notes.append(

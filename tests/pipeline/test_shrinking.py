@@ -741,7 +741,9 @@ def test_verdicts_and_the_headline(monkeypatch):
         record |= {"size": 16, "before": 0.4}
     assert "peer learns from the teacher's logits, and not from its features" in html.unescape(_comparison(files))
     networks["small"]["kind"] = stages.UNIFORM
-    assert verdicts(files)[0].startswith("The result has uniform widths")
+    assert verdicts(files)[0].endswith("none of the program was better.")
+    files.search["networks"][0]["adapted"] = 0.1
+    assert verdicts(files)[0].endswith("none of the program was better after adaptation.")
 
 
 def test_weights_of_a_network_for_other_classes_make_it_one_for_these(here, tmp_path):
