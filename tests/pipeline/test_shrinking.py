@@ -579,7 +579,10 @@ def test_uniform_widths_are_compared_at_the_side_of_the_result_and_at_their_best
     taught = []
     monkeypatch.setattr(rivals, "equal_side", lambda *_: None)
     monkeypatch.setattr(rivals, "random_archs", lambda *_: [])
-    monkeypatch.setattr(rivals, "cut_network", lambda work, name, kind, size, arch, _: taught.append((name, size)))
+    kinds = set()
+    monkeypatch.setattr(
+        rivals, "cut_network", lambda work, name, kind, size, arch, _: taught.append((name, size)) or kinds.add(kind)
+    )
     work = SimpleNamespace(
         searched=lambda size: SimpleNamespace(full=(size,)), measured=lambda size: None, cfg=ShrinkConfig()
     )
@@ -594,6 +597,7 @@ def test_uniform_widths_are_compared_at_the_side_of_the_result_and_at_their_best
     # those of 8 pixels have all widths
     others = (8, 0), (16, 0), (32, 0)
     assert compared((32, 1), *others) == [("uniform", 32), ("uniform-16", 16), ("l1", 32)]
+    assert len(kinds) == 3  # each has a name of its own in sentences
     assert compared((16, 1), *others) == [("uniform", 16), ("l1", 16)]
     assert compared((16, 0), (32, 0)) == [("l1", 16)]
     assert compared((64, 1), (8, 0)) == []

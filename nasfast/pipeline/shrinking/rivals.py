@@ -54,8 +54,8 @@ def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> 
         _LOG.info("uniform widths meet the limits at no size, or without being narrowed")
     for number, (size, arch) in enumerate(uniform):
         if (size, arch) != (int(best["size"]), tuple(best["arch"])):
-            name = f"uniform-{size}" if number else "uniform"
-            networks[name] = cut_network(work, name, UNIFORM, size, arch, partial(work.measured, size))
+            name, kind = (f"uniform-{size}", f"{UNIFORM}, {size} px") if number else ("uniform", UNIFORM)
+            networks[name] = cut_network(work, name, kind, size, arch, partial(work.measured, size))
     for size, arch in uniform[:1]:
         kind = "uniform widths by L1 norms"
         networks["l1"] = cut_network(work, "l1", kind, size, arch, partial(_by_norms, work, size))
