@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import html
 import json
+import math
 import os
 import random
 from pathlib import Path
@@ -614,10 +615,11 @@ def test_the_best_networks_of_several_sizes_are_compared_after_adaptation(monkey
     )
     monkeypatch.setattr(shrink, "cut", lambda *_: torch.nn.Identity())
     monkeypatch.setattr(shrink, "make_recipe", lambda *_: None)
-    networks = [{"size": size, "arch": [i]} for i, size in enumerate((16, 16, 24, 24))]
+    networks = [{"size": size, "arch": [i], "divergence": i} for i, size in enumerate((16, 16, 24, 24, 32))]
+    networks[-1]["divergence"] = math.inf  # which cannot be adapted
     first, second, *rest = stages.adapted_first(work, [dict(network) for network in networks])
     assert first == {**networks[2], "adapted": 0.1} and second == {**networks[0], "adapted": 0.3}
-    assert rest == [networks[1], networks[3]]
+    assert rest == [networks[1], *networks[3:]]
     assert stages.adapted_first(work, networks[:2]) == networks[:2]
 
 

@@ -57,7 +57,7 @@ class ShrinkConfig(ConfigBase):
         images: most training images that are kept in memory and used.
         measure_images: training images, without labels, that channels are measured with.
         score_images: those of them that candidates are scored with.
-        held_out: other training images on which whole networks are compared by the search.
+        held_out: other training images on which whole networks are compared by the search, at most a quarter of all.
         top_k: networks that each round of the search measures at each size.
         rounds: most rounds of the search at each size, unless none has a network within the limit as measured.
         comparison: whether the result is compared with other networks of equal cost, which are adapted, too.

@@ -286,8 +286,9 @@ def adapted_first(work: Material, networks: list[dict[str, Any]]) -> list[dict[s
     Adaptation makes up for what is cut, and hardly for a lower resolution: before it, small images look too good. The
     held-out images, on which networks are compared, have no part in it.
     """
-    best = {network["size"]: network for network in reversed(networks)}
-    if len(best) == 1:
+    # whose logits are not finite cannot be adapted
+    best = {network["size"]: network for network in reversed(networks) if math.isfinite(network["divergence"])}
+    if len(best) < 2:
         return networks
     for size, network in best.items():
         measured, arch = work.measured(size), tuple(network["arch"])
