@@ -25,6 +25,9 @@ SPACE_FILE = "space.yaml"
 STABILITY_FILE = "stability.json"
 """How far the seeds of `nasfast run --seeds` agree."""
 
+FULL, SMALL, FINETUNED = "full", "small", "finetuned"
+"""Networks of a run of `nasfast shrink`: the full one, adapted, the result, and the result with all weights trained."""
+
 
 MACHINE = "machine"
 """Kind of the settings on which no result depends."""

@@ -25,12 +25,10 @@ from nasfast.report.page import (
 )
 from nasfast.report.plots import SERIES, literal, new_figure
 from nasfast.runtime.files import unseal
-from nasfast.settings import CONFIG_FILE
+from nasfast.settings import CONFIG_FILE, FINETUNED, FULL, SMALL
 
 NETWORKS_FILE = "networks.json"
 """Which networks the last run of `nasfast shrink` compared."""
-
-FULL, SMALL, FINETUNED = "full", "small", "finetuned"
 
 _NOT_YET = "`nasfast shrink --resume` writes it"
 """What a section without its files says."""

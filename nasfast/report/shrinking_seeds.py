@@ -13,9 +13,9 @@ from nasfast.report.findings import Comparison, compare_runs
 from nasfast.report.page import Section, escape, html_table, millions, write_page
 from nasfast.report.run_files import RunFiles, config_section
 from nasfast.report.seeds import missing_sentences
-from nasfast.report.shrinking import FULL, SMALL, ShrinkFiles
+from nasfast.report.shrinking import ShrinkFiles
 from nasfast.runtime.files import unseal
-from nasfast.settings import STABILITY_FILE
+from nasfast.settings import FULL, SMALL, STABILITY_FILE
 
 
 class ShrinkSeeds:

@@ -482,6 +482,24 @@ def test_a_lesson_gives_each_batch_the_targets_of_its_views(here):
     assert torch.equal(views[0], views[2 * per_epoch])  # the epochs come again
 
 
+def test_held_out_images_teach_only_where_nothing_is_compared_on_them_any_more(here, monkeypatch):
+    work, lessons = Material(ShrinkRun(ShrinkConfig.from_dict(settings(here, "held")))), []
+    monkeypatch.setattr(shrink, "adapt", lambda model, data, **_: lessons.append(list(data)))
+    shown, labels = work.train
+    # each image is marked in its first pixel; views move and mirror it
+    marked = torch.arange(len(labels)).to(torch.uint8)[:, None, None, None].expand_as(shown).contiguous()
+    work.train = marked, labels
+    monkeypatch.setattr(type(work.images), "prepared", lambda _, views: views.float())
+    held = range(work.held_out.start, work.held_out.stop)
+    assert len(held) == work.samples[1] > 0
+    assert torch.equal(work.reference.argmax(1), labels[work.held_out])
+    for all_images in (False, True):
+        work.teach(torch.nn.Identity(), 1, by_labels=True, all_images=all_images)
+    first, second = (sorted(int(x[0, 0, 0]) for views, _ in lesson for x in views) for lesson in lessons)
+    assert first == [i for i in range(len(labels)) if i not in held]
+    assert second == list(range(len(labels)))
+
+
 def test_each_network_has_the_lesson_from_its_first_epoch(here, monkeypatch):
     """However many epochs those before it had, so that a run that goes on has the same."""
     work, seen = Material(ShrinkRun(ShrinkConfig.from_dict(settings(here, "taught")))), []
@@ -611,16 +629,17 @@ def test_the_best_networks_of_several_sizes_are_compared_after_adaptation(monkey
         cfg=ShrinkConfig(),
         kept_features=lambda _: None,
         teach=lambda *_, **options: None,
-        held_out_loss=lambda model, size: losses[size],
+        held_out_loss=lambda model, images: losses[images],
     )
     monkeypatch.setattr(shrink, "cut", lambda *_: torch.nn.Identity())
     monkeypatch.setattr(shrink, "make_recipe", lambda *_: None)
     networks = [{"size": size, "arch": [i], "divergence": i} for i, size in enumerate((16, 16, 24, 24, 32))]
     networks[-1]["divergence"] = math.inf  # which cannot be adapted
-    first, second, *rest = stages.adapted_first(work, [dict(network) for network in networks])
+    held = {size: size for size in (16, 24, 32)}
+    first, second, *rest = stages.adapted_first(work, [dict(network) for network in networks], held)
     assert first == {**networks[2], "adapted": 0.1} and second == {**networks[0], "adapted": 0.3}
     assert rest == [networks[1], *networks[3:]]
-    assert stages.adapted_first(work, networks[:2]) == networks[:2]
+    assert stages.adapted_first(work, networks[:2], held) == networks[:2]
 
 
 def test_rivals_meet_a_limit_in_milliseconds_as_measured(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ from nasfast.pipeline.shrinking.timing import timing_settings
 from nasfast.retrain.export import ONNX_FILE, PROGRAM_FILE, write_checked_onnx, write_program
 from nasfast.runtime.files import temporary_beside, write_atomic
 from nasfast.runtime.onnx import INPUT, OUTPUT, open_session, require_onnx
+from nasfast.settings import SMALL
 from nasfast.shrink.recipe import RECIPE_FILE, WEIGHTS_FILE
 
 _LOG = logging.getLogger(__name__)
@@ -60,12 +61,12 @@ def export(work: Material, name: str, small: dict[str, Any], headline: str) -> t
 
     Args:
         work: the material.
-        name: of its folder in networks/: `small` is the result.
+        name: of its folder in networks/; `SMALL` is the result.
         small: its result.json.
         headline: the result in a sentence, for the card.
     """
     source, started = work.run.network(name), time.monotonic()
-    folder = work.run.dir / "export" / ("" if name == "small" else name)
+    folder = work.run.dir / "export" / ("" if name == SMALL else name)
     network, size = load_network(source, work.form), int(small["size"])
     about = {"network": weights_digest(network), "int8": work.cfg.int8}
     if (record := read_record(folder / EXPORT_FILE, about)) is None:

@@ -176,13 +176,11 @@ class Material:
     def targets(self) -> Targets:
         """What the teacher gives for all views of the lesson; writes targets.safetensors."""
         path = self.run.dir / "targets.safetensors"
-        kept = read_tensors(path, self.about) or {}
-        if set(kept) == set(Targets._fields):
-            return Targets(**kept)
-        teacher = shrink.with_features(self.teacher) if self.gives_features else self._logits_alone
-        targets = self.lesson.taught_by(teacher)
-        save_tensors(path, targets._asdict(), self.about)
-        return targets
+        if (kept := read_tensors(path, self.about)) is None:
+            teacher = shrink.with_features(self.teacher) if self.gives_features else self._logits_alone
+            kept = self.lesson.taught_by(teacher)._asdict()
+            save_tensors(path, kept, self.about)
+        return Targets(**kept)
 
     def _logits_alone(self, images: Tensor) -> tuple[Tensor, Tensor]:
         return self.teacher(images), images.new_empty(len(images), 0)
@@ -259,10 +257,9 @@ class Material:
         return shrink.label_logits(self.train[1][self.held_out], self.images.classes)
 
     @torch.no_grad()
-    def held_out_loss(self, model: nn.Module, size: int) -> float:
-        """Cross entropy of a network on the held-out images, at the best factor of its logits."""
-        parts = self.sample(size)[1].split(32)
-        return shrink.divergence(self.reference, torch.cat([model(part) for part in parts]))
+    def held_out_loss(self, model: nn.Module, images: Tensor) -> float:
+        """Cross entropy of a network on the held-out images at its size, at the best factor of its logits."""
+        return shrink.divergence(self.reference, torch.cat([model(part) for part in images.split(32)]))
 
 
 def adapt_teacher(work: Material) -> nn.Module:

@@ -14,6 +14,7 @@ from nasfast.pipeline.shrinking.files import clone, read_record, weights_digest,
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.models import fit_classifier
 from nasfast.pipeline.shrinking.norms import by_norms
+from nasfast.pipeline.shrinking.run import SIZE_STEP
 from nasfast.pipeline.shrinking.stages import UNIFORM, Made, adapted_network, cut_network, limits_at
 from nasfast.pipeline.shrinking.timing import STEP, latency_file, network_timer, pixel_share, side_latency
 from nasfast.search import InfeasibleConstraintError, Limits, sample_under
@@ -23,9 +24,6 @@ from nasfast.shrink import Measured
 from nasfast.spaces import Arch, LayerSpace, read_cost_table
 
 _LOG = logging.getLogger(__name__)
-
-_LEAST_SIDE = 16
-"""Pixels of the smallest side of the full network that is tried."""
 
 _DRAWS = 200
 """Random architectures within the limits, of which those that use most of them are taken."""
@@ -109,12 +107,12 @@ def equal_side(work: Material, record: dict[str, Any], limits: dict[str, float])
             else:
                 share = record["networks"][0]["macs"] / work.searched(full).macs
                 side = STEP * round(full * math.sqrt(share) / STEP)
-            if _LEAST_SIDE <= side < full:
+            if SIZE_STEP <= side < full:
                 work.searched(side)
         except shrink.ShrinkError as error:
             _LOG.warning("there is no full network at a lower resolution to compare with: %s", error)
             side = 0
-        kept = write_record(path, record["about"], {"side": side if _LEAST_SIDE <= side < full else None})
+        kept = write_record(path, record["about"], {"side": side if SIZE_STEP <= side < full else None})
     return kept["side"]
 
 
@@ -127,10 +125,10 @@ def _side_within(work: Material, limit: float) -> int:
         found = work.searched(side)
         return timer(found, found.full) <= limit
 
-    side = max(_LEAST_SIDE, min(work.resolution - STEP, STEP * round(work.resolution * math.sqrt(share) / STEP)))
+    side = max(SIZE_STEP, min(work.resolution - STEP, STEP * round(work.resolution * math.sqrt(share) / STEP)))
     while side + STEP < work.resolution and within(side + STEP):
         side += STEP
-    while side >= _LEAST_SIDE and not within(side):
+    while side >= SIZE_STEP and not within(side):
         side -= STEP
     return side
 

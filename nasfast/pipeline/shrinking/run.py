@@ -23,7 +23,7 @@ from nasfast.settings import CONFIG_FILE, LIMITS, MACHINE, RESUMED, DataConfig, 
 _LOG = logging.getLogger(__name__)
 
 SIZE_STEP = 16
-"""Sides of images that are tried are multiples of it, before those of a large stride are raised."""
+"""Sides of images that are searched are multiples of it, before those of a large stride are raised; none is smaller."""
 
 # powers of the limit, as a share of the full network's cost, that a side is multiplied with: costs grow with the square
 # of the side, so 1/4 leaves as much to the side as to widths and depth. Below _STRONG no side is left as it is.

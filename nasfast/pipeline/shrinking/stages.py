@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from nasfast import shrink
 from nasfast.config import ConfigError
@@ -44,7 +44,7 @@ from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import CheckpointError, answers_to_hex
 from nasfast.search import InfeasibleConstraintError, Limits
 from nasfast.search.limits import read_limits
-from nasfast.settings import SearchConfig
+from nasfast.settings import FINETUNED, FULL, SMALL, SearchConfig
 from nasfast.shrink import Found, Measured, Shrunk
 from nasfast.shrink.recipe import RECIPE_FILE
 
@@ -53,9 +53,6 @@ _LOG = logging.getLogger(__name__)
 SEARCH_FILE = "search.json"
 # pixels of the smallest side that is searched for a limit in ms, most of which may not depend on them
 _LEAST_SHARE = 0.1
-
-FULL, SMALL, FINETUNED = "full", "small", "finetuned"
-"""Names of the full network, adapted, of the result, and of the result with all weights trained."""
 
 PROGRAM, UNIFORM = "exact program", "uniform widths, closed form"
 """Kinds of networks: what the search finds, and the simple answer that it begins with."""
@@ -267,7 +264,7 @@ def search(work: Material, sizes: tuple[int, ...], limits: dict[str, float]) -> 
         path,
         about,
         {
-            "networks": adapted_first(work, [_shrunk_record(b) for b in best]),
+            "networks": adapted_first(work, [_shrunk_record(b) for b in best], dict(zip(sizes, held, strict=True))),
             "latency_factors": dict(zip(map(str, sizes), best.latency_factors, strict=True)),
             "cardinality": math.fsum(m.found.space.cardinality for m in measured),
             "full": {"macs": work.searched(work.resolution).macs, "params": work.searched(work.resolution).params},
@@ -280,11 +277,11 @@ def search(work: Material, sizes: tuple[int, ...], limits: dict[str, float]) -> 
     return record
 
 
-def adapted_first(work: Material, networks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def adapted_first(work: Material, networks: list[dict[str, Any]], held: Mapping[int, Tensor]) -> list[dict[str, Any]]:
     """Measured networks, best first; of several sizes, the best of each come first, by their loss after adaptation.
 
     Adaptation makes up for what is cut, and hardly for a lower resolution: before it, small images look too good. The
-    held-out images, on which networks are compared, have no part in it.
+    held-out images of each size, on which networks are compared, have no part in it.
     """
     # whose logits are not finite cannot be adapted
     best = {network["size"]: network for network in reversed(networks) if math.isfinite(network["divergence"])}
@@ -295,7 +292,7 @@ def adapted_first(work: Material, networks: list[dict[str, Any]]) -> list[dict[s
         model = clone(shrink.cut(measured, arch))
         kept = work.kept_features(shrink.make_recipe(measured, arch))
         work.teach(model, work.cfg.epochs, size=size, kept=kept)
-        network["adapted"] = work.held_out_loss(model, size)
+        network["adapted"] = work.held_out_loss(model, held[size])
     finalists = sorted(best.values(), key=lambda network: network["adapted"])
     return [*finalists, *(network for network in networks if "adapted" not in network)]
 
@@ -357,7 +354,8 @@ def adapted_network(
     before = answers(model, work.images, work.val(size))
     # a network of another form has other features
     kept = work.kept_features(recipe) if form is None else None
-    losses = work.teach(model, **{"epochs": work.cfg.epochs, "size": size, "kept": kept, "all_images": True} | options)
+    epochs = options.pop("epochs", work.cfg.epochs)
+    losses = work.teach(model, epochs, size=size, kept=kept, all_images=True, **options)
     after = answers(model, work.images, work.val(size))
     for file in (RESULT_FILE, RECIPE_FILE):  # those of another network, which the new weights are not of
         (folder / file).unlink(missing_ok=True)
