@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import html
 import json
@@ -18,6 +19,7 @@ from in_process import run_tasks_here
 from tiny import write_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import nasfast
 from nasfast import shrink
 from nasfast.cli.main import main
 from nasfast.pipeline.shrinking import exporting, rivals, stages
@@ -40,10 +42,11 @@ from nasfast.pipeline.shrinking.stages import full_network
 from nasfast.pipeline.shrinking.timing import pixel_share
 from nasfast.report.findings import compare_runs
 from nasfast.report.shrinking import ShrinkFiles, _comparison, headline, verdicts
+from nasfast.retrain import save_model
 from nasfast.runtime.files import CheckpointError
 from nasfast.runtime.onnx import INPUT, OUTPUT, open_session
 from nasfast.search import Limits
-from nasfast.settings import DataConfig
+from nasfast.settings import DataConfig, ImageInfo
 from nasfast.spaces import read_cost_table
 
 MODEL = """
@@ -284,6 +287,7 @@ REFUSALS = [
     ("--data.val absent --max_macs 50%", "absent does not exist"),
     ("", "no limit is set"),
     ("--max_macs 50% --model torchvision", "names no network"),
+    ("--max_macs 50% --model {here}", "the networks of a run are in RUN/retrain/NAME"),
     ("--max_macs 50% --model torchvision:resnet19 --weights absent.pth", "absent.pth is no file"),
     ("--max_macs 50% --model {model}:absent", "has no function 'absent'"),
     ("--max_macs 50% --model {model}:plain", "has no nn.Linear as its classifier"),
@@ -299,7 +303,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("flags", "message"), REFUSALS, ids=[message for _, message in REFUSALS])
 def test_refusals(here, capsys, flags, message):
-    flags = flags.format(model=here / "shrinking_model.py", few=here / "few")
+    flags = flags.format(model=here / "shrinking_model.py", few=here / "few", here=here)
     assert main(command(here, "refused", *flags.split())) == 1
     text = capsys.readouterr().err
     assert message in text
@@ -778,6 +782,22 @@ def test_weights_of_a_network_for_other_classes_make_it_one_for_these(here, tmp_
     model = load_pretrained(f"{here / 'shrinking_model.py'}:net", str(tmp_path / "two.pth")).model
     assert shrink.last_linear(model)[1].out_features == 2
     torch.testing.assert_close(model(torch.ones(1, 3, 16, 16)), shrinkable.small(2).float()(torch.ones(1, 3, 16, 16)))
+
+
+def test_a_network_that_nasfast_trained_is_given_by_its_folder(tmp_path):
+    grey = dataclasses.replace(nasfast.spaces.get_space("digits_mini"), in_channels=1)
+    network = nasfast.build(grey, [0] * 6).eval()
+    network.images = ImageInfo(tuple("0123456789"), short_side=20, resolution=18, mean=(0.2,), std=(0.3,))
+    save_model(network, tmp_path / "model.safetensors")
+    given = load_pretrained(str(tmp_path), None)
+    assert (given.channels, given.resolution) == (1, 18)
+    data = given.data(DataConfig())
+    assert (data.mean, data.std) == ((0.2,) * 3, (0.3,) * 3)
+    x = torch.randn(2, 1, 18, 18)
+    assert torch.equal(given.model(x), network(x))
+    network.images = None
+    save_model(network, tmp_path / "model.safetensors")
+    assert load_pretrained(str(tmp_path), None).data(DataConfig()) == DataConfig()
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -1,4 +1,4 @@
-"""Pretrained networks by name, from torchvision, timm or a user's file, and a classifier for other classes."""
+"""Pretrained networks by name, from torchvision, timm, a user's file or a run, and a classifier for other classes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from nasfast.config import ConfigError, suggestion
 from nasfast.pipeline.shrinking.files import clone
 from nasfast.pipeline.shrinking.run import parse_model_name
+from nasfast.retrain import load_model
 from nasfast.runtime.imports import import_modules
 from nasfast.settings import DataConfig
 from nasfast.shrink import last_linear
+from nasfast.supernet import ArchNetwork
 
 _LOG = logging.getLogger(__name__)
 
@@ -62,18 +64,34 @@ def load_pretrained(name: str, weights: str | None) -> Pretrained:
         RuntimeError: timm is needed and not installed.
     """
     source, inner = parse_model_name(name)
-    make: Callable[[str, bool], nn.Module] = {"torchvision": _torchvision, "timm": _timm}.get(source, _own(source))
+    makers: dict[str, Callable[[str, bool], nn.Module]] = {
+        "torchvision": _torchvision,
+        "timm": _timm,
+        "folder": _trained,
+    }
+    make = makers.get(source, _own(source))
     model = make(inner, weights is None).cpu().float().eval()
     if weights is not None:
         _load_weights(model, Path(weights))
+    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
+    if first is None:
+        raise ConfigError(f"{name} has no convolution: give a network of residual blocks with convolutions")
+    return Pretrained(name, model, *_images_of(model), first.in_channels)
+
+
+def _images_of(model: nn.Module) -> tuple[int, tuple[float, ...] | None, tuple[float, ...] | None]:
+    """Side, mean and deviation of the images of a network, as far as it says them."""
+    if isinstance(model, ArchNetwork):
+        images = model.images
+        if images is None:
+            return model.space.resolution, None, None
+        repeats = 3 // len(images.mean)  # settings have three values for grey images, too
+        return images.resolution, repeats * images.mean, repeats * images.std
     said: Any = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None) or {}
     said = said if isinstance(said, Mapping) else vars(said)
     size = said.get("input_size") or (3, _RESOLUTION, _RESOLUTION)
     mean, std = (tuple(map(float, said[key])) if said.get(key) else None for key in ("mean", "std"))
-    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
-    if first is None:
-        raise ConfigError(f"{name} has no convolution: give a network of residual blocks with convolutions")
-    return Pretrained(name, model, int(size[-1]), mean, std, first.in_channels)
+    return int(size[-1]), mean, std
 
 
 def _torchvision(name: str, pretrained: bool) -> nn.Module:
@@ -113,6 +131,13 @@ def _unknown(package: str, name: str, names: list[str], module: str) -> ConfigEr
 def _no_weights(name: str, error: Exception) -> ConfigError:
     line = next(iter(str(error).splitlines()), type(error).__name__)
     return ConfigError(f"the weights of {name} cannot be had ({line}): give a file of them by --weights FILE")
+
+
+def _trained(folder: str, _: bool) -> nn.Module:
+    try:
+        return load_model(folder)
+    except (FileNotFoundError, ValueError) as error:
+        raise ConfigError(f"model {folder}: {error}; the networks of a run are in RUN/retrain/NAME") from error
 
 
 def _own(file: str) -> Callable[[str, bool], nn.Module]:

@@ -36,9 +36,10 @@ class ShrinkConfig(ConfigBase):
 
     Attributes:
         out: run directory, the folder that the command writes.
-        model: the network: `torchvision:NAME`, `timm:NAME`, or `FILE.py:FUNCTION`, which returns it.
+        model: the network: `torchvision:NAME`, `timm:NAME`, `FILE.py:FUNCTION`, which returns it, or the folder of a
+            network that nasfast trained, as RUN/retrain/best.
         weights: file of its state dict (.pth or .safetensors); null takes the published weights of torchvision and
-            timm, which may be downloaded, or what the function returns.
+            timm, which may be downloaded, what the function returns, or those of the folder.
         peer: another network, named as `model`, that is adapted and measured beside the result; null is none.
         data: the images and how they are fed; `data.mean` and `data.std` are those of the network where it has some.
         resolution: height and width of the images in pixels; null takes the network's own.
@@ -123,8 +124,8 @@ class ShrinkConfig(ConfigBase):
         """Refuse what a run cannot begin with, before torch is imported."""
         if self.model is None:
             raise ConfigError(
-                "model is not set: give the network, as --model torchvision:mobilenet_v2, timm:mobilenetv2_100 or "
-                "FILE.py:FUNCTION"
+                "model is not set: give the network, as --model torchvision:mobilenet_v2, timm:mobilenetv2_100, "
+                "FILE.py:FUNCTION or RUN/retrain/best"
             )
         for name in filter(None, (self.model, self.peer)):
             parse_model_name(name)
@@ -159,12 +160,14 @@ class Bound:
 
 
 def parse_model_name(name: str) -> tuple[str, str]:
-    """Where a network comes from, `torchvision`, `timm` or a Python file, and its name there."""
+    """Where a network comes from, `torchvision`, `timm`, a Python file or `folder`, and its name there."""
+    if Path(name).is_dir():
+        return "folder", name
     match = re.fullmatch(r"(torchvision|timm|.+\.py):(.+)", name)
     if match is None:
         raise ConfigError(
-            f"model {name!r} names no network: give torchvision:NAME, timm:NAME, or FILE.py:FUNCTION of a function "
-            "without arguments that returns it"
+            f"model {name!r} names no network: give torchvision:NAME, timm:NAME, FILE.py:FUNCTION of a function "
+            "without arguments that returns it, or the folder of a network that nasfast trained"
         )
     if match[1].endswith(".py") and not Path(match[1]).is_file():
         raise ConfigError(f"model {name!r}: there is no file {match[1]}: give its path")
