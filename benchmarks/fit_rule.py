@@ -3,11 +3,12 @@
     python -m benchmarks.fit_rule [--models NAME ...] [--types fp32 bf16] [--threads N] [--rounds N] [--out FILE]
 
 Every chain of the models runs at two sizes, and what trains are the BatchNorms with statistics of the batch or with
-running ones, everything, or nothing. On one thread, times are CPU times of the thread. The two variants of a chain run
-one after the other in every round. The fit minimises the relative error of what a chain saves. It prints the constants
-in the order of `rule.Costs`, and for each kind of row what the rule loses: the time of what it chooses with these
-constants, of the better of both, and of the operator, all of PyTorch's time. `--out` keeps the rows; with a file that
-has rows only the fit runs. It takes about five minutes of one core.
+running ones, or nothing: where convolutions train, the rule leaves a chain to PyTorch. On one thread, times are CPU
+times of the thread. The two variants of a chain run one after the other in every round. The fit minimises the relative
+error of what a chain saves, of chains with the operator's own convolutions first, and then of the others. It prints the
+constants in the order of `rule.Costs`, and for each kind of row what the rule loses: the time of what it chooses with
+these constants and with those of the rule, of the better of both, and of the operator, all of PyTorch's time. `--out`
+keeps the rows; with a file that has rows only the fit runs. It takes about five minutes of one core.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from nasfast.fusion.find import find_chains
 from nasfast.fusion.match import describe_stage, example_value, join
 from nasfast.fusion.stages import plain_stages, run_stages
 from nasfast.measure.timing import measure
-from nasfast.ops.reference import Stage
+from nasfast.ops.reference import ConvBNParams, Stage
 from nasfast.runtime.memory import keep_freed_memory
 
 MODELS = tuple(
     f"torchvision/{name}"
     for name in ("mobilenet_v2", "mobilenet_v3_large", "efficientnet_b0", "regnet_y_400mf", "resnet18")
 )
-TRAINS = ("batch norms", "batch norms, running statistics", "all", "nothing")
+TRAINS = ("batch norms", "batch norms, running statistics", "nothing")
 SIZES = ((8, 160), (1, 96))
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -89,8 +90,8 @@ def bench(
         )
         params = params._replace(conv_weight=params.conv_weight.to(dtype, memory_format=torch.channels_last))
         if trains != "nothing":
-            leaves += [params.bn_weight, params.bn_bias, *([params.conv_weight] if trains == "all" else [])]
-        exact.append(stage._replace(params=params, training=trains in ("batch norms", "all"), momentum=0.1))
+            leaves += [params.bn_weight, params.bn_bias]
+        exact.append(stage._replace(params=params, training=trains == "batch norms", momentum=0.1))
     unpadded = [None] * len(exact)
     x = torch.randn(shape).to(dtype, memory_format=torch.channels_last)
     if trains != "nothing" and shape[1] > 3:  # not the image
@@ -109,28 +110,40 @@ def bench(
     runs = {"eager": variant(plain, grad, leaves)}
     runs["nasfast"] = variant(lambda: run_stages(x, exact, unpadded, added, checked), grad, leaves)
     times = medians(measure(runs, rounds=rounds, warmup=1))
-    work = rule.chain_work(exact, trains=trains == "all", gradients=bool(leaves))
-    pixels = shape[0] * shape[2] * shape[3] / torch.get_num_threads()
-    return {
-        **dict(trains=trains, type=kind, shape=shape, stages=[describe_stage(stage) for stage in stages]),
-        **dict(work=[pixels * amount for amount in work[:-1]] + [work[-1]], times=times),
-    }
+    settings = [(list(stage.params.conv_weight.shape), *stage[1:5]) for stage in stages]
+    row = dict(trains=trains, type=kind, shape=shape, threads=torch.get_num_threads(), stages=settings)
+    return {**row, "gradients": bool(leaves), "times": times}
+
+
+def work(row: dict) -> list[float]:
+    """What the chain of a row has of each kind of work, as the rule counts it now."""
+    training = row["trains"] == "batch norms"
+    stages = [
+        Stage(ConvBNParams(torch.empty(shape, device="meta"), *[None] * 5), *settings, training)  # type: ignore[arg-type]
+        for shape, *settings in row["stages"]
+    ]
+    batch, _, height, width = row["shape"]
+    pixels = batch * height * width / row["threads"]
+    _, *amounts = rule.chain_work(stages, gradients=row["gradients"])
+    return [*(pixels * amount for amount in amounts[:4]), *amounts[4:]]
 
 
 def fit(rows: Sequence[dict]) -> np.ndarray:
     """The constants in ns, for which the relative error of what the chains save is least."""
     eager, ours = (np.array([1e6 * row["times"][name] for row in rows]) for name in ("eager", "nasfast"))
-    work = np.array([row["work"] for row in rows])
-    used = work.any(axis=0)
-    costs = np.zeros(work.shape[1])
-    costs[used] = np.linalg.lstsq(work[:, used] / eager[:, None], (eager - ours) / eager, rcond=None)[0]
+    works = np.array([work(row) for row in rows]) / eager[:, None]
+    saved, costs, other = (eager - ours) / eager, np.zeros(works.shape[1]), rule.Costs._fields.index("other")
+    rest = works[:, other] != 0
+    for here, kinds in ((~rest, works[~rest].any(axis=0)), (rest, np.arange(len(costs)) == other)):
+        unexplained = saved[here] - works[here] @ costs
+        costs[kinds] = np.linalg.lstsq(works[here][:, kinds], unexplained, rcond=None)[0]
     return costs
 
 
-def judge(rows: Sequence[dict], costs: np.ndarray) -> str:
+def judge(rows: Sequence[dict], costs: Sequence[float]) -> str:
     """What the rule chooses with these constants, of PyTorch's time over all rows and in the worst one."""
     eager, ours = (np.array([row["times"][name] for row in rows]) for name in ("eager", "nasfast"))
-    chosen = np.where(np.array([row["work"] for row in rows]) @ costs > 0, ours, eager)
+    chosen = np.where(np.array([work(row) for row in rows]) @ costs > 0, ours, eager)
     best, worst = np.minimum(eager, ours), (chosen / eager).max()
     total = eager.sum()
     return (
@@ -166,11 +179,12 @@ def main() -> None:
             write_json(args.out, rows)
     for kind in sorted({row["type"] for row in rows}):
         of_type = [row for row in rows if row["type"] == kind]
-        costs = fit(of_type)
-        print(kind, rule.Costs(*(float(f"{cost:.3g}") for cost in costs)))
-        for trains in TRAINS:
-            if here := [row for row in of_type if row["trains"] == trains]:
-                print(f"  {trains:32} {judge(here, costs)}")
+        fitted = rule.Costs(*(float(f"{cost:.3g}") for cost in fit(of_type)))
+        for name, costs in ("fit", fitted), ("rule", rule.costs(_DTYPES[kind])):
+            print(f"{kind}, {name}: {costs}")
+            for trains in TRAINS:
+                if here := [row for row in of_type if row["trains"] == trains]:
+                    print(f"  {trains:32} {judge(here, costs)}")
 
 
 if __name__ == "__main__":

@@ -80,8 +80,8 @@ def fuse(model: nn.Module, *, only_faster: bool = True, inner: str | Callable[..
     findings = find_chains(model)
     regions = {}
     for owner in {*findings.chains, *([""] if findings.whole and findings.chains else [])}:
-        least_gain = rule.GAIN_PER_NORM * len(modules.batch_norms(model.get_submodule(owner)))
-        regions[owner] = Region(Settings(not only_faster, inner, least_gain))
+        least_saving = rule.GUARDS_PER_NORM * len(modules.batch_norms(model.get_submodule(owner)))
+        regions[owner] = Region(Settings(not only_faster, inner, least_saving))
     expected = {
         owner: [_expected(chain, owner, top, only_faster) for chain, top in chains]
         for owner, chains in findings.chains.items()
@@ -134,8 +134,8 @@ def _expected(chain: GraphChain, owner: str, top: str, only_faster: bool) -> Fus
     gradients = any(tensor.requires_grad for stage in stages for tensor in stage.params if tensor is not None)
     x = stages[0].params.conv_weight
     try:
-        least = rule.least_results(x, stages, trains=trains, gradients=gradients) if only_faster else 0
-        runs = describe_runs(least, x)
+        saving = rule.expected_saving(x, stages, trains=trains, gradients=gradients) if only_faster else rule.ALWAYS
+        runs = describe_runs(saving, x)
     except RuntimeError:
         runs = "on no backend: the first line says why"
     return replace(chain.describe(runs).with_owner(top), owner=owner)

@@ -39,12 +39,12 @@ _NONE = ConvBNParams(*[None] * len(ConvBNParams._fields))  # type: ignore[arg-ty
 _LAYOUT_METHODS = ("view", "stride", "as_strided", "is_contiguous")
 
 
-class Gain(NamedTuple):
-    """What one operator of a graph gains.
+class Saved(NamedTuple):
+    """What one operator of a graph saves.
 
     Attributes:
         chain: the chain that it runs; None if it is a squeeze-and-excitation.
-        function: of the shape of its input, as `rule.gain_function` gives it.
+        function: of the shape of its input, in ns, as `rule.Saving`.
         sizes: of its input, as expressions of symbols where they are not known.
     """
 
@@ -62,14 +62,14 @@ class GraphFacts:
         reasons: why the convolution that is called by the module at this path is in no chain.
         excitations: paths of the squeeze-and-excitations.
         replaced: the number of chains that became calls of the operator.
-        gains: of each call of an operator.
+        savings: of each call of an operator.
     """
 
     chains: list[FusedChain] = field(default_factory=list)
     reasons: dict[str, str] = field(default_factory=dict)
     excitations: list[str] = field(default_factory=list)
     replaced: int = 0
-    gains: list[Gain] = field(default_factory=list)
+    savings: list[Saved] = field(default_factory=list)
 
 
 def compile_graph(
@@ -132,7 +132,7 @@ def fuse_graph(graph_module: fx.GraphModule, *, always: bool, keep_layouts: bool
             trains = any(example_value(weight).requires_grad for weight in group.weights)
             replacement = ExcitationCall(group.act, group.gate, trains)
             x = example_value(group.x)
-            facts.gains.append(Gain(None, replacement.gain_function(x), sizes_of(x)))
+            facts.savings.append(Saved(None, replacement.saving_function(x), sizes_of(x)))
             _replace(graph_module, group.nodes, replacement, (group.x, *group.weights))
     facts.chains.reverse()
     facts.excitations.reverse()
@@ -156,7 +156,7 @@ def _replace_chain(
         reads_layouts: whether something in the graph depends on the layout of its input.
     """
     call = _chain_call(chain, always=always, keep_layouts=keep_layouts)
-    runs = call if isinstance(call, str) else describe_runs(call.least, example_value(chain.x))
+    runs = call if isinstance(call, str) else describe_runs(call.saving, example_value(chain.x))
     facts.chains.append(chain.describe(runs))
     if isinstance(call, str):
         return
@@ -176,7 +176,7 @@ def _replace_chain(
         node.replace_input_with(node.all_input_nodes[0], chain.x)
     _replace(graph_module, chain.nodes, call, (chain.x, chain.residual, numbers, *tensors))
     facts.replaced += 1
-    facts.gains.append(Gain(facts.chains[-1], call.gain, sizes_of(example_value(chain.x))))
+    facts.savings.append(Saved(facts.chains[-1], call.saving, sizes_of(example_value(chain.x))))
 
 
 def _replace(graph_module: fx.GraphModule, nodes: Sequence[fx.Node], call: nn.Module, arguments: tuple) -> None:
@@ -198,19 +198,16 @@ class ChainCall(nn.Module):
     Args:
         settings: its stages, of which tensors and numbers of BatchNorms are given at each call.
         in_place: whether the addition behind it keeps the type of its result.
-        least: the results per thread from which the operator pays.
-        gain: of an input of a shape, as in `rule.gain_function`.
+        saving: what the operator is expected to save.
 
     Attributes:
         contiguous: whether what follows needs a result that is contiguous, as PyTorch's is.
     """
 
-    def __init__(
-        self, settings: Sequence[Stage], in_place: bool, least: int, gain: Callable[[torch.Size], float]
-    ) -> None:
+    def __init__(self, settings: Sequence[Stage], in_place: bool, saving: rule.Saving) -> None:
         super().__init__()
         self._settings, self._in_place = [stage[1:6] for stage in settings], in_place
-        self.least, self.gain, self.contiguous = least, gain, False
+        self.saving, self.contiguous = saving, False
         self._checked: set[tuple] = set()
 
     def forward(
@@ -236,7 +233,7 @@ class ChainCall(nn.Module):
         params = [ConvBNParams(*tensors[i : i + each]) for i in range(0, len(tensors), each)]  # type: ignore[arg-type]
         each_stage = zip(params, self._settings, momentums, epses, strict=True)
         stages = [Stage(p, *fixed, momentum, eps) for p, fixed, momentum, eps in each_stage]
-        if self.gain(x.shape) < 0:
+        if self.saving(x.shape) < 0:
             y = plain_stages(x, stages, widths)
             if residual is not None:
                 y = y.add_(residual) if self._in_place else y + residual
@@ -265,14 +262,15 @@ def _chain_call(chain: GraphChain, *, always: bool, keep_layouts: bool) -> Chain
     )
     with torch.autocast(x.device.type, conv.dtype) if casts else nullcontext():
         trains = y.requires_grad and any(stage.params.conv_weight.requires_grad for stage in stages)
-        least = 0 if always else rule.least_results(x, stages, trains=trains, gradients=y.requires_grad)
-    if least is None:
-        return describe_runs(None, conv)
-    return ChainCall(chain.stages, chain.in_place, least, rule.gain_function(stages, least, conv.dtype))
+        saving = rule.expected_saving(x, stages, trains=trains, gradients=y.requires_grad)
+    if always:
+        saving = rule.ALWAYS
+    return describe_runs(None, conv) if saving is None else ChainCall(chain.stages, chain.in_place, saving)
 
 
-def describe_runs(least: int | None, x: Tensor) -> str:
-    """In words when a chain runs on the operator; least is that of the rule for inputs like x."""
-    if least is None:
+def describe_runs(saving: rule.Saving | None, x: Tensor) -> str:
+    """In words when a chain runs on the operator; saving is what the rule expects of inputs like x."""
+    if saving is None:
         return f"on PyTorch: the operator is not faster in {str(x.dtype).removeprefix('torch.')} on {x.device.type}"
+    least = saving.least
     return f"fused where the convolutions give {least:,} numbers or more per thread" if least else "fused"

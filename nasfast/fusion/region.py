@@ -54,12 +54,12 @@ class Settings(NamedTuple):
     Attributes:
         always: whether every chain always runs on the operator.
         inner: the backend for the rest.
-        least_gain: the gain from which its graphs pay, as in `rule.gain_function`.
+        least_saving: the ns from which its graphs pay.
     """
 
     always: bool
     inner: str | Callable[..., Any]
-    least_gain: float
+    least_saving: float
 
 
 class Region:
@@ -190,7 +190,7 @@ class Graph:
         self.facts, self.signature, self._run = facts, signature, run
         self._region, self._least = region, 0.0
         if region.settings.inner == "eager":
-            self._least = region.settings.least_gain
+            self._least = region.settings.least_saving
         self._symbols = symbols_of(inputs)
         self._places = list(self._symbols)
         self._pays: dict[tuple[tuple[torch.Size, ...], int], bool] = {}
@@ -208,7 +208,7 @@ class Graph:
         if pays is None:
             if len(self._pays) >= _KEPT_KINDS:
                 self._pays.clear()
-            pays = self._pays[key] = sum(max(gain, 0.0) for gain in self.gains(shapes)) >= self._least
+            pays = self._pays[key] = sum(max(saved, 0.0) for saved in self.savings(shapes)) >= self._least
         self._region.last = self, shapes
         if not pays:
             call.too_small = True
@@ -216,14 +216,14 @@ class Graph:
         call.started = True
         return self._run(*inputs)
 
-    def gains(self, shapes: Sequence[torch.Size]) -> list[float]:
-        """What each operator gains, in the order of `facts.gains`, for inputs of these shapes."""
+    def savings(self, shapes: Sequence[torch.Size]) -> list[float]:
+        """What each operator saves, in ns and the order of `facts.savings`, for inputs of these shapes."""
         numbers = {
             symbol: shape[dim]
             for shape, symbols in zip(shapes, self._symbols.values(), strict=True)
             for dim, symbol in symbols.items()
         }
-        return [gain.function(torch.Size(numbers_of(gain.sizes, numbers))) for gain in self.facts.gains]
+        return [saved.function(torch.Size(numbers_of(saved.sizes, numbers))) for saved in self.facts.savings]
 
     @property
     def pays(self) -> bool:

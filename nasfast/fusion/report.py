@@ -134,14 +134,14 @@ class FuseReport:
 
 def _as_they_ran(graph: Graph, shapes: tuple[torch.Size, ...]) -> list[FusedChain]:
     """The chains of a graph as they ran for inputs of these shapes."""
-    gains = dict(zip([gain.chain for gain in graph.facts.gains], graph.gains(shapes), strict=True))
+    savings = dict(zip([saved.chain for saved in graph.facts.savings], graph.savings(shapes), strict=True))
     pays = graph.pays
     ran = []
     for chain in graph.facts.chains:
         runs = chain.runs
-        if gains.get(chain, -1.0) >= 0.0:
+        if savings.get(chain, -1.0) >= 0.0:
             runs = FUSED if pays else "not at this size, where too little pays for the guards of a graph"
-        elif chain in gains:
+        elif chain in savings:
             runs = f"not at this size: {runs}"
         ran.append(replace(chain, runs=runs))
     return ran

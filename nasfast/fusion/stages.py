@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nasfast.fusion.match import Widths
-from nasfast.fusion.rule import KEPT_SHAPES
 from nasfast.ops.autograd import save_checkpoint_sentinel
 from nasfast.ops.chain.call import check_chain, run_checked_chain
 from nasfast.ops.reference import ACTIVATIONS, Stage
 
+# shapes of which a chain keeps what was checked
+_KEPT_SHAPES = 256
 _HALF = (torch.bfloat16, torch.float16)
 # those that change their input, whose gradients need only the result
 _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -58,7 +59,7 @@ def _run_part(x: Tensor, stages: Sequence[Stage], residual: Tensor | None, check
             if residual is not None:
                 return _run_part(x, stages, None, checked, number) + residual
             return plain_stages(x, stages, [None] * len(stages))
-        if not torch.compiler.is_compiling() and len(checked) < KEPT_SHAPES:
+        if not torch.compiler.is_compiling() and len(checked) < _KEPT_SHAPES:
             checked.add((number, x.shape))
     y = run_checked_chain(x, exact, residual)
     for stage, wide in zip(stages, exact, strict=True):

@@ -41,11 +41,13 @@ def test_fuse_models_measures_and_continues(run, tmp_path, capsys, monkeypatch):
     out = tmp_path / "rows.json"
     run(bench_fuse_models, *SMALL, "--types", "fp32", "--trains", "nothing", "--out", out)
     (row,) = json.loads(out.read_text())["rows"]
-    assert row["times"].keys() == {"eager", "nasfast", "folded"}
+    assert row["times"].keys() == {"eager", "nasfast", "always", "folded"}
     assert row["peer"] in ("eager", "folded")
     assert row["ratio"] == pytest.approx(
         row["times"]["nasfast"]["step"]["median_ms"] / row["times"][row["peer"]]["step"]["median_ms"]
     )
+    ms = {name: phases["step"]["median_ms"] for name, phases in row["times"].items()}
+    assert row["of_better"] == pytest.approx(ms["nasfast"] / min(ms["eager"], ms["always"]))
     assert (row["in_chains"], row["convolutions"]) == (13, 21)
     monkeypatch.setattr(bench_fuse_models, "bench", lambda *_: None)  # what is there is measured once
     run(bench_fuse_models, *SMALL, "--types", "fp32", "--trains", "nothing", "--out", out)
@@ -55,6 +57,6 @@ def test_fuse_models_measures_and_continues(run, tmp_path, capsys, monkeypatch):
 
 def test_fuse_models_refuses_other_work(monkeypatch):
     """A variant that computes something else is not timed."""
-    monkeypatch.setattr(nasfast, "fuse", lambda model: torch.nn.init.uniform_(model.classifier[1].bias, 0, 100))
+    monkeypatch.setattr(nasfast, "fuse", lambda model, **_: torch.nn.init.uniform_(model.classifier[1].bias, 0, 100))
     with pytest.raises(RuntimeError, match="nasfast has loss"):
         bench_fuse_models.bench(MODEL, "nothing", "fp32", 2, 32, 1)

@@ -64,21 +64,22 @@ def residual_block(c_in: int = 24, c_mid: int = 144, act: str = "relu6") -> list
 def least(
     isa: str, stages: list[Stage], dtype: torch.dtype = torch.float32, *, gradients: bool = True, trains: bool = False
 ) -> int | None:
-    """What the rule asks for with an instruction set."""
+    """The results from which a chain pays with an instruction set."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(rule._native.extension), "isa", lambda _: isa)
-        return rule.least_results(torch.empty(0, dtype=dtype), stages, trains=trains, gradients=gradients)
+        saving = rule.expected_saving(torch.empty(0, dtype=dtype), stages, trains=trains, gradients=gradients)
+    return saving and saving.least
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512bf16", "amx"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_chain_pays_the_earlier_the_more_passes_it_saves(isa, dtype):
-    frozen, trained = least(isa, residual_block(), dtype), least(isa, residual_block(), dtype, trains=True)
-    inference = least(isa, residual_block(), dtype, gradients=False)
-    assert 50_000 < frozen < inference < 500_000 < trained < 2_000_000
-    assert frozen < least(isa, residual_block(act="silu"), dtype)
-    silu = least(isa, residual_block(act="silu"), dtype, gradients=False)
-    assert silu is None or silu > 1.5 * inference
+    frozen, inference = (least(isa, residual_block(), dtype, gradients=gradients) for gradients in (True, False))
+    assert 30_000 < frozen < inference < 300_000
+    # without activations, PyTorch makes fewer passes
+    assert least(isa, residual_block(act="identity"), dtype) > 1.3 * frozen
+    # PyTorch convolves, and the operator saves too little
+    assert least(isa, residual_block(), dtype, trains=True) is None
     # PyTorch's pointwise convolution alone is as fast, and the operator gathers patches of a stem
     assert least(isa, [stage(8, 40, act="identity")], dtype) is None
     stem = least(isa, [stage(32, 3, 3, stride=2)], dtype)
@@ -87,8 +88,8 @@ def test_a_chain_pays_the_earlier_the_more_passes_it_saves(isa, dtype):
 
 def test_the_gradient_of_a_strided_depthwise_convolution_in_bfloat16_pays_at_once():
     stages = [stage(96, 1, 3, stride=2, groups=96)]
-    assert least("avx512", stages, torch.bfloat16) < 5_000
-    assert least("avx512", stages, torch.bfloat16, gradients=False) > 100_000
+    frozen, inference = (least("avx512", stages, torch.bfloat16, gradients=gradients) for gradients in (True, False))
+    assert 20 * frozen < inference
 
 
 @pytest.mark.parametrize(("isa", "faster"), [("avx2", False), ("baseline", False), ("avx512", True)])
@@ -108,13 +109,14 @@ def test_a_type_without_operator_runs_on_pytorch(executed):
 
 @pytest.mark.parametrize(("price", "runs"), [(0.1, 6), (0.2, 0)])
 def test_a_model_in_which_few_chains_pay_is_left_to_pytorch(price, runs, executed, monkeypatch):
-    monkeypatch.setattr(rule, "GAIN_PER_NORM", price)
-    # two thirds of the results of a chain
-    monkeypatch.setattr(rule, "least_results", lambda *_, **__: 20 * 127**2 // 1.5)
+    monkeypatch.setattr(rule, "GUARDS_PER_NORM", price)
+    # a chain that costs 1 at once, and saves it with two thirds of its pixels
+    saving = rule.Saving(per_pixel=1.5 / 127**2, per_call=-1.0, results=20.0)
+    monkeypatch.setattr(rule, "expected_saving", lambda *_, **__: saving)
     model = nn.Sequential(Candidate(3), Candidate(3), Candidate(3)).requires_grad_(False)
     exact = copy.deepcopy(model)
     nasfast.fuse(model)
-    # each chain gives 1.5 times the results from which one pays, so that the three, with 9 BatchNorms, gain 1.5
+    # each chain saves 0.5, so that the three, with 9 BatchNorms, save 1.5
     x = torch.randn(1, 4, 127, 127)
     for _ in range(2):
         assert_close("result", model(x), exact(x), FLOAT32_CHAIN)
