@@ -4,10 +4,10 @@
 
 Every row has one model, what trains, and a type. All variants are in channels_last. On one thread, the default, times
 are CPU times of the thread, so that other programs on the machine disturb them less; on more they are wall times, which
-need a quiet machine. Freed memory stays with the process:
-otherwise one variant gives it back to the system, and the next one waits for new pages. "nasfast" is `fuse` by default,
-and "always" with `only_faster=False`: `of_better` is the time of the first divided by the least of "always" and eager
-PyTorch, between which the rule chooses. The peers are eager PyTorch;
+need a quiet machine. Freed memory stays with the process: otherwise one variant gives it back to the system, and the
+next one waits for new pages. "nasfast" is `fuse` by default, and "always" with `only_faster=False`. `of_better` is the
+time of the first divided by the least of "always" and eager PyTorch, between which the rule chooses, and `ran_fused`
+the number of chains that it ran on the operator, 0 where the model's own forward ran. The peers are eager PyTorch;
 without gradients also eager PyTorch with BatchNorms folded into convolutions by torch.nn.utils.fusion, which torch.fx
 applies; and with `--compile` torch.compile, which takes minutes for a row. Then rows have two more variants: the fused
 model compiled, and the backend "nasfast" of torch.compile, of which `backend_ratio` is the time divided by that of the
@@ -41,6 +41,7 @@ from torch.fx.experimental.optimization import fuse as fold
 import nasfast
 from benchmarks.harness import freeze_all_but_batch_norms, medians, positive, read_json, seconds, write_json
 from nasfast.fusion.dynamo import compile_graph
+from nasfast.fusion.report import FUSED
 from nasfast.measure.timing import measure
 from nasfast.runtime.memory import keep_freed_memory
 
@@ -183,6 +184,7 @@ def bench(
         "of_better": ms["nasfast"] / min(ms["eager"], ms["always"]),
         "convolutions": report.convolutions,
         "in_chains": report.fused,
+        "ran_fused": sum(chain.runs == FUSED for chain in report.chains),
     }
 
 
