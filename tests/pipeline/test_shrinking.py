@@ -31,7 +31,7 @@ from nasfast.pipeline.shrinking.files import (
     save_network,
     save_tensors,
 )
-from nasfast.pipeline.shrinking.images import Images, Lesson
+from nasfast.pipeline.shrinking.images import Images, Lesson, spread
 from nasfast.pipeline.shrinking.latency import network_graph
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.models import Renormalised, fit_classifier, load_pretrained
@@ -767,7 +767,7 @@ def test_verdicts_and_the_headline(monkeypatch):
     assert "at 0.0 points less (95 % interval -2.0 to 2.0, 96 images)" in headline(files.search, files)
     monkeypatch.setattr("nasfast.report.shrinking._scatter", lambda _: "")
     for record in networks.values():
-        record |= {"size": 16, "before": 0.4}
+        record |= {"size": 16, "before": 0.4, "before_images": 20}
     assert "peer learns from the teacher's logits, and not from its features" in html.unescape(_comparison(files))
     networks["small"]["kind"] = stages.UNIFORM
     assert verdicts(files)[0].endswith("none of the program was better.")
@@ -782,6 +782,13 @@ def test_weights_of_a_network_for_other_classes_make_it_one_for_these(here, tmp_
     model = load_pretrained(f"{here / 'shrinking_model.py'}:net", str(tmp_path / "two.pth")).model
     assert shrink.last_linear(model)[1].out_features == 2
     torch.testing.assert_close(model(torch.ones(1, 3, 16, 16)), shrinkable.small(2).float()(torch.ones(1, 3, 16, 16)))
+
+
+@pytest.mark.parametrize(("most", "places"), [(10, range(7)), (4, range(0, 7, 2)), (3, range(0, 7, 3)), (1, [0])])
+def test_some_images_are_spread_over_all(most, places):
+    shown = torch.arange(7).view(7, 1, 1, 1), torch.arange(7)
+    x, y = spread(shown, most)
+    assert y.tolist() == x.flatten().tolist() == list(places)
 
 
 def test_a_network_that_nasfast_trained_is_given_by_its_folder(tmp_path):

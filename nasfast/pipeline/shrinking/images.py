@@ -35,6 +35,12 @@ Shown = tuple[Tensor, Tensor]
 """Images (N, C, H, W) as uint8 in channels_last, and labels (N,)."""
 
 
+def spread(shown: Shown, most: int) -> Shown:
+    """At most so many of the images, at equal distances, because files come class by class."""
+    step = -(-len(shown[1]) // most)
+    return shown[0][::step], shown[1][::step]
+
+
 @dataclass(frozen=True)
 class Images:
     """The training and validation images.

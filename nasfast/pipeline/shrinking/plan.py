@@ -19,7 +19,7 @@ from nasfast.pipeline.shrinking.files import clone
 from nasfast.pipeline.shrinking.latency import network_graph
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun
-from nasfast.pipeline.shrinking.stages import absolute_limits, full_costs, sizes_of
+from nasfast.pipeline.shrinking.stages import BEFORE_IMAGES, absolute_limits, full_costs, sizes_of
 from nasfast.pipeline.shrinking.timing import deployed_graph, timing_settings
 from nasfast.runtime.device import use_threads
 from nasfast.search import Limits
@@ -163,16 +163,21 @@ def _stages(work: Material, found: Found, sizes: tuple[int, ...], pace: Pace) ->
         own = (lesson + _seconds(_CAPTURE)) * (share if size < full else 0.0)
         yield Work(f"measure at {size} px", 1, own + scores * share + orders + latency + gram)
     least = min([b.value if b.share else 0.5 for b in cfg.bounds.values()])
-    adapted = pace.train * (cfg.epochs * count * least) + _seconds(_CAPTURE)
+    lessons = pace.train * (cfg.epochs * count)
+    adapted = lessons * least + _seconds(_CAPTURE)
     finalists = adapted * (len(sizes) if len(sizes) > 1 else 0)
     yield Work("search", 1, pace.forward * (cfg.top_k * len(sizes) * 1.5 * cfg.held_out / 2) + finalists)
     networks = 1 + (3 + cfg.random_networks if cfg.comparison else 0)
-    whole = pace.train * (cfg.epochs * count) + _seconds(_CAPTURE)
-    yield Work(f"adapt the full network and {networks} others", 1, whole + adapted * networks + images)
+    # the validation images are read at each size, and answered before and after adaptation
+    val = len(work.images.val)
+    judged = pace.forward * (min(val, BEFORE_IMAGES) + val)
+    whole = lessons + judged + _seconds(_CAPTURE)
+    others = (adapted + judged * least) * networks
+    read = pace.decode * (len(sizes) * val)
+    yield Work(f"adapt and judge the full network and {networks} others", 1, whole + others + read + images)
     exports = int(cfg.export)
     if cfg.finetune == "all":
         exports *= 2
-        yield Work(
-            "train all weights of the result", 1, pace.train_all * (cfg.finetune_epochs * count * least) + images
-        )
+        all_weights = pace.train_all * (cfg.finetune_epochs * count) + judged
+        yield Work("train all weights of the result", 1, all_weights * least + images)
     yield Work("page and export", 1, _seconds(_PAGE + exports * _EXPORT))

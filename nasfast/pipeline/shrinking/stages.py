@@ -29,7 +29,7 @@ from nasfast.pipeline.shrinking.files import (
     save_network,
     write_record,
 )
-from nasfast.pipeline.shrinking.images import answers
+from nasfast.pipeline.shrinking.images import answers, spread
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_sizes
 from nasfast.pipeline.shrinking.timing import (
@@ -53,6 +53,8 @@ _LOG = logging.getLogger(__name__)
 SEARCH_FILE = "search.json"
 # pixels of the smallest side that is searched for a limit in ms, most of which may not depend on them
 _LEAST_SHARE = 0.1
+BEFORE_IMAGES = 1000
+"""Most validation images that a network is judged by before its adaptation."""
 
 PROGRAM, UNIFORM = "exact program", "uniform widths, closed form"
 """Kinds of networks: what the search finds, and the simple answer that it begins with."""
@@ -351,7 +353,7 @@ def adapted_network(
     work.run.begin_writing()
     model, recipe = make()
     model = clone(model)
-    before = answers(model, work.images, work.val(size))
+    before = answers(model, work.images, spread(work.val(size), BEFORE_IMAGES))
     # a network of another form has other features
     kept = work.kept_features(recipe) if form is None else None
     epochs = options.pop("epochs", work.cfg.epochs)
@@ -367,6 +369,7 @@ def adapted_network(
         "macs": costs[0],
         "params": costs[1],
         "before": before.top1,
+        "before_images": len(before.right),
         "top1": after.top1,
         "correct": answers_to_hex(after.right),
         "images": len(after.right),
