@@ -1,16 +1,19 @@
 """A pretrained network made smaller from a few hundred images without labels, beside others of the same cost.
 
     python -m benchmarks.bench_shrink FILE.py:FUNCTION --fit fit.pt --test test.pt [--sizes 224 176 160]
-        [--shares .78 .55 .35] [--images 400] [--epochs 3] [--pruning FIT_LABELS] [--out FILE]
+        [--shares .78 .55 .35] [--images 400] [--epochs 3] [--pruning FIT_LABELS] [--peers torch_pruning modelopt]
+        [--out FILE]
 
 FUNCTION gives the pretrained network. Both files are of torch.save: `fit` has images (N, 3, height, width) in uint8,
 `test` such images and their labels (N,). At every share of the network's MACs it compares the exact program at each
 size of the images, one width for all layers with the same least squares, and the network itself at each size;
 `--epochs` then trains the best of the program, and the network at the largest size that costs no more, by the logits
-and features of the network at its own size. `--pruning` is a file of the labels of `fit`: torch-pruning, which must be
-installed, then prunes the network by magnitude and by Taylor's criterion, with one width for all layers and with a
-global order, and `--epochs` trains them by the logits alone. Accuracies have Wilson's 95 % interval; differences to the
-network, on the same images, have that of their standard error. Each row is written as it comes.
+and features of the network at its own size. `--pruning` is a file of the labels of `fit`, for those `--peers` that are
+installed: torch-pruning prunes the network by magnitude and by Taylor's criterion, with one width for all layers and
+with a global order; FastNAS of nvidia-modelopt searches widths by the accuracy on `fit` (it also needs `requests` and
+`torchprofile==0.0.4`). `--epochs` trains them by the logits alone. `--first` adapts the network to each size before it
+is measured there, as `nasfast shrink` does. Accuracies have Wilson's 95 % interval; differences to the network, on the
+same images, have that of their standard error. Each row is written as it comes.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from nasfast import search_table, shrink
 from nasfast.indicators.table import IndicatorTable
 from nasfast.runtime.memory import keep_freed_memory
 from nasfast.search import InfeasibleConstraintError, Limits
+from nasfast.supernet.macs import count_macs
 
 BATCH = 25
 
@@ -66,20 +70,42 @@ def outputs(model: nn.Module, images: Tensor, size: int, args: argparse.Namespac
         return torch.cat([model(prepared(part, size, args)) for part in images.split(BATCH)])
 
 
+def views_of(images: Tensor, count: int) -> Tensor:
+    """(views, N, 3, height, width) the images, these mirrored, and random parts of more than a third of their area."""
+    generator, size = torch.Generator().manual_seed(0), images.shape[-1]
+    views = [images, images.flip(-1)][:count]
+    while len(views) < count:
+        parts = []
+        for image, share, flip in zip(images, *torch.rand(2, len(images), generator=generator), strict=True):
+            side = round(size * math.sqrt(0.35 + 0.65 * float(share)))
+            top, left = torch.randint(0, size - side + 1, (2,), generator=generator).tolist()
+            part = image[:, top : top + side, left : left + side]
+            part = part.flip(-1) if flip < 0.5 else part
+            whole = functional.interpolate(part[None].float(), size=(size, size), mode="bicubic", antialias=True)
+            parts.append(whole[0].round().clamp(0, 255).byte())
+        views.append(torch.stack(parts))
+    return torch.stack(views)
+
+
 class Lesson:
-    """Batches of images and, by `teacher`, tensors of the network at its own size; shuffled at each iteration."""
+    """Batches of images and, by `teacher`, tensors of the network at its own size; shuffled at each iteration.
+
+    Args:
+        images: (views, N, 3, height, width); an iteration has one view of each image, by chance.
+        targets: tensors (views, N, ...).
+    """
 
     def __init__(self, images: Tensor, targets: Sequence[Tensor], size: int, args: argparse.Namespace) -> None:
         self._images, self._targets, self._size, self._args = images, targets, size, args
         self._generator = torch.Generator().manual_seed(0)
 
     def __len__(self) -> int:
-        return -(-len(self._images) // BATCH)
+        return -(-self._images.shape[1] // BATCH)
 
     def __iter__(self) -> Iterator[Tensor]:
-        for chosen in torch.randperm(len(self._images), generator=self._generator).split(BATCH):
-            self._chosen = chosen
-            yield prepared(self._images[chosen], self._size, self._args)
+        for chosen in torch.randperm(self._images.shape[1], generator=self._generator).split(BATCH):
+            self._chosen = torch.randint(len(self._images), chosen.shape, generator=self._generator), chosen
+            yield prepared(self._images[self._chosen], self._size, self._args)
 
     def teacher(self, _: Tensor) -> Any:
         """Logits, or a pair of logits and features."""
@@ -129,6 +155,36 @@ def pruned(
     return at(high)
 
 
+def fastnas(
+    model: nn.Module, share: float, batches: Sequence[tuple[Tensor, Tensor]], *, multiple: int, checkpoint: Path
+) -> nn.Module:
+    """What FastNAS of nvidia-modelopt makes of a network within a share of its MACs.
+
+    Args:
+        batches: images and labels, by which widths are judged and the statistics of BatchNorms counted.
+        multiple: widths are multiples of it.
+        checkpoint: file of what each width costs, which serves all shares, and with which a stopped search goes on.
+    """
+    prune = importlib.import_module("modelopt.torch.prune")
+
+    def accuracy(candidate: nn.Module) -> float:
+        with torch.no_grad():
+            right = [(candidate(images).argmax(1) == labels).float() for images, labels in batches]
+        return 100 * float(torch.cat(right).mean())
+
+    rules = prune.fastnas.FastNASConfig().model_dump()
+    for kind, name in (("nn.Conv2d", "channel_divisor"), ("nn.BatchNorm2d", "feature_divisor")):
+        rules[kind]["*"][name] = multiple
+    small: nn.Module = prune.prune(
+        copy.deepcopy(model).to(memory_format=torch.contiguous_format),  # it refuses channels_last
+        mode=[("fastnas", rules)],
+        constraints={"flops": f"{share:.0%}"},
+        dummy_input=batches[0][0][:1],
+        config={"score_func": accuracy, "data_loader": batches, "checkpoint": str(checkpoint), "verbose": False},
+    )[0]
+    return small.eval()
+
+
 def count_statistics(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]]) -> nn.Module:
     """The network with the statistics of its BatchNorms counted again over some batches."""
     counted = copy.deepcopy(model)
@@ -167,10 +223,10 @@ class Bench:
         self.size = int(self.fit.shape[-1])
         self.rows: list[dict[str, Any]] = []
         teacher = shrink.with_features(self.model)
-        parts = self.fit[: args.lesson].split(BATCH)
+        self.views = views_of(self.fit[: args.lesson], args.views)
         with torch.no_grad():
-            pairs = [teacher(prepared(part, self.size, args)) for part in parts]
-        self.logits, self.features = map(torch.cat, zip(*pairs, strict=True))
+            pairs = [teacher(prepared(part, self.size, args)) for part in self.views.flatten(0, 1).split(BATCH)]
+        self.logits, self.features = (torch.cat(x).unflatten(0, self.views.shape[:2]) for x in zip(*pairs, strict=True))
         self.right: Tensor | None = None
         self.macs = self.found(self.model, self.size).macs
 
@@ -215,20 +271,37 @@ class Bench:
 
         def call() -> shrink.Measured:
             images = prepared(self.fit[few], size, self.args)
-            found = self.found(self.model, size)
+            model = copy.deepcopy(self.model)
+            if self.args.first and size != self.size:
+                self.train(model, size, self.args.first)
+            found = self.found(model, size)
             return shrink.measure(found, images, score_images=self.args.score_images, batch=16)
 
         return self.timed(call)
 
+    def train(self, model: nn.Module, size: int, epochs: int, kept: Tensor | None = None) -> list[float]:
+        """Adapt a network to a size, by the logits, and by the features that it keeps, where they are known."""
+        targets = [self.logits] if kept is None else [self.logits, self.features[..., kept]]
+        lesson = Lesson(self.views, targets, size, self.args)
+        return shrink.adapt(model, lesson, teacher=lesson.teacher, features=kept is not None, epochs=epochs)
+
     def adapted(
-        self, network: str, model: nn.Module, size: int, macs: int, *, kept: Tensor | None = None, **more: Any
+        self,
+        network: str,
+        model: nn.Module,
+        size: int,
+        macs: int,
+        *,
+        kept: Tensor | None = None,
+        before: int = 0,
+        **more: Any,
     ) -> None:
-        """A row after training by the logits, and by the features that the network keeps, where they are known."""
+        """A row after training by the logits, and by the features that the network keeps, where they are known.
+
+        A network of which nothing was adapted before trains for as many epochs more.
+        """
         model = copy.deepcopy(model)
-        targets = [self.logits] if kept is None else [self.logits, self.features[:, kept]]
-        lesson = Lesson(self.fit[: self.args.lesson], targets, size, self.args)
-        options: dict[str, Any] = {"epochs": self.args.epochs, "features": kept is not None}
-        losses, seconds = self.timed(lambda: shrink.adapt(model, lesson, teacher=lesson.teacher, **options))
+        losses, seconds = self.timed(lambda: self.train(model, size, before + self.args.epochs, kept))
         self.row(f"{network}, adapted", model, size, macs, losses=losses, **seconds, **more)
 
     def run(self) -> None:
@@ -254,19 +327,22 @@ class Bench:
             fits = [s for s, cost in shares.items() if cost <= share]
             if self.args.epochs:
                 recipe = shrink.make_recipe(joint.measured, joint.arch)
-                kept = shrink.kept_features(self.model, recipe)
+                kept = None if self.args.logits else shrink.kept_features(self.model, recipe)
                 self.adapted("joint program", small, size, joint.macs, kept=kept, share=share)
                 for s in fits[:1]:
-                    kept = shrink.kept_features(self.model, None)
-                    self.adapted("the network", self.model, s, round(shares[s] * self.macs), kept=kept, share=share)
+                    kept = None if self.args.logits else shrink.kept_features(self.model, None)
+                    macs = round(shares[s] * self.macs)
+                    self.adapted("the network", self.model, s, macs, kept=kept, before=self.args.first, share=share)
 
     def pruning(self, share: float) -> None:
-        """Rows of what torch-pruning reaches: with the statistics that it leaves, counted again, and adapted."""
+        """Rows of what other libraries reach: with the statistics that they leave, counted again, and adapted."""
         labels = torch.load(self.args.pruning)
         few = range(0, self.args.images, BATCH)
         images = [prepared(self.fit[i : i + BATCH], self.size, self.args) for i in few]
         batches = [(x, labels[i : i + BATCH]) for x, i in zip(images, few, strict=True)]
         for taylor, everywhere in itertools.product((False, True), repeat=2):
+            if "torch_pruning" not in self.args.peers:
+                break
             small, cost = pruned(self.model, share, batches, taylor=taylor, everywhere=everywhere, kept=self.args.kept)
             name = f"torch-pruning, {'Taylor' if taylor else 'magnitude'}, {'global' if everywhere else 'one width'}"
             macs = round(cost * self.macs)
@@ -275,6 +351,14 @@ class Bench:
             self.row(f"{name}, counted", counted, self.size, macs, share=share)
             if self.args.epochs:
                 self.adapted(f"{name}, counted", counted, self.size, macs, share=share)
+        if "modelopt" in self.args.peers:
+            options: dict[str, Any] = {"multiple": self.args.multiple, "checkpoint": self.args.checkpoint}
+            small, seconds = self.timed(lambda: fastnas(self.model, share, batches, **options))
+            macs = count_macs(small, (images[0][:1],), {})[0]
+            small = small.requires_grad_(False)
+            self.row("FastNAS", small, self.size, macs, share=share, **seconds)
+            if self.args.epochs:
+                self.adapted("FastNAS", small, self.size, macs, share=share)
 
     def program(self, measured: shrink.Measured, size: int, share: float) -> None:
         """Rows of the best sum of a table, and at the network's own size of one width for all layers."""
@@ -300,7 +384,7 @@ class Bench:
         def call() -> shrink.Shrunk:
             tables = list(measured.values())
             limit = share * self.macs
-            return shrink.search_measured(tables, images, self.logits[held], top_k=4, rounds=3, max_macs=limit)[0]
+            return shrink.search_measured(tables, images, self.logits[0, held], top_k=4, rounds=3, max_macs=limit)[0]
 
         return self.timed(call)
 
@@ -318,7 +402,14 @@ def main() -> None:
     parser.add_argument("--score-images", type=positive, default=64, help="of these, images of the scores")
     parser.add_argument("--lesson", type=positive, default=1000, help="images of --fit that networks are trained on")
     parser.add_argument("--epochs", type=int, default=0, help="of this training")
+    parser.add_argument("--first", type=int, default=0, help="epochs of the network at each size before it is measured")
+    parser.add_argument(
+        "--views", type=positive, default=1, help="of each image in a training: mirrored, and parts of it"
+    )
+    parser.add_argument("--logits", action="store_true", help="trains by the logits alone")
     parser.add_argument("--pruning", type=Path, help="labels of --fit, for torch-pruning")
+    parser.add_argument("--peers", nargs="*", default=["torch_pruning"], choices=["torch_pruning", "modelopt"])
+    parser.add_argument("--checkpoint", type=Path, default=Path("fastnas.pth"), help="of FastNAS")
     parser.add_argument("--kept", nargs="*", default=["linear", "fc", "classifier"], help="layers that it leaves wide")
     parser.add_argument("--multiple", type=positive, default=8, help="widths of the program are multiples of it")
     parser.add_argument("--mean", type=float, default=0.5, help="of the images' normalisation")
