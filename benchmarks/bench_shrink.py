@@ -23,6 +23,7 @@ import copy
 import importlib.util
 import itertools
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatch
@@ -222,6 +223,7 @@ class Bench:
         self.test, self.labels = (t[: args.test_images] for t in torch.load(args.test))
         self.size = int(self.fit.shape[-1])
         self.rows: list[dict[str, Any]] = []
+        self.scratch = tempfile.TemporaryDirectory()
         teacher = shrink.with_features(self.model)
         self.views = views_of(self.fit[: args.lesson], args.views)
         with torch.no_grad():
@@ -328,7 +330,8 @@ class Bench:
             if self.args.epochs:
                 recipe = shrink.make_recipe(joint.measured, joint.arch)
                 kept = None if self.args.logits else shrink.kept_features(self.model, recipe)
-                self.adapted("joint program", small, size, joint.macs, kept=kept, share=share)
+                before = self.args.first * (size == self.size)
+                self.adapted("joint program", small, size, joint.macs, kept=kept, before=before, share=share)
                 for s in fits[:1]:
                     kept = None if self.args.logits else shrink.kept_features(self.model, None)
                     macs = round(shares[s] * self.macs)
@@ -340,9 +343,8 @@ class Bench:
         few = range(0, self.args.images, BATCH)
         images = [prepared(self.fit[i : i + BATCH], self.size, self.args) for i in few]
         batches = [(x, labels[i : i + BATCH]) for x, i in zip(images, few, strict=True)]
-        for taylor, everywhere in itertools.product((False, True), repeat=2):
-            if "torch_pruning" not in self.args.peers:
-                break
+        ways = itertools.product((False, True), repeat=2) if "torch_pruning" in self.args.peers else ()
+        for taylor, everywhere in ways:
             small, cost = pruned(self.model, share, batches, taylor=taylor, everywhere=everywhere, kept=self.args.kept)
             name = f"torch-pruning, {'Taylor' if taylor else 'magnitude'}, {'global' if everywhere else 'one width'}"
             macs = round(cost * self.macs)
@@ -350,15 +352,16 @@ class Bench:
             self.row(name, small, self.size, macs, share=share)
             self.row(f"{name}, counted", counted, self.size, macs, share=share)
             if self.args.epochs:
-                self.adapted(f"{name}, counted", counted, self.size, macs, share=share)
+                self.adapted(f"{name}, counted", counted, self.size, macs, before=self.args.first, share=share)
         if "modelopt" in self.args.peers:
-            options: dict[str, Any] = {"multiple": self.args.multiple, "checkpoint": self.args.checkpoint}
-            small, seconds = self.timed(lambda: fastnas(self.model, share, batches, **options))
+            file = self.args.checkpoint or Path(self.scratch.name, "fastnas.pth")
+            multiple = self.args.multiple
+            small, seconds = self.timed(lambda: fastnas(self.model, share, batches, multiple=multiple, checkpoint=file))
             macs = count_macs(small, (images[0][:1],), {})[0]
             small = small.requires_grad_(False)
             self.row("FastNAS", small, self.size, macs, share=share, **seconds)
             if self.args.epochs:
-                self.adapted("FastNAS", small, self.size, macs, share=share)
+                self.adapted("FastNAS", small, self.size, macs, before=self.args.first, share=share)
 
     def program(self, measured: shrink.Measured, size: int, share: float) -> None:
         """Rows of the best sum of a table, and at the network's own size of one width for all layers."""
@@ -407,11 +410,17 @@ def main() -> None:
         "--views", type=positive, default=1, help="of each image in a training: mirrored, and parts of it"
     )
     parser.add_argument("--logits", action="store_true", help="trains by the logits alone")
-    parser.add_argument("--pruning", type=Path, help="labels of --fit, for torch-pruning")
+    parser.add_argument("--pruning", type=Path, help="labels of --fit, for --peers")
     parser.add_argument("--peers", nargs="*", default=["torch_pruning"], choices=["torch_pruning", "modelopt"])
-    parser.add_argument("--checkpoint", type=Path, default=Path("fastnas.pth"), help="of FastNAS")
-    parser.add_argument("--kept", nargs="*", default=["linear", "fc", "classifier"], help="layers that it leaves wide")
-    parser.add_argument("--multiple", type=positive, default=8, help="widths of the program are multiples of it")
+    parser.add_argument(
+        "--checkpoint", type=Path, help="of FastNAS, to go on with a search of the same network and images; else none"
+    )
+    parser.add_argument(
+        "--kept", nargs="*", default=["linear", "fc", "classifier"], help="layers that torch-pruning leaves wide"
+    )
+    parser.add_argument(
+        "--multiple", type=positive, default=8, help="widths of the program and of FastNAS are multiples of it"
+    )
     parser.add_argument("--mean", type=float, default=0.5, help="of the images' normalisation")
     parser.add_argument("--std", type=float, default=0.5, help="of the images' normalisation")
     parser.add_argument("--out", type=Path, help="JSON file for the rows")

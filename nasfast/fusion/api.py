@@ -135,7 +135,7 @@ def _expected(chain: GraphChain, owner: str, top: str, only_faster: bool) -> Fus
     x = stages[0].params.conv_weight
     try:
         saving = rule.expected_saving(x, stages, trains=trains, gradients=gradients) if only_faster else rule.ALWAYS
-        runs = describe_runs(saving, x)
+        runs = describe_runs(saving, x, trains)
     except RuntimeError:
         runs = "on no backend: the first line says why"
     return replace(chain.describe(runs).with_owner(top), owner=owner)

@@ -262,15 +262,20 @@ def _chain_call(chain: GraphChain, *, always: bool, keep_layouts: bool) -> Chain
     )
     with torch.autocast(x.device.type, conv.dtype) if casts else nullcontext():
         trains = y.requires_grad and any(stage.params.conv_weight.requires_grad for stage in stages)
-        saving = rule.expected_saving(x, stages, trains=trains, gradients=y.requires_grad)
-    if always:
-        saving = rule.ALWAYS
-    return describe_runs(None, conv) if saving is None else ChainCall(chain.stages, chain.in_place, saving)
+        saving = rule.ALWAYS if always else rule.expected_saving(x, stages, trains=trains, gradients=y.requires_grad)
+    return describe_runs(None, conv, trains) if saving is None else ChainCall(chain.stages, chain.in_place, saving)
 
 
-def describe_runs(saving: rule.Saving | None, x: Tensor) -> str:
-    """In words when a chain runs on the operator; saving is what the rule expects of inputs like x."""
+def describe_runs(saving: rule.Saving | None, x: Tensor, trains: bool = False) -> str:
+    """In words when a chain runs on the operator.
+
+    Args:
+        saving: what the rule expects of inputs like x.
+        x: its type and device count.
+        trains: whether a convolution of the chain trains.
+    """
     if saving is None:
-        return f"on PyTorch: the operator is not faster in {str(x.dtype).removeprefix('torch.')} on {x.device.type}"
+        where = f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}{' while convolutions train' * trains}"
+        return f"on PyTorch: the operator is not faster in {where}"
     least = saving.least
     return f"fused where the convolutions give {least:,} numbers or more per thread" if least else "fused"

@@ -96,6 +96,9 @@ def expected_saving(x: Tensor, stages: Sequence[Stage], *, trains: bool, gradien
         stages: stages that the operator can run on x.
         trains: whether a convolution trains, which PyTorch then runs.
         gradients: whether anything has a gradient.
+
+    Raises:
+        RuntimeError: a backend was named that cannot serve x.
     """
     backend, dtype = resolve_backend("conv_bn_act_chain", x).name, storage_dtype(x)
     if backend != "cpu":

@@ -1,15 +1,16 @@
-"""bench_fuse_models at a small size: what it measures, refuses and keeps."""
+"""Benchmarks at a small size: what they measure, refuse and keep."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from fused_models import make
 
 import nasfast
-from benchmarks import bench_fuse_models
+from benchmarks import bench_fuse_models, bench_shrink
 
 MODEL = "torchvision/mobilenet_v3_small"
 SMALL = ["--models", MODEL, "--batch", "2", "--resolution", "32", "--rounds", "1"]
@@ -60,3 +61,35 @@ def test_fuse_models_refuses_other_work(monkeypatch):
     monkeypatch.setattr(nasfast, "fuse", lambda model, **_: torch.nn.init.uniform_(model.classifier[1].bias, 0, 100))
     with pytest.raises(RuntimeError, match="nasfast has loss"):
         bench_fuse_models.bench(MODEL, "nothing", "fp32", 2, 32, 1)
+
+
+def test_shrink_trains_peers_as_long_as_the_program(run, tmp_path, monkeypatch):
+    """By --first, the network of the program has trained before it is cut; a peer's has not."""
+    (tmp_path / "network.py").write_text(
+        "import torch\nimport shrinkable\n\n\ndef small():\n    return shrinkable.small(2).float()\n"
+    )
+    images, labels = torch.randint(256, (75, 3, 16, 16), dtype=torch.uint8), torch.arange(75) % 2
+    torch.save(images, tmp_path / "fit.pt")
+    torch.save((images, labels), tmp_path / "test.pt")
+    torch.save(labels, tmp_path / "labels.pt")
+    epochs, files = [], set()
+
+    def train(bench, model, size, count, kept=None):
+        epochs.append((size, count, bench.views.shape[0]))
+        return []
+
+    def fastnas(model, share, batches, *, multiple, checkpoint):
+        files.add(checkpoint)
+        return model
+
+    monkeypatch.setattr(bench_shrink.Bench, "train", train)
+    monkeypatch.setattr(bench_shrink, "fastnas", fastnas)
+    data = ("--fit", tmp_path / "fit.pt", "--test", tmp_path / "test.pt", "--pruning", tmp_path / "labels.pt")
+    sizes = ("--sizes", 16, 8, "--resolutions", "--shares", 0.9, 0.2, "--images", 50, "--score-images", 25)
+    more = ("--first", 2, "--epochs", 3, "--views", 3, "--peers", "modelopt", "--multiple", 4)
+    run(bench_shrink, f"{tmp_path}/network.py:small", *data, *sizes, *more)
+    # the network at 8 pixels; then for each share the peer, the program and, where it fits, the network
+    # at 8 pixels the program has had its first epochs
+    assert epochs == [(8, 2, 3), (16, 5, 3), (16, 5, 3), (8, 5, 3), (16, 5, 3), (8, 3, 3)]
+    (file,) = files
+    assert not file.exists() and file.parent != Path.cwd()

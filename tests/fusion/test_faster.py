@@ -123,6 +123,20 @@ def test_a_model_in_which_few_chains_pay_is_left_to_pytorch(price, runs, execute
     assert len(executed) == runs
 
 
+def test_the_report_says_that_convolutions_train(executed):
+    model = block()[:2].requires_grad_()
+    report = nasfast.fuse(model)
+    said = "on PyTorch: the operator is not faster in float32 on cpu while convolutions train"
+    x = torch.randn(2, 16, 52, 52)
+    assert {chain.runs for chain in report.chains} == {said}
+    model(x)
+    assert {chain.runs for chain in report.chains} == {said}
+    with torch.no_grad():
+        model(x)
+    assert {chain.runs for chain in report.chains} == {"fused"}
+    assert len(executed) == 1
+
+
 def test_what_trains_counts_at_the_next_call(executed):
     model = block()[:2]
     nasfast.fuse(model)

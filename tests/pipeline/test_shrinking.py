@@ -768,7 +768,11 @@ def test_verdicts_and_the_headline(monkeypatch):
     monkeypatch.setattr("nasfast.report.shrinking._scatter", lambda _: "")
     for record in networks.values():
         record |= {"size": 16, "before": 0.4, "before_images": 20}
-    assert "peer learns from the teacher's logits, and not from its features" in html.unescape(_comparison(files))
+    page = html.unescape(_comparison(files))
+    assert "peer learns from the teacher's logits, and not from its features" in page
+    assert "Every 'before' is on 20 images." in page
+    del networks["small"]["before_images"]  # of a run before there were fewer
+    assert "Every 'before' is on 96 images." in html.unescape(_comparison(files))
     networks["small"]["kind"] = stages.UNIFORM
     assert verdicts(files)[0].endswith("none of the program was better.")
     files.search["networks"][0]["adapted"] = 0.1
