@@ -7,10 +7,10 @@ computes, with a few constants for each instruction set and type. Only its sign 
 same instruction set needs the same ratios of the constants, and not the same constants.
 
 `python -m benchmarks.fit_rule` measures chains of five networks and fits the constants. Those of float32 on AVX2 are
-near such a fit on an AMD EPYC (Zen 3), where the operator's products take as long as PyTorch's; a narrower instruction
-set takes them, too. In whole networks, whose caches hold other data, a call costs more than in chains alone: 0.14 to
-0.2 ms in 24 networks, and 0.05 ms in the fit. The others give the sizes from which chains paid in inference on an AMD
-EPYC (Zen 5) with AVX-512 and on an Intel Xeon with AMX.
+near such a fit on an AMD EPYC (Zen 3; `benchmarks/results/fit_rule_cpu-2core-avx2-zen3.json`), where the operator's
+products take as long as PyTorch's; a narrower instruction set takes them, too. Their price of a call is higher, because
+in whole networks, whose caches hold other data, a call costs more than in a chain alone. The others give the sizes from
+which chains paid in inference on an AMD EPYC (Zen 5) with AVX-512 and on an Intel Xeon with AMX.
 """
 
 from __future__ import annotations
