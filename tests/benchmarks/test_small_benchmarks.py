@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from fused_models import make
 
 import nasfast
-from benchmarks import bench_fuse_models, bench_shrink
+from benchmarks import bench_fuse_models, bench_shrink, fit_rule
 
 MODEL = "torchvision/mobilenet_v3_small"
 SMALL = ["--models", MODEL, "--batch", "2", "--resolution", "32", "--rounds", "1"]
@@ -50,6 +51,7 @@ def test_fuse_models_measures_and_continues(run, tmp_path, capsys, monkeypatch):
     ms = {name: phases["step"]["median_ms"] for name, phases in row["times"].items()}
     assert row["of_better"] == pytest.approx(ms["nasfast"] / min(ms["eager"], ms["always"]))
     assert (row["in_chains"], row["convolutions"]) == (13, 21)
+    assert row["ran_fused"] == 0  # too small
     monkeypatch.setattr(bench_fuse_models, "bench", lambda *_: None)  # what is there is measured once
     run(bench_fuse_models, *SMALL, "--types", "fp32", "--trains", "nothing", "--out", out)
     assert json.loads(out.read_text())["rows"] == [row]
@@ -93,3 +95,21 @@ def test_shrink_trains_peers_as_long_as_the_program(run, tmp_path, monkeypatch):
     assert epochs == [(8, 2, 3), (16, 5, 3), (16, 5, 3), (8, 5, 3), (16, 5, 3), (8, 3, 3)]
     (file,) = files
     assert not file.exists() and file.parent != Path.cwd()
+
+
+def test_fit_rule_finds_the_constants_of_its_rows(run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(fit_rule, "make", lambda _: make("small efficientnet"))
+    monkeypatch.setattr(fit_rule, "SIZES", ((2, 32), (1, 32)))
+    out = tmp_path / "rows.json"
+    run(fit_rule, "--models", MODEL, "--rounds", 1, "--out", out)
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["trains"] for row in rows} == set(fit_rule.TRAINS)
+    costs = fit_rule.rule.Costs(0.2, 0.004, -0.3, -2.0, -7_000)
+    for row in rows:
+        eager = row["times"]["eager"]
+        row["times"]["nasfast"] = eager - float(np.dot(fit_rule.work(row), costs)) / 1e6
+    assert fit_rule.fit(rows) == pytest.approx(costs)
+    eager, ours = (sum(row["times"][name] for row in rows) for name in ("eager", "nasfast"))
+    best = sum(min(row["times"].values()) for row in rows)
+    assert best < min(eager, ours)  # some chains pay, others do not
+    assert fit_rule.judge(rows, costs).startswith(f"{best / eager:.3f} of eager, at most 1.00; ")
