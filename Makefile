@@ -48,7 +48,7 @@ demo: install  ## run the whole search, from images to report.html, on handwritt
 	rm -rf runs/demo runs/demo-small
 	$(BIN)/nasfast run --config demo --out runs/demo --workers 0
 	$(BIN)/nasfast shrink --model runs/demo/retrain/best --data.source cluttered_digits --max_macs 50% --sizes '[32]' \
-		--latency_device cpu --comparison false --export false --out runs/demo-small
+		--latency_device cpu --comparison false --export false --threads 1 --out runs/demo-small
 
 # Each process of pytest uses one thread: more threads than cores would wait for each other. All tests of a file run in one
 # process, which makes the fixtures of the file once. Files start in the order of tests/conftest.py, longest first; xdist
