@@ -183,13 +183,13 @@ def _comparison(files: ShrinkFiles) -> str:
     header = ["network", "pixels", "MACs", "parameters", *(["ms"] if timed else []), "top-1 before", "top-1"]
     header.append("the result is better by")
     small = files.networks[SMALL]
-    judged = small.get("before_images", small["images"])  # an older run judged by all
     note = (
         "Every network had the same adaptation, and that of which all weights train has had it before: scale and "
         "shift of BatchNorms and the classifier, by the same views and the same teacher, which the full network is "
-        f"before it; 'before' of others is right after the cut. Every 'before' is on {judged:,} images. Intervals of "
-        "95 %: of a top-1 over the images, of a difference over the same images in pairs; other seeds of the training "
-        "are not in them. Validation images had no part in the search."
+        "before it; 'before' of others is right after the cut. "
+        f"Every 'before' is on {small['before_images']:,} images. Intervals of 95 %: of a top-1 over the images, of a "
+        "difference over the same images in pairs; other seeds of the training are not in them. Validation images had "
+        "no part in the search."
     )
     if "peer" in files.networks:
         note += f" {files.networks['peer']['kind']} learns from the teacher's logits, and not from its features."

@@ -19,13 +19,9 @@ from nasfast.shrink.graph import ShrinkError
 Trained = Literal["affine", "all"]
 """What trains: scale and shift of BatchNorms and the classifier, or all weights."""
 
-# highest learning rates, of the classifier last, with labels and with a teacher alone
-_RATES: dict[tuple[Trained, bool], tuple[float, float]] = {
-    ("affine", True): (2e-3, 1e-2),
-    ("affine", False): (4e-4, 4e-4),
-    ("all", True): (1e-4, 1e-4),
-    ("all", False): (1e-4, 1e-4),
-}
+# highest learning rates of scale and shift, and of the classifier, which a pretrained network has fitted already
+_BY_LABELS, _BY_TEACHER, _BY_BOTH = (2e-3, 1e-3), (4e-4, 4e-4), (8e-3, 2e-3)
+_ALL_WEIGHTS = (1e-4, 1e-4)
 
 _FEATURES = 10.0
 """Factor of the features' difference in the loss: with 0 EfficientNet-Lite0 ends about a point lower (Imagenette)."""
@@ -86,9 +82,10 @@ def adapt(
         size: side in pixels to which the network's images are resized, antialiased; the teacher gets them as they are.
         train: `affine`, or `all` for all weights, which takes longer; all else is frozen meanwhile.
         epochs: iterations over `data`.
-        lr: highest learning rate of what trains besides the classifier; by default 2e-3 where there are labels, and
-            4e-4 for a teacher alone, where the network knows its classes; 1e-4 for all weights.
-        lr_classifier: that of the classifier; by default 1e-2 and 4e-4, and 1e-4 with all weights.
+        lr: highest learning rate of what trains besides the classifier; by default 8e-3 with a teacher and labels,
+            2e-3 with labels alone, and 4e-4 with a teacher alone; 1e-4 for all weights.
+        lr_classifier: that of the classifier; by default 2e-3, 1e-3 and 4e-4; 1e-4 with all weights. One whose weights
+            are random needs more, as 1e-2.
         fused: whether the network is fused for the training (`nasfast.fuse`), if it is not already; with all weights,
             which chains are not made for, it is not.
 
@@ -123,7 +120,11 @@ def adapt(
             p.requires_grad_(id(p) in trained)
         if own:
             fuse(body)
-        rates = {labelled: _given_or((lr, lr_classifier), _RATES[train, labelled]) for labelled in (True, False)}
+        labelled = _BY_LABELS if teacher is None else _BY_BOTH
+        usual = (
+            {True: labelled, False: _BY_TEACHER} if train == "affine" else dict.fromkeys((True, False), _ALL_WEIGHTS)
+        )
+        rates = {has_labels: _given_or((lr, lr_classifier), rate) for has_labels, rate in usual.items()}
         return _train(_Loss(model, body, head, teacher, size), data, epochs, (others, classifier), rates)
     finally:
         if own:

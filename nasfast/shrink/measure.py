@@ -12,10 +12,12 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 from nasfast.indicators.table import IndicatorTable
+from nasfast.ops.threads import on_threads
 from nasfast.runtime.arguments import check_type
 from nasfast.shrink.channels import Dimension, Layer
 from nasfast.shrink.eliminate import eliminate, solve
 from nasfast.shrink.find import Found
+from nasfast.shrink.fold import Folded
 from nasfast.shrink.graph import ShrinkError, Values, channels_last
 
 _PIXELS = 64
@@ -100,13 +102,7 @@ def measure(
         raise ShrinkError(f"score_images and ridge must be positive, got {score_images} and {ridge}")
     with torch.no_grad():
         inputs = _see_inputs(found, images, batch, seed)
-        solutions = tuple(
-            tuple(
-                _solve_dimension(d, widths[:-1], inputs, found.model, ridge)
-                for d, widths in zip(place.dimensions, place.widths, strict=True)
-            )
-            for place in found.places
-        )
+        solutions = _solve(found, inputs, ridge)
         losses = _score(found, solutions, images[:score_images], batch)
     rows: list[dict[int, float]] = []
     for place, loss in zip(found.places, losses, strict=True):
@@ -212,6 +208,19 @@ def _see_inputs(found: Found, images: Tensor, batch: int, seed: int) -> dict[str
     return inputs
 
 
+def _solve(found: Found, inputs: Mapping[str, _Inputs], ridge: float) -> tuple[tuple[dict[int, Solution], ...], ...]:
+    """The solutions of all choices; threads share the dimensions, of which most work is outside of Python."""
+    dimensions = [(d, widths[:-1]) for p in found.places for d, widths in zip(p.dimensions, p.widths, strict=True)]
+    solutions = iter(
+        on_threads(
+            lambda pair: _solve_dimension(*pair, inputs, found.model, ridge),
+            dimensions,
+            [float(d.main.columns**3) for d, _ in dimensions],
+        )
+    )
+    return tuple(tuple(next(solutions) for _ in place.dimensions) for place in found.places)
+
+
 def _solve_dimension(
     dimension: Dimension, widths: tuple[int, ...], inputs: Mapping[str, _Inputs], model: nn.Module, ridge: float
 ) -> dict[int, Solution]:
@@ -272,18 +281,20 @@ def _score(
 ) -> list[dict[Any, float]]:
     """For each choice, the KL divergence that "drop" and each (dimension, width) adds."""
     program, tensors = found.program, found.program.tensors(found.model)
-    trials = [list(_trials(found, p, solutions[p])) for p in range(len(found.places))]
+    folded = Folded(program, found.model)
+    trials = [list(_trials(found, p, solutions[p], folded)) for p in range(len(found.places))]
     starts = {start for row in trials for _, start, _ in row}
     live = {start: program.live(start) for start in starts}
     losses: list[dict[Any, float]] = [
         {(i, widths[-1]): 0.0 for i, widths in enumerate(place.widths)} for place in found.places
     ]
     for part in images.split(batch):
-        logits, kept = program.run(tensors, {program.image: channels_last(part)}, keep=live)
+        images_only = {program.image: channels_last(part)}
+        logits, kept = program.run(tensors, images_only, replace=folded.changes, keep=live)
         expected = logits.double().log_softmax(1)
         for row, loss in zip(trials, losses, strict=True):
             for key, start, replace in row:
-                got, _ = program.run(tensors, kept[start], start=start, replace=replace())
+                got, _ = program.run(tensors, kept[start], start=start, replace={**folded.changes, **replace()})
                 loss[key] = loss.get(key, 0.0) + _divergence(expected, got)
     return [{key: value / len(images) for key, value in loss.items()} for loss in losses]
 
@@ -294,7 +305,7 @@ def _divergence(expected: Tensor, logits: Tensor) -> float:
 
 
 def _trials(
-    found: Found, place_index: int, solutions: tuple[dict[int, Solution], ...]
+    found: Found, place_index: int, solutions: tuple[dict[int, Solution], ...], folded: Folded
 ) -> Iterator[tuple[Any, int, Any]]:
     """Each single change of a place: its key, the first node that it changes, and a function that gives the changes."""
     place, program = found.places[place_index], found.program
@@ -306,7 +317,7 @@ def _trials(
         for width, solution in row.items():
 
             def replace(d: Dimension = dimension, s: Solution = solution) -> Values:
-                return {layer.node: _padded(layer, d, s, found.model) for layer in d.readers}
+                return {r.node: folded.layer(r.node, *_padded(r, d, s, found.model)) for r in d.readers}
 
             yield (i, width), start, replace
 

@@ -60,13 +60,18 @@ def test_one_step_is_that_of_the_gradient_of_both_losses(cut, teacher, batches):
     assert loss == pytest.approx(want.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("labelled, rate", [(False, 4e-4), (True, 1e-2)])
-def test_a_classifier_moves_little_without_labels(cut, teacher, batches, labelled, rate):
-    before = cut.classifier.weight.detach().clone()
+@pytest.mark.parametrize(
+    ("labelled", "taught", "rates"),
+    [(False, True, (4e-4, 4e-4)), (True, True, (8e-3, 2e-3)), (True, False, (2e-3, 1e-3))],
+)
+def test_rates_depend_on_what_teaches(cut, teacher, batches, labelled, taught, rates):
+    layers = cut.stem[1], cut.classifier
+    before = [layer.weight.detach().clone() for layer in layers]
     batch = (batches[0], torch.arange(12) % 5) if labelled else batches[0]
-    shrink.adapt(cut, [batch], teacher=teacher, epochs=1, fused=False)
+    shrink.adapt(cut, [batch], teacher=teacher if taught else None, epochs=1, fused=False)
     # AdamW's first step is the learning rate
-    assert float((cut.classifier.weight.detach() - before).abs().max()) == pytest.approx(rate, rel=0.01)
+    steps = [float((layer.weight.detach() - w).abs().max()) for layer, w in zip(layers, before, strict=True)]
+    assert steps == pytest.approx(rates, rel=0.01)
 
 
 def test_features_are_drawn_to_those_that_the_network_keeps(found, measured, teacher, batches):

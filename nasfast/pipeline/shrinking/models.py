@@ -158,7 +158,10 @@ def _own(file: str) -> Callable[[str, bool], nn.Module]:
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
-    """Load a state dict; if the names differ, the tensors are taken in order, where all their shapes agree."""
+    """Load a state dict; if the names differ, the tensors are taken in order, where all their shapes agree.
+
+    How many batches a BatchNorm has seen, which older files do not say, has no part in it.
+    """
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -172,7 +175,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         state = state[key] if isinstance(state, Mapping) and isinstance(state.get(key), Mapping) else state
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfigError(f"weights {path} is no state dict: save one by torch.save(model.state_dict(), FILE)")
-    state = {name.removeprefix("module."): value for name, value in state.items()}
+    state = _without_counts({name.removeprefix("module."): value for name, value in state.items()})
     path_, classifier = last_linear(model)
     trained = state.get(f"{path_}.weight")
     if (
@@ -182,7 +185,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
     ):
         _LOG.info("%s has %d classes, and so the model gets as many", path, len(trained))
         model.set_submodule(path_, nn.Linear(classifier.in_features, len(trained), classifier.bias is not None))
-    own = model.state_dict()
+    own = _without_counts(model.state_dict())
     if state.keys() != own.keys():
         pairs = list(zip(own.items(), state.values(), strict=False))
         if len(own) != len(state) or any(a.shape != b.shape for (_, a), b in pairs):
@@ -198,6 +201,10 @@ def _load_weights(model: nn.Module, path: Path) -> None:
     except RuntimeError as error:
         line = str(error).splitlines()[-1].strip()
         raise ConfigError(f"weights {path} do not fit the model ({line}): give those of this model") from error
+
+
+def _without_counts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if not name.endswith("num_batches_tracked")}
 
 
 def with_classes(model: nn.Module, classes: int) -> nn.Module:
