@@ -183,7 +183,7 @@ def main() -> None:
     for kind in sorted({row["type"] for row in rows}):
         of_type = [row for row in rows if row["type"] == kind]
         fitted = rule.Costs(*(float(f"{cost:.3g}") for cost in fit(of_type)))
-        for name, costs in ("fit", fitted), ("rule", rule.costs(_DTYPES[kind])):
+        for name, costs in ("fit", fitted), ("rule", rule.COSTS[_DTYPES[kind]]):
             print(f"{kind}, {name}: {costs}")
             for trains in TRAINS:
                 if here := [row for row in of_type if row["trains"] == trains]:

@@ -3,14 +3,13 @@ runs.
 
 PyTorch passes over the result of a convolution several times, for BatchNorm and for the activation, forward and
 backward. The operator saves most of these passes, and its call has a price. What is saved is linear in what a chain
-computes, with a few constants for each instruction set and type. Only its sign decides, so another processor of the
-same instruction set needs the same ratios of the constants, and not the same constants.
+computes, with four constants for each type. Only its sign decides, so another processor needs the same ratios of the
+constants, and not the same constants.
 
-`python -m benchmarks.fit_rule` measures chains of five networks and fits the constants. Those of float32 on AVX2 are
-near such a fit on an AMD EPYC (Zen 3; `benchmarks/results/fit_rule_cpu-2core-avx2-zen3.json`), where the operator's
-products take as long as PyTorch's; a narrower instruction set takes them, too. Their price of a call is higher, because
-in whole networks, whose caches hold other data, a call costs more than in a chain alone. The others give the sizes from
-which chains paid in inference on an AMD EPYC (Zen 5) with AVX-512 and on an Intel Xeon with AMX.
+`python -m benchmarks.fit_rule` measures chains of five networks and fits the constants. Those below serve every
+instruction set: they are near the fits on an AMD EPYC with AVX2 (Zen 3, float32) and on an Intel Xeon with AMX, and
+choose about as well on each as its own fit (`benchmarks/results/fit_rule_*.json`). A call costs more than in the fits,
+because in a whole network the caches hold other data.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nasfast.ops import _native
 from nasfast.ops.backends import resolve_backend
 from nasfast.ops.chain.plan import Kind, stage_kind
 from nasfast.ops.reference import Stage
@@ -34,26 +32,22 @@ class Costs(NamedTuple):
 
     Attributes:
         passes: of one pass over one result of a convolution.
-        products: of one product (multiplication and addition), forward or backward.
         strided: of one product of a depthwise convolution with a stride, backward, in addition.
         other: of one result of another convolution: the operator gathers patches for it, or PyTorch runs it.
         call: of one call of the operator, forward or backward.
     """
 
     passes: float
-    products: float
     strided: float
     other: float
     call: float
 
 
-_FLOAT = Costs(0.039, 0.005, 0.0, -0.25, -40_000)
-_BFLOAT16 = Costs(0.05, 0.0, 1.7, -0.33, -40_000)
-_AVX2 = {torch.float32: Costs(0.23, 0.0, 0.0, -2.5, -90_000), torch.bfloat16: _BFLOAT16}
-_AVX512 = {torch.float32: _FLOAT, torch.bfloat16: _BFLOAT16}
-# with AMX, both PyTorch and a call of the operator take their time in bfloat16 between the products
-_AMX = {torch.float32: _FLOAT, torch.bfloat16: Costs(*(6 * cost for cost in _BFLOAT16))}
-_COSTS = {"avx512": _AVX512, "avx512bf16": _AVX512, "amx": _AMX}
+COSTS = {
+    torch.float32: Costs(0.22, 0.0, -2.0, -90_000),
+    torch.bfloat16: Costs(0.16, 5.0, -1.0, -90_000),
+}
+"""The constants of each type."""
 
 # ns that guards of a module that was captured take for each of its BatchNorms: its forward is left to PyTorch where its
 # chains save less
@@ -104,17 +98,11 @@ def expected_saving(x: Tensor, stages: Sequence[Stage], *, trains: bool, gradien
     if backend != "cpu":
         # the reference is PyTorch itself, and on a GPU float32 is left to PyTorch
         return None if backend == "reference" or dtype == torch.float32 else ALWAYS
-    if trains or dtype not in _AVX2:
+    if trains or dtype not in COSTS:
         return None
     results, *work = chain_work(stages, gradients=gradients)
-    *saved, price = [amount * cost for amount, cost in zip(work, costs(dtype), strict=True)]
+    *saved, price = [amount * cost for amount, cost in zip(work, COSTS[dtype], strict=True)]
     return Saving(sum(saved), price, results) if sum(saved) > 0 else None
-
-
-def costs(dtype: torch.dtype) -> Costs:
-    """The constants of a type for the instruction set that is used."""
-    isa = "" if _native.extension is None else _native.extension.isa()
-    return _COSTS.get(isa, _AVX2)[dtype]
 
 
 def chain_work(stages: Sequence[Stage], *, gradients: bool) -> tuple[float, ...]:
@@ -124,21 +112,20 @@ def chain_work(stages: Sequence[Stage], *, gradients: bool) -> tuple[float, ...]
     Images count as much larger than kernels.
     """
     kinds = [stage_kind(s.params.conv_weight.shape, s.stride, s.padding, s.groups) for s in stages]
-    every = passes = products = strided = other = results = 0.0
+    every = passes = strided = other = results = 0.0
     pixels, ways = 1.0, 1 + gradients
     for stage, kind in zip(stages, kinds, strict=True):
         pixels /= stage.stride**2
         weight = stage.params.conv_weight
-        results, multiplied = pixels * weight.shape[0], pixels * weight.numel()
+        results = pixels * weight.shape[0]
         every += results
         # PyTorch: two passes of an activation forward and three backward, two of BatchNorm, and one more for statistics
         passes += results * (ways * (2 + stage.training) + (2 + 3 * gradients) * (stage.act != "identity"))
         # PyTorch's pointwise convolutions alone are as fast
         if Kind.DEPTHWISE in kinds and (kind == Kind.DEPTHWISE or (kind == Kind.POINTWISE and stage.stride == 1)):
-            products += ways * multiplied
-            strided += multiplied * (gradients and kind == Kind.DEPTHWISE and stage.stride > 1)
+            strided += pixels * weight.numel() * (gradients and kind == Kind.DEPTHWISE and stage.stride > 1)
         else:
             other += results
     # the operator has two passes of its own over the last result, if it needs statistics or keeps something
     passes -= results * 2 * ways * (gradients or stages[-1].training)
-    return every, passes, products, strided, other, ways
+    return every, passes, strided, other, ways
