@@ -104,7 +104,7 @@ def test_fit_rule_finds_the_constants_of_its_rows(run, tmp_path, capsys, monkeyp
     run(fit_rule, "--models", MODEL, "--rounds", 1, "--out", out)
     rows = json.loads(out.read_text())["rows"]
     assert {row["trains"] for row in rows} == set(fit_rule.TRAINS)
-    costs = fit_rule.rule.Costs(0.2, 0.004, -0.3, -2.0, -7_000)
+    costs = fit_rule.rule.Costs(0.2, -0.3, -2.0, -7_000)
     for row in rows:
         eager = row["times"]["eager"]
         row["times"]["nasfast"] = eager - float(np.dot(fit_rule.work(row), costs)) / 1e6
