@@ -32,7 +32,7 @@ class Costs(NamedTuple):
 
     Attributes:
         passes: of one pass over one result of a convolution.
-        strided: of one product of a depthwise convolution with a stride, backward, in addition.
+        strided: of one product of a depthwise convolution with a stride, backward, beside its passes.
         other: of one result of another convolution: the operator gathers patches for it, or PyTorch runs it.
         call: of one call of the operator, forward or backward.
     """
@@ -47,7 +47,7 @@ COSTS = {
     torch.float32: Costs(0.22, 0.0, -2.0, -90_000),
     torch.bfloat16: Costs(0.16, 5.0, -1.0, -90_000),
 }
-"""The constants of each type."""
+"""The constants of each type, in ns of an Intel Xeon with AMX."""
 
 # ns that guards of a module that was captured take for each of its BatchNorms: its forward is left to PyTorch where its
 # chains save less

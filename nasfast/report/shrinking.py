@@ -186,7 +186,7 @@ def _comparison(files: ShrinkFiles) -> str:
     note = (
         "Every network had the same adaptation, and that of which all weights train has had it before: scale and "
         "shift of BatchNorms and the classifier, by the same views and the same teacher, which the full network is "
-        "before it; 'before' of others is right after the cut. "
+        "before it; 'before' of the others is right after the cut. "
         f"Every 'before' is on {small['before_images']:,} images. Intervals of 95 %: of a top-1 over the images, of a "
         "difference over the same images in pairs; other seeds of the training are not in them. Validation images had "
         "no part in the search."

@@ -19,7 +19,8 @@ from nasfast.shrink.graph import ShrinkError
 Trained = Literal["affine", "all"]
 """What trains: scale and shift of BatchNorms and the classifier, or all weights."""
 
-# highest learning rates of scale and shift, and of the classifier, which a pretrained network has fitted already
+# highest learning rates of scale and shift, and of the classifier, by what teaches. A cut network, taught by both, has
+# more to repair than a teacher; with larger rates of the classifier, which was fitted before, accuracy falls
 _BY_LABELS, _BY_TEACHER, _BY_BOTH = (2e-3, 1e-3), (4e-4, 4e-4), (8e-3, 2e-3)
 _ALL_WEIGHTS = (1e-4, 1e-4)
 
@@ -120,11 +121,7 @@ def adapt(
             p.requires_grad_(id(p) in trained)
         if own:
             fuse(body)
-        labelled = _BY_LABELS if teacher is None else _BY_BOTH
-        usual = (
-            {True: labelled, False: _BY_TEACHER} if train == "affine" else dict.fromkeys((True, False), _ALL_WEIGHTS)
-        )
-        rates = {has_labels: _given_or((lr, lr_classifier), rate) for has_labels, rate in usual.items()}
+        rates = _rates(train, teacher is not None, (lr, lr_classifier))
         return _train(_Loss(model, body, head, teacher, size), data, epochs, (others, classifier), rates)
     finally:
         if own:
@@ -134,8 +131,15 @@ def adapt(
             p.grad = None
 
 
-def _given_or(given: tuple[float | None, ...], usual: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(rate if own is None else own for own, rate in zip(given, usual, strict=True))
+def _rates(train: Trained, has_teacher: bool, given: tuple[float | None, ...]) -> dict[bool, tuple[float, ...]]:
+    """The highest learning rates with labels (True) and without: those given, or the usual ones."""
+    usual = {True: _BY_BOTH if has_teacher else _BY_LABELS, False: _BY_TEACHER}
+    if train == "all":
+        usual = dict.fromkeys(usual, _ALL_WEIGHTS)
+    return {
+        labelled: tuple(rate if own is None else own for own, rate in zip(given, rates, strict=True))
+        for labelled, rates in usual.items()
+    }
 
 
 def _train(

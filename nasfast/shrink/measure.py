@@ -210,6 +210,9 @@ def _see_inputs(found: Found, images: Tensor, batch: int, seed: int) -> dict[str
 
 def _solve(found: Found, inputs: Mapping[str, _Inputs], ridge: float) -> tuple[tuple[dict[int, Solution], ...], ...]:
     """The solutions of all choices; threads share the dimensions, of which most work is outside of Python."""
+    for path, seen in inputs.items():
+        if not bool(seen.covariance.isfinite().all()):
+            raise ShrinkError(f"inputs of {path} are not finite: look at the images, and at the weights")
     dimensions = [(d, widths[:-1]) for p in found.places for d, widths in zip(p.dimensions, p.widths, strict=True)]
     solutions = iter(
         on_threads(
@@ -228,8 +231,6 @@ def _solve_dimension(
     for layer in dimension.readers:
         seen = inputs[layer.path]
         covariance = seen.covariance
-        if not bool(covariance.isfinite().all()):
-            raise ShrinkError(f"inputs of {layer.path} are not finite: look at the images, and at the weights")
         variance = covariance.diagonal().clamp_min(0)
         # an input that never changes has no variance, but for what rounding leaves of its square, and what it adds
         # belongs to the bias; where none changes, all weights stay
@@ -281,7 +282,7 @@ def _score(
 ) -> list[dict[Any, float]]:
     """For each choice, the KL divergence that "drop" and each (dimension, width) adds."""
     program, tensors = found.program, found.program.tensors(found.model)
-    folded = Folded(program, found.model)
+    folded = Folded(program, found.model, tensors)
     trials = [list(_trials(found, p, solutions[p], folded)) for p in range(len(found.places))]
     starts = {start for row in trials for _, start, _ in row}
     live = {start: program.live(start) for start in starts}
@@ -289,8 +290,8 @@ def _score(
         {(i, widths[-1]): 0.0 for i, widths in enumerate(place.widths)} for place in found.places
     ]
     for part in images.split(batch):
-        images_only = {program.image: channels_last(part)}
-        logits, kept = program.run(tensors, images_only, replace=folded.changes, keep=live)
+        values = {program.image: channels_last(part)}
+        logits, kept = program.run(tensors, values, replace=folded.changes, keep=live)
         expected = logits.double().log_softmax(1)
         for row, loss in zip(trials, losses, strict=True):
             for key, start, replace in row:
@@ -317,7 +318,7 @@ def _trials(
         for width, solution in row.items():
 
             def replace(d: Dimension = dimension, s: Solution = solution) -> Values:
-                return {r.node: folded.layer(r.node, *_padded(r, d, s, found.model)) for r in d.readers}
+                return {layer.node: folded.layer(layer.node, *_padded(layer, d, s, found.model)) for layer in d.readers}
 
             yield (i, width), start, replace
 

@@ -74,6 +74,16 @@ def test_rates_depend_on_what_teaches(cut, teacher, batches, labelled, taught, r
     assert steps == pytest.approx(rates, rel=0.01)
 
 
+def test_one_rate_may_be_given_and_all_weights_have_their_own(cut, teacher, batches):
+    data = [(batches[0], torch.arange(12) % 5)]
+    for options, rates in (({"lr": 3e-3}, (3e-3, 2e-3)), ({"train": "all"}, (1e-4, 1e-4))):
+        layers = cut.stem[1], cut.classifier
+        before = [layer.weight.detach().clone() for layer in layers]
+        shrink.adapt(cut, data, teacher=teacher, epochs=1, fused=False, **options)
+        steps = [float((layer.weight.detach() - w).abs().max()) for layer, w in zip(layers, before, strict=True)]
+        assert steps == pytest.approx(rates, rel=0.02)
+
+
 def test_features_are_drawn_to_those_that_the_network_keeps(found, measured, teacher, batches):
     arch = tuple(max(v - 2, 0) for v in found.full)
     cut, recipe = shrink.cut(measured, arch).float(), shrink.make_recipe(measured, arch)

@@ -160,7 +160,7 @@ def _own(file: str) -> Callable[[str, bool], nn.Module]:
 def _load_weights(model: nn.Module, path: Path) -> None:
     """Load a state dict; if the names differ, the tensors are taken in order, where all their shapes agree.
 
-    How many batches a BatchNorm has seen, which older files do not say, has no part in it.
+    How many batches each BatchNorm has seen may be absent, as in older files.
     """
     try:
         if path.suffix == ".safetensors":
@@ -175,7 +175,7 @@ def _load_weights(model: nn.Module, path: Path) -> None:
         state = state[key] if isinstance(state, Mapping) and isinstance(state.get(key), Mapping) else state
     if not isinstance(state, Mapping) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ConfigError(f"weights {path} is no state dict: save one by torch.save(model.state_dict(), FILE)")
-    state = _without_counts({name.removeprefix("module."): value for name, value in state.items()})
+    state = {name.removeprefix("module."): value for name, value in state.items()}
     path_, classifier = last_linear(model)
     trained = state.get(f"{path_}.weight")
     if (
@@ -185,19 +185,20 @@ def _load_weights(model: nn.Module, path: Path) -> None:
     ):
         _LOG.info("%s has %d classes, and so the model gets as many", path, len(trained))
         model.set_submodule(path_, nn.Linear(classifier.in_features, len(trained), classifier.bias is not None))
-    own = _without_counts(model.state_dict())
-    if state.keys() != own.keys():
-        pairs = list(zip(own.items(), state.values(), strict=False))
-        if len(own) != len(state) or any(a.shape != b.shape for (_, a), b in pairs):
-            names = [name for name in own if name not in state] or [name for name in state if name not in own]
+    whole = model.state_dict()
+    own, given = _without_counts(whole), _without_counts(state)
+    if given.keys() != own.keys():
+        pairs = list(zip(own.items(), given.values(), strict=False))
+        if len(own) != len(given) or any(a.shape != b.shape for (_, a), b in pairs):
+            names = [name for name in own if name not in given] or [name for name in given if name not in own]
             raise ConfigError(
-                f"weights {path} are of another network: it has {len(state)} tensors, the model {len(own)}, and e.g. "
-                f"{names[0]} is in one alone: give those of this model"
+                f"weights {path} are of another network: besides counts of batches, it has {len(given)} tensors, the "
+                f"model {len(own)}, and e.g. {names[0]} is in one alone: give those of this model"
             )
         _LOG.info("%s has other names: its tensors are taken in order, because all shapes agree", path)
         state = {name: b for (name, _), b in pairs}
     try:
-        model.load_state_dict(state)
+        model.load_state_dict({name: state.get(name, tensor) for name, tensor in whole.items()})
     except RuntimeError as error:
         line = str(error).splitlines()[-1].strip()
         raise ConfigError(f"weights {path} do not fit the model ({line}): give those of this model") from error
