@@ -65,7 +65,7 @@ def test_figures_beside_published_arrays(tmp_path, monkeypatch):
     for name, value in {**sizes, "PUBLISHED_HISTOGRAM_NETWORKS": 10}.items():
         monkeypatch.setattr(moments, name, value)
     photos = write_folder(tmp_path / "photos", {"a": 12, "b": 12})
-    cfg = FiguresConfig(images=str(photos), batch=8, networks=24, reference=str(tmp_path))
+    cfg = FiguresConfig(images=str(photos), batch=8, networks=60, reference=str(tmp_path))
     source = images(moments.load_images(str(photos)), flat=True)
     names = {2: "vanilla_histo_fc_w32", 4: "bn_ff_fc_b8"}
 
