@@ -3,12 +3,12 @@ runs.
 
 PyTorch passes over the result of a convolution several times, for BatchNorm and for the activation, forward and
 backward. The operator saves most of these passes, and its call has a price. What is saved is linear in what a chain
-computes, with four constants for each type. Only its sign decides, so another processor needs the same ratios of the
-constants, and not the same constants.
+computes, with four constants for each type. Its sign decides about a chain, so another processor needs the same ratios
+of the constants; in ns they are compared only with what guards cost.
 
-`python -m benchmarks.fit_rule` measures chains of five networks and fits the constants. Those below serve every
-instruction set: they are near the fits on an AMD EPYC with AVX2 (Zen 3, float32) and on an Intel Xeon with AMX, and
-choose about as well on each as its own fit (`benchmarks/results/fit_rule_*.json`). A call costs more than in the fits,
+`python -m benchmarks.fit_rule` measures chains of five networks and fits the constants
+(`benchmarks/results/fit_rule_*.json`). Those below serve every instruction set: they choose about as well as fits on
+an AMD EPYC with AVX2 (Zen 3, float32) and on an Intel Xeon with AMX. Their price of a call is above that of the fits,
 because in a whole network the caches hold other data.
 """
 
@@ -116,14 +116,14 @@ def chain_work(stages: Sequence[Stage], *, gradients: bool) -> tuple[float, ...]
     pixels, ways = 1.0, 1 + gradients
     for stage, kind in zip(stages, kinds, strict=True):
         pixels /= stage.stride**2
-        weight = stage.params.conv_weight
-        results = pixels * weight.shape[0]
+        results = pixels * stage.params.conv_weight.shape[0]
         every += results
         # PyTorch: two passes of an activation forward and three backward, two of BatchNorm, and one more for statistics
         passes += results * (ways * (2 + stage.training) + (2 + 3 * gradients) * (stage.act != "identity"))
         # PyTorch's pointwise convolutions alone are as fast
         if Kind.DEPTHWISE in kinds and (kind == Kind.DEPTHWISE or (kind == Kind.POINTWISE and stage.stride == 1)):
-            strided += pixels * weight.numel() * (gradients and kind == Kind.DEPTHWISE and stage.stride > 1)
+            if gradients and kind == Kind.DEPTHWISE and stage.stride > 1:
+                strided += pixels * stage.params.conv_weight.numel()
         else:
             other += results
     # the operator has two passes of its own over the last result, if it needs statistics or keeps something

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
+from torch.nn.utils.fusion import fuse_conv_bn_weights
 
 from nasfast.shrink.channels import Layer
 from nasfast.shrink.graph import Program, Values, channels_last
@@ -26,28 +28,28 @@ class Folded:
 
     def __init__(self, program: Program, model: nn.Module, tensors: Values) -> None:
         self.changes: Values = {}
-        self._affine: dict[fx.Node, tuple[Tensor, Tensor, Tensor | float]] = {}
+        # bias of a layer; mean, variance, epsilon, weight and bias of its norm
+        self._norms: dict[fx.Node, tuple[Any, ...]] = {}
 
-        def value(argument: Any, default: float) -> Any:
-            return tensors[argument].double() if isinstance(argument, fx.Node) else default
+        def value(argument: Any) -> Any:
+            return tensors[argument].double() if isinstance(argument, fx.Node) else None
 
         for node in program.nodes:
             layer = Layer.of(node, program, model)
             if layer is None or layer.norm is None:
                 continue
-            weight, bias, mean, variance = layer.norm.node.args[1:5]
-            eps: Any = layer.norm.node.args[7]
-            scale = value(weight, 1.0) * (value(variance, 1.0) + eps).rsqrt()
-            shift = value(bias, 0.0) - value(mean, 0.0) * scale
-            self._affine[node] = scale, shift, value(node.args[2] if len(node.args) > 2 else None, 0.0)
+            weight, bias, mean, variance = map(value, layer.norm.node.args[1:5])
+            own = value(node.args[2]) if len(node.args) > 2 else None
+            own = torch.zeros_like(mean) if own is None else own
+            self._norms[node] = own, mean, variance, layer.norm.node.args[7], weight, bias
             whole: Any = tensors[node.args[1]]  # type: ignore[index]
             self.changes |= {node: self.layer(node, whole, 0.0), layer.norm.node: node}
 
     def layer(self, node: fx.Node, weight: Tensor, extra: Tensor | float) -> tuple[Tensor, Tensor | float]:
         """The weight of a layer, and what is added to its outputs, with the BatchNorm behind it if it has one."""
-        if node not in self._affine:
+        if node not in self._norms:
             return weight, extra
-        scale, shift, bias = self._affine[node]
-        scaled = channels_last(weight.double() * scale.view(-1, *[1] * (weight.dim() - 1)))
+        bias, *norm = self._norms[node]
+        folded, shift = fuse_conv_bn_weights(weight.detach().double(), bias + extra, *norm)
         # `Program.run` adds the bias of the call
-        return scaled.to(weight.dtype), (scale * (bias + extra) + shift - bias).to(weight.dtype)
+        return channels_last(folded.detach().to(weight.dtype)), (shift.detach() - bias).to(weight.dtype)
