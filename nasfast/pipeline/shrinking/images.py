@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,8 @@ _FEWEST = 40
 
 _SHIFT = 16
 """A view is moved by at most this part of its side."""
+
+Item = TypeVar("Item")
 
 Shown = tuple[Tensor, Tensor]
 """Images (N, C, H, W) as uint8 in channels_last, and labels (N,)."""
@@ -152,18 +155,28 @@ class Lesson:
         self._targets: Targets | None = None
         self._kept: Tensor | None = None
         self._taught = torch.ones(len(self._shown), dtype=torch.bool)
+        self._size: int = self._shown.shape[-1]
         self._kind = augment_of(images.data, self._shown.shape[-1])
         self._at = (0, torch.empty(0, dtype=torch.long))
 
-    def begin(self, targets: Targets | None = None, kept: Tensor | None = None, *, without: slice = slice(0)) -> Lesson:
+    def begin(
+        self,
+        targets: Targets | None = None,
+        kept: Tensor | None = None,
+        *,
+        size: int | None = None,
+        without: slice = slice(0),
+    ) -> Lesson:
         """This lesson, from its first epoch.
 
         Args:
             targets: of `taught_by`, for a teacher.
             kept: the features that the teacher gives with its logits; None for logits alone.
+            size: side of the views; the largest by default.
             without: images that are left out.
         """
         self._next, self._targets, self._kept = 0, targets, kept
+        self._size = size or self._shown.shape[-1]
         self._taught.fill_(True)
         self._taught[without] = False
         return self
@@ -173,11 +186,11 @@ class Lesson:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         epoch, self._next = self._next % self._epochs, self._next + 1
-        for places, images, labels in self._views(epoch, self._taught):
+        for places, images, labels in _ahead(self._views(epoch, self._size, self._taught)):
             self._at = epoch, places
             yield images, labels
 
-    def _views(self, epoch: int, taught: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _views(self, epoch: int, size: int, taught: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """The batches of an epoch: their places in its order, images and labels; of the images in a mask (N,)."""
         seed = derive_seed(self._images.seed, epoch)
         generator = torch.Generator().manual_seed(seed)
@@ -194,7 +207,10 @@ class Lesson:
             chosen = order[places]
             views = self._shown[chosen]
             views = torch.where(mirrored[places, None, None, None], views.flip(3), views)
-            yield places, self._images.prepared(_moved(views, moves[places].tolist(), reach)), self._labels[chosen]
+            views = _moved(views, moves[places].tolist(), reach)
+            if size != side:  # of bytes, which takes an eighth of the time of numbers
+                views = functional.interpolate(views, size=(size, size), mode="bilinear", antialias=True)
+            yield places, self._images.prepared(views), self._labels[chosen]
 
     def teacher(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """The teacher's logits of the batch that the last iteration gave, and its kept features where there are."""
@@ -208,10 +224,22 @@ class Lesson:
         """Logits and features of a network for all views."""
         epochs = []
         for epoch in range(self._epochs):
-            views = self._views(epoch, torch.ones_like(self._taught))
+            views = _ahead(self._views(epoch, self._shown.shape[-1], torch.ones_like(self._taught)))
             logits, features = zip(*(network(x) for _, x, _ in views), strict=True)
             epochs.append((torch.cat(logits), torch.cat(features)))
         return Targets(*map(torch.stack, zip(*epochs, strict=True)))
+
+
+def _ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """The items, of which the next is made on a thread of its own while one is used."""
+    count = torch.get_num_threads()
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(torch.set_num_threads, 1).result()
+        torch.set_num_threads(count)  # what a thread sets holds for parts of PyTorch in others, too
+        made = thread.submit(next, items, None)
+        while (item := made.result()) is not None:
+            made = thread.submit(next, items, None)
+            yield item
 
 
 def _moved(images: Tensor, moves: list[list[int]], reach: int) -> Tensor:

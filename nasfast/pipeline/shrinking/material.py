@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from nasfast import shrink
 from nasfast.config import ConfigError
 from nasfast.display import counted
+from nasfast.fusion import fuse
 from nasfast.pipeline.run import log_stage
 from nasfast.pipeline.shrinking.files import (
     clone,
@@ -52,6 +53,7 @@ class Material:
     def __init__(self, run: ShrinkRun) -> None:
         self.run, self.cfg = run, run.cfg
         self._val: dict[int, Shown] = {}
+        self._samples: dict[int, Tensor] = {}
         self._found: dict[int, Found] = {}
         self._measured: dict[int, Measured] = {}
 
@@ -149,11 +151,9 @@ class Material:
         """
         without = slice(0) if all_images else self.held_out
         if by_labels:
-            return shrink.adapt(model, self.lesson.begin(without=without), size=size, epochs=epochs, **options)
-        lesson = self.lesson.begin(self.targets, kept, without=without)
-        return shrink.adapt(
-            model, lesson, teacher=lesson.teacher, features=kept is not None, size=size, epochs=epochs, **options
-        )
+            return shrink.adapt(model, self.lesson.begin(size=size, without=without), epochs=epochs, **options)
+        lesson = self.lesson.begin(self.targets, kept, size=size, without=without)
+        return shrink.adapt(model, lesson, teacher=lesson.teacher, features=kept is not None, epochs=epochs, **options)
 
     def kept_features(self, recipe: shrink.Recipe | None) -> Tensor | None:
         """The features of the teacher that the network of a recipe has; None where networks do not give theirs."""
@@ -177,13 +177,12 @@ class Material:
         """What the teacher gives for all views of the lesson; writes targets.safetensors."""
         path = self.run.dir / "targets.safetensors"
         if (kept := read_tensors(path, self.about)) is None:
-            teacher = shrink.with_features(self.teacher) if self.gives_features else self._logits_alone
-            kept = self.lesson.taught_by(teacher)._asdict()
+            teacher = clone(self.teacher)
+            fuse(teacher)
+            gives = shrink.with_features(teacher) if self.gives_features else partial(_logits_alone, teacher)
+            kept = self.lesson.taught_by(gives)._asdict()
             save_tensors(path, kept, self.about)
         return Targets(**kept)
-
-    def _logits_alone(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        return self.teacher(images), images.new_empty(len(images), 0)
 
     def at_size(self, size: int) -> nn.Module:
         """The full network, adapted at a size."""
@@ -241,8 +240,9 @@ class Material:
     def sample(self, size: int) -> tuple[Tensor, Tensor]:
         """Inputs at a size: those that measure channels, and the others."""
         count, held = self.samples
-        shown, _ = self.images.read(self.images.train, size, count + held)
-        x = self.images.prepared(shown)
+        if size not in self._samples:
+            self._samples[size], _ = self.images.read(self.images.train, size, count + held)
+        x = self.images.prepared(self._samples[size])
         return x[:-held], x[-held:]  # some of the first may be damaged files
 
     @cached_property
@@ -260,6 +260,10 @@ class Material:
     def held_out_loss(self, model: nn.Module, images: Tensor) -> float:
         """Cross entropy of a network on the held-out images at its size, at the best factor of its logits."""
         return shrink.divergence(self.reference, torch.cat([model(part) for part in images.split(32)]))
+
+
+def _logits_alone(teacher: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
+    return teacher(images), images.new_empty(len(images), 0)
 
 
 def adapt_teacher(work: Material) -> nn.Module:

@@ -16,11 +16,10 @@ from nasfast import shrink
 from nasfast.pipeline.children import gpus_for, workers_for
 from nasfast.pipeline.estimate import Plan, Timing, Work, busy_notes, start_of_task
 from nasfast.pipeline.shrinking.files import clone
-from nasfast.pipeline.shrinking.latency import network_graph
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun
 from nasfast.pipeline.shrinking.stages import BEFORE_IMAGES, absolute_limits, full_costs, sizes_of
-from nasfast.pipeline.shrinking.timing import deployed_graph, timing_settings
+from nasfast.pipeline.shrinking.timing import deployed_network
 from nasfast.runtime.device import use_threads
 from nasfast.search import Limits
 from nasfast.settings import TaskSettings
@@ -99,8 +98,7 @@ def planned_sizes(work: Material) -> tuple[Found, tuple[int, ...]]:
 def _full_latency(work: Material, size: int) -> float:
     """Milliseconds of the full network at a size, by a few runs."""
     found = work.searched(size)
-    shape = work.pretrained.channels, size, size
-    run = deployed_graph(network_graph(found, found.full), timing_settings(work.cfg), shape)
+    run = deployed_network(work, found, found.full)
     return 1e3 * min(run()["run"] for _ in range(5))
 
 

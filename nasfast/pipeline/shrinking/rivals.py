@@ -16,7 +16,7 @@ from nasfast.pipeline.shrinking.models import fit_classifier
 from nasfast.pipeline.shrinking.norms import by_norms
 from nasfast.pipeline.shrinking.run import SIZE_STEP
 from nasfast.pipeline.shrinking.stages import UNIFORM, Made, adapted_network, cut_network, limits_at
-from nasfast.pipeline.shrinking.timing import STEP, latency_file, network_timer, pixel_share, side_latency
+from nasfast.pipeline.shrinking.timing import STEP, full_latency, latency_file, network_timer, pixel_share
 from nasfast.search import InfeasibleConstraintError, Limits, sample_under
 from nasfast.search.limits import layer_costs
 from nasfast.seeds import derive_seed
@@ -118,7 +118,7 @@ def equal_side(work: Material, record: dict[str, Any], limits: dict[str, float])
 
 def _side_within(work: Material, limit: float) -> int:
     """The largest side at which the full network takes at most `limit` ms, or one below the smallest that is tried."""
-    share = max(pixel_share(partial(side_latency, work), work.resolution, limit), 0.0)
+    share = max(pixel_share(partial(full_latency, work), work.resolution, limit), 0.0)
     timer = network_timer(work)
 
     def within(side: int) -> bool:

@@ -25,9 +25,10 @@ _LOG = logging.getLogger(__name__)
 SIZE_STEP = 16
 """Sides of images that are searched are multiples of it, before those of a large stride are raised; none is smaller."""
 
-# powers of the limit, as a share of the full network's cost, that a side is multiplied with: costs grow with the square
-# of the side, so 1/4 leaves as much to the side as to widths and depth. Below _STRONG no side is left as it is.
-_STRONG, _POWERS, _STRONG_POWERS = 0.4, (0.0, 1 / 6, 1 / 3), (1 / 8, 1 / 4, 3 / 8)
+# Powers of the limit, as a share of the full network's cost, that a side is multiplied with: costs grow with the square
+# of the side, so 1/4 leaves as much to the side as to widths and depth. With smaller sides results were worse
+# (docs/shrink.md).
+_POWERS = (1 / 8, 1 / 4)
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class ShrinkConfig(ConfigBase):
         peer: another network, named as `model`, that is adapted and measured beside the result; null is none.
         data: the images and how they are fed; `data.mean` and `data.std` are those of the network where it has some.
         resolution: height and width of the images in pixels; null takes the network's own.
-        sizes: heights and widths that are searched; empty takes up to three by the limit.
+        sizes: heights and widths that are searched; empty takes one or two by the limit.
         max_macs: largest MACs per image, or as a percentage of the full network's, as in 50%; null is no limit.
         max_params: largest number of parameters, or as a percentage; null is no limit.
         max_latency_ms: largest latency in ms, or as a percentage; null is no limit.
@@ -185,12 +186,10 @@ def choose_sizes(resolution: int, share: float, stride: int = 1) -> tuple[int, .
         share: of its cost.
         stride: pixels of the image for a pixel of the network's smallest maps.
     """
-    powers = _STRONG_POWERS if share < _STRONG else _POWERS
-    sides = {max(SIZE_STEP, round(resolution * share**power / SIZE_STEP) * SIZE_STEP) for power in powers if power}
+    sides = {max(SIZE_STEP, round(resolution * share**power / SIZE_STEP) * SIZE_STEP) for power in _POWERS}
     if stride > SIZE_STEP:
         sides = {side + stride // 4 if side % stride == 0 else side for side in sides}
-    sides |= {resolution} if 0.0 in powers else set()
-    return tuple(sorted((side for side in sides if side <= resolution), reverse=True))
+    return tuple(sorted({min(side, resolution) for side in sides}, reverse=True))
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,12 @@ from nasfast.pipeline.shrinking.images import answers, spread
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_sizes
 from nasfast.pipeline.shrinking.timing import (
+    full_latency,
     latency_file,
     measure_latency,
     network_timer,
     network_times,
     pixel_share,
-    side_latency,
 )
 from nasfast.runtime.device import use_threads
 from nasfast.runtime.files import CheckpointError, answers_to_hex
@@ -129,7 +129,7 @@ def every_stage(run: ShrinkRun) -> ShrinkResult:
     use_threads(run.cfg.threads)
     work = Material(run)
     work.check()
-    full_ms = partial(side_latency, work)
+    full_ms = partial(full_latency, work)
     costs = full_costs(work, full_ms)
     limits = absolute_limits(work, costs)
     record = search(work, sizes_of(work, costs, limits, lambda size: limits_at(work, size, limits), full_ms), limits)
@@ -280,7 +280,7 @@ def search(work: Material, sizes: tuple[int, ...], limits: dict[str, float]) -> 
 
 
 def adapted_first(work: Material, networks: list[dict[str, Any]], held: Mapping[int, Tensor]) -> list[dict[str, Any]]:
-    """Measured networks, best first; of several sizes, the best of each come first, by their loss after adaptation.
+    """Measured networks, best first; of several sizes, the best of each come first, by their loss after an epoch.
 
     Adaptation makes up for what is cut, and hardly for a lower resolution: before it, small images look too good. The
     held-out images of each size, on which networks are compared, have no part in it.
@@ -293,7 +293,7 @@ def adapted_first(work: Material, networks: list[dict[str, Any]], held: Mapping[
         measured, arch = work.measured(size), tuple(network["arch"])
         model = clone(shrink.cut(measured, arch))
         kept = work.kept_features(shrink.make_recipe(measured, arch))
-        work.teach(model, work.cfg.epochs, size=size, kept=kept)
+        work.teach(model, 1, size=size, kept=kept)
         network["adapted"] = work.held_out_loss(model, held[size])
     finalists = sorted(best.values(), key=lambda network: network["adapted"])
     return [*finalists, *(network for network in networks if "adapted" not in network)]

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
 
 from nasfast.measure.config import LatencyConfig
 from nasfast.measure.deployed import Timed, deployed, in_onnxruntime, second
@@ -22,7 +21,7 @@ from nasfast.pipeline.shrinking.latency import network_graph, shrink_subject, wr
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun
 from nasfast.shrink import Found
-from nasfast.spaces import Arch, format_arch
+from nasfast.spaces import Arch
 
 # timed rounds, whole networks to which a table of latencies is fitted, and others that it is compared with
 _ROUNDS, _CALIBRATE, _VALIDATE = 20, 24, 12
@@ -71,22 +70,20 @@ def latency_file(work: Material, size: int) -> Path:
     return work.run.dir / f"size-{size}" / "latency.json"
 
 
-def full_latency(work: Material, size: int) -> float:
-    """Milliseconds of the full network at a size, as measured."""
-    full = format_arch(work.searched(size).full)
-    networks = measure_latency(work, size)["fit"]["networks"]
-    return next(float(row["median_ms"]) for row in networks if row["arch"] == full)
-
-
-def side_latency(work: Material, side: int) -> float:
+def full_latency(work: Material, side: int) -> float:
     """Milliseconds of the full network at a side, timed beside the largest; writes size-N/full_ms.json."""
-    if side == work.resolution:
-        return full_latency(work, side)
-    path, about = work.run.dir / f"size-{side}" / "full_ms.json", timing_settings(work.cfg).to_dict()
+    settings = timing_settings(work.cfg, rounds=_NETWORK_ROUNDS)
+    path, about = work.run.dir / f"size-{side}" / "full_ms.json", settings.to_dict()
     if (record := read_record(path, about)) is None:
         work.run.begin_writing()
         found = work.searched(side)
-        record = write_record(path, about, {"ms": network_timer(work)(found, found.full)})
+        if side == work.resolution:
+            with measuring(settings.threads):
+                times = measure({"full": deployed_network(work, found, found.full)}, rounds=settings.rounds)
+            ms = float(times["full"]["run"]["median_ms"])
+        else:
+            ms = network_timer(work)(found, found.full)
+        record = write_record(path, about, {"ms": ms})
     return float(record["ms"])
 
 
@@ -115,17 +112,12 @@ def network_timer(work: Material) -> Callable[[Found, Arch], float]:
     It is timed beside the full network, of which it takes the share: processors change their speed.
     """
     settings = timing_settings(work.cfg, rounds=_ROUNDS)
-
-    def deploy(found: Found, arch: Arch) -> Timed:
-        size = found.space.resolution
-        return deployed_graph(network_graph(found, arch), settings, (work.pretrained.channels, size, size))
-
     whole = work.searched(work.resolution)
-    full, full_ms = deploy(whole, whole.full), full_latency(work, work.resolution)
+    full, full_ms = deployed_network(work, whole, whole.full), full_latency(work, work.resolution)
 
     def latency(found: Found, arch: Arch) -> float:
         with measuring(settings.threads):
-            times = measure({"full": full, "small": deploy(found, arch)}, rounds=settings.rounds)
+            times = measure({"full": full, "small": deployed_network(work, found, arch)}, rounds=settings.rounds)
         return full_ms * float(times["small"]["run"]["median_ms"]) / float(times["full"]["run"]["median_ms"])
 
     return latency
@@ -148,16 +140,16 @@ def network_times(work: Material, networks: dict[str, dict[str, Any]]) -> dict[s
         for name in dict.fromkeys(first.values()):
             size, arch, peer = archs[name]
             found = work.searched(size) if peer is None else work.peer
-            graph = network_graph(found, tuple(arch) if arch else found.full)
-            runs[name] = deployed_graph(graph, settings, (work.pretrained.channels, size, size))
+            runs[name] = deployed_network(work, found, tuple(arch) if arch else found.full)
         measured = measure(runs, rounds=settings.rounds)
     record = write_record(path, about, {"networks": {name: measured[same]["run"] for name, same in first.items()}})
     log_stage("time", started, f"{len(runs)} networks by {about['runtime']}")
     return record
 
 
-def deployed_graph(graph: fx.GraphModule, cfg: LatencyConfig, shape: tuple[int, int, int]) -> Timed:
-    """What runs the graph of a network once, on images of a shape (C, H, W)."""
-    images = torch.randn(cfg.batch, *shape, generator=torch.Generator().manual_seed(0))
+def deployed_network(work: Material, found: Found, arch: Arch) -> Timed:
+    """What runs the network of an architecture once, as it is timed."""
+    cfg, graph, side = timing_settings(work.cfg), network_graph(found, arch), found.space.resolution
+    images = torch.randn(cfg.batch, work.pretrained.channels, side, side, generator=torch.Generator().manual_seed(0))
     data = write_graph(graph) if cfg.device == "onnx" else None
     return second(deployed(graph, images, cfg) if data is None else in_onnxruntime(data, images, cfg))
