@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from nasfast.indicators.table import IndicatorTable, TableError
 from nasfast.search.candidate import Candidate
@@ -36,11 +36,20 @@ def option_scores(table: IndicatorTable, *, allow_identity: bool = False) -> tup
     return tuple(scores)
 
 
-def top_k(table: IndicatorTable, space: LayerSpace, limits: Limits, *, k: int = 5) -> list[Candidate]:
+def top_k(
+    table: IndicatorTable, space: LayerSpace, limits: Limits, *, k: int = 5, without: Collection[Arch] = ()
+) -> list[Candidate]:
     """The `k` architectures with the highest scores within the limits, best first, each with its proof.
 
     Scores within 1e-8 of the span of the scores are a tie; ties are ordered by MACs, then lexicographically. Each
     result is checked against the limits in integer arithmetic. There are fewer than `k` if no more exist.
+
+    Args:
+        table: the scores.
+        space: the space that they are of.
+        limits: what the architectures may cost.
+        k: how many are wanted.
+        without: architectures that are left out.
 
     Raises:
         InfeasibleConstraintError: no architecture meets the limits.
@@ -51,6 +60,8 @@ def top_k(table: IndicatorTable, space: LayerSpace, limits: Limits, *, k: int = 
     losses = [{v: -score for v, score in row.items()} for row in scores]
     tie = _TIE * sum(max(row.values()) - min(row.values()) for row in scores)
     program = limits.program(space)
+    for arch in sorted(without):
+        program.exclude(arch)
     candidates: list[Candidate] = []
     best = program.minimise(losses)
     while best is not None and len(candidates) < k:

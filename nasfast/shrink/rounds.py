@@ -215,8 +215,7 @@ class _Size:
         """The best networks within limits by the corrected tables, without those that are above them as measured."""
         slow = {arch for arch, (ms, _) in self.times.items() if ms > self._most}
         limits = self._by_table(self._most / self.latency_factor)
-        found = top_k(self._table, self.measured.found.space, limits, k=count + len(slow))
-        return [c for c in found if c.arch not in slow][:count]
+        return top_k(self._table, self.measured.found.space, limits, k=count, without=slow)
 
     def measure_uniform(self) -> None:
         """Measure uniform widths, which meet a limit of latency as measured."""

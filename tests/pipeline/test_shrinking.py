@@ -9,6 +9,8 @@ import json
 import math
 import os
 import random
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +33,7 @@ from nasfast.pipeline.shrinking.files import (
     save_network,
     save_tensors,
 )
-from nasfast.pipeline.shrinking.images import Images, Lesson, spread
+from nasfast.pipeline.shrinking.images import Images, Lesson, made_ahead, spread
 from nasfast.pipeline.shrinking.latency import network_graph
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.models import Renormalised, fit_classifier, load_pretrained
@@ -484,6 +486,30 @@ def test_a_lesson_gives_each_batch_the_targets_of_its_views(here):
     per_epoch = len(lesson)
     assert not torch.equal(views[0], views[per_epoch])
     assert torch.equal(views[0], views[2 * per_epoch])  # the epochs come again
+    step = 1.01 * float(images.normaliser[0].max())  # of a byte
+    for large, (small, _) in zip(views, lesson.begin(targets, size=12), strict=False):
+        expected = torch.nn.functional.interpolate(large, size=(12, 12), mode="bilinear", antialias=True)
+        torch.testing.assert_close(small, expected, rtol=0, atol=step)
+
+
+def test_the_next_batch_is_made_meanwhile_and_an_error_of_it_is_raised():
+    threads, count = [], torch.get_num_threads()
+
+    def batches():
+        for number in range(3):
+            threads.append((threading.get_ident(), torch.get_num_threads()))
+            yield number
+        raise OSError("a file is damaged")
+
+    ahead = made_ahead(batches())
+    assert next(ahead) == 0
+    while len(threads) < 2:  # the second is made without being asked for
+        time.sleep(0.01)
+    assert [next(ahead), next(ahead)] == [1, 2]
+    with pytest.raises(OSError, match="damaged"):
+        next(ahead)
+    (one,) = set(threads)
+    assert one[0] != threading.get_ident() and one[1] == 1 and torch.get_num_threads() == count
 
 
 def test_held_out_images_teach_only_where_nothing_is_compared_on_them_any_more(here, monkeypatch):

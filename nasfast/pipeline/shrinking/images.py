@@ -186,7 +186,7 @@ class Lesson:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         epoch, self._next = self._next % self._epochs, self._next + 1
-        for places, images, labels in _ahead(self._views(epoch, self._size, self._taught)):
+        for places, images, labels in made_ahead(self._views(epoch, self._size, self._taught)):
             self._at = epoch, places
             yield images, labels
 
@@ -224,13 +224,13 @@ class Lesson:
         """Logits and features of a network for all views."""
         epochs = []
         for epoch in range(self._epochs):
-            views = _ahead(self._views(epoch, self._shown.shape[-1], torch.ones_like(self._taught)))
+            views = made_ahead(self._views(epoch, self._shown.shape[-1], torch.ones_like(self._taught)))
             logits, features = zip(*(network(x) for _, x, _ in views), strict=True)
             epochs.append((torch.cat(logits), torch.cat(features)))
         return Targets(*map(torch.stack, zip(*epochs, strict=True)))
 
 
-def _ahead(items: Iterator[Item]) -> Iterator[Item]:
+def made_ahead(items: Iterator[Item]) -> Iterator[Item]:
     """The items, of which the next is made on a thread of its own while one is used."""
     count = torch.get_num_threads()
     with ThreadPoolExecutor(1) as thread:
