@@ -49,7 +49,7 @@ def top_k(
         space: the space that they are of.
         limits: what the architectures may cost.
         k: how many are wanted.
-        without: architectures that are left out.
+        without: architectures that are left out; where these are all that meet the limits, the list is empty.
 
     Raises:
         InfeasibleConstraintError: no architecture meets the limits.

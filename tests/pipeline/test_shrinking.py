@@ -10,7 +10,6 @@ import math
 import os
 import random
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import nasfast
 from nasfast import shrink
 from nasfast.cli.main import main
-from nasfast.pipeline.shrinking import exporting, rivals, stages
+from nasfast.pipeline.shrinking import exporting, rivals, stages, timing
 from nasfast.pipeline.shrinking.files import (
     load_network,
     read_measured,
@@ -384,7 +383,7 @@ def test_sizes_leave_a_share_of_the_cut_to_widths():
 def test_a_side_that_is_a_multiple_of_a_large_stride_is_raised():
     assert choose_sizes(160, 0.5) == (144, 128) and choose_sizes(160, 0.5, stride=32) == (144, 136)
     assert choose_sizes(160, 0.25, stride=32) == (136, 112) and choose_sizes(160, 0.95, stride=32) == (160,)
-    assert choose_sizes(32, 0.5, stride=4) == choose_sizes(32, 0.5)
+    assert choose_sizes(64, 0.2, stride=4) == choose_sizes(64, 0.2) == (48,)
 
 
 def test_measured_survives_its_files(tmp_path):
@@ -493,23 +492,28 @@ def test_a_lesson_gives_each_batch_the_targets_of_its_views(here):
 
 
 def test_the_next_batch_is_made_meanwhile_and_an_error_of_it_is_raised():
-    threads, count = [], torch.get_num_threads()
+    threads, second = [], threading.Event()
+    torch.set_num_threads(2)  # the fixture of this module restores it
 
     def batches():
         for number in range(3):
+            torch.ones(1 << 20).sum()  # in parallel
             threads.append((threading.get_ident(), torch.get_num_threads()))
+            if number == 1:
+                second.set()
             yield number
         raise OSError("a file is damaged")
 
     ahead = made_ahead(batches())
     assert next(ahead) == 0
-    while len(threads) < 2:  # the second is made without being asked for
-        time.sleep(0.01)
+    assert second.wait(60), "it is made without being asked for"
     assert [next(ahead), next(ahead)] == [1, 2]
     with pytest.raises(OSError, match="damaged"):
         next(ahead)
     (one,) = set(threads)
-    assert one[0] != threading.get_ident() and one[1] == 1 and torch.get_num_threads() == count
+    assert one[0] != threading.get_ident() and one[1] == 1 and torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    assert next(made_ahead(iter([threading.get_ident()]))) == threading.get_ident()
 
 
 def test_held_out_images_teach_only_where_nothing_is_compared_on_them_any_more(here, monkeypatch):
@@ -652,13 +656,33 @@ def test_uniform_widths_are_compared_at_the_side_of_the_result_and_at_their_best
     assert compared((64, 1), (8, 0)) == []
 
 
+def test_the_full_network_is_timed_alone_and_smaller_sides_beside_it(tmp_path, monkeypatch):
+    def measured(runs: dict[str, float], rounds: int) -> dict[str, dict]:
+        timed.append((set(runs), rounds))
+        return {name: {"run": {"median_ms": ms}} for name, ms in runs.items()}
+
+    timed: list[tuple[set[str], int]] = []
+    work = SimpleNamespace(
+        run=SimpleNamespace(dir=tmp_path, begin_writing=lambda: None),
+        cfg=ShrinkConfig(),
+        resolution=64,
+        searched=lambda side: SimpleNamespace(full=side / 8),
+    )
+    monkeypatch.setattr(timing, "deployed_network", lambda _, found, arch: arch)
+    monkeypatch.setattr(timing, "measure", measured)
+    assert timing.full_latency(work, 32) == 4.0
+    assert [names for names, _ in timed] == [{"full"}, {"full", "small"}]
+    assert timing.full_latency(work, 64) == 8.0 and timing.full_latency(work, 32) == 4.0
+    assert len(timed) == 2  # the files have them
+
+
 def test_the_best_networks_of_several_sizes_are_compared_after_adaptation(monkeypatch):
-    losses = {16: 0.3, 24: 0.1}
+    losses, taught = {16: 0.3, 24: 0.1}, []
     work = SimpleNamespace(
         measured=lambda size: size,
         cfg=ShrinkConfig(),
         kept_features=lambda _: None,
-        teach=lambda *_, **options: None,
+        teach=lambda _, epochs, **options: taught.append((options["size"], epochs)),
         held_out_loss=lambda model, images: losses[images],
     )
     monkeypatch.setattr(shrink, "cut", lambda *_: torch.nn.Identity())
@@ -668,7 +692,7 @@ def test_the_best_networks_of_several_sizes_are_compared_after_adaptation(monkey
     held = {size: size for size in (16, 24, 32)}
     first, second, *rest = stages.adapted_first(work, [dict(network) for network in networks], held)
     assert first == {**networks[2], "adapted": 0.1} and second == {**networks[0], "adapted": 0.3}
-    assert rest == [networks[1], *networks[3:]]
+    assert rest == [networks[1], *networks[3:]] and sorted(taught) == [(16, 3), (24, 3)]
     assert stages.adapted_first(work, networks[:2], held) == networks[:2]
 
 

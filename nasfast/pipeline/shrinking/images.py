@@ -208,7 +208,7 @@ class Lesson:
             views = self._shown[chosen]
             views = torch.where(mirrored[places, None, None, None], views.flip(3), views)
             views = _moved(views, moves[places].tolist(), reach)
-            if size != side:  # of bytes, which takes an eighth of the time of numbers
+            if size != side:  # bytes are resized in an eighth of the time that floats take
                 views = functional.interpolate(views, size=(size, size), mode="bilinear", antialias=True)
             yield places, self._images.prepared(views), self._labels[chosen]
 
@@ -231,11 +231,15 @@ class Lesson:
 
 
 def made_ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The items, of which the next is made on a thread of its own while one is used."""
+    """The items, of which the next is made on a thread of its own while one is used, unless PyTorch has one thread."""
     count = torch.get_num_threads()
+    if count == 1:
+        yield from items
+        return
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(torch.set_num_threads, 1).result()
-        torch.set_num_threads(count)  # what a thread sets holds for parts of PyTorch in others, too
+        # PyTorch asks for the number at a thread's first parallel operation, which would be after the caller's
+        thread.submit(lambda: (torch.get_num_threads(), torch.set_num_threads(1))).result()
+        torch.set_num_threads(count)
         made = thread.submit(next, items, None)
         while (item := made.result()) is not None:
             made = thread.submit(next, items, None)

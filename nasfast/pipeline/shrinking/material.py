@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from nasfast import shrink
 from nasfast.config import ConfigError
 from nasfast.display import counted
-from nasfast.fusion import fuse
 from nasfast.pipeline.run import log_stage
 from nasfast.pipeline.shrinking.files import (
     clone,
@@ -177,12 +176,13 @@ class Material:
         """What the teacher gives for all views of the lesson; writes targets.safetensors."""
         path = self.run.dir / "targets.safetensors"
         if (kept := read_tensors(path, self.about)) is None:
-            teacher = clone(self.teacher)
-            fuse(teacher)
-            gives = shrink.with_features(teacher) if self.gives_features else partial(_logits_alone, teacher)
-            kept = self.lesson.taught_by(gives)._asdict()
+            teacher = shrink.with_features(self.teacher) if self.gives_features else self._logits_alone
+            kept = self.lesson.taught_by(teacher)._asdict()
             save_tensors(path, kept, self.about)
         return Targets(**kept)
+
+    def _logits_alone(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        return self.teacher(images), images.new_empty(len(images), 0)
 
     def at_size(self, size: int) -> nn.Module:
         """The full network, adapted at a size."""
@@ -260,10 +260,6 @@ class Material:
     def held_out_loss(self, model: nn.Module, images: Tensor) -> float:
         """Cross entropy of a network on the held-out images at its size, at the best factor of its logits."""
         return shrink.divergence(self.reference, torch.cat([model(part) for part in images.split(32)]))
-
-
-def _logits_alone(teacher: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
-    return teacher(images), images.new_empty(len(images), 0)
 
 
 def adapt_teacher(work: Material) -> nn.Module:

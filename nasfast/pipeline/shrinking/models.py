@@ -288,7 +288,9 @@ def _logistic(x: Tensor, y: Tensor, classes: int, decay: float) -> nn.Linear:
     layer = nn.Linear(x.shape[1], classes)
     nn.init.zeros_(layer.weight)
     nn.init.zeros_(layer.bias)
-    optimizer = torch.optim.LBFGS(layer.parameters(), max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
+    optimizer = torch.optim.LBFGS(
+        layer.parameters(), max_iter=_ITERATIONS, history_size=10, line_search_fn="strong_wolfe"
+    )
 
     def loss() -> Tensor:
         optimizer.zero_grad()

@@ -163,7 +163,7 @@ def _stages(work: Material, found: Found, sizes: tuple[int, ...], pace: Pace) ->
     least = min([b.value if b.share else 0.5 for b in cfg.bounds.values()])
     lessons = pace.train * (cfg.epochs * count)
     adapted = lessons * least + _seconds(_CAPTURE)
-    finalists = (pace.train * (count * least) + _seconds(_CAPTURE)) * (len(sizes) if len(sizes) > 1 else 0)
+    finalists = adapted * (len(sizes) if len(sizes) > 1 else 0)
     yield Work("search", 1, pace.forward * (cfg.top_k * len(sizes) * 1.5 * cfg.held_out / 2) + finalists)
     networks = 1 + (3 + cfg.random_networks if cfg.comparison else 0)
     # the validation images are read at each size, and answered before and after adaptation

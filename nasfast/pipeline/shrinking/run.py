@@ -25,7 +25,7 @@ _LOG = logging.getLogger(__name__)
 SIZE_STEP = 16
 """Sides of images that are searched are multiples of it, before those of a large stride are raised; none is smaller."""
 
-# Powers of the limit, as a share of the full network's cost, that a side is multiplied with: costs grow with the square
+# Powers of the limit, as a share of the full network's cost, by which a side is multiplied: costs grow with the square
 # of the side, so 1/4 leaves as much to the side as to widths and depth. With smaller sides results were worse
 # (docs/shrink.md).
 _POWERS = (1 / 8, 1 / 4)
@@ -67,7 +67,8 @@ class ShrinkConfig(ConfigBase):
         export: whether to write the result as ONNX and as PyTorch's program.
         int8: whether to write it in 8-bit integers, too, by onnxruntime.
         seed: seed of what is drawn.
-        threads: number of CPU threads of every stage; 0 takes torch's choice. Bit-identical repeats need the same.
+        threads: number of CPU threads of every stage, besides one that prepares images; 0 takes torch's choice.
+            Bit-identical repeats need the same.
     """
 
     out: str = marked(RESUMED, "runs/small")

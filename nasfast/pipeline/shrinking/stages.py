@@ -280,7 +280,7 @@ def search(work: Material, sizes: tuple[int, ...], limits: dict[str, float]) -> 
 
 
 def adapted_first(work: Material, networks: list[dict[str, Any]], held: Mapping[int, Tensor]) -> list[dict[str, Any]]:
-    """Measured networks, best first; of several sizes, the best of each come first, by their loss after an epoch.
+    """Measured networks, best first; of several sizes, the best of each come first, by their loss after adaptation.
 
     Adaptation makes up for what is cut, and hardly for a lower resolution: before it, small images look too good. The
     held-out images of each size, on which networks are compared, have no part in it.
@@ -293,7 +293,7 @@ def adapted_first(work: Material, networks: list[dict[str, Any]], held: Mapping[
         measured, arch = work.measured(size), tuple(network["arch"])
         model = clone(shrink.cut(measured, arch))
         kept = work.kept_features(shrink.make_recipe(measured, arch))
-        work.teach(model, 1, size=size, kept=kept)
+        work.teach(model, work.cfg.epochs, size=size, kept=kept)
         network["adapted"] = work.held_out_loss(model, held[size])
     finalists = sorted(best.values(), key=lambda network: network["adapted"])
     return [*finalists, *(network for network in networks if "adapted" not in network)]

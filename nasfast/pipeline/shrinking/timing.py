@@ -71,8 +71,8 @@ def latency_file(work: Material, size: int) -> Path:
 
 
 def full_latency(work: Material, side: int) -> float:
-    """Milliseconds of the full network at a side, timed beside the largest; writes size-N/full_ms.json."""
-    settings = timing_settings(work.cfg, rounds=_NETWORK_ROUNDS)
+    """Milliseconds of the full network at a side, beside the largest if it is another; writes size-N/full_ms.json."""
+    settings = timing_settings(work.cfg, rounds=_NETWORK_ROUNDS if side == work.resolution else _ROUNDS)
     path, about = work.run.dir / f"size-{side}" / "full_ms.json", settings.to_dict()
     if (record := read_record(path, about)) is None:
         work.run.begin_writing()
