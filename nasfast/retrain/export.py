@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-import warnings
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
