@@ -237,13 +237,18 @@ def made_ahead(items: Iterator[Item]) -> Iterator[Item]:
         yield from items
         return
     with ThreadPoolExecutor(1) as thread:
-        # PyTorch asks for the number at a thread's first parallel operation, which would be after the caller's
-        thread.submit(lambda: (torch.get_num_threads(), torch.set_num_threads(1))).result()
+        thread.submit(_use_one_thread).result()
         torch.set_num_threads(count)
         made = thread.submit(next, items, None)
         while (item := made.result()) is not None:
             made = thread.submit(next, items, None)
             yield item
+
+
+def _use_one_thread() -> None:
+    # the first question gives a new thread the number of the others, which would replace its own
+    torch.get_num_threads()
+    torch.set_num_threads(1)
 
 
 def _moved(images: Tensor, moves: list[list[int]], reach: int) -> Tensor:
