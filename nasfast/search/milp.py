@@ -80,7 +80,7 @@ class ChoiceProgram:
         self._add(self._indicator({layer: value}), lower=1)
 
     def exclude(self, arch: Arch) -> None:
-        """Forbid one architecture (a no-good cut); one of other options is forbidden already."""
+        """Forbid one architecture (a no-good cut); one that the options do not have changes nothing."""
         if len(arch) != len(self.options) or any(v not in o for v, o in zip(arch, self.options, strict=True)):
             return
         self._add(self._indicator(dict(enumerate(arch))), upper=len(arch) - 1)

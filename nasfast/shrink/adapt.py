@@ -150,9 +150,9 @@ def _train(
     rates: dict[bool, tuple[float, ...]],
 ) -> list[float]:
     """Train groups of parameters, by the highest learning rate of each with labels and without."""
-    # the fused optimiser takes a thirtieth of a step less, and reads memory as it lies
-    lies_flat = all(p.device.type == "cpu" and p.is_contiguous() for group in groups for p in group)
-    optimizer = torch.optim.AdamW([{"params": group} for group in groups], weight_decay=0.0, fused=lies_flat or None)
+    # The fused optimiser saves 3 % of a step on a CPU. It ignores strides, so that parameters must be contiguous.
+    fused = all(p.device.type == "cpu" and p.is_contiguous() for group in groups for p in group) or None
+    optimizer = torch.optim.AdamW([{"params": group} for group in groups], weight_decay=0.0, fused=fused)
     steps, step, means = epochs * len(data), 0, []
     for epoch in range(epochs):
         total = images_seen = 0.0

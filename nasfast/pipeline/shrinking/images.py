@@ -246,7 +246,8 @@ def made_ahead(items: Iterator[Item]) -> Iterator[Item]:
 
 
 def _use_one_thread() -> None:
-    # the first question gives a new thread the number of the others, which would replace its own
+    # A new thread takes the number of threads of the process at its first parallel operation or question. Asked first,
+    # it keeps the number that it sets.
     torch.get_num_threads()
     torch.set_num_threads(1)
 
