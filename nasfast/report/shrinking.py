@@ -171,7 +171,7 @@ def _comparison(files: ShrinkFiles) -> str:
             millions(record["macs"]),
             millions(record["params"]),
             *([f"{files.times[name]['median_ms']:.2f}" if name in files.times else "-"] if timed else []),
-            percent(record["before"]),
+            "" if record["before"] is None else percent(record["before"]),
             f"{percent(record['top1'])} ({100 * low:.1f} to {100 * high:.1f})",
         ]
         if name == SMALL:
@@ -184,9 +184,9 @@ def _comparison(files: ShrinkFiles) -> str:
     header.append("the result is better by")
     small = files.networks[SMALL]
     note = (
-        "Every network had the same adaptation, and that of which all weights train has had it before: scale and "
-        "shift of BatchNorms and the classifier, by the same views and the same teacher, which the full network is "
-        "before it; 'before' of the others is right after the cut. "
+        "The full network is the teacher, adapted by the labels. Every other network had the same adaptation, and that "
+        "of which all weights train has had it before: scale and shift of BatchNorms and the classifier, by the same "
+        "views and this teacher; 'before' is right after the cut. "
         f"Every 'before' is on {small['before_images']:,} images. Intervals of 95 %: of a top-1 over the images, of a "
         "difference over the same images in pairs; other seeds of the training are not in them. Validation images had "
         "no part in the search."

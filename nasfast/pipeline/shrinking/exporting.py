@@ -145,7 +145,7 @@ def _write_int8(work: Material, size: int, source: Path, path: Path) -> None:
 
 def _judge_int8(work: Material, size: int, path: Path, top1: float) -> dict[str, Any]:
     """The top-1 of the 8-bit network on the validation images, and whether it is recommended."""
-    session = open_session(path.read_bytes(), threads=work.cfg.latency_threads)
+    session = open_session(path.read_bytes(), threads=torch.get_num_threads())
 
     def network(x: Tensor) -> Tensor:
         return torch.from_numpy(session.run([OUTPUT], {INPUT: x.contiguous().numpy()})[0])

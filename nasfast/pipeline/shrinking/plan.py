@@ -169,10 +169,10 @@ def _stages(work: Material, found: Found, sizes: tuple[int, ...], pace: Pace) ->
     # the validation images are read at each size, and answered before and after adaptation
     val = len(work.images.val)
     judged = pace.forward * (min(val, BEFORE_IMAGES) + val)
-    whole = lessons + judged + _seconds(_CAPTURE)
     others = (adapted + judged * least) * networks
+    full_one = (pace.decode + pace.forward) * val
     read = pace.decode * (len(sizes) * val)
-    yield Work(f"adapt and judge the full network and {networks} others", 1, whole + others + read + images)
+    yield Work(f"judge the full network, adapt and judge {networks} others", 1, full_one + others + read + images)
     exports = int(cfg.export)
     if cfg.finetune == "all":
         exports *= 2

@@ -31,7 +31,7 @@ from nasfast.pipeline.shrinking.files import (
 )
 from nasfast.pipeline.shrinking.images import answers, spread
 from nasfast.pipeline.shrinking.material import Material
-from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_sizes
+from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_size
 from nasfast.pipeline.shrinking.timing import (
     full_latency,
     latency_file,
@@ -51,7 +51,7 @@ from nasfast.shrink.recipe import RECIPE_FILE
 _LOG = logging.getLogger(__name__)
 
 SEARCH_FILE = "search.json"
-# pixels of the smallest side that is searched for a limit in ms, most of which may not depend on them
+# least share of pixels for a limit in ms, most of which may not depend on them
 _LEAST_SHARE = 0.1
 BEFORE_IMAGES = 1000
 """Most validation images that a network is judged by before its adaptation."""
@@ -90,7 +90,7 @@ class ShrinkResult(Tabular):
                 "pixels": record["size"],
                 "MACs": record["macs"],
                 "params": record["params"],
-                "before": f"{record['before']:.1%}",
+                "before": "" if record["before"] is None else f"{record['before']:.1%}",
                 "top-1": f"{record['top1']:.1%}",
             }
             for record in self.networks.values()
@@ -203,7 +203,7 @@ def sizes_of(
         ConfigError: a side is larger than the images.
         InfeasibleConstraintError: none meets them at any size.
     """
-    sizes = work.cfg.sizes or _sizes_by_limits(work.searched(work.resolution), costs, limits, full_ms)
+    sizes = work.cfg.sizes or (_size_by_limits(work.searched(work.resolution), costs, limits, full_ms),)
     if (largest := max(sizes)) > work.resolution:
         raise ConfigError(f"sizes has {largest} pixels, and images have {work.resolution}: raise --resolution to it")
     possible, errors = [], []
@@ -225,17 +225,17 @@ def sizes_of(
     return tuple(possible)
 
 
-def _sizes_by_limits(
+def _size_by_limits(
     found: Found, costs: dict[str, float], limits: dict[str, float], full_ms: Callable[[int], float]
-) -> tuple[int, ...]:
-    """Sides to search by the share of pixels at which the full network would meet the limits."""
+) -> int:
+    """The side to search, by the share of pixels at which the full network would meet the limits."""
     resolution, stride = found.space.resolution, found.stride
     # parameters do not depend on the size
     shares = {name: min(1.0, limit / costs[name]) for name, limit in limits.items() if name != "max_params"}
     if "max_latency_ms" in shares:
         share = pixel_share(full_ms, resolution, limits["max_latency_ms"])
         shares["max_latency_ms"] = min(1.0, max(_LEAST_SHARE, share))
-    return choose_sizes(resolution, min(shares.values()), stride) if shares else (resolution,)
+    return choose_size(resolution, min(shares.values()), stride) if shares else resolution
 
 
 def limits_at(work: Material, size: int, limits: dict[str, float]) -> Limits:
@@ -340,7 +340,8 @@ def adapted_network(
         depends: what tells it from others of this name.
         make: makes the network.
         form: a network of its form, if it is not made of the full network.
-        options: of its training, in place of those of the adaptation that all have; see `Material.teach`.
+        options: of its training, in place of those of the adaptation that all have; see `Material.teach`. With
+            epochs=0 it has none.
     """
     folder, started = work.run.network(name), time.monotonic()
     about = {**work.about, "size": size, **depends}
@@ -353,23 +354,25 @@ def adapted_network(
     work.run.begin_writing()
     model, recipe = make()
     model = clone(model)
-    before = answers(model, work.images, spread(work.val(size), BEFORE_IMAGES))
-    # a network of another form has other features
-    kept = work.kept_features(recipe) if form is None else None
-    epochs = options.pop("epochs", work.cfg.epochs)
-    losses = work.teach(model, epochs, size=size, kept=kept, all_images=True, **options)
+    before, losses = None, list[float]()
+    if epochs := options.pop("epochs", work.cfg.epochs):
+        before = answers(model, work.images, spread(work.val(size), BEFORE_IMAGES))
+        # a network of another form has other features
+        kept = work.kept_features(recipe) if form is None else None
+        losses = work.teach(model, epochs, size=size, kept=kept, all_images=True, **options)
     after = answers(model, work.images, work.val(size))
     for file in (RESULT_FILE, RECIPE_FILE):  # those of another network, which the new weights are not of
         (folder / file).unlink(missing_ok=True)
     save_network(folder, model, recipe, about)
-    log_stage("adapt", started, f"{kind}: top-1 {before.top1:.1%}, after adaptation {after.top1:.1%}")
+    changed = "" if before is None else f"{before.top1:.1%}, after adaptation "
+    log_stage("adapt", started, f"{kind}: top-1 {changed}{after.top1:.1%}")
     result = {
         "kind": kind,
         "size": size,
         "macs": costs[0],
         "params": costs[1],
-        "before": before.top1,
-        "before_images": len(before.right),
+        "before": None if before is None else before.top1,
+        "before_images": 0 if before is None else len(before.right),
         "top1": after.top1,
         "correct": answers_to_hex(after.right),
         "images": len(after.right),
@@ -379,7 +382,7 @@ def adapted_network(
 
 
 def full_network(work: Material) -> dict[str, Any]:
-    """The full network after the adaptation that all have; before it, it is the teacher."""
+    """The full network: the teacher. The adaptation of the others changes it by less than can be measured."""
     found = work.searched(work.resolution)
     return adapted_network(
         work,
@@ -389,6 +392,7 @@ def full_network(work: Material) -> dict[str, Any]:
         costs=(found.macs, found.params),
         depends={},
         make=lambda: (work.teacher, None),
+        epochs=0,
     )
 
 
