@@ -237,7 +237,7 @@ def test_another_limit_resumes_from_what_was_measured(here, whole, monkeypatch):
 
 @pytest.mark.slow
 def test_a_limit_in_milliseconds_is_that_of_a_measured_table_and_exported_files_compute_the_result(here):
-    flags = ("--max_latency_ms", "80%", "--latency_device", "onnx", "--export", "true")
+    flags = ("--max_latency_ms", "95%", "--latency_device", "onnx", "--export", "true")
     assert main(command(here, "timed", *flags)) == 0
     out = here / "timed"
     table = json.loads((out / "size-16" / "latency.json").read_text())
@@ -490,6 +490,25 @@ def test_a_lesson_gives_each_batch_the_targets_of_its_views(here):
     for large, (small, _) in zip(views, lesson.begin(targets, size=12), strict=False):
         expected = torch.nn.functional.interpolate(large, size=(12, 12), mode="bilinear", antialias=True)
         torch.testing.assert_close(small, expected, rtol=0, atol=step)
+
+
+def test_views_are_mirrored_and_moved_and_what_comes_in_is_reflected(here):
+    data = DataConfig(train=str(here / "train"), val=str(here / "val"), batch_size=16, workers=0, loader="torchvision")
+    images = Images.open(ShrinkConfig(), data, 3)
+    shown, labels = images.read(images.train, 16)
+    expected = {}
+    for mirrored in (shown, shown.flip(3)):
+        padded = torch.nn.functional.pad(mirrored.float(), (1, 1, 1, 1), mode="reflect").byte()
+        for place in np.ndindex(3, 3):
+            window = images.prepared(padded[:, :, place[0] : place[0] + 16, place[1] : place[1] + 16])
+            expected |= {x.contiguous().numpy().tobytes(): (i, mirrored is shown, place) for i, x in enumerate(window)}
+    seen = [
+        expected[x.contiguous().numpy().tobytes()]
+        for batch, _ in Lesson(images, (shown, labels), batch=16, epochs=1).begin()
+        for x in batch
+    ]
+    assert sorted(i for i, *_ in seen) == list(range(len(labels)))
+    assert {kept for _, kept, _ in seen} == {True, False} and len({place for *_, place in seen}) > 4
 
 
 def test_the_next_batch_is_made_meanwhile_and_an_error_of_it_is_raised():

@@ -32,6 +32,9 @@ _FEWEST = 40
 _SHIFT = 16
 """A view is moved by at most this part of its side."""
 
+_EPOCHS = 2
+"""Different epochs of a lesson. The teacher answers each of their views; with four, accuracy is the same."""
+
 Item = TypeVar("Item")
 
 Shown = tuple[Tensor, Tensor]
@@ -134,6 +137,11 @@ class Targets(NamedTuple):
 
     logits: Tensor
     features: Tensor
+
+
+def lesson_epochs(epochs: int) -> int:
+    """How many of so many epochs of training have views of their own; then the first come again."""
+    return min(epochs, _EPOCHS)
 
 
 class Lesson:

@@ -24,7 +24,7 @@ from nasfast.pipeline.shrinking.files import (
     save_tensors,
     weights_digest,
 )
-from nasfast.pipeline.shrinking.images import Images, Lesson, Shown, Targets
+from nasfast.pipeline.shrinking.images import Images, Lesson, Shown, Targets, lesson_epochs
 from nasfast.pipeline.shrinking.models import (
     Pretrained,
     Renormalised,
@@ -94,7 +94,7 @@ class Material:
     @cached_property
     def lesson(self) -> Lesson:
         """The views that every network is adapted on."""
-        return Lesson(self.images, self.train, batch=self.images.data.batch_size, epochs=self.cfg.epochs)
+        return Lesson(self.images, self.train, batch=self.images.data.batch_size, epochs=lesson_epochs(self.cfg.epochs))
 
     @cached_property
     def about(self) -> dict[str, Any]:

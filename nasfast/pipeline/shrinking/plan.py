@@ -16,6 +16,7 @@ from nasfast import shrink
 from nasfast.pipeline.children import gpus_for, workers_for
 from nasfast.pipeline.estimate import Plan, Timing, Work, busy_notes, start_of_task
 from nasfast.pipeline.shrinking.files import clone
+from nasfast.pipeline.shrinking.images import lesson_epochs
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun
 from nasfast.pipeline.shrinking.stages import BEFORE_IMAGES, absolute_limits, full_costs, sizes_of
@@ -143,7 +144,8 @@ def _stages(work: Material, found: Found, sizes: tuple[int, ...], pace: Pace) ->
     images = Timing(0.0, 0.0, 2 * count * full**2 * work.pretrained.channels)
     lesson = pace.train * (cfg.teacher_epochs * count)
     features = shrink.last_linear(work.form)[1].in_features
-    targets = pace.forward * (cfg.epochs * count) + Timing(0.0, 0.0, 4 * cfg.epochs * count * features)
+    views = lesson_epochs(cfg.epochs) * count
+    targets = pace.forward * views + Timing(0.0, 0.0, 4 * views * features)
     yield Work(
         "adapt the full network",
         1,
