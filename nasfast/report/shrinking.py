@@ -171,7 +171,7 @@ def _comparison(files: ShrinkFiles) -> str:
             millions(record["macs"]),
             millions(record["params"]),
             *([f"{files.times[name]['median_ms']:.2f}" if name in files.times else "-"] if timed else []),
-            "" if record["before"] is None else percent(record["before"]),
+            "-" if record["before"] is None else percent(record["before"]),
             f"{percent(record['top1'])} ({100 * low:.1f} to {100 * high:.1f})",
         ]
         if name == SMALL:
@@ -184,10 +184,11 @@ def _comparison(files: ShrinkFiles) -> str:
     header.append("the result is better by")
     small = files.networks[SMALL]
     note = (
-        "The full network is the teacher, adapted by the labels. Every other network had the same adaptation, and that "
-        "of which all weights train has had it before: scale and shift of BatchNorms and the classifier, by the same "
-        "views and this teacher; 'before' is right after the cut. "
-        f"Every 'before' is on {small['before_images']:,} images. Intervals of 95 %: of a top-1 over the images, of a "
+        "The full network is the teacher, adapted by the labels of the images on which the search compares nothing. "
+        "Every other network had the same adaptation: scale and shift of BatchNorms and the classifier, by the same "
+        "views of all images and this teacher. 'Before' is right after the cut; the full network at another side was "
+        "adapted to it before, and that of which all weights train had this adaptation. "
+        f"Each is on {small['before_images']:,} images. Intervals of 95 %: of a top-1 over the images, of a "
         "difference over the same images in pairs; other seeds of the training are not in them. Validation images had "
         "no part in the search."
     )
@@ -235,21 +236,24 @@ def _blocks(files: ShrinkFiles) -> str:
 
 
 def _search(files: ShrinkFiles) -> str:
-    record = files.search
+    networks = files.search["networks"][:16]
+    adapted = any("adapted" in n for n in networks)
     rows = [
         [
             *(i, f"{n['size']} px", millions(n["macs"]), f"{n['predicted']:.4f}", f"{n['divergence']:.4f}"),
-            *(f"{n['adapted']:.4f}" if "adapted" in n else "-", n["round"]),
+            *([f"{n['adapted']:.4f}" if "adapted" in n else "-"] if adapted else []),
+            n["round"],
         ]
-        for i, n in enumerate(record["networks"][:16], 1)
+        for i, n in enumerate(networks, 1)
     ]
     note = (
         "Networks that were measured as wholes, best first: cross entropy on training images that nothing was fitted "
-        "to, at the best factor of the logits. The best of each side are compared after adaptation. By the table it is "
-        "that of the full network at this side and the sum of the losses. The proof is about the sum; the order is "
-        "measured. Of round 0 are uniform widths."
+        "to, at the best factor of the logits. By the table it is that of the full network at this side and the sum of "
+        "the losses. The proof is about the sum; the order is measured. Of round 0 are uniform widths."
     )
-    header = ["", "images", "MACs", "by the table", "measured", "adapted", "round"]
+    if adapted:
+        note += " The best of each side are compared after adaptation."
+    header = ["", "images", "MACs", "by the table", "measured", *(["adapted"] if adapted else []), "round"]
     return html_table(header, rows, text_columns=[], note=note)
 
 

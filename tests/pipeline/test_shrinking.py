@@ -32,13 +32,13 @@ from nasfast.pipeline.shrinking.files import (
     save_network,
     save_tensors,
 )
-from nasfast.pipeline.shrinking.images import Images, Lesson, made_ahead, spread
+from nasfast.pipeline.shrinking.images import Images, Lesson, lesson_epochs, made_ahead, spread
 from nasfast.pipeline.shrinking.latency import network_graph
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.models import Renormalised, fit_classifier, load_pretrained
 from nasfast.pipeline.shrinking.norms import by_norms
 from nasfast.pipeline.shrinking.rivals import peer_network
-from nasfast.pipeline.shrinking.run import Bound, ShrinkConfig, ShrinkRun, choose_size
+from nasfast.pipeline.shrinking.run import Bound, ShrinkConfig, ShrinkRun, choose_sizes
 from nasfast.pipeline.shrinking.stages import full_network
 from nasfast.pipeline.shrinking.timing import pixel_share
 from nasfast.report.findings import compare_runs
@@ -46,7 +46,7 @@ from nasfast.report.shrinking import ShrinkFiles, _comparison, headline, verdict
 from nasfast.retrain import save_model
 from nasfast.runtime.files import CheckpointError
 from nasfast.runtime.onnx import INPUT, OUTPUT, open_session
-from nasfast.search import Limits
+from nasfast.search import InfeasibleConstraintError, Limits
 from nasfast.settings import DataConfig, ImageInfo
 from nasfast.spaces import read_cost_table
 
@@ -375,16 +375,40 @@ def test_bounds():
             Bound.read("max_macs", bad)
 
 
-def test_the_size_leaves_a_share_of_the_cut_to_widths():
+def test_the_first_size_leaves_most_of_the_cut_to_widths_and_the_last_nothing():
     for share in (0.1, 0.25, 0.5):
-        # with the side alone, the limit would be met at the first of these
-        assert 224 * share**0.5 + 16 < choose_size(224, share) < 224
+        first, *_, last = sizes = choose_sizes(224, share)
+        alone = 224 * share**0.5  # with this side, the full network would meet the limit
+        assert alone + 16 < first < 224 and abs(last - alone) <= 8
+        assert sizes == tuple(range(first, last - 1, -16))
 
 
 def test_a_side_that_is_a_multiple_of_a_large_stride_is_raised():
-    assert choose_size(160, 0.3) == 128 and choose_size(160, 0.3, stride=32) == 136
-    assert choose_size(160, 0.1, stride=32) == 112 and choose_size(160, 0.95, stride=32) == 160
-    assert choose_size(64, 0.2, stride=4) == choose_size(64, 0.2) == 48
+    assert choose_sizes(160, 0.3) == (128, 112, 96, 80) and choose_sizes(160, 0.3, stride=32) == (136, 112, 104, 80)
+    assert choose_sizes(160, 0.1, stride=32)[0] == 112 and choose_sizes(160, 0.95, stride=32) == (160,)
+    assert choose_sizes(64, 0.2, stride=4) == choose_sizes(64, 0.2) == (48, 32)
+    assert choose_sizes(16, 0.01) == (16,)
+
+
+def test_a_smaller_side_is_searched_where_no_network_meets_the_limits_at_the_first(monkeypatch):
+    tried = []
+
+    def limits_of(size):
+        def check(_):
+            tried.append(size)
+            if size > 48:
+                raise InfeasibleConstraintError("too large")
+
+        return SimpleNamespace(check=check)
+
+    monkeypatch.setattr(stages, "_sizes_by_limits", lambda *_: (64, 48, 32))
+    cfg = SimpleNamespace(sizes=(), bounds={})
+    work = SimpleNamespace(
+        cfg=cfg, resolution=64, check_samples=lambda _: None, searched=lambda size: SimpleNamespace(space=size)
+    )
+    assert stages.sizes_of(work, {}, {}, limits_of, float) == (48,) and tried == [64, 48]
+    cfg.sizes = (64, 48, 32)
+    assert stages.sizes_of(work, {}, {}, limits_of, float) == (48, 32)
 
 
 def test_measured_survives_its_files(tmp_path):
@@ -486,6 +510,7 @@ def test_a_lesson_gives_each_batch_the_targets_of_its_views(here):
     per_epoch = len(lesson)
     assert not torch.equal(views[0], views[per_epoch])
     assert torch.equal(views[0], views[2 * per_epoch])  # the epochs come again
+    assert [lesson_epochs(epochs) for epochs in (1, 2, 3, 4)] == [1, 1, 2, 2]
     step = 1.01 * float(images.normaliser[0].max())  # of a byte
     for large, (small, _) in zip(views, lesson.begin(targets, size=12), strict=False):
         expected = torch.nn.functional.interpolate(large, size=(12, 12), mode="bilinear", antialias=True)
@@ -497,11 +522,11 @@ def test_views_are_mirrored_and_moved_and_what_comes_in_is_reflected(here):
     images = Images.open(ShrinkConfig(), data, 3)
     shown, labels = images.read(images.train, 16)
     expected = {}
-    for mirrored in (shown, shown.flip(3)):
-        padded = torch.nn.functional.pad(mirrored.float(), (1, 1, 1, 1), mode="reflect").byte()
+    for source in (shown, shown.flip(3)):
+        padded = torch.nn.functional.pad(source.float(), (1, 1, 1, 1), mode="reflect").byte()
         for place in np.ndindex(3, 3):
             window = images.prepared(padded[:, :, place[0] : place[0] + 16, place[1] : place[1] + 16])
-            expected |= {x.contiguous().numpy().tobytes(): (i, mirrored is shown, place) for i, x in enumerate(window)}
+            expected |= {x.contiguous().numpy().tobytes(): (i, source is shown, place) for i, x in enumerate(window)}
     seen = [
         expected[x.contiguous().numpy().tobytes()]
         for batch, _ in Lesson(images, (shown, labels), batch=16, epochs=1).begin()
@@ -801,9 +826,9 @@ def test_sides_for_a_limit_in_milliseconds_are_by_the_part_that_depends_on_pixel
     assert pixel_share(milliseconds, 8, 1.0) == 1.0 * 1.0 / milliseconds(8)
     costs = {"max_latency_ms": 4.0}
     found = SimpleNamespace(space=SimpleNamespace(resolution=224), stride=32)
-    by_half = stages._size_by_limits(found, {"max_macs": 1.0}, {"max_macs": 0.5}, milliseconds)
-    assert stages._size_by_limits(found, costs, {"max_latency_ms": 3.0}, milliseconds) == by_half
-    assert stages._size_by_limits(found, costs, {"max_latency_ms": 1.6}, milliseconds) < by_half
+    by_half = stages._sizes_by_limits(found, {"max_macs": 1.0}, {"max_macs": 0.5}, milliseconds)
+    assert stages._sizes_by_limits(found, costs, {"max_latency_ms": 3.0}, milliseconds) == by_half
+    assert stages._sizes_by_limits(found, costs, {"max_latency_ms": 1.6}, milliseconds)[0] < by_half[0]
 
 
 def test_a_result_of_uniform_widths_is_called_so(monkeypatch):
@@ -838,9 +863,10 @@ def test_verdicts_and_the_headline(monkeypatch):
     monkeypatch.setattr("nasfast.report.shrinking._scatter", lambda _: "")
     for record in networks.values():
         record |= {"size": 16, "before": 0.4, "before_images": 20}
+    networks["full"]["before"] = None  # it is only evaluated
     page = html.unescape(_comparison(files))
     assert "peer learns from the teacher's logits, and not from its features" in page
-    assert "Every 'before' is on 20 images." in page
+    assert "Each is on 20 images." in page and page.count(">-</td>") == 1
     networks["small"]["kind"] = stages.UNIFORM
     assert verdicts(files)[0].endswith("none of the program was better.")
     files.search["networks"][0]["adapted"] = 0.1

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from nasfast import shrink
+from nasfast.display import counted
 from nasfast.pipeline.children import gpus_for, workers_for
 from nasfast.pipeline.estimate import Plan, Timing, Work, busy_notes, start_of_task
 from nasfast.pipeline.shrinking.files import clone
@@ -168,13 +169,13 @@ def _stages(work: Material, found: Found, sizes: tuple[int, ...], pace: Pace) ->
     finalists = adapted * (len(sizes) if len(sizes) > 1 else 0)
     yield Work("search", 1, pace.forward * (cfg.top_k * len(sizes) * 1.5 * cfg.held_out / 2) + finalists)
     networks = 1 + (3 + cfg.random_networks if cfg.comparison else 0)
-    # the validation images are read at each size, and answered before and after adaptation
+    # the validation images are read at each size, and answered before and after adaptation, by the full network once
     val = len(work.images.val)
     judged = pace.forward * (min(val, BEFORE_IMAGES) + val)
     others = (adapted + judged * least) * networks
-    full_one = (pace.decode + pace.forward) * val
-    read = pace.decode * (len(sizes) * val)
-    yield Work(f"judge the full network, adapt and judge {networks} others", 1, full_one + others + read + images)
+    read = pace.decode * (len({full, *sizes}) * val)
+    name = f"judge the full network, adapt and judge {counted(networks, 'other')}"
+    yield Work(name, 1, pace.forward * val + others + read + images)
     exports = int(cfg.export)
     if cfg.finetune == "all":
         exports *= 2

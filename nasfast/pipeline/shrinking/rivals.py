@@ -69,7 +69,7 @@ def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> 
 
 
 def peer_network(work: Material) -> dict[str, Any]:
-    """The network that the user names, with a fitted classifier and the adaptations of the full network."""
+    """The network that the user names, with a fitted classifier, and adapted by labels and then by the teacher."""
     found, model = work.peer, clone(work.peer.model)
 
     def make() -> Made:

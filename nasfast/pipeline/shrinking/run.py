@@ -23,11 +23,12 @@ from nasfast.settings import CONFIG_FILE, LIMITS, MACHINE, RESUMED, DataConfig, 
 _LOG = logging.getLogger(__name__)
 
 SIZE_STEP = 16
-"""The side of images that is searched is a multiple of it, before that of a large stride is raised; none is smaller."""
+"""Sides of images that are searched are multiples of it, before those of a large stride are raised; none is smaller."""
 
-# Power of the limit, as a share of the full network's cost, by which the side is multiplied: costs grow with the square
-# of the side, so the side makes a third of the cut, and widths and depth two thirds (docs/shrink.md).
-_POWER = 1 / 6
+# Powers of the limit, as a share of the full network's cost, by which the side is multiplied. Costs grow with the
+# square of the side: with the first, the side makes a third of the cut, and widths and depth two thirds
+# (docs/shrink.md); with the last, the side makes all of it.
+_FIRST, _LAST = 1 / 6, 1 / 2
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,14 @@ class ShrinkConfig(ConfigBase):
         peer: another network, named as `model`, that is adapted and measured beside the result; null is none.
         data: the images and how they are fed; `data.mean` and `data.std` are those of the network where it has some.
         resolution: height and width of the images in pixels; null takes the network's own.
-        sizes: heights and widths that are searched; empty takes one by the limit.
+        sizes: heights and widths that are searched; empty takes one by the limits.
         max_macs: largest MACs per image, or as a percentage of the full network's, as in 50%; null is no limit.
         max_params: largest number of parameters, or as a percentage; null is no limit.
         max_latency_ms: largest latency in ms, or as a percentage; null is no limit.
         latency_device: what is timed: `onnx` (onnxruntime), `cpu` or `cuda` (PyTorch).
         latency_threads: number of CPU threads of what is timed.
-        epochs: epochs of adaptation of each network after the cut.
+        epochs: epochs of adaptation of each network after the cut. Half of them have views of their own, which come
+            again in all trainings.
         teacher_epochs: epochs of adaptation of the full network, at each size.
         finetune: what trains in the result: `affine` is scale and shift of BatchNorms and the classifier, as in all
             networks; with `all`, all weights of a copy train after that, too.
@@ -175,8 +177,9 @@ def parse_model_name(name: str) -> tuple[str, str]:
     return match[1], match[2]
 
 
-def choose_size(resolution: int, share: float, stride: int = 1) -> int:
-    """The side of images to search for a limit that is this share of the full network's cost.
+def choose_sizes(resolution: int, share: float, stride: int = 1) -> tuple[int, ...]:
+    """Sides of images for a limit that is this share of the full network's cost: the best one first, and smaller ones
+    for where no network meets the limit at it.
 
     A multiple of a large stride is raised by a quarter of it, which gives the smallest maps a pixel more: at half the
     milliseconds EfficientNet-Lite0 is 1.4 points better with 132 or 136 pixels than with 128 (docs/shrink.md).
@@ -186,10 +189,11 @@ def choose_size(resolution: int, share: float, stride: int = 1) -> int:
         share: of its cost.
         stride: pixels of the image for a pixel of the network's smallest maps.
     """
-    side = max(SIZE_STEP, round(resolution * share**_POWER / SIZE_STEP) * SIZE_STEP)
-    if stride > SIZE_STEP and side % stride == 0:
-        side += stride // 4
-    return min(side, resolution)
+    first, last = (max(1, round(resolution * share**power / SIZE_STEP)) for power in (_FIRST, _LAST))
+    sides = [SIZE_STEP * number for number in range(first, last - 1, -1)]
+    if stride > SIZE_STEP:
+        sides = [side + stride // 4 if side % stride == 0 else side for side in sides]
+    return tuple(min(side, resolution) for side in sides)
 
 
 @dataclass(frozen=True)

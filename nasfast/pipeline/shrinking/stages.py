@@ -31,7 +31,7 @@ from nasfast.pipeline.shrinking.files import (
 )
 from nasfast.pipeline.shrinking.images import answers, spread
 from nasfast.pipeline.shrinking.material import Material
-from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_size
+from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_sizes
 from nasfast.pipeline.shrinking.timing import (
     full_latency,
     latency_file,
@@ -51,7 +51,7 @@ from nasfast.shrink.recipe import RECIPE_FILE
 _LOG = logging.getLogger(__name__)
 
 SEARCH_FILE = "search.json"
-# least share of pixels for a limit in ms, most of which may not depend on them
+# least share of pixels that a limit in ms gives: most of the time may not depend on them
 _LEAST_SHARE = 0.1
 BEFORE_IMAGES = 1000
 """Most validation images that a network is judged by before its adaptation."""
@@ -90,7 +90,7 @@ class ShrinkResult(Tabular):
                 "pixels": record["size"],
                 "MACs": record["macs"],
                 "params": record["params"],
-                "before": "" if record["before"] is None else f"{record['before']:.1%}",
+                "before": "-" if record["before"] is None else f"{record['before']:.1%}",
                 "top-1": f"{record['top1']:.1%}",
             }
             for record in self.networks.values()
@@ -190,7 +190,9 @@ def sizes_of(
     limits_of: Callable[[int], Limits],
     full_ms: Callable[[int], float],
 ) -> tuple[int, ...]:
-    """The sides of images that are searched, largest first: those at which some network meets the limits.
+    """The sides of images that are searched, largest first: those given at which some network meets the limits.
+
+    If none are given, it is the first of those by the limits.
 
     Args:
         work: the material.
@@ -203,7 +205,7 @@ def sizes_of(
         ConfigError: a side is larger than the images.
         InfeasibleConstraintError: none meets them at any size.
     """
-    sizes = work.cfg.sizes or (_size_by_limits(work.searched(work.resolution), costs, limits, full_ms),)
+    sizes = work.cfg.sizes or _sizes_by_limits(work.searched(work.resolution), costs, limits, full_ms)
     if (largest := max(sizes)) > work.resolution:
         raise ConfigError(f"sizes has {largest} pixels, and images have {work.resolution}: raise --resolution to it")
     possible, errors = [], []
@@ -212,6 +214,8 @@ def sizes_of(
         try:
             limits_of(size).check(work.searched(size).space)
             possible.append(size)
+            if not work.cfg.sizes:
+                break
         except InfeasibleConstraintError as error:
             errors.append(error)
     if not possible:
@@ -225,17 +229,17 @@ def sizes_of(
     return tuple(possible)
 
 
-def _size_by_limits(
+def _sizes_by_limits(
     found: Found, costs: dict[str, float], limits: dict[str, float], full_ms: Callable[[int], float]
-) -> int:
-    """The side to search, by the share of pixels at which the full network would meet the limits."""
+) -> tuple[int, ...]:
+    """Sides, best first, by the share of pixels at which the full network would meet the limits."""
     resolution, stride = found.space.resolution, found.stride
     # parameters do not depend on the size
     shares = {name: min(1.0, limit / costs[name]) for name, limit in limits.items() if name != "max_params"}
     if "max_latency_ms" in shares:
         share = pixel_share(full_ms, resolution, limits["max_latency_ms"])
         shares["max_latency_ms"] = min(1.0, max(_LEAST_SHARE, share))
-    return choose_size(resolution, min(shares.values()), stride) if shares else resolution
+    return choose_sizes(resolution, min(shares.values()), stride) if shares else (resolution,)
 
 
 def limits_at(work: Material, size: int, limits: dict[str, float]) -> Limits:
@@ -329,7 +333,7 @@ def adapted_network(
     form: nn.Module | None = None,
     **options: Any,
 ) -> dict[str, Any]:
-    """A network, adapted by the lesson and evaluated on the validation images; writes networks/NAME/.
+    """A network, adapted by the lesson if it has epochs, and evaluated on the validation images; writes networks/NAME/.
 
     Args:
         work: the material.
@@ -341,7 +345,7 @@ def adapted_network(
         make: makes the network.
         form: a network of its form, if it is not made of the full network.
         options: of its training, in place of those of the adaptation that all have; see `Material.teach`. With
-            epochs=0 it has none.
+            epochs=0 it is only evaluated.
     """
     folder, started = work.run.network(name), time.monotonic()
     about = {**work.about, "size": size, **depends}
@@ -382,7 +386,7 @@ def adapted_network(
 
 
 def full_network(work: Material) -> dict[str, Any]:
-    """The full network: the teacher. The adaptation of the others changes it by less than can be measured."""
+    """The full network: the teacher, which the adaptation of the others hardly changes (docs/shrink.md)."""
     found = work.searched(work.resolution)
     return adapted_network(
         work,
@@ -390,7 +394,7 @@ def full_network(work: Material) -> dict[str, Any]:
         "full network",
         size=work.resolution,
         costs=(found.macs, found.params),
-        depends={},
+        depends={"epochs": 0},
         make=lambda: (work.teacher, None),
         epochs=0,
     )
