@@ -184,11 +184,12 @@ def _comparison(files: ShrinkFiles) -> str:
     header.append("the result is better by")
     small = files.networks[SMALL]
     note = (
-        "The full network is the teacher, adapted by the labels of the images on which the search compares nothing. "
+        "The full network is the teacher: the labels taught it, without the images on which the search compares "
+        "networks. "
         "Every other network had the same adaptation: scale and shift of BatchNorms and the classifier, by the same "
         "views of all images and this teacher. 'Before' is right after the cut; the full network at another side was "
         "adapted to it before, and that of which all weights train had this adaptation. "
-        f"Each is on {small['before_images']:,} images. Intervals of 95 %: of a top-1 over the images, of a "
+        f"Every 'before' is on {small['before_images']:,} images. Intervals of 95 %: of a top-1 over the images, of a "
         "difference over the same images in pairs; other seeds of the training are not in them. Validation images had "
         "no part in the search."
     )

@@ -50,8 +50,8 @@ class ShrinkConfig(ConfigBase):
         max_latency_ms: largest latency in ms, or as a percentage; null is no limit.
         latency_device: what is timed: `onnx` (onnxruntime), `cpu` or `cuda` (PyTorch).
         latency_threads: number of CPU threads of what is timed.
-        epochs: epochs of adaptation of each network after the cut. Half of them have views of their own, which come
-            again in all trainings.
+        epochs: epochs of adaptation of each network after the cut. Half of them have views of their own, which then
+            come again.
         teacher_epochs: epochs of adaptation of the full network, at each size.
         finetune: what trains in the result: `affine` is scale and shift of BatchNorms and the classifier, as in all
             networks; with `all`, all weights of a copy train after that, too.
@@ -178,8 +178,8 @@ def parse_model_name(name: str) -> tuple[str, str]:
 
 
 def choose_sizes(resolution: int, share: float, stride: int = 1) -> tuple[int, ...]:
-    """Sides of images for a limit that is this share of the full network's cost: the best one first, and smaller ones
-    for where no network meets the limit at it.
+    """Sides of images for a limit that is this share of the full network's cost: the one to search, and then smaller
+    ones, to take where no network meets the limit at it.
 
     A multiple of a large stride is raised by a quarter of it, which gives the smallest maps a pixel more: at half the
     milliseconds EfficientNet-Lite0 is 1.4 points better with 132 or 136 pixels than with 128 (docs/shrink.md).

@@ -190,9 +190,9 @@ def sizes_of(
     limits_of: Callable[[int], Limits],
     full_ms: Callable[[int], float],
 ) -> tuple[int, ...]:
-    """The sides of images that are searched, largest first: those given at which some network meets the limits.
+    """The sides of images that are searched, largest first: those of `cfg.sizes` where some network meets the limits.
 
-    If none are given, it is the first of those by the limits.
+    Without `cfg.sizes`, it is the first such side of `_sizes_by_limits`.
 
     Args:
         work: the material.
@@ -232,7 +232,9 @@ def sizes_of(
 def _sizes_by_limits(
     found: Found, costs: dict[str, float], limits: dict[str, float], full_ms: Callable[[int], float]
 ) -> tuple[int, ...]:
-    """Sides, best first, by the share of pixels at which the full network would meet the limits."""
+    """Sides, of which the first is the one to search, by the share of pixels at which the full network would meet the
+    limits.
+    """
     resolution, stride = found.space.resolution, found.stride
     # parameters do not depend on the size
     shares = {name: min(1.0, limit / costs[name]) for name, limit in limits.items() if name != "max_params"}
