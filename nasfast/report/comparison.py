@@ -25,14 +25,13 @@ from nasfast.report.page import (
     svg_text,
     write_page,
 )
-from nasfast.report.plots import SERIES, literal, new_figure
+from nasfast.report.plots import MARKERS, SERIES, literal, new_figure
 from nasfast.report.run_files import RunFiles, format_limits
 from nasfast.runtime.progress import duration
 from nasfast.search import sample_distinct
 from nasfast.settings import CHOICES, CONFIG_FILE
 from nasfast.spaces import SAMPLERS, Arch, format_arch
 
-_MARKERS = "osD^v<>P*X"
 # Architectures and bootstrap resamples of the agreement of two tables.
 _ARCHITECTURES, _RESAMPLES = 500, 200
 _NONE = "-"
@@ -215,7 +214,7 @@ def _figure(runs: Mapping[str, RunFiles]) -> Figure:
         points = [(result["macs"] / 1e6, 100 * result["top1"]) for result in retrained.values()]
         if points:
             macs, top1 = zip(*points, strict=True)
-            colour, marker = SERIES[i % len(SERIES)], _MARKERS[i % len(_MARKERS)]
+            colour, marker = SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]
             ax.scatter(macs, top1, s=40, alpha=0.8, color=colour, marker=marker, label=literal(name))
     ax.set(xlabel="MACs (millions)", ylabel="top-1 (%)")
     ax.legend(fontsize=8, frameon=False)

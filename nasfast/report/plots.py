@@ -25,6 +25,7 @@ from nasfast.spaces import SKIP, Arch, SearchSpace
 # Okabe and Ito's palette, whose colours can be distinguished with any colour vision.
 _BLUE, _ORANGE, _GREEN, _RED, _PURPLE, GREY = "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#8a8a8a"
 SERIES = (_BLUE, _RED, _GREEN, _PURPLE, _ORANGE)
+MARKERS = "osD^v<>P*X"
 _KERNEL_COLOURS = {1: _PURPLE, 3: _BLUE, 5: _ORANGE, 7: _GREEN}
 # Number of points drawn of a training curve; longer curves are averaged in windows.
 _CURVE_POINTS = 400

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from nasfast.report.page import (
     write_figure,
     write_run_page,
 )
-from nasfast.report.plots import SERIES, literal, new_figure
+from nasfast.report.plots import MARKERS, SERIES, literal, new_figure
+from nasfast.report.style import EMPTY
 from nasfast.runtime.files import unseal
 from nasfast.settings import CONFIG_FILE, FINETUNED, FULL, SMALL
 
@@ -35,6 +36,9 @@ _NOT_YET = "`nasfast shrink --resume` writes it"
 
 _ABOUT = 1.02
 """Costs of at most so many times another count as equal."""
+
+_FAR = 0.15
+"""Top-1 by which a network may be below the result in the picture, which would show no differences otherwise."""
 
 
 class ShrinkFiles:
@@ -201,31 +205,33 @@ def _comparison(files: ShrinkFiles) -> str:
 
 
 def _scatter(files: ShrinkFiles) -> str:
-    figure, (axes,) = new_figure(7, 3.6)
-    for i, (name, record) in enumerate(files.networks.items()):
-        low, high = top1_interval(record["top1"], record["images"])
-        value = 100 * record["top1"]
-        cost = _cost(files, name) / (1 if files.times else 1e6)
-        colour = SERIES[0] if name == SMALL else SERIES[1] if name == FULL else "#8a8a8a"
-        axes.errorbar(cost, value, [[value - 100 * low], [100 * high - value]], fmt="o", color=colour, capsize=3)
-        axes.annotate(
-            literal(record["kind"]), (cost, value), (6, 4 - 9 * (i % 2)), textcoords="offset points", fontsize=8
-        )
+    figure, (axes,) = new_figure(8, 3.8)
+    least = files.networks[SMALL]["top1"] - _FAR
+    drawn = {name: record for name, record in files.networks.items() if record["top1"] >= least}
+    for i, (name, record) in enumerate(drawn.items()):
+        low, high = (100 * bound for bound in top1_interval(record["top1"], record["images"]))
+        value, cost = 100 * record["top1"], _cost(files, name) / (1 if files.times else 1e6)
+        colour, marker = SERIES[i % len(SERIES)], MARKERS[i % len(MARKERS)]
+        around, label = [[value - low], [high - value]], literal(record["kind"])
+        axes.errorbar(cost, value, around, fmt=marker, ms=7, color=colour, capsize=3, label=label)
     axes.set(xlabel=f"ms ({files.runtime})" if files.times else "MACs (M)", ylabel="top-1 (%)")
     axes.set_xlim(left=0)
-    axes.margins(x=0.25)
-    path = files.folder / "report" / "comparison.svg"
-    return write_figure(figure, "Top-1 on the validation images against cost, with intervals of 95 %.", path)
+    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    caption = "Top-1 on the validation images against cost, with intervals of 95 %."
+    if below := [f"{r['kind']} ({percent(r['top1'])})" for name, r in files.networks.items() if name not in drawn]:
+        caption += f" Below the picture: {', '.join(below)}."
+    return write_figure(figure, caption, files.folder / "report" / "comparison.svg")
 
 
 def _blocks(files: ShrinkFiles) -> str:
     best = files.search["networks"][0]
     table = IndicatorTable.load(files.folder / f"size-{best['size']}" / TABLE_FILE)
-    rows = []
+    rows, all_macs = [], []
     for i, (value, scores) in enumerate(zip(best["arch"], table.scores, strict=True)):
         layer = table.space.layers[i]
         full = max(scores)
         macs = layer.operator(value).cost.macs, layer.operator(full).cost.macs
+        all_macs.append(macs)
         kept = layer.label(value) if value == full or not macs[0] else f"{layer.label(value)} of {layer.label(full)}"
         share = f"{macs[0] / macs[1]:.0%}" if macs[1] else "-"
         rows.append([table.space.rows[i], kept, share, f"{-scores[value]:.4f}"])
@@ -233,7 +239,21 @@ def _blocks(files: ShrinkFiles) -> str:
         "Widths are channels of the hidden dimensions of a block. The loss is the KL divergence to the full network "
         "in nats per image if this choice alone is made."
     )
-    return html_table(["part", "channels", "of its MACs", "loss"], rows, text_columns=[0, 1], note=note)
+    drawing = _kept_macs(files.folder, [row[0] for row in rows], all_macs)
+    return drawing + html_table(["part", "channels", "of its MACs", "loss"], rows, text_columns=[0, 1], note=note)
+
+
+def _kept_macs(folder: Path, names: Sequence[str], macs: Sequence[tuple[int, int]]) -> str:
+    """A drawing of the MACs of each part, kept and in the full network."""
+    figure, (axes,) = new_figure(8, 3)
+    kept, full = ([number / 1e6 for number in numbers] for numbers in zip(*macs, strict=True))
+    axes.bar(range(len(names)), full, color=EMPTY, label="full network")
+    axes.bar(range(len(names)), kept, color=SERIES[0], label="kept")
+    axes.set_xticks(range(len(names)), map(literal, names), fontsize=8, rotation=45, ha="right")
+    axes.set_ylabel("MACs (M)")
+    axes.legend(fontsize=8, frameon=False)
+    caption = "MACs of each part, at the result's side of the images: a block without a blue bar is dropped."
+    return write_figure(figure, caption, folder / "report" / "blocks.svg")
 
 
 def _search(files: ShrinkFiles) -> str:

@@ -841,7 +841,7 @@ def test_a_result_of_uniform_widths_is_called_so(monkeypatch):
     assert made == [stages.UNIFORM, stages.PROGRAM, stages.PROGRAM]
 
 
-def test_verdicts_and_the_headline(monkeypatch):
+def test_verdicts_the_headline_and_the_comparison(tmp_path):
     def network(kind, macs, params, right):
         return {"kind": kind, "macs": macs, "params": params, "correct": right * 24, "images": 96, "top1": 0.5}
 
@@ -853,7 +853,7 @@ def test_verdicts_and_the_headline(monkeypatch):
         "random-1": network("random", 50, 40, "f"),
         "l1": network("l1", 50, 40, "0"),
     }
-    files = ShrinkFiles(Path("absent"))
+    files = ShrinkFiles(tmp_path)
     files.networks, files.times = networks, {}
     files.search = {"about": {"limits": {"max_params": 40}}, "cardinality": 9.0, "networks": [{}, {}]}
     # the peer has more parameters than the limit
@@ -861,11 +861,12 @@ def test_verdicts_and_the_headline(monkeypatch):
     assert first.startswith("uniform is no worse") and first.endswith("which is simpler.")
     assert second.startswith("random is no worse") and second.endswith("gains nothing here.")
     assert "at 0.0 points less (95 % interval -2.0 to 2.0, 96 images)" in headline(files.search, files)
-    monkeypatch.setattr("nasfast.report.shrinking._scatter", lambda _: "")
     for record in networks.values():
         record |= {"size": 16, "before": 0.4, "before_images": 20}
     networks["full"]["before"] = None  # it is only evaluated
+    networks["l1"]["top1"] = 0.2
     page = html.unescape(_comparison(files))
+    assert page.count("Below the picture: l1 (20.00 %).") == 2  # its caption, also for those who cannot see it
     assert "peer learns from the teacher's logits, and not from its features" in page
     assert "Every 'before' is on 20 images." in page and page.count(">-</td>") == 1
     networks["small"]["kind"] = stages.UNIFORM

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nasfast.measure.deployed import CLOCKS, in_onnxruntime
+from nasfast.measure.deployed import CLOCKS, Timed, in_onnxruntime, second
 from nasfast.measure.timing import measure, measuring, time_call
 from nasfast.pipeline.run import log_stage
 from nasfast.pipeline.shrinking.files import load_network, read_record, weights_digest, write_record
@@ -158,9 +158,9 @@ def _judge_int8(work: Material, size: int, path: Path, top1: float) -> dict[str,
 
 
 def _timed_files(work: Material, folder: Path, image: Tensor) -> dict[str, dict[str, Any]]:
-    """Size and milliseconds of each file, for one image."""
+    """Size and milliseconds of each file, for one image, timed as the networks of the comparison are."""
     cfg = timing_settings(work.cfg.replace(latency_device="onnx"))
-    runs: dict[str, Callable[[], dict[str, float]]] = {}
+    runs: dict[str, Timed] = {}
     with measuring(cfg.threads), torch.inference_mode():
         for file in (ONNX_FILE, INT8_FILE):
             if (folder / file).exists():
@@ -169,7 +169,7 @@ def _timed_files(work: Material, folder: Path, image: Tensor) -> dict[str, dict[
             program = torch.export.load(folder / PROGRAM_FILE).module()
             clock = CLOCKS[cfg.clock]
             runs[PROGRAM_FILE] = lambda: {"run": time_call(lambda: program(image), image.device, clock=clock)}
-        times = measure(runs, rounds=_ROUNDS) if runs else {}
+        times = measure({file: second(run) for file, run in runs.items()}, rounds=_ROUNDS) if runs else {}
     rows = {}
     for file in (ONNX_FILE, INT8_FILE, PROGRAM_FILE, WEIGHTS_FILE, RECIPE_FILE):
         if (folder / file).exists():
