@@ -33,7 +33,8 @@ class Costs(NamedTuple):
     Attributes:
         passes: of one pass over one result of a convolution.
         strided: of one product of a depthwise convolution with a stride, backward, beside its passes.
-        other: of one result of another convolution: the operator gathers patches for it, or PyTorch runs it.
+        other: of one result of another convolution, which PyTorch runs; half where the operator gathers patches, as in
+            a stem.
         call: of one call of the operator, forward or backward.
     """
 
@@ -125,7 +126,7 @@ def chain_work(stages: Sequence[Stage], *, gradients: bool) -> tuple[float, ...]
             if gradients and kind == Kind.DEPTHWISE and stage.stride > 1:
                 strided += pixels * stage.params.conv_weight.numel()
         else:
-            other += results
+            other += results / (2 if kind == Kind.DENSE else 1)
     # the operator has two passes of its own over the last result, if it needs statistics or keeps something
     passes -= results * 2 * ways * (gradients or stages[-1].training)
     return every, passes, strided, other, ways

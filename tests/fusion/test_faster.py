@@ -73,7 +73,7 @@ def test_a_chain_pays_the_earlier_the_more_passes_it_saves(dtype):
     # PyTorch's pointwise convolution alone is as fast, and the operator gathers patches of a stem
     assert least([stage(8, 40, act="identity")], dtype) is None
     stem = least([stage(32, 3, 3, stride=2)], dtype)
-    assert stem is None if dtype == torch.float32 else stem > 2 * frozen
+    assert stem is not None and stem > 2 * frozen
 
 
 def test_the_gradient_of_a_strided_depthwise_convolution_in_bfloat16_pays_at_once():
