@@ -25,8 +25,9 @@ SPACE_FILE = "space.yaml"
 STABILITY_FILE = "stability.json"
 """How far the seeds of `nasfast run --seeds` agree."""
 
-FULL, SMALL, FINETUNED = "full", "small", "finetuned"
-"""Networks of a run of `nasfast shrink`: the full one, adapted, the result, and the result with all weights trained."""
+FULL, SMALL, FINETUNED, INT8 = "full", "small", "finetuned", "int8"
+"""Networks of a run of `nasfast shrink`: the full one, adapted, the result, the result with all weights trained, and
+the full one in 8-bit integers."""
 
 
 MACHINE = "machine"

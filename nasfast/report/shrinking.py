@@ -26,7 +26,7 @@ from nasfast.report.page import (
 from nasfast.report.plots import MARKERS, SERIES, literal, new_figure
 from nasfast.report.style import EMPTY
 from nasfast.runtime.files import unseal
-from nasfast.settings import CONFIG_FILE, FINETUNED, FULL, SMALL
+from nasfast.settings import CONFIG_FILE, FINETUNED, FULL, INT8, SMALL
 
 NETWORKS_FILE = "networks.json"
 """Which networks the last run of `nasfast shrink` compared."""
@@ -153,10 +153,22 @@ def verdicts(files: ShrinkFiles) -> list[str]:
         ):
             continue
         advice = "the search gains nothing here" if name.startswith("random") else "take that one, which is simpler"
+        if name == INT8:
+            advice += f" (networks/{name})"
         notes.append(
             f"{record['kind']} is {'better' if d.high < 0 else 'no worse'} at this cost ({percent(record['top1'])} "
             f"against {percent(files.networks[SMALL]['top1'])}): {advice}."
         )
+    path = files.folder / "export/export.json"
+    exported = files.record("export/export.json")["files"] if INT8 in files.times and path.exists() else []
+    for row in exported:
+        if "top1" in row:  # it is in 8 bits
+            share = files.times[INT8]["median_ms"] / files.times[FULL]["median_ms"]
+            notes.append(
+                f"In 8 bits the result takes {row['ms']:.2f} ms ({percent(row['top1'])}). 8 bits alone take "
+                f"{share:.2f} of the full network's time ({percent(files.networks[INT8]['top1'])}): if your runtime "
+                f"has them, a larger limit with {row['file']} may be the better choice."
+            )
     return notes
 
 
@@ -197,6 +209,8 @@ def _comparison(files: ShrinkFiles) -> str:
         "difference over the same images in pairs; other seeds of the training are not in them. Validation images had "
         "no part in the search."
     )
+    if INT8 in files.networks:
+        note += " In 8 bits the full network is onnxruntime's, with ranges from training images."
     if "peer" in files.networks:
         note += f" {files.networks['peer']['kind']} learns from the teacher's logits, and not from its features."
     if timed:

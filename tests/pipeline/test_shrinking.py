@@ -244,7 +244,9 @@ def test_a_limit_in_milliseconds_is_that_of_a_measured_table_and_exported_files_
     table = json.loads((out / "size-16" / "latency.json").read_text())
     assert table["device"] == "onnx" and table["validation"]["networks"]
     times = json.loads((out / "times.json").read_text())["networks"]
-    assert {"full", "small", "random-1"} <= set(times)
+    assert {"full", "small", "random-1", "int8"} <= set(times)
+    assert times["int8"] != times["full"]
+    assert "8 bits alone take" in (out / "report.html").read_text()
     record = {row["file"]: row for row in json.loads((out / "export" / "export.json").read_text())["files"]}
     assert {"model.onnx", "model.pt2", "model-int8.onnx", "model.safetensors", "recipe.json"} <= set(record)
     assert all(row["ms"] > 0 for name, row in record.items() if name.endswith((".onnx", ".pt2")))

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,24 +15,20 @@ from nasfast.measure.deployed import CLOCKS, Timed, in_onnxruntime, second
 from nasfast.measure.timing import measure, measuring, time_call
 from nasfast.pipeline.run import log_stage
 from nasfast.pipeline.shrinking.files import load_network, read_record, weights_digest, write_record
-from nasfast.pipeline.shrinking.images import answers
+from nasfast.pipeline.shrinking.int8 import INT8_FILE, int8_answers, write_int8
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.timing import timing_settings
 from nasfast.retrain.export import ONNX_FILE, PROGRAM_FILE, write_checked_onnx, write_program
-from nasfast.runtime.files import temporary_beside, write_atomic
-from nasfast.runtime.onnx import INPUT, OUTPUT, open_session, require_onnx
+from nasfast.runtime.files import write_atomic
 from nasfast.settings import SMALL
 from nasfast.shrink.recipe import RECIPE_FILE, WEIGHTS_FILE
 
 _LOG = logging.getLogger(__name__)
 
-EXPORT_FILE, CARD_FILE, INT8_FILE = "export.json", "README.md", "model-int8.onnx"
+EXPORT_FILE, CARD_FILE = "export.json", "README.md"
 
 INT8_LOSS = 0.01
 """Loss of top-1 above which the 8-bit network is not recommended."""
-
-_CALIBRATION = 200
-"""Training images from which ranges of activations are taken."""
 
 _ROUNDS = 40
 
@@ -85,7 +78,7 @@ def export(work: Material, name: str, small: dict[str, Any], headline: str) -> t
             ONNX_FILE: lambda path: write_checked_onnx(network, images, path, facts),
         }
         if work.cfg.int8:
-            writers[INT8_FILE] = lambda path: _write_int8(work, size, folder / ONNX_FILE, path)
+            writers[INT8_FILE] = lambda path: write_int8(work, size, folder / ONNX_FILE, path)
         for file, write in writers.items():
             try:
                 write(folder / file)
@@ -102,55 +95,9 @@ def export(work: Material, name: str, small: dict[str, Any], headline: str) -> t
     return tuple(folder / name for name in names)
 
 
-def _write_int8(work: Material, size: int, source: Path, path: Path) -> None:
-    """Write the network in 8-bit integers, with ranges from training images.
-
-    Raises:
-        RuntimeError: onnxruntime cannot quantise it, or there is no ONNX file.
-    """
-    require_onnx()
-    if not source.exists():
-        raise RuntimeError(f"{source.name} is missing, from which it is made")
-    from onnxruntime import quantization
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-
-    shown, _ = work.images.read(work.images.train, size, _CALIBRATION)
-    batches = iter(work.images.prepared(shown).split(16))
-
-    class Reader(quantization.CalibrationDataReader):
-        def get_next(self) -> dict[str, np.ndarray] | None:
-            batch = next(batches, None)
-            return None if batch is None else {INPUT: batch.contiguous().numpy()}
-
-    unchecked = temporary_beside(path)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            prepared = Path(folder) / "prepared.onnx"
-            quant_pre_process(str(source), str(prepared))
-            quantization.quantize_static(
-                str(prepared),
-                str(unchecked),
-                Reader(),
-                quant_format=quantization.QuantFormat.QDQ,
-                per_channel=True,
-                activation_type=quantization.QuantType.QUInt8,
-                weight_type=quantization.QuantType.QInt8,
-            )
-        os.replace(unchecked, path)
-    except Exception as error:  # onnxruntime raises errors of its own
-        raise RuntimeError(f"onnxruntime cannot quantise it ({type(error).__name__}: {error})") from error
-    finally:
-        unchecked.unlink(missing_ok=True)
-
-
 def _judge_int8(work: Material, size: int, path: Path, top1: float) -> dict[str, Any]:
     """The top-1 of the 8-bit network on the validation images, and whether it is recommended."""
-    session = open_session(path.read_bytes(), threads=torch.get_num_threads())
-
-    def network(x: Tensor) -> Tensor:
-        return torch.from_numpy(session.run([OUTPUT], {INPUT: x.contiguous().numpy()})[0])
-
-    own = answers(network, work.images, work.val(size)).top1
+    own = int8_answers(work, size, path).top1
     lost = top1 - own
     verdict = "" if lost <= INT8_LOSS else f", more than {100 * INT8_LOSS:g}: take {ONNX_FILE}"
     note = f"8-bit integers; top-1 {own:.1%}, {abs(100 * lost):.1f} points {'less' if lost > 0 else 'more'}{verdict}"

@@ -173,6 +173,8 @@ def _stages(work: Material, found: Found, sizes: tuple[int, ...], pace: Pace) ->
     val = len(work.images.val)
     judged = pace.forward * (min(val, BEFORE_IMAGES) + val)
     others = (adapted + judged * least) * networks
+    if cfg.comparison and cfg.int8 and cfg.latency_device == "onnx":
+        others += pace.forward * val
     read = pace.decode * (len({full, *sizes}) * val)
     name = f"judge the full network, adapt and judge {counted(networks, 'other')}"
     yield Work(name, 1, pace.forward * val + others + read + images)

@@ -5,21 +5,28 @@ from __future__ import annotations
 import logging
 import math
 import random
+import tempfile
+import time
 from collections.abc import Callable, Collection
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from nasfast import shrink
-from nasfast.pipeline.shrinking.files import clone, read_record, weights_digest, write_record
+from nasfast.pipeline.run import log_stage
+from nasfast.pipeline.shrinking.files import RESULT_FILE, clone, read_record, weights_digest, write_record
+from nasfast.pipeline.shrinking.int8 import INT8_FILE, int8_answers, write_int8
+from nasfast.pipeline.shrinking.latency import network_graph, write_graph
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.models import fit_classifier
 from nasfast.pipeline.shrinking.norms import by_norms
 from nasfast.pipeline.shrinking.run import SIZE_STEP
-from nasfast.pipeline.shrinking.stages import UNIFORM, Made, adapted_network, cut_network, limits_at
+from nasfast.pipeline.shrinking.stages import UNIFORM, Made, adapted_network, cut_network, judged, limits_at
 from nasfast.pipeline.shrinking.timing import STEP, full_latency, latency_file, network_timer, pixel_share
 from nasfast.search import InfeasibleConstraintError, Limits, sample_under
 from nasfast.search.limits import layer_costs
 from nasfast.seeds import derive_seed
+from nasfast.settings import INT8
 from nasfast.shrink import Measured
 from nasfast.spaces import Arch, LayerSpace, read_cost_table
 
@@ -63,9 +70,41 @@ def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> 
         networks[f"random-{number}"] = cut_network(
             work, f"random-{number}", kind, where, arch, lambda: work.measured(where)
         )
+    # what other runtimes take is not comparable
+    if work.cfg.int8 and work.cfg.latency_device == "onnx":
+        try:
+            networks[INT8] = int8_network(work)
+        except RuntimeError as error:
+            _LOG.warning("the full network in 8 bits is left out: %s", error)
     if work.cfg.peer is not None:
         networks["peer"] = peer_network(work)
     return networks
+
+
+def int8_network(work: Material) -> dict[str, Any]:
+    """The full network in 8-bit integers; writes networks/int8/.
+
+    Raises:
+        RuntimeError: onnxruntime cannot quantise it.
+    """
+    size, folder, started = work.resolution, work.run.network(INT8), time.monotonic()
+    about = {**work.about, "size": size, "bits": 8}
+    path = folder / INT8_FILE
+    if (record := read_record(folder / RESULT_FILE, about)) is not None and path.exists():
+        return record
+    work.run.begin_writing()
+    found = work.found(size)
+    if (data := write_graph(network_graph(found, found.full))) is None:
+        raise RuntimeError("it has a function that the writer of ONNX does not know")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as other:
+        source = Path(other) / "network.onnx"
+        source.write_bytes(data)
+        write_int8(work, size, source, path)
+    after, kind = int8_answers(work, size, path), "full network in 8 bits"
+    log_stage("quantise", started, f"{kind}: top-1 {after.top1:.1%}")
+    result = judged(kind, size, (found.macs, found.params), after)
+    return write_record(folder / RESULT_FILE, about, result)
 
 
 def peer_network(work: Material) -> dict[str, Any]:

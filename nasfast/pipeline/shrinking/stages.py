@@ -29,7 +29,7 @@ from nasfast.pipeline.shrinking.files import (
     save_network,
     write_record,
 )
-from nasfast.pipeline.shrinking.images import answers, spread
+from nasfast.pipeline.shrinking.images import Answers, answers, spread
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun, choose_sizes
 from nasfast.pipeline.shrinking.timing import (
@@ -372,7 +372,14 @@ def adapted_network(
     save_network(folder, model, recipe, about)
     changed = "" if before is None else f"{before.top1:.1%}, after adaptation "
     log_stage("adapt", started, f"{kind}: top-1 {changed}{after.top1:.1%}")
-    result = {
+    return write_record(folder / RESULT_FILE, about, {**judged(kind, size, costs, after, before), "losses": losses})
+
+
+def judged(
+    kind: str, size: int, costs: tuple[int, int], after: Answers, before: Answers | None = None
+) -> dict[str, Any]:
+    """What result.json says of a network; see `adapted_network`."""
+    return {
         "kind": kind,
         "size": size,
         "macs": costs[0],
@@ -382,9 +389,7 @@ def adapted_network(
         "top1": after.top1,
         "correct": answers_to_hex(after.right),
         "images": len(after.right),
-        "losses": losses,
     }
-    return write_record(folder / RESULT_FILE, about, result)
 
 
 def full_network(work: Material) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nasfast.measure.config import LatencyConfig
 from nasfast.measure.deployed import Timed, deployed, in_onnxruntime, second
@@ -17,6 +18,7 @@ from nasfast.measure.latency import Subject, latency
 from nasfast.measure.timing import measure, measuring
 from nasfast.pipeline.run import log_stage
 from nasfast.pipeline.shrinking.files import read_record, write_record
+from nasfast.pipeline.shrinking.int8 import INT8_FILE
 from nasfast.pipeline.shrinking.latency import network_graph, shrink_subject, write_graph
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.run import ShrinkConfig, ShrinkRun
@@ -126,7 +128,8 @@ def network_timer(work: Material) -> Callable[[Found, Arch], float]:
 def network_times(work: Material, networks: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Milliseconds of whole networks, interleaved; writes times.json."""
     path, cfg, started = work.run.dir / TIMES_FILE, work.cfg, time.monotonic()
-    archs = {name: [r["size"], r["about"].get("arch"), r["about"].get("peer")] for name, r in networks.items()}
+    keys = "arch", "peer", "bits"
+    archs = {name: [r["size"], *map(r["about"].get, keys)] for name, r in networks.items()}
     settings = timing_settings(cfg, rounds=_NETWORK_ROUNDS)
     threads = f"{settings.threads} thread{'s' if settings.threads > 1 else ''}"
     runtime = {"onnx": "onnxruntime", "cpu": "PyTorch on the CPU", "cuda": "PyTorch on the GPU"}[settings.device]
@@ -138,9 +141,13 @@ def network_times(work: Material, networks: dict[str, dict[str, Any]]) -> dict[s
     with measuring(settings.threads):
         runs = {}
         for name in dict.fromkeys(first.values()):
-            size, arch, peer = archs[name]
+            size, arch, peer, bits = archs[name]
             found = work.searched(size) if peer is None else work.peer
-            runs[name] = deployed_network(work, found, tuple(arch) if arch else found.full)
+            if bits is None:
+                runs[name] = deployed_network(work, found, tuple(arch) if arch else found.full)
+            else:
+                file = work.run.network(name) / INT8_FILE
+                runs[name] = second(in_onnxruntime(file.read_bytes(), timed_images(work, size), settings))
         measured = measure(runs, rounds=settings.rounds)
     record = write_record(path, about, {"networks": {name: measured[same]["run"] for name, same in first.items()}})
     log_stage("time", started, f"{len(runs)} networks by {about['runtime']}")
@@ -149,7 +156,12 @@ def network_times(work: Material, networks: dict[str, dict[str, Any]]) -> dict[s
 
 def deployed_network(work: Material, found: Found, arch: Arch) -> Timed:
     """What runs the network of an architecture once, as it is timed."""
-    cfg, graph, side = timing_settings(work.cfg), network_graph(found, arch), found.space.resolution
-    images = torch.randn(cfg.batch, work.pretrained.channels, side, side, generator=torch.Generator().manual_seed(0))
+    cfg, graph = timing_settings(work.cfg), network_graph(found, arch)
+    images = timed_images(work, found.space.resolution)
     data = write_graph(graph) if cfg.device == "onnx" else None
     return second(deployed(graph, images, cfg) if data is None else in_onnxruntime(data, images, cfg))
+
+
+def timed_images(work: Material, side: int) -> Tensor:
+    """What networks of a side are timed with: one random image."""
+    return torch.randn(1, work.pretrained.channels, side, side, generator=torch.Generator().manual_seed(0))
