@@ -67,7 +67,7 @@ class LatencyConfig(ConfigBase):
         compiled: whether PyTorch runs the networks through `torch.compile`.
         provider: execution provider of onnxruntime.
         dtype: `fp32` or `bf16`, the type of weights and images, or `auto`: what `precision: auto` of a run takes on the
-            device; onnxruntime has fp32.
+            device. onnxruntime has fp32, and `int8`, which it makes of it.
         batch: images per run.
         threads: number of CPU threads; 0 takes the runtime's choice.
         rounds: timed runs of every candidate and network, after two that are not timed.
@@ -85,7 +85,7 @@ class LatencyConfig(ConfigBase):
     device: str = "cpu"
     compiled: bool = False
     provider: str = "CPUExecutionProvider"
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    dtype: Literal["auto", "fp32", "bf16", "int8"] = "auto"
     batch: int = 1
     threads: int = 0
     rounds: int = 30
@@ -101,7 +101,9 @@ class LatencyConfig(ConfigBase):
                 f"device must be cpu, cuda, cuda:N or onnx, because a table is of one device; got {self.device!r}"
             )
         if self.device == "onnx" and (self.compiled or self.dtype == "bf16"):
-            raise ValueError("device='onnx' runs fp32 files of onnxruntime: leave out compiled and dtype")
+            raise ValueError("device='onnx' runs fp32 or int8 files of onnxruntime: leave out compiled and bf16")
+        if self.device != "onnx" and self.dtype == "int8":
+            raise ValueError(f"dtype='int8' is onnxruntime's: give device='onnx', got {self.device!r}")
         if self.calibrate != 0 and self.calibrate < 4:
             raise ValueError(f"calibrate must be 0 or at least 4, because two numbers are fitted, got {self.calibrate}")
         if self.validate < 0:

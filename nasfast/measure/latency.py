@@ -326,6 +326,11 @@ def _validation_lines(content: Mapping[str, Any], least: float) -> list[str]:
     ]
 
 
+def _dtype(cfg: LatencyConfig) -> str:
+    """The number type that is timed."""
+    return cfg.dtype if cfg.dtype == "int8" else resolve_precision(cfg.dtype, cfg.device)
+
+
 def table_head(cfg: LatencyConfig, space: LayerSpace) -> dict[str, Any]:
     """The part of a file that says what is measured; it is known before the measurement."""
     device = cfg.device.partition(":")[0]
@@ -339,7 +344,7 @@ def table_head(cfg: LatencyConfig, space: LayerSpace) -> dict[str, Any]:
         "num_classes": space.num_classes,
         "device": device,
         "runtime": f"onnxruntime {cfg.provider}" if device == "onnx" else "compiled" if cfg.compiled else "eager",
-        "dtype": resolve_precision(cfg.dtype, cfg.device),
+        "dtype": _dtype(cfg),
         "threads": cfg.threads,
         "batch": cfg.batch,
         "clock": cfg.clock,
@@ -367,7 +372,7 @@ def latency(
         RuntimeError: the extra `onnx` is missing, a network cannot be exported or compiled, or the times contradict
             each other.
     """
-    cfg = cfg.replace(dtype=resolve_precision(cfg.dtype, cfg.device))
+    cfg = cfg.replace(dtype=_dtype(cfg))
     subject = _choose_subject(cfg, net)
     space, parts = subject.space, subject.parts
     if cfg.device == "onnx":

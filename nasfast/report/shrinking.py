@@ -70,6 +70,11 @@ class ShrinkFiles:
         return self.record("times.json")["networks"] if path.exists() else {}
 
     @cached_property
+    def is_timed_in_int8(self) -> bool:
+        """Whether all were timed in 8 bits, and not the one network that is in 8 bits alone."""
+        return bool(self.times) and self.record("times.json")["about"]["dtype"] == "int8"
+
+    @cached_property
     def runtime(self) -> str:
         """What was timed, and where."""
         return str(self.record("times.json")["about"]["runtime"]) if self.times else ""
@@ -159,15 +164,26 @@ def verdicts(files: ShrinkFiles) -> list[str]:
             f"{record['kind']} is {'better' if d.high < 0 else 'no worse'} at this cost ({percent(record['top1'])} "
             f"against {percent(files.networks[SMALL]['top1'])}): {advice}."
         )
-    path = files.folder / "export/export.json"
-    exported = files.record("export/export.json")["files"] if INT8 in files.times and path.exists() else []
-    for row in exported:
-        if "top1" in row:  # it is in 8 bits
+    return notes + _in_8_bits(files)
+
+
+def _in_8_bits(files: ShrinkFiles) -> list[str]:
+    """What 8 bits do to the result, and what they do alone."""
+    path = files.folder / "export" / "export.json"
+    if INT8 not in files.times or not path.exists():
+        return []
+    notes, alone = [], percent(files.networks[INT8]["top1"])
+    for row in files.record("export/export.json")["files"]:
+        if "top1" not in row:
+            continue  # it is not in 8 bits
+        if files.is_timed_in_int8:
+            notes.append(f"In 8 bits the result has {percent(row['top1'])}, and the full network {alone}.")
+        else:
             share = files.times[INT8]["median_ms"] / files.times[FULL]["median_ms"]
             notes.append(
                 f"In 8 bits the result takes {row['ms']:.2f} ms ({percent(row['top1'])}). 8 bits alone take "
-                f"{share:.2f} of the full network's time ({percent(files.networks[INT8]['top1'])}): if your runtime "
-                f"has them, a larger limit with {row['file']} may be the better choice."
+                f"{share:.2f} of the full network's time ({alone}). If your runtime has them, --latency_dtype int8 "
+                "cuts for what is still too slow."
             )
     return notes
 
@@ -215,6 +231,8 @@ def _comparison(files: ShrinkFiles) -> str:
         note += f" {files.networks['peer']['kind']} learns from the teacher's logits, and not from its features."
     if timed:
         note += f" Milliseconds: {files.runtime}."
+    if files.is_timed_in_int8:
+        note += " The top-1 of a network that is not in 8 bits is that in float32."
     return _scatter(files) + html_table(header, rows, text_columns=[0], note=note)
 
 

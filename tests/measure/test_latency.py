@@ -306,7 +306,8 @@ def test_networks_that_do_not_grow_with_their_parts_have_no_table():
     [
         ({"device": "auto"}, "a table is of one device; got 'auto'"),
         ({"device": "gpu"}, "device must be"),
-        ({"device": "onnx", "dtype": "bf16"}, "device='onnx' runs fp32 files"),
+        ({"device": "onnx", "dtype": "bf16"}, "device='onnx' runs fp32 or int8 files"),
+        ({"device": "cpu", "dtype": "int8"}, "dtype='int8' is onnxruntime's: give device='onnx', got 'cpu'"),
         ({"calibrate": 3}, "calibrate must be 0 or at least 4"),
         ({"validate": -1}, "validate must not be negative"),
         ({"clock": "cpu", "threads": 2}, "clock='cpu' needs threads=1 and a CPU, got threads=2"),

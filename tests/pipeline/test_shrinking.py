@@ -236,17 +236,18 @@ def test_another_limit_resumes_from_what_was_measured(here, whole, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_limit_in_milliseconds_is_that_of_a_measured_table_and_exported_files_compute_the_result(here):
+@pytest.mark.parametrize(("dtype", "says"), [("fp32", "8 bits alone take"), ("int8", "In 8 bits the result has")])
+def test_a_limit_in_milliseconds_is_that_of_a_measured_table_and_exported_files_compute_the_result(here, dtype, says):
     # less may count as too little: the table of a network of a tenth of a millisecond can be too slow by a half
-    flags = ("--max_latency_ms", "95%", "--latency_device", "onnx", "--export", "true")
-    assert main(command(here, "timed", *flags)) == 0
-    out = here / "timed"
+    flags = ("--max_latency_ms", "95%", "--latency_device", "onnx", "--latency_dtype", dtype, "--export", "true")
+    assert main(command(here, f"timed-{dtype}", *flags)) == 0
+    out = here / f"timed-{dtype}"
     table = json.loads((out / "size-16" / "latency.json").read_text())
-    assert table["device"] == "onnx" and table["validation"]["networks"]
+    assert (table["device"], table["dtype"]) == ("onnx", dtype) and table["validation"]["networks"]
     times = json.loads((out / "times.json").read_text())["networks"]
     assert {"full", "small", "random-1", "int8"} <= set(times)
     assert times["int8"] != times["full"]
-    assert "8 bits alone take" in (out / "report.html").read_text()
+    assert says in (out / "report.html").read_text()
     record = {row["file"]: row for row in json.loads((out / "export" / "export.json").read_text())["files"]}
     assert {"model.onnx", "model.pt2", "model-int8.onnx", "model.safetensors", "recipe.json"} <= set(record)
     assert all(row["ms"] > 0 for name, row in record.items() if name.endswith((".onnx", ".pt2")))
@@ -285,6 +286,7 @@ REFUSALS = [
     ("--max_macs 50 --max_params 0.5", "has a sign: max_macs 50%, max_params 50%"),
     ("--max_macs 50% --model {model}:unnormed", "has 0 BatchNorms with statistics"),
     ("--max_macs 50% --latency_device cuda", "torch sees no GPU"),
+    ("--max_macs 50% --latency_dtype int8", "latency_dtype int8 is onnxruntime's: give latency_device onnx, got cpu"),
     ("--max_macs 100%", "is not below the 764,912 of the full network, so nothing would be cut"),
     ("--max_macs 50% --sizes [16,32]", "sizes has 32 pixels, and images have 16"),
     ("--max_macs 50% --model {model}:failing", "failing failed (LookupError: no such weights)"),

@@ -106,7 +106,7 @@ def _judge_int8(work: Material, size: int, path: Path, top1: float) -> dict[str,
 
 def _timed_files(work: Material, folder: Path, image: Tensor) -> dict[str, dict[str, Any]]:
     """Size and milliseconds of each file, for one image, timed as the networks of the comparison are."""
-    cfg = timing_settings(work.cfg.replace(latency_device="onnx"))
+    cfg = timing_settings(work.cfg.replace(latency_device="onnx", latency_dtype="fp32"))
     runs: dict[str, Timed] = {}
     with measuring(cfg.threads), torch.inference_mode():
         for file in (ONNX_FILE, INT8_FILE):

@@ -30,9 +30,11 @@ from nasfast.shrink import Found
 _BATCH = 16
 """Images of a timed step."""
 
-_EXPORT, _PAGE, _CAPTURE, _LATENCY = 55.0, 5.0, 5.0, 30.0
-"""Seconds of an export, of which most is torch.onnx.export's, of the page, of the capture of one network, and of the
-latencies of a size."""
+_EXPORT, _PAGE, _CAPTURE = 55.0, 5.0, 5.0
+"""Seconds of an export, of which most is torch.onnx.export's, of the page, and of the capture of one network."""
+
+_LATENCY = {"fp32": 30.0, "int8": 120.0}
+"""Seconds of the latencies of a size."""
 
 _ELIMINATION = 2.5e-9
 """Seconds of an elimination of channels per cube of their number."""
@@ -158,7 +160,7 @@ def _stages(work: Material, found: Found, sizes: tuple[int, ...], pace: Pace) ->
     orders = _seconds(_ELIMINATION * sum(n**3 for n in columns))
     # what is in front of a choice is computed once, so about half of the network runs for each
     scores = pace.forward * (cfg.measure_images + candidates * cfg.score_images / 2)
-    latency = _seconds(_LATENCY if "max_latency_ms" in cfg.bounds else 0.0)
+    latency = _seconds(_LATENCY[cfg.latency_dtype] if "max_latency_ms" in cfg.bounds else 0.0)
     for size in sizes:
         share = (size / full) ** 2
         own = (lesson + _seconds(_CAPTURE)) * (share if size < full else 0.0)

@@ -49,6 +49,7 @@ class ShrinkConfig(ConfigBase):
         max_params: largest number of parameters, or as a percentage; null is no limit.
         max_latency_ms: largest latency in ms, or as a percentage; null is no limit.
         latency_device: what is timed: `onnx` (onnxruntime), `cpu` or `cuda` (PyTorch).
+        latency_dtype: `fp32`, or `int8`: what onnxruntime makes of it, which needs instructions for 8 bits to be fast.
         latency_threads: number of CPU threads of what is timed.
         epochs: epochs of adaptation of each network after the cut. Half of them have views of their own, which then
             come again.
@@ -83,6 +84,7 @@ class ShrinkConfig(ConfigBase):
     max_params: float | Number | str | None = marked(RESUMED, None)
     max_latency_ms: float | str | None = marked(RESUMED, None)
     latency_device: Literal["onnx", "cpu", "cuda"] = "onnx"
+    latency_dtype: Literal["fp32", "int8"] = "fp32"
     latency_threads: int = 1
     epochs: int = 4
     teacher_epochs: int = 2
@@ -114,6 +116,10 @@ class ShrinkConfig(ConfigBase):
             raise ValueError(f"resolution must be at least {SIZE_STEP} pixels, got {self.resolution}")
         if self.sizes and min(self.sizes) < SIZE_STEP:
             raise ValueError(f"sizes must be at least {SIZE_STEP} pixels, got {self.sizes}")
+        if self.latency_dtype == "int8" and self.latency_device != "onnx":
+            raise ValueError(
+                f"latency_dtype int8 is onnxruntime's: give latency_device onnx, got {self.latency_device}"
+            )
         for name in LIMITS:
             if (text := getattr(self, name)) is not None:
                 Bound.read(name, text)

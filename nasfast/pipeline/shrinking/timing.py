@@ -38,7 +38,7 @@ STEP = 8
 def timing_settings(cfg: ShrinkConfig, **options: Any) -> LatencyConfig:
     """What is timed; one thread by its processor time, which leaves out the time in which other programs ran."""
     one = cfg.latency_threads == 1 and cfg.latency_device != "cuda"
-    options |= {"threads": cfg.latency_threads, "dtype": "fp32", "clock": "cpu" if one else "wall"}
+    options |= {"threads": cfg.latency_threads, "dtype": cfg.latency_dtype, "clock": "cpu" if one else "wall"}
     return LatencyConfig(device=cfg.latency_device, **options)
 
 
@@ -133,7 +133,8 @@ def network_times(work: Material, networks: dict[str, dict[str, Any]]) -> dict[s
     settings = timing_settings(cfg, rounds=_NETWORK_ROUNDS)
     threads = f"{settings.threads} thread{'s' if settings.threads > 1 else ''}"
     runtime = {"onnx": "onnxruntime", "cpu": "PyTorch on the CPU", "cuda": "PyTorch on the GPU"}[settings.device]
-    about = {"runtime": f"{runtime}, one image, {threads}", "networks": archs}
+    runtime += " in 8 bits" if settings.dtype == "int8" else ""
+    about = {"runtime": f"{runtime}, one image, {threads}", "dtype": settings.dtype, "networks": archs}
     if (record := read_record(path, about)) is not None:
         return record
     work.run.begin_writing()
@@ -146,8 +147,8 @@ def network_times(work: Material, networks: dict[str, dict[str, Any]]) -> dict[s
             if bits is None:
                 runs[name] = deployed_network(work, found, tuple(arch) if arch else found.full)
             else:
-                file = work.run.network(name) / INT8_FILE
-                runs[name] = second(in_onnxruntime(file.read_bytes(), timed_images(work, size), settings))
+                data, as_it_is = (work.run.network(name) / INT8_FILE).read_bytes(), settings.replace(dtype="fp32")
+                runs[name] = second(in_onnxruntime(data, timed_images(work, size), as_it_is))
         measured = measure(runs, rounds=settings.rounds)
     record = write_record(path, about, {"networks": {name: measured[same]["run"] for name, same in first.items()}})
     log_stage("time", started, f"{len(runs)} networks by {about['runtime']}")
