@@ -8,8 +8,8 @@ of the constants; in ns they are compared only with what guards cost.
 
 `python -m benchmarks.fit_rule` measures chains of five networks and fits the constants
 (`benchmarks/results/fit_rule_*.json`). Those below serve every instruction set: they choose about as well as fits on
-AMD EPYCs with AVX2 (Zen 3, float32) and AVX-512 (Zen 4) and on an Intel Xeon with AMX. Their price of a call is above that of the fits,
-because in a whole network the caches hold other data.
+AMD EPYCs with AVX2 (Zen 3, float32) and AVX-512 (Zen 4) and on an Intel Xeon with AMX. Their price of a call is above
+that of the fits, because in a whole network the caches hold other data.
 """
 
 from __future__ import annotations

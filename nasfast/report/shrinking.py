@@ -277,7 +277,7 @@ def _blocks(files: ShrinkFiles) -> str:
 
 def _kept_macs(folder: Path, names: Sequence[str], macs: Sequence[tuple[int, int]]) -> str:
     """A drawing of the MACs of each part, kept and in the full network."""
-    figure, (axes,) = new_figure(8, 3)
+    figure, (axes,) = new_figure(max(6, 2 + 0.35 * len(names)), 3)
     kept, full = ([number / 1e6 for number in numbers] for numbers in zip(*macs, strict=True))
     axes.bar(range(len(names)), full, color=EMPTY, label="full network")
     axes.bar(range(len(names)), kept, color=SERIES[0], label="kept")
