@@ -288,7 +288,8 @@ def describe_type(hint: Any) -> str:
     if typing.get_origin(hint) is typing.Literal:
         return f"one of {', '.join(map(str, args))}"
     if typing.get_origin(hint) is tuple:
-        return f"a list{'' if Ellipsis in args else f' of {len(args)}'}, each {describe_type(args[0])}"
+        count = "" if Ellipsis in args else f" of {len(args)}"
+        return f"a list{count} in brackets, as '[1, 2, 3]', each {describe_type(args[0])}"
     number = "a number, such as 0.5, 475e6 or 2.4M"
     names = {int: "a whole number", bool: "true or false", str: "a text", float: number, Number: number}
     return names.get(hint, hint.__name__)

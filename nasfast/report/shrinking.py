@@ -37,6 +37,9 @@ _NOT_YET = "`nasfast shrink --resume` writes it"
 _ABOUT = 1.02
 """Costs of at most so many times another count as equal."""
 
+_WIDE = 1.5
+"""Points of half an interval from which a reader is told that there are few images."""
+
 _FAR = 0.15
 """Top-1 by which a network may be below the result in the picture, which would show no differences otherwise."""
 
@@ -138,7 +141,9 @@ def verdicts(files: ShrinkFiles) -> list[str]:
     notes, limits = [], files.search["about"]["limits"]
     if files.networks[SMALL]["kind"].startswith("uniform"):
         after = " after adaptation" if "adapted" in files.search["networks"][0] else ""
-        notes.append(f"The result has uniform widths: on held-out images none of the program was better{after}.")
+        notes.append(
+            f"The result has uniform widths: on held-out images no network of the exact program was better{after}."
+        )
     if FINETUNED in files.networks:
         record, d = files.networks[FINETUNED], files.difference(SMALL, FINETUNED)
         notes.append(
@@ -151,41 +156,35 @@ def verdicts(files: ShrinkFiles) -> list[str]:
         within = all(costs[limit] <= _ABOUT * limits.get(limit, math.inf) for limit in costs)
         d = files.difference(name)
         if (
-            name in (FULL, SMALL, FINETUNED)
+            name in (FULL, SMALL, FINETUNED, INT8)
             or not within
             or d.gain > 0
             or _cost(files, name) > _ABOUT * _cost(files, SMALL)
         ):
             continue
         advice = "the search gains nothing here" if name.startswith("random") else "take that one, which is simpler"
-        if name == INT8:
-            advice += f" (networks/{name})"
         notes.append(
             f"{record['kind']} is {'better' if d.high < 0 else 'no worse'} at this cost ({percent(record['top1'])} "
-            f"against {percent(files.networks[SMALL]['top1'])}): {advice}."
+            f"against {percent(files.networks[SMALL]['top1'])}): {advice} (networks/{name})."
         )
+    d = files.difference(FULL)
+    if (width := (d.high - d.low) / 2) > _WIDE:
+        notes.append(f"{d.images:,} images tell two networks apart only from about {width:.0f} points on.")
     return notes + _in_8_bits(files)
 
 
 def _in_8_bits(files: ShrinkFiles) -> list[str]:
-    """What 8 bits do to the result, and what they do alone."""
+    """What 8 bits give alone, and with the cut."""
     path = files.folder / "export" / "export.json"
     if INT8 not in files.times or not path.exists():
         return []
-    notes, alone = [], percent(files.networks[INT8]["top1"])
+    ms, top1 = files.times[INT8]["median_ms"], percent(files.networks[INT8]["top1"])
+    text = f"In 8 bits the full network takes {ms:.2f} ms, with {top1} (networks/{INT8})"
     for row in files.record("export/export.json")["files"]:
-        if "top1" not in row:
-            continue  # it is not in 8 bits
-        if files.is_timed_in_int8:
-            notes.append(f"In 8 bits the result has {percent(row['top1'])}, and the full network {alone}.")
-        else:
-            share = files.times[INT8]["median_ms"] / files.times[FULL]["median_ms"]
-            notes.append(
-                f"In 8 bits the result takes {row['ms']:.2f} ms ({percent(row['top1'])}). 8 bits alone take "
-                f"{share:.2f} of the full network's time ({alone}). If your runtime has them, --latency_dtype int8 "
-                "cuts for what is still too slow."
-            )
-    return notes
+        if "top1" in row:  # the result in 8 bits
+            text += f", and the result {row['ms']:.2f} ms, with {percent(row['top1'])} (export/{row['file']})"
+    advice = "if you deploy in 8 bits, add --latency_dtype int8, which cuts for what is still too slow then"
+    return [f"{text}." if files.is_timed_in_int8 else f"{text}: {advice}."]
 
 
 def _cost(files: ShrinkFiles, name: str) -> float:
@@ -269,7 +268,7 @@ def _blocks(files: ShrinkFiles) -> str:
         rows.append([table.space.rows[i], kept, share, f"{-scores[value]:.4f}"])
     note = (
         "Widths are channels of the hidden dimensions of a block. The loss is the KL divergence to the full network "
-        "in nats per image if this choice alone is made."
+        "in nats per image if this choice alone is made. Uniform widths are rounded to those that are searched."
     )
     drawing = _kept_macs(files.folder, [row[0] for row in rows], all_macs)
     return drawing + html_table(["part", "channels", "of its MACs", "loss"], rows, text_columns=[0, 1], note=note)
@@ -300,9 +299,10 @@ def _search(files: ShrinkFiles) -> str:
         for i, n in enumerate(networks, 1)
     ]
     note = (
-        "Networks that were measured as wholes, best first: cross entropy on training images that nothing was fitted "
-        "to, at the best factor of the logits. By the table it is that of the full network at this side and the sum of "
-        "the losses. The proof is about the sum; the order is measured. Of round 0 are uniform widths."
+        f"Networks that were measured as wholes, best first: cross entropy on {files.search['held_out']:,} training "
+        "images that nothing was fitted to, at the best factor of the logits. By the table it is that of the full "
+        "network at this side and the sum of the losses. The proof is about the sum; the order is measured. Of round 0 "
+        "are uniform widths."
     )
     if adapted:
         note += " The best of each side are compared after adaptation."

@@ -192,7 +192,7 @@ def exported(tmp_path):
         ("run --config demoo", 1, "'demoo' is neither a file nor a recipe; did you mean 'demo'?"),
         ("run --train.epoch 3", 2, "did you mean '--train.epochs'?"),
         ("run --method dinass", 2, "dinas, dinas_paper, bnnas, fairnas, spos"),
-        ("run --data.mean [1,2]", 2, "a list of 3, each a number"),
+        ("run --data.mean [1,2]", 2, "a list of 3 in brackets, as '[1, 2, 3]', each a number"),
         ("run --search.max_macs 2.4X", 2, "2.4X"),
         ("run --search 3", 2, "search"),
         ("serach", 2, "did you mean 'search'?"),

@@ -44,8 +44,19 @@ normalised by mean {mean} and standard deviation {std}. Classes, in order: {name
 |---|---|---|
 {rows}
 
-`{recipe}` and `{weights}` make the network again on a fresh `{base}` with {classes} classes:
-`nasfast.shrink.load(model, FOLDER)`. Its licence is that of the weights that it was made from.
+Resizing is bilinear with antialiasing. The files take `images`, float32 (N, {channels}, {resolution}, {resolution}),
+and give logits (N, {classes}):
+
+```python
+import onnxruntime
+
+session = onnxruntime.InferenceSession("{onnx}")
+(logits,) = session.run(None, {{"images": images}})
+```
+
+`torch.export.load("{program}").module()` is PyTorch's program. `{recipe}` and `{weights}` make the network again on a
+fresh `{base}` with {classes} classes: `nasfast.shrink.load(model, FOLDER)`, with this folder. Its licence is that of
+the weights that it was made from.
 """
 
 
@@ -100,7 +111,8 @@ def _judge_int8(work: Material, size: int, path: Path, top1: float) -> dict[str,
     own = int8_answers(work, size, path).top1
     lost = top1 - own
     verdict = "" if lost <= INT8_LOSS else f", more than {100 * INT8_LOSS:g}: take {ONNX_FILE}"
-    note = f"8-bit integers; top-1 {own:.1%}, {abs(100 * lost):.1f} points {'less' if lost > 0 else 'more'}{verdict}"
+    # rounding may leave -0.0, which 0 is added to
+    note = f"8-bit integers; top-1 {own:.1%}, {round(-100 * lost, 1) + 0:+.1f} points to {ONNX_FILE}{verdict}"
     return {"top1": own, "note": note}
 
 
@@ -144,6 +156,9 @@ def _write_card(work: Material, folder: Path, record: dict[str, Any], size: int,
         headline=headline,
         runtime=f"one image, {threads} thread{'s' if threads > 1 else ''}",
         rows="\n".join(rows),
+        channels=work.pretrained.channels,
+        onnx=ONNX_FILE,
+        program=PROGRAM_FILE,
         recipe=RECIPE_FILE,
         weights=WEIGHTS_FILE,
     )

@@ -284,12 +284,12 @@ def adapt_teacher(work: Material) -> nn.Module:
 
 def adapt_size(work: Material, size: int) -> nn.Module:
     """The full network after adaptation at a smaller size; writes size-N/full.safetensors."""
-    path, started = work.run.dir / f"size-{size}" / "full.safetensors", time.monotonic()
-    model = clone(work.teacher)
+    path, model = work.run.dir / f"size-{size}" / "full.safetensors", clone(work.teacher)
     if (tensors := read_tensors(path, work.about)) is not None:
         model.load_state_dict(tensors)
     else:
         work.run.begin_writing()
+        started = time.monotonic()
         work.teach(model, work.cfg.teacher_epochs, size=size, kept=work.kept_features(None))
         save_tensors(path, dict(model.state_dict()), work.about)
         log_stage("adapt", started, f"the full network at {size} px")
@@ -298,11 +298,11 @@ def adapt_size(work: Material, size: int) -> nn.Module:
 
 def measure_size(work: Material, size: int) -> Measured:
     """Table, orders and weights at a size; writes size-N/."""
-    folder, started, found = work.run.dir / f"size-{size}", time.monotonic(), work.found(size)
+    folder, found = work.run.dir / f"size-{size}", work.found(size)
     if (measured := read_measured(folder, found, work.about)) is not None:
         return measured
     work.run.begin_writing()
-    images, _ = work.sample(size)
+    (images, _), started = work.sample(size), time.monotonic()
     measured = shrink.measure(found, images, score_images=work.cfg.score_images, seed=work.cfg.seed)
     save_measured(folder, measured, work.about)
     choices = sum(len(place.candidates) for place in found.places)

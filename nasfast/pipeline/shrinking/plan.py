@@ -74,6 +74,8 @@ def plan_shrink(cfg: ShrinkConfig, seeds: int = 1, settings: TaskSettings = Task
         "",
         f"images: {len(work.images.train):,} to train on, {len(work.images.val):,} to judge by, "
         f"{work.images.classes} classes; sides that are searched: {', '.join(map(str, sizes))} pixels",
+        f"they are normalised by mean {list(work.images.data.mean)} and standard deviation "
+        f"{list(work.images.data.std)}: --data.mean and --data.std change it for weights of another training",
         *busy_notes(time.perf_counter() - begin, time.thread_time() - worked),
         "",
     )

@@ -23,6 +23,7 @@ from nasfast.pipeline.shrinking.norms import by_norms
 from nasfast.pipeline.shrinking.run import SIZE_STEP
 from nasfast.pipeline.shrinking.stages import UNIFORM, Made, adapted_network, cut_network, judged, limits_at
 from nasfast.pipeline.shrinking.timing import STEP, full_latency, latency_file, network_timer, pixel_share
+from nasfast.retrain.export import describe_onnx
 from nasfast.search import InfeasibleConstraintError, Limits, sample_under
 from nasfast.search.limits import layer_costs
 from nasfast.seeds import derive_seed
@@ -101,6 +102,7 @@ def int8_network(work: Material) -> dict[str, Any]:
         source = Path(other) / "network.onnx"
         source.write_bytes(data)
         write_int8(work, size, source, path)
+    describe_onnx(path, {"images": work.images.info(size).to_dict()})
     after, kind = int8_answers(work, size, path), "full network in 8 bits"
     log_stage("quantise", started, f"{kind}: top-1 {after.top1:.1%}")
     result = judged(kind, size, (found.macs, found.params), after)

@@ -256,14 +256,14 @@ def limits_at(work: Material, size: int, limits: dict[str, float]) -> Limits:
 
 def search(work: Material, sizes: tuple[int, ...], limits: dict[str, float]) -> dict[str, Any]:
     """The best networks within limits over all sizes, as measured; writes search.json."""
-    path, started, cfg = work.run.dir / SEARCH_FILE, time.monotonic(), work.cfg
+    path, cfg = work.run.dir / SEARCH_FILE, work.cfg
     settings = {"top_k": cfg.top_k, "rounds": cfg.rounds}
     about = {**work.about, "limits": limits, "sizes": list(sizes), **settings}
     if (record := read_record(path, about)) is not None:
         return record
     work.run.begin_writing()
     measured = [work.measured(size) for size in sizes]
-    held = [work.sample(size)[1] for size in sizes]
+    held, started = [work.sample(size)[1] for size in sizes], time.monotonic()
     tables = [latency_file(work, size) for size in sizes] if "max_latency_ms" in limits else None
     timer = None if tables is None else network_timer(work)
     options: dict[str, Any] = {"latency_tables": tables, "latency": timer, **settings, **limits}
@@ -273,6 +273,7 @@ def search(work: Material, sizes: tuple[int, ...], limits: dict[str, float]) -> 
         about,
         {
             "networks": adapted_first(work, [_shrunk_record(b) for b in best], dict(zip(sizes, held, strict=True))),
+            "held_out": len(held[0]),
             "latency_factors": dict(zip(map(str, sizes), best.latency_factors, strict=True)),
             "cardinality": math.fsum(m.found.space.cardinality for m in measured),
             "full": {"macs": work.searched(work.resolution).macs, "params": work.searched(work.resolution).params},
