@@ -183,7 +183,7 @@ def _in_8_bits(files: ShrinkFiles) -> list[str]:
     for row in files.record("export/export.json")["files"]:
         if "top1" in row:  # the result in 8 bits
             text += f", and the result {row['ms']:.2f} ms, with {percent(row['top1'])} (export/{row['file']})"
-    advice = "if you deploy in 8 bits, add --latency_dtype int8, which cuts for what is still too slow then"
+    advice = "if you deploy in 8 bits, a run with --latency_dtype int8 cuts for what is still too slow then"
     return [f"{text}." if files.is_timed_in_int8 else f"{text}: {advice}."]
 
 

@@ -236,7 +236,7 @@ def test_another_limit_resumes_from_what_was_measured(here, whole, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "says"), [("fp32", "add --latency_dtype int8"), ("int8", "and the result ")])
+@pytest.mark.parametrize(("dtype", "says"), [("fp32", "a run with --latency_dtype int8"), ("int8", "and the result ")])
 def test_a_limit_in_milliseconds_is_that_of_a_measured_table_and_exported_files_compute_the_result(here, dtype, says):
     # less may count as too little: the table of a network of a tenth of a millisecond can be too slow by a half
     flags = ("--max_latency_ms", "95%", "--latency_device", "onnx", "--latency_dtype", dtype, "--export", "true")
