@@ -67,7 +67,7 @@ class LatencyConfig(ConfigBase):
         compiled: whether PyTorch runs the networks through `torch.compile`.
         provider: execution provider of onnxruntime.
         dtype: `fp32` or `bf16`, the type of weights and images, or `auto`: what `precision: auto` of a run takes on the
-            device. onnxruntime has fp32, and `int8`, which it makes of it.
+            device. onnxruntime runs fp32, or `int8`, to which it quantises the network.
         batch: images per run.
         threads: number of CPU threads; 0 takes the runtime's choice.
         rounds: timed runs of every candidate and network, after two that are not timed.

@@ -369,8 +369,8 @@ def latency(
     Raises:
         ConfigError: the space is unknown or too small for the networks asked for, the device does not exist, or
             onnxruntime has no such provider; with `net`, `cfg.calibrate` is 0, or see `module_parts`.
-        RuntimeError: the extra `onnx` is missing, a network cannot be exported or compiled, or the times contradict
-            each other.
+        RuntimeError: the extra `onnx` is missing, a network cannot be exported, compiled or quantised, or the times
+            contradict each other.
     """
     cfg = cfg.replace(dtype=_dtype(cfg))
     subject = _choose_subject(cfg, net)

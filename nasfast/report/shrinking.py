@@ -75,12 +75,22 @@ class ShrinkFiles:
     @cached_property
     def is_timed_in_int8(self) -> bool:
         """Whether all were timed in 8 bits, and not the one network that is in 8 bits alone."""
-        return bool(self.times) and self.record("times.json")["about"]["dtype"] == "int8"
+        return bool(self.times) and self.record("times.json")["about"].get("dtype") == "int8"
 
     @cached_property
     def runtime(self) -> str:
         """What was timed, and where."""
         return str(self.record("times.json")["about"]["runtime"]) if self.times else ""
+
+    def exported(self, name: str) -> list[dict[str, Any]]:
+        """The files that were exported of a network; none where those of another one are there."""
+        path = f"export/{'' if name == SMALL else f'{name}/'}export.json"
+        if not (self.folder / path).exists():
+            return []
+        record, network = self.record(path), self.networks[name]
+        keys = "size", "arch"
+        same = all(record["about"].get(key) == network["about"].get(key) for key in keys)
+        return list(record["files"]) if same else []
 
     def difference(self, name: str, of: str = SMALL) -> Comparison:
         """The top-1 of a network, by default the result, minus that of another, on the same images."""
@@ -92,17 +102,19 @@ def headline(record: Mapping[str, Any], files: ShrinkFiles, name: str = SMALL) -
     small, full = files.networks[name], files.networks[FULL]
     if name in files.times and FULL in files.times:
         costs = f"{files.times[name]['median_ms']:.2f} ms instead of {files.times[FULL]['median_ms']:.2f}"
+        costs += " in 8 bits" if files.is_timed_in_int8 else ""
     else:
         costs = f"{millions(small['macs'])} MACs instead of {millions(full['macs'])}"
     d = files.difference(FULL, name)
     side = f"{abs(d.gain):.1f} points {'less' if d.gain <= 0 else 'more'}"
     # rounding may leave -0.0, which 0 is added to
     low, high = (round(v, 1) + 0.0 for v in sorted((-d.low, -d.high) if d.gain <= 0 else (d.low, d.high)))
+    kind = " in float32" if files.is_timed_in_int8 else ""
     interval = f"95 % interval {low:.1f} to {high:.1f}, {d.images:,} images"
     return (
-        f"{costs}, at {side} ({interval}): {percent(small['top1'])} instead of {percent(full['top1'])}; as measured, "
-        f"the best of {len(record['networks'])} networks: uniform widths, and those that are proven the best of "
-        f"{record['cardinality']:.2g} by the tables."
+        f"{costs}, at {side} ({interval}): {percent(small['top1'])} instead of {percent(full['top1'])}{kind}; as "
+        f"measured, the best of {len(record['networks'])} networks: uniform widths, and those that are proven the best "
+        f"of {record['cardinality']:.2g} by the tables."
     )
 
 
@@ -169,22 +181,28 @@ def verdicts(files: ShrinkFiles) -> list[str]:
         )
     d = files.difference(FULL)
     if (width := (d.high - d.low) / 2) > _WIDE:
-        notes.append(f"{d.images:,} images tell two networks apart only from about {width:.0f} points on.")
+        notes.append(
+            f"{d.images:,} images tell the result and the full network apart only from about {width:.0f} points on."
+        )
     return notes + _in_8_bits(files)
 
 
 def _in_8_bits(files: ShrinkFiles) -> list[str]:
     """What 8 bits give alone, and with the cut."""
-    path = files.folder / "export" / "export.json"
-    if INT8 not in files.times or not path.exists():
+    if INT8 not in files.times:
         return []
-    ms, top1 = files.times[INT8]["median_ms"], percent(files.networks[INT8]["top1"])
-    text = f"In 8 bits the full network takes {ms:.2f} ms, with {top1} (networks/{INT8})"
-    for row in files.record("export/export.json")["files"]:
+    ms, alone = files.times[INT8]["median_ms"], files.networks[INT8]["top1"]
+    text = f"In 8 bits the full network takes {ms:.2f} ms, with {percent(alone)} (networks/{INT8})"
+    for row in files.exported(SMALL):
         if "top1" in row:  # the result in 8 bits
             text += f", and the result {row['ms']:.2f} ms, with {percent(row['top1'])} (export/{row['file']})"
-    advice = "if you deploy in 8 bits, a run with --latency_dtype int8 cuts for what is still too slow then"
-    return [f"{text}." if files.is_timed_in_int8 else f"{text}: {advice}."]
+    if files.is_timed_in_int8:
+        return [f"{text}."]
+    if ms <= _ABOUT * _cost(files, SMALL) and alone >= files.networks[SMALL]["top1"]:
+        text += ". If you deploy in 8 bits, they are better than the cut at this cost, and a run"
+    else:
+        text += ". If you deploy in 8 bits, a run"
+    return [f"{text} with --latency_dtype int8 cuts for what is still too slow then."]
 
 
 def _cost(files: ShrinkFiles, name: str) -> float:
@@ -216,13 +234,12 @@ def _comparison(files: ShrinkFiles) -> str:
     small = files.networks[SMALL]
     note = (
         "The full network is the teacher: the labels taught it, without the images on which the search compares "
-        "networks. "
-        "Every other network had the same adaptation: scale and shift of BatchNorms and the classifier, by the same "
-        "views of all images and this teacher. 'Before' is right after the cut; the full network at another side was "
-        "adapted to it before, and that of which all weights train had this adaptation. "
-        f"Every 'before' is on {small['before_images']:,} images. Intervals of 95 %: of a top-1 over the images, of a "
-        "difference over the same images in pairs; other seeds of the training are not in them. Validation images had "
-        "no part in the search."
+        "networks. Every other network that is not in 8 bits had the same adaptation: scale and shift of BatchNorms "
+        "and the classifier, by the same views of all images and this teacher. 'Before' is right after the cut; the "
+        "full network at another side was adapted to it before, and that of which all weights train had this "
+        f"adaptation. Every 'before' is on {small['before_images']:,} images. Intervals of 95 %: of a top-1 over the "
+        "images, of a difference over the same images in pairs; other seeds of the training are not in them. "
+        "Validation images had no part in the search."
     )
     if INT8 in files.networks:
         note += " In 8 bits the full network is onnxruntime's, with ranges from training images."
@@ -299,10 +316,10 @@ def _search(files: ShrinkFiles) -> str:
         for i, n in enumerate(networks, 1)
     ]
     note = (
-        f"Networks that were measured as wholes, best first: cross entropy on {files.search['held_out']:,} training "
-        "images that nothing was fitted to, at the best factor of the logits. By the table it is that of the full "
-        "network at this side and the sum of the losses. The proof is about the sum; the order is measured. Of round 0 "
-        "are uniform widths."
+        "Networks that were measured as wholes, best first: cross entropy on "
+        f"{files.search.get('held_out', '')} training images that nothing was fitted to, at the best factor of the "
+        "logits. By the table it is that of the full network at this side and the sum of the losses. The proof is "
+        "about the sum; the order is measured. Of round 0 are uniform widths."
     )
     if adapted:
         note += " The best of each side are compared after adaptation."
@@ -314,9 +331,12 @@ def _exported(files: ShrinkFiles) -> str:
     folders = {SMALL: "", FINETUNED: f"{FINETUNED}/"}
     rows = [
         [folder + f["file"], f"{f['bytes'] / 1e6:.1f} MB", f"{f['ms']:.2f}" if f.get("ms") else "-", f.get("note", "")]
-        for folder in (folders[name] for name in folders if name in files.networks)
-        for f in files.record(f"export/{folder}export.json")["files"]
+        for name, folder in folders.items()
+        if name in files.networks
+        for f in files.exported(name)
     ]
+    if not rows:
+        raise NotRun(_NOT_YET)
     return html_table(["file", "size", "ms", ""], rows, text_columns=[0, 3])
 
 

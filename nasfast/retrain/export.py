@@ -226,7 +226,7 @@ def write_checked_onnx(network: nn.Module, images: Tensor, path: str | Path, abo
         (got,) = open_session(unchecked.read_bytes()).run([OUTPUT], {INPUT: images.numpy()})
         difference = _difference(torch.from_numpy(got), expected)
         _check_difference(difference, path, "onnxruntime", "onnxruntime or torch")
-        describe_onnx(unchecked, about)
+        _describe(unchecked, about)
         os.replace(unchecked, path)
     finally:
         unchecked.unlink(missing_ok=True)
@@ -252,7 +252,7 @@ def _check_difference(difference: float, path: Path, what: str, package: str) ->
         )
 
 
-def describe_onnx(path: Path, about: dict[str, Any]) -> None:
+def _describe(path: Path, about: dict[str, Any]) -> None:
     """Put what a user needs to know of the network into the metadata of an ONNX file."""
     import onnx
 

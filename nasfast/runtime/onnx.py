@@ -84,7 +84,7 @@ def quantise(model: bytes, batches: Iterable[Tensor]) -> bytes:
         batches: (N, C, H, W) each, from which the ranges of activations are taken.
 
     Raises:
-        RuntimeError: onnxruntime cannot quantise it.
+        RuntimeError: onnxruntime cannot quantise it, or cannot read what it made.
     """
     require_onnx()
     from onnxruntime import quantization
@@ -111,7 +111,9 @@ def quantise(model: bytes, batches: Iterable[Tensor]) -> bytes:
                 activation_type=quantization.QuantType.QUInt8,
                 weight_type=quantization.QuantType.QInt8,
             )
-            return quantised.read_bytes()
+            content = quantised.read_bytes()
+            open_session(content)
+            return content
         except Exception as error:  # onnxruntime raises errors of its own
             raise RuntimeError(f"onnxruntime cannot quantise it ({type(error).__name__}: {error})") from error
 

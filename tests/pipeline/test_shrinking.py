@@ -246,8 +246,9 @@ def test_a_limit_in_milliseconds_is_that_of_a_measured_table_and_exported_files_
     assert (table["device"], table["dtype"]) == ("onnx", dtype) and table["validation"]["networks"]
     times = json.loads((out / "times.json").read_text())["networks"]
     assert {"full", "small", "random-1", "int8"} <= set(times)
-    assert times["int8"] != times["full"]
-    assert says in (out / "report.html").read_text()
+    assert b"QuantizeLinear" in (out / "networks" / "int8" / "model-int8.onnx").read_bytes()
+    page = (out / "report.html").read_text()
+    assert says in page and ("a run with --latency_dtype int8" in page) == (dtype == "fp32")
     record = {row["file"]: row for row in json.loads((out / "export" / "export.json").read_text())["files"]}
     assert {"model.onnx", "model.pt2", "model-int8.onnx", "model.safetensors", "recipe.json"} <= set(record)
     assert all(row["ms"] > 0 for name, row in record.items() if name.endswith((".onnx", ".pt2")))
@@ -665,6 +666,7 @@ def test_files_of_another_network_do_not_stay_beside_those_of_the_result(here, m
 
     monkeypatch.setattr(exporting, "write_program", refuse)
     monkeypatch.setattr(exporting, "write_checked_onnx", refuse)
+    small = {"kind": "", "size": 16, "macs": 1, "params": 1, "about": {}}
     with ShrinkRun.open(ShrinkConfig.from_dict(settings(here, "stale") | {"int8": False})) as run:
         work = Material(run)
         save_network(run.network("small"), work.form, None, {})
@@ -673,13 +675,36 @@ def test_files_of_another_network_do_not_stay_beside_those_of_the_result(here, m
             path.parent.mkdir(exist_ok=True)
             path.write_text("old")
         monkeypatch.setattr(exporting, "load_network", lambda *_: work.form)
-        files = exporting.export(work, "small", {"kind": "", "size": 16, "macs": 1, "params": 1, "top1": 0.5}, "")
+        files = exporting.export(work, "small", {**small, "top1": 0.5}, "")
     assert {path.name for path in files} == {"README.md", "model.safetensors", "recipe.json"}
+    card = (run.dir / "export" / "README.md").read_text()
+    assert "recipe.json" in card and "model.onnx" not in card and "model.pt2" not in card
     assert not (run.dir / "export" / "model-int8.onnx").exists()
 
 
+def test_the_full_network_in_8_bits_is_kept_made_again_where_damaged_and_may_be_left_out(here, monkeypatch, caplog):
+    monkeypatch.setattr(Material, "teach", lambda self, *_, **__: [])
+    with ShrinkRun.open(ShrinkConfig.from_dict(settings(here, "eight"))) as run:
+        work, folder = Material(run), run.network("int8")
+        made = rivals.int8_network(work)
+        assert made is not None and made["images"] == len(work.images.val)
+        with monkeypatch.context() as patch:
+            patch.setattr(rivals, "write_int8", lambda *_: pytest.fail("it is there"))
+            assert rivals.int8_network(work) == made
+        (folder / "model-int8.onnx").write_bytes(b"damaged")
+        assert rivals.int8_network(work)["top1"] == made["top1"]
+        (folder / "model-int8.onnx").unlink()
+
+        def refuse(*_):
+            raise RuntimeError("not today")
+
+        monkeypatch.setattr(rivals, "write_int8", refuse)
+        assert rivals.int8_network(work) is None and not (folder / "result.json").exists()
+    assert "the full network in 8 bits is left out: not today" in caplog.text
+
+
 def test_uniform_widths_are_compared_at_the_side_of_the_result_and_at_their_best(monkeypatch):
-    monkeypatch.setattr(rivals, "int8_network", lambda *_: {})
+    monkeypatch.setattr(rivals, "int8_network", lambda *_: None)
     taught = []
     monkeypatch.setattr(rivals, "equal_side", lambda *_: None)
     monkeypatch.setattr(rivals, "random_archs", lambda *_: [])
@@ -865,7 +890,7 @@ def test_verdicts_the_headline_and_the_comparison(tmp_path):
     first, second, third = verdicts(files)
     assert first.startswith("uniform is no worse") and first.endswith("which is simpler (networks/uniform).")
     assert second.startswith("random is no worse") and second.endswith("gains nothing here (networks/random-1).")
-    assert third == "96 images tell two networks apart only from about 2 points on."
+    assert third == "96 images tell the result and the full network apart only from about 2 points on."
     assert "at 0.0 points less (95 % interval -2.0 to 2.0, 96 images)" in headline(files.search, files)
     for record in networks.values():
         record |= {"size": 16, "before": 0.4, "before_images": 20}

@@ -20,6 +20,7 @@ from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.timing import timing_settings
 from nasfast.retrain.export import ONNX_FILE, PROGRAM_FILE, write_checked_onnx, write_program
 from nasfast.runtime.files import write_atomic
+from nasfast.runtime.onnx import INPUT
 from nasfast.settings import SMALL
 from nasfast.shrink.recipe import RECIPE_FILE, WEIGHTS_FILE
 
@@ -44,19 +45,25 @@ normalised by mean {mean} and standard deviation {std}. Classes, in order: {name
 |---|---|---|
 {rows}
 
-Resizing is bilinear with antialiasing. The files take `images`, float32 (N, {channels}, {resolution}, {resolution}),
-and give logits (N, {classes}):
+Resizing is bilinear with antialiasing. The input is float32 (N, {channels}, {resolution}, {resolution}), and logits
+(N, {classes}) come out.
 
+{uses}`{recipe}` and `{weights}` make the network again on a fresh `{base}` with {classes} classes:
+`nasfast.shrink.load(model, FOLDER)`, with this folder. Its licence is that of the weights that it was made from.
+"""
+
+_ONNX_USE = f"""\
 ```python
 import onnxruntime
 
-session = onnxruntime.InferenceSession("{onnx}")
-(logits,) = session.run(None, {{"images": images}})
+(logits,) = onnxruntime.InferenceSession("{ONNX_FILE}").run(None, {{"{INPUT}": images}})
 ```
 
-`torch.export.load("{program}").module()` is PyTorch's program. `{recipe}` and `{weights}` make the network again on a
-fresh `{base}` with {classes} classes: `nasfast.shrink.load(model, FOLDER)`, with this folder. Its licence is that of
-the weights that it was made from.
+"""
+
+_PROGRAM_USE = f"""\
+`torch.export.load("{PROGRAM_FILE}").module()` is PyTorch's program.
+
 """
 
 
@@ -72,7 +79,12 @@ def export(work: Material, name: str, small: dict[str, Any], headline: str) -> t
     source, started = work.run.network(name), time.monotonic()
     folder = work.run.dir / "export" / ("" if name == SMALL else name)
     network, size = load_network(source, work.form), int(small["size"])
-    about = {"network": weights_digest(network), "int8": work.cfg.int8}
+    about = {
+        "network": weights_digest(network),
+        "int8": work.cfg.int8,
+        "size": size,
+        "arch": small["about"].get("arch"),
+    }
     if (record := read_record(folder / EXPORT_FILE, about)) is None:
         work.run.begin_writing()
         folder.mkdir(parents=True, exist_ok=True)
@@ -117,7 +129,7 @@ def _judge_int8(work: Material, size: int, path: Path, top1: float) -> dict[str,
 
 
 def _timed_files(work: Material, folder: Path, image: Tensor) -> dict[str, dict[str, Any]]:
-    """Size and milliseconds of each file, for one image, timed as the networks of the comparison are."""
+    """Size and milliseconds of each file, for one image, as onnxruntime's networks are timed."""
     cfg = timing_settings(work.cfg.replace(latency_device="onnx", latency_dtype="fp32"))
     runs: dict[str, Timed] = {}
     with measuring(cfg.threads), torch.inference_mode():
@@ -143,7 +155,8 @@ def _write_card(work: Material, folder: Path, record: dict[str, Any], size: int,
         f"| `{row['file']}` | {row['ms']:.2f} | {row.get('note', '')} |" if "ms" in row else f"| `{row['file']}` | | |"
         for row in record["files"]
     ]
-    threads = work.cfg.latency_threads
+    threads, written = work.cfg.latency_threads, {row["file"] for row in record["files"]}
+    uses = {ONNX_FILE: _ONNX_USE, PROGRAM_FILE: _PROGRAM_USE}
     text = _CARD.format(
         name=work.run.dir.resolve().name,
         base=work.pretrained.name,
@@ -157,8 +170,7 @@ def _write_card(work: Material, folder: Path, record: dict[str, Any], size: int,
         runtime=f"one image, {threads} thread{'s' if threads > 1 else ''}",
         rows="\n".join(rows),
         channels=work.pretrained.channels,
-        onnx=ONNX_FILE,
-        program=PROGRAM_FILE,
+        uses="".join(text for file, text in uses.items() if file in written),
         recipe=RECIPE_FILE,
         weights=WEIGHTS_FILE,
     )

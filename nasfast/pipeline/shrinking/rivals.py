@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import random
@@ -16,14 +17,13 @@ from nasfast import shrink
 from nasfast.pipeline.run import log_stage
 from nasfast.pipeline.shrinking.files import RESULT_FILE, clone, read_record, weights_digest, write_record
 from nasfast.pipeline.shrinking.int8 import INT8_FILE, int8_answers, write_int8
-from nasfast.pipeline.shrinking.latency import network_graph, write_graph
 from nasfast.pipeline.shrinking.material import Material
 from nasfast.pipeline.shrinking.models import fit_classifier
 from nasfast.pipeline.shrinking.norms import by_norms
 from nasfast.pipeline.shrinking.run import SIZE_STEP
 from nasfast.pipeline.shrinking.stages import UNIFORM, Made, adapted_network, cut_network, judged, limits_at
 from nasfast.pipeline.shrinking.timing import STEP, full_latency, latency_file, network_timer, pixel_share
-from nasfast.retrain.export import describe_onnx
+from nasfast.retrain.export import ONNX_FILE, write_checked_onnx
 from nasfast.search import InfeasibleConstraintError, Limits, sample_under
 from nasfast.search.limits import layer_costs
 from nasfast.seeds import derive_seed
@@ -72,41 +72,40 @@ def rivals(work: Material, record: dict[str, Any], limits: dict[str, float]) -> 
             work, f"random-{number}", kind, where, arch, lambda: work.measured(where)
         )
     # what other runtimes take is not comparable
-    if work.cfg.int8 and work.cfg.latency_device == "onnx":
-        try:
-            networks[INT8] = int8_network(work)
-        except RuntimeError as error:
-            _LOG.warning("the full network in 8 bits is left out: %s", error)
+    if work.cfg.int8 and work.cfg.latency_device == "onnx" and (eight := int8_network(work)) is not None:
+        networks[INT8] = eight
     if work.cfg.peer is not None:
         networks["peer"] = peer_network(work)
     return networks
 
 
-def int8_network(work: Material) -> dict[str, Any]:
-    """The full network in 8-bit integers; writes networks/int8/.
-
-    Raises:
-        RuntimeError: onnxruntime cannot quantise it.
-    """
+def int8_network(work: Material) -> dict[str, Any] | None:
+    """The full network in 8-bit integers; None where onnxruntime cannot make it; writes networks/int8/."""
     size, folder, started = work.resolution, work.run.network(INT8), time.monotonic()
     about = {**work.about, "size": size, "bits": 8}
-    path = folder / INT8_FILE
-    if (record := read_record(folder / RESULT_FILE, about)) is not None and path.exists():
+    path, result = folder / INT8_FILE, folder / RESULT_FILE
+    if (record := read_record(result, about)) is not None and path.exists() and _digest(path) == record.get("file"):
         return record
     work.run.begin_writing()
-    found = work.found(size)
-    if (data := write_graph(network_graph(found, found.full))) is None:
-        raise RuntimeError("it has a function that the writer of ONNX does not know")
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as other:
-        source = Path(other) / "network.onnx"
-        source.write_bytes(data)
-        write_int8(work, size, source, path)
-    describe_onnx(path, {"images": work.images.info(size).to_dict()})
-    after, kind = int8_answers(work, size, path), "full network in 8 bits"
+    result.unlink(missing_ok=True)  # of another file
+    images = work.images.prepared(work.train[0][:4])
+    try:
+        with tempfile.TemporaryDirectory() as other:
+            source = Path(other) / ONNX_FILE
+            write_checked_onnx(work.teacher, images, source, {"images": work.images.info(size).to_dict()})
+            write_int8(work, size, source, path)
+    except RuntimeError as error:
+        _LOG.warning("the full network in 8 bits is left out: %s", error)
+        return None
+    found, after, kind = work.searched(size), int8_answers(work, size, path), "full network in 8 bits"
     log_stage("quantise", started, f"{kind}: top-1 {after.top1:.1%}")
-    result = judged(kind, size, (found.macs, found.params), after)
-    return write_record(folder / RESULT_FILE, about, result)
+    content = judged(kind, size, (found.macs, found.params), after)
+    return write_record(result, about, {**content, "file": _digest(path)})
+
+
+def _digest(path: Path) -> str:
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
 def peer_network(work: Material) -> dict[str, Any]:

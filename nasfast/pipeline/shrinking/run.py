@@ -49,7 +49,8 @@ class ShrinkConfig(ConfigBase):
         max_params: largest number of parameters, or as a percentage; null is no limit.
         max_latency_ms: largest latency in ms, or as a percentage; null is no limit.
         latency_device: what is timed: `onnx` (onnxruntime), `cpu` or `cuda` (PyTorch).
-        latency_dtype: `fp32`, or `int8`: what onnxruntime makes of it, which needs instructions for 8 bits to be fast.
+        latency_dtype: what is timed runs in `fp32`, or quantised by onnxruntime in `int8`, which is fast on processors
+            with instructions for 8 bits.
         latency_threads: number of CPU threads of what is timed.
         epochs: epochs of adaptation of each network after the cut. Half of them have views of their own, which then
             come again.
@@ -67,7 +68,7 @@ class ShrinkConfig(ConfigBase):
         comparison: whether the result is compared with other networks of equal cost, which are adapted, too.
         random_networks: number of random allocations in the comparison.
         export: whether to write the result as ONNX and as PyTorch's program.
-        int8: whether to write it in 8-bit integers, too, by onnxruntime.
+        int8: whether to write it in 8-bit integers, too, by onnxruntime, and to compare with the full network in them.
         seed: seed of what is drawn.
         threads: number of CPU threads of every stage, besides one that prepares images; 0 takes torch's choice.
             Bit-identical repeats need the same.

@@ -67,7 +67,7 @@ class ShrinkResult(Tabular):
     Attributes:
         networks: name -> result.json of each network: the result, the full network, and those of the comparison.
         headline: the result in one sentence.
-        verdicts: simpler networks that are no worse, each in a sentence.
+        verdicts: simpler networks that are no worse, what few images tell, and what 8 bits give, each in a sentence.
         report: path of report.html.
         files: what was exported.
     """
