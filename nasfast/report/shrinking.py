@@ -87,9 +87,8 @@ class ShrinkFiles:
         path = f"export/{'' if name == SMALL else f'{name}/'}export.json"
         if not (self.folder / path).exists():
             return []
-        record, network = self.record(path), self.networks[name]
-        keys = "size", "arch"
-        same = all(record["about"].get(key) == network["about"].get(key) for key in keys)
+        record, about = self.record(path), self.networks[name]["about"]
+        same = all(record["about"].get(key) == about.get(key) for key in ("size", "arch"))
         return list(record["files"]) if same else []
 
     def difference(self, name: str, of: str = SMALL) -> Comparison:
@@ -149,7 +148,8 @@ def _summary(files: ShrinkFiles) -> str:
 
 
 def verdicts(files: ShrinkFiles) -> list[str]:
-    """What a reader should know before he takes the result: what more training gives, and what is no worse."""
+    """What a reader should know before he takes the result: what more training gives, what is no worse, how few images
+    there are, and what 8 bits give."""
     notes, limits = [], files.search["about"]["limits"]
     if files.networks[SMALL]["kind"].startswith("uniform"):
         after = " after adaptation" if "adapted" in files.search["networks"][0] else ""

@@ -89,11 +89,12 @@ def int8_network(work: Material) -> dict[str, Any] | None:
     work.run.begin_writing()
     folder.mkdir(parents=True, exist_ok=True)
     result.unlink(missing_ok=True)  # of another file
-    images = work.images.prepared(work.train[0][:4])
+    shown, _ = work.images.read(work.images.train, size, 4)
     try:
         with tempfile.TemporaryDirectory() as other:
             source = Path(other) / ONNX_FILE
-            write_checked_onnx(work.teacher, images, source, {"images": work.images.info(size).to_dict()})
+            about_images = {"images": work.images.info(size).to_dict()}
+            write_checked_onnx(work.teacher, work.images.prepared(shown), source, about_images)
             write_int8(work, size, source, path)
     except RuntimeError as error:
         _LOG.warning("the full network in 8 bits is left out: %s", error)
